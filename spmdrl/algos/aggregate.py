@@ -1,0 +1,81 @@
+"""From per-token losses to one number, with weights known before the first micro-batch.
+
+T: packed tokens of one micro-batch. A loss is `(loss_T * token_weights(...)).sum()`, summed over micro-batches and
+ranks. Because the weights divide by global counts, the sum is the same for every way of cutting the batch (law 2 of the
+design), as long as no sequence is cut in two.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over the whole batch, all micro-batches and all ranks."""
+
+    tokens: float
+    """Unmasked tokens."""
+    sequences: float
+    """Sequences with at least one unmasked token."""
+
+
+def count_totals(mask_T: torch.Tensor, seq_T: torch.Tensor) -> Totals:
+    """Totals of these tokens alone; add up over micro-batches and ranks to get the global ones.
+
+    mask_T: bool [T]; seq_T: int64 [T], the token's sequence. Waits for the device once.
+    """
+    per_seq = _tokens_per_sequence(mask_T, seq_T)
+    tokens, sequences = torch.stack([per_seq.sum(), (per_seq > 0).sum().double()]).tolist()
+    return Totals(tokens, sequences)
+
+
+def token_weights(
+    mode: str, mask_T: torch.Tensor, seq_T: torch.Tensor, totals: Totals, horizon: float | None = None
+) -> torch.Tensor:
+    """Weight of each token's loss, fp64 [T]; exactly 0 where the mask is False.
+
+    mode, over the N = totals.sequences sequences of the whole batch:
+
+    - `token-mean`: sum of all token losses / totals.tokens (DAPO, https://arxiv.org/abs/2503.14476)
+    - `seq-mean-token-sum`: token losses summed within a sequence, mean over sequences
+    - `seq-mean-token-mean`: token losses averaged within a sequence, mean over sequences (GRPO,
+      https://arxiv.org/abs/2402.03300)
+    - `seq-mean-token-sum-norm`: `seq-mean-token-sum` / horizon (Dr. GRPO, https://arxiv.org/abs/2503.20783)
+
+    mask_T: bool [T], True where the loss counts. seq_T: int64 [T], index of the token's sequence in this micro-batch.
+    totals: global counts. horizon: tokens, a constant of the run such as the longest allowed response (verl takes the
+    width of its padded mask).
+
+    fp64, so that a sum over many tokens does not depend on their order at fp32 precision. Totals of 0 with an unmasked
+    token give nan, not a silent 0. ValueError: unknown mode, shapes that differ, horizon missing or not positive.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
+    if mask_T.ndim != 1 or mask_T.shape != seq_T.shape:
+        raise ValueError(f"mask and seq must both be [T], got {tuple(mask_T.shape)} and {tuple(seq_T.shape)}")
+
+    if mode == "token-mean":
+        weight = torch.full(mask_T.shape, _inverse(totals.tokens), dtype=torch.float64, device=mask_T.device)
+    else:
+        weight = torch.full(mask_T.shape, _inverse(totals.sequences), dtype=torch.float64, device=mask_T.device)
+    if mode == "seq-mean-token-mean":
+        # A sequence is never split, so its own count is known here. A count of 0 meets only masked tokens.
+        weight = weight / _tokens_per_sequence(mask_T, seq_T).clamp(min=1)[seq_T]
+    if mode == "seq-mean-token-sum-norm":
+        if horizon is None or not horizon > 0:
+            raise ValueError(f"{mode} needs horizon > 0 tokens (e.g. the longest allowed response), got {horizon}")
+        weight = weight / horizon
+    return torch.where(mask_T.bool(), weight, 0.0)
+
+
+def _inverse(total: float) -> float:
+    return 1.0 / total if total > 0 else float("nan")
+
+
+def _tokens_per_sequence(mask_T: torch.Tensor, seq_T: torch.Tensor) -> torch.Tensor:
+    sequences = int(seq_T.max()) + 1 if seq_T.numel() else 0
+    counts = torch.zeros(sequences, dtype=torch.float64, device=mask_T.device)
+    return counts.index_add_(0, seq_T, mask_T.to(torch.float64))

@@ -1,0 +1,1 @@
+"""What a run is told: `schema` (dataclasses), `load` (files and flags), `checks` (all values together), `dump`."""

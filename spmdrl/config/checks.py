@@ -1,0 +1,277 @@
+"""What the values of a run must satisfy together, and what they multiply out to.
+
+Everything here runs before a model is built. `check` reports all problems at once, each with the flag to change.
+"""
+
+import ast
+import importlib.util
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config.fields import ConfigError, flag, get, nearest
+from spmdrl.config.schema import Config
+
+TRACKERS = ("jsonl", "tensorboard", "wandb")
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
+"""Advantage estimators that compare the samples of one prompt, so one sample gives no signal."""
+
+_Rule = tuple[Callable[[Any], bool], str]
+# Written so that NaN fails.
+_at_least_0: _Rule = (lambda x: 0 <= x < math.inf, "must be 0 or more")
+_at_least_1: _Rule = (lambda x: x >= 1, "must be at least 1")
+_positive: _Rule = (lambda x: 0 < x < math.inf, "must be above 0")
+_share: _Rule = (lambda x: 0 < x <= 1, "must be above 0 and at most 1")
+_finite: _Rule = (math.isfinite, "must be a finite number")
+
+RULES: dict[str, _Rule] = {
+    "run.steps": _at_least_1,
+    "run.seed": _at_least_0,
+    "run.timeout": _positive,
+    "parallel.dp_replicate": _at_least_1,
+    "parallel.dp_shard": (lambda x: x == -1 or x >= 1, "must be at least 1, or -1 for all ranks the other axes leave"),
+    "parallel.sp": _at_least_1,
+    "parallel.tp": _at_least_1,
+    "parallel.pp": _at_least_1,
+    "parallel.ep": _at_least_1,
+    "optimizer.lr": _at_least_0,
+    "optimizer.betas": (lambda x: all(0 <= beta < 1 for beta in x), "must be two numbers from 0 up to, but not, 1"),
+    "optimizer.eps": _positive,
+    "optimizer.weight_decay": _at_least_0,
+    "optimizer.clip_grad_norm": _at_least_0,
+    "optimizer.warmup_steps": _at_least_0,
+    "optimizer.min_lr_ratio": (lambda x: 0 <= x <= 1, "must be from 0 to 1"),
+    "policy.max_tokens_per_microbatch": _at_least_1,
+    "rollout.tp": _at_least_1,
+    "rollout.prompts_per_step": _at_least_1,
+    "rollout.samples_per_prompt": _at_least_1,
+    "rollout.max_prompt_tokens": _at_least_1,
+    "rollout.max_new_tokens": _at_least_1,
+    "rollout.temperature": _positive,
+    "rollout.top_p": _share,
+    "rollout.max_sequences": _at_least_1,
+    "rollout.kv_cache_gib": _at_least_0,
+    "rollout.gpu_memory_utilization": _share,
+    "rollout.push_bucket_mib": _at_least_1,
+    "algo.updates_per_step": _at_least_1,
+    "algo.clip_low": (lambda x: x is None or 0 <= x <= 1, "must be from 0 to 1"),
+    "algo.clip_high": (lambda x: x is None or 0 <= x < math.inf, "must be 0 or more"),
+    "algo.dual_clip": (lambda x: x is None or 1 < x < math.inf, "must be above 1, or None for off"),
+    "algo.kl_coef": (lambda x: x is None or 0 <= x < math.inf, "must be 0 or more"),
+    "algo.entropy_coef": _finite,
+    "data.limit": _at_least_0,
+    "reward.workers": _at_least_1,
+    "reward.timeout": _positive,
+    "eval.every": _at_least_0,
+    "eval.prompts": _at_least_0,
+    "eval.samples": _at_least_1,
+    "eval.temperature": _at_least_0,
+    "checkpoint.every": _at_least_0,
+    "checkpoint.keep": _at_least_1,
+    "tracking.samples": _at_least_0,
+}
+
+
+def check(config: Config, world_size: int) -> None:
+    """Check all values together; nothing is built or read but the files that settings name.
+
+    Args:
+        config: a run's settings, with or without its preset filled in.
+        world_size: ranks of the job.
+
+    Raises:
+        ConfigError: listing every problem, one line each: the flag to change, its value and what would be valid.
+    """
+    problems = [
+        f"{flag(name)} {_shown(get(config, name))}: {message}"
+        for name, (valid, message) in RULES.items()
+        if not valid(get(config, name))
+    ]
+    bad = {problem.split(" ", 1)[0] for problem in problems}
+    # What holds between settings is only asked of settings that are valid alone, so that one mistake is one line.
+    if not any(name.startswith("--parallel.") for name in bad):
+        problems += _parallel_problems(config, world_size)
+    problems += [
+        line
+        for line in _rollout_problems(config, world_size) + _algo_problems(config) + _other_problems(config)
+        if line.split(" ", 1)[0] not in bad
+    ]
+    if problems:
+        count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
+        raise ConfigError("\n  ".join([f"{count} to change:", *problems]))
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else repr(value) if value == "" else str(value)
+
+
+def axis_product(config: Config) -> int:
+    """Ranks taken by all axes but dp_shard (ep lies inside dp_shard)."""
+    axes = config.parallel
+    return axes.dp_replicate * axes.sp * axes.tp * axes.pp
+
+
+def _parallel_problems(config: Config, world_size: int) -> list[str]:
+    axes, problems = config.parallel, []
+    if config.policy.backend == "fsdp":
+        problems = [
+            f"--parallel.{axis} {getattr(axes, axis)}: must be 1; the fsdp backend takes dp_replicate and dp_shard"
+            for axis in ("sp", "tp", "pp", "ep")
+            if getattr(axes, axis) > 1
+        ]
+    if problems:
+        return problems
+    rest = axis_product(config)
+    if axes.dp_shard == -1:
+        if world_size % rest:
+            axis = max(("dp_replicate", "sp", "tp", "pp"), key=lambda name: getattr(axes, name))
+            problems.append(
+                f"--parallel.{axis.replace('_', '-')} {getattr(axes, axis)}: the axes but dp_shard multiply to {rest}, "
+                f"which must divide the {world_size} ranks of the job"
+            )
+        return problems
+    if rest * axes.dp_shard != world_size:
+        fits = f"{world_size // rest} or -1" if world_size % rest == 0 else "-1 with axes that divide the ranks"
+        problems.append(
+            f"--parallel.dp-shard {axes.dp_shard}: the axes multiply to {rest * axes.dp_shard} "
+            f"but the job has {world_size} ranks; dp-shard could be {fits}"
+        )
+    elif axes.dp_shard % axes.ep:
+        problems.append(f"--parallel.ep {axes.ep}: must divide dp_shard {axes.dp_shard}")
+    return problems
+
+
+def _rollout_problems(config: Config, world_size: int) -> list[str]:
+    rollout, problems = config.rollout, []
+    if rollout.tp > 1:
+        if world_size % rollout.tp:
+            problems.append(f"--rollout.tp {rollout.tp}: must divide the {world_size} ranks of the job")
+        if rollout.engine == "hf":
+            problems.append(f"--rollout.tp {rollout.tp}: the hf engine takes 1; or choose --rollout.engine vllm")
+        elif rollout.engine == "auto" and importlib.util.find_spec("vllm") is None:
+            problems.append(f"--rollout.tp {rollout.tp}: must be 1 for the hf engine; vLLM is not installed")
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if config.policy.max_tokens_per_microbatch < longest:
+        problems.append(
+            f"--policy.max-tokens-per-microbatch {config.policy.max_tokens_per_microbatch}: must hold one sequence, "
+            f"so at least {longest} (max_prompt_tokens {rollout.max_prompt_tokens} + max_new_tokens {rollout.max_new_tokens})"
+        )
+    return problems
+
+
+def _algo_problems(config: Config) -> list[str]:
+    # Deliberately late and upwards: the valid names live with the functions, which need torch, and `--help` must not.
+    from spmdrl.algos import ADVANTAGES, AGGREGATIONS, LOSSES, PRESETS
+
+    algo, rollout, problems = config.algo, config.rollout, []
+    advantage = algo.advantage or PRESETS[algo.preset].advantage
+    if advantage in GROUP_BASELINES and rollout.samples_per_prompt < 2:
+        problems.append(
+            f"--rollout.samples-per-prompt {rollout.samples_per_prompt}: must be at least 2, "
+            f"as {advantage} compares the samples of a prompt"
+        )
+    if algo.updates_per_step >= 1 and rollout.prompts_per_step % algo.updates_per_step:
+        near = [n for n in range(1, rollout.prompts_per_step + 1) if rollout.prompts_per_step % n == 0]
+        near = sorted(sorted(near, key=lambda n: abs(n - algo.updates_per_step))[:3])
+        problems.append(
+            f"--algo.updates-per-step {algo.updates_per_step}: must divide prompts_per_step {rollout.prompts_per_step} "
+            f"(each update takes an equal share), such as {', '.join(map(str, near))}"
+        )
+    if algo.kl_coef and config.reference.enabled == "off":
+        problems.append(
+            f"--reference.enabled off: KL needs the reference while --algo.kl-coef is {algo.kl_coef}; "
+            "take auto, or kl-coef 0"
+        )
+    problems += _name_problems("algo.advantage", algo.advantage, ADVANTAGES, file_allowed=True)
+    problems += _name_problems("algo.loss", algo.loss, LOSSES, file_allowed=True)
+    problems += _name_problems("algo.aggregation", algo.aggregation, AGGREGATIONS, file_allowed=False)
+    return problems
+
+
+def _name_problems(name: str, value: str, valid: Collection[str], file_allowed: bool) -> list[str]:
+    if not value or value in valid:
+        return []
+    if file_allowed and ".py" in value:
+        return _file_problems(name, value, default="")
+    near = nearest(value, valid)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    more = ", or path/to/file.py:function" if file_allowed else ""
+    return [f"{flag(name)} {value}: unknown{hint} Valid: {', '.join(valid)}{more}"]
+
+
+def _file_problems(name: str, value: str, default: str) -> list[str]:
+    """A user's function must be at the top of an existing file. The file is read, not run."""
+    path, _, function = value.rpartition(":") if not value.endswith(".py") else (value, "", default)
+    if not function:
+        return [f"{flag(name)} {value}: name the function too, as in {value.rstrip(':')}:my_function"]
+    if not Path(path).is_file():
+        return [f"{flag(name)} {value}: there is no file {path} (from {Path.cwd()})"]
+    try:
+        body = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError, OSError) as error:
+        return [f"{flag(name)} {value}: {path} cannot be read as Python: {error}"]
+    defined: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign):
+            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {(alias.asname or alias.name) for alias in node.names}
+    if function not in defined and "*" not in defined:
+        near = nearest(function, sorted(defined))
+        return [f"{flag(name)} {value}: {path} defines no {function}" + (f"; did you mean {near[0]}?" if near else "")]
+    return []
+
+
+def _other_problems(config: Config) -> list[str]:
+    problems = []
+    name = config.run.name
+    if not name or name in (".", "..") or any(part in name for part in ("/", "\\", "..", "\0")):
+        problems.append(f"--run.name {name!r}: must be one folder name without / or ..; use --run.dir for a path")
+    for tracker in config.tracking.trackers:
+        problems += _name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
+    if ".py" in config.reward.function:
+        problems += _file_problems("reward.function", config.reward.function, default="compute_score")
+    if config.eval.every > 0 and not config.data.eval:
+        problems.append(f"--eval.every {config.eval.every}: needs --data.eval, or 0 for no evaluation")
+    return problems
+
+
+def plan_lines(config: Config, world_size: int) -> list[str]:
+    """How the counts multiply out, printed at the start and by `--dry-run`.
+
+    Token counts are upper bounds, of sequences of full length. Micro-batches are what packing such sequences takes on one
+    rank; shorter ones pack tighter.
+    """
+    rollout, axes, updates = config.rollout, config.parallel, config.algo.updates_per_step
+    shard = axes.dp_shard if axes.dp_shard != -1 else world_size // axis_product(config)
+    engines = world_size // rollout.tp
+    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    data_ranks = axes.dp_replicate * shard
+    rank_sequences = math.ceil(sequences / data_ranks)
+    per_update = sequences // updates
+    budget = config.policy.max_tokens_per_microbatch
+    microbatches = math.ceil(math.ceil(per_update / data_ranks) / max(1, budget // longest))
+    sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shard, "sp": axes.sp, "tp": axes.tp}
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
+    return [
+        f"ranks    {world_size} = {mesh}" + (f", ep {axes.ep}" if axes.ep > 1 else ""),
+        f"rollout  {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt:,} samples = "
+        f"{sequences:,} sequences a step; {_count(engines, 'engine')} of {_count(rollout.tp, 'rank')}, "
+        f"{_count(sequences / engines, 'sequence')} each",
+        f"tokens   at most {longest:,} a sequence ({rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} new), "
+        f"{sequences * longest:,} a step, {rank_sequences * longest:,} a rank",
+        f"update   {_count(updates, 'optimizer step')} a step, each on {_count(per_update, 'sequence')} "
+        f"({per_update / data_ranks:,.4g} a rank), in at most {_count(microbatches, 'micro-batch', 'micro-batches')} of "
+        f"{budget:,} tokens on a rank",
+        f"run      {_count(config.run.steps, 'step')} = {config.run.steps * sequences:,} sequences, "
+        f"{_count(config.run.steps * updates, 'optimizer step')}; seed {config.run.seed}",
+    ]
+
+
+def _count(n: float, one: str, many: str = "") -> str:
+    shown = f"{n:,}" if isinstance(n, int) else f"{n:,.4g}"
+    return f"{shown} {one if n == 1 else many or one + 's'}"

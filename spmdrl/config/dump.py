@@ -1,0 +1,58 @@
+"""A config written back: as YAML that `--config` reads, as a dict for trackers, as the difference of two."""
+
+import re
+from typing import Any
+
+import yaml
+
+from spmdrl.config.fields import get, leaves
+
+REDACTED = "<redacted>"
+# Whole words of a name, so that max_new_tokens is not a secret.
+_SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|credential|credentials|key|apikey)$", re.IGNORECASE)
+# Hugging Face, OpenAI, GitHub, AWS, wandb (the whole value 40 hex digits), bearer headers, user:password in a URL.
+_SECRET_VALUE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[A-Z0-9]{12,})\b|^[0-9a-f]{40}$"
+    r"|(?i:bearer\s+[\w.~+/-]{8,})|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+
+
+def redact(name: str, value: Any) -> Any:
+    """The value with what looks like a credential left out. Only text can be secret; numbers pass."""
+    if isinstance(value, tuple | list):
+        return [redact(name, item) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return REDACTED if _SECRET_NAME.search(name) else _SECRET_VALUE.sub(REDACTED, value)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain values in the order of the schema, redacted; tuples become lists."""
+    nested: dict[str, Any] = {}
+    for name in leaves(type(config)):
+        *sections, last = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = redact(name, get(config, name))
+    return nested
+
+
+def to_yaml(config: Any) -> str:
+    """The run folder's `config.yaml`: `--config` reads it back to an equal config (secrets apart)."""
+    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def diff(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
+    """Dotted name -> (value in a, value in b) where two configs of one schema differ; redacted."""
+    pairs = ((name, get(a, name), get(b, name)) for name in leaves(type(a)))
+    return {name: (redact(name, left), redact(name, right)) for name, left, right in pairs if left != right}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Sections in block style, lists on one line."""
+
+
+_Dumper.add_representer(
+    list, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+)

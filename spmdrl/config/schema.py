@@ -1,0 +1,284 @@
+"""Every setting of a run, as nested dataclasses: one section, one dataclass; the text under a field is its `--help`.
+
+The module imports nothing but the standard library, so that `--help` answers at once. What the values must satisfy
+together is in `checks.py`; how YAML and flags become a `Config` is in `load.py`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class RunConfig:
+    """The run as a whole."""
+
+    dir: str = ""
+    """Run folder (resolved config, metrics, samples, logs, checkpoints). Empty: `runs/<name>`."""
+    name: str = "demo"
+    """Name shown in trackers and used for the default run folder."""
+    steps: int = 60
+    """Steps to train: each is one round of experience and its optimizer updates."""
+    seed: int = 0
+    """Every draw is keyed by (seed, step, prompt, sample, turn), so the world size does not change it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPUs when torch sees one for each local rank."""
+    timeout: float = 600.0
+    """Seconds a collective may wait for a missing rank before the whole job ends."""
+    lockstep_debug: bool = False
+    """Compare (call site, op, shape) of every collective across ranks before it runs: slow, but names the rank."""
+
+
+@dataclass
+class ModelConfig:
+    """The model that is trained."""
+
+    path: str = "tiny"
+    """HF folder, hub name, a `.gguf` file, `package:<name>` (a GGUF in an installed package), or `tiny` (ships here)."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (float64 if that)."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off: models that need it are refused."""
+
+
+@dataclass
+class ParallelConfig:
+    """How ranks divide the policy; sizes multiply to the world size."""
+
+    dp_replicate: int = 1
+    """HSDP: copies of the sharded model."""
+    dp_shard: int = -1
+    """FSDP: ranks over which parameters are sharded. -1: all that the other axes leave."""
+    sp: int = 1
+    """Sequence parallelism axis."""
+    tp: int = 1
+    """Tensor parallelism axis of the policy (the engine's own is `--rollout.tp`)."""
+    pp: int = 1
+    """Pipeline parallelism axis."""
+    ep: int = 1
+    """Expert parallelism axis, inside dp_shard."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 2e-4
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW betas."""
+    eps: float = 1e-8
+    """AdamW epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip_grad_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up, over all optimizer steps of the run."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    min_lr_ratio: float = 0.0
+    """Final learning rate as a share of the peak (linear, cosine)."""
+
+
+@dataclass
+class PolicyConfig:
+    """The machine that trains."""
+
+    backend: Literal["fsdp"] = "fsdp"
+    """Which implementation of the Policy contract trains the model."""
+    max_tokens_per_microbatch: int = 8192
+    """Packing budget of one forward on one rank; changes speed and memory, never the result."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in backward."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between forward and backward: less memory, one more all-gather."""
+    attention: Literal["auto", "padded", "flash", "eager"] = "auto"
+    """Packed attention. `auto`: flash-attn varlen on GPU where installed, else causal SDPA per sequence (`padded`).
+    `eager`: plain softmax."""
+    offload: bool = False
+    """Move parameters and optimizer to host memory while the engine samples."""
+
+
+@dataclass
+class ReferenceConfig:
+    """The frozen model of the KL term."""
+
+    enabled: Literal["auto", "on", "off"] = "auto"
+    """Frozen copy of the starting model for KL. `auto`: on when a KL coefficient is not zero."""
+    offload: bool = False
+    """Keep it in host memory except while it scores."""
+
+
+@dataclass
+class RolloutConfig:
+    """Sampling: how many, how long, by which engine."""
+
+    engine: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampler. `auto`: vLLM when installed, else the HF engine."""
+    tp: int = 1
+    """Ranks that share one engine; must divide the world size."""
+    prompts_per_step: int = 32
+    """Prompts in one step over all ranks."""
+    samples_per_prompt: int = 8
+    """Group size: samples of one prompt."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are dropped when the prompts are read, and counted."""
+    max_new_tokens: int = 8
+    """Longest response."""
+    temperature: float = 1.0
+    """Sampling temperature; logp is taken at the same temperature everywhere."""
+    top_p: float = 1.0
+    """Nucleus sampling."""
+    assignment: Literal["queue", "static"] = "queue"
+    """Who samples which prompt: an atomic queue (a rank that ends early takes more), or fixed by index (for bit-exact
+    runs)."""
+    max_sequences: int = 64
+    """Sequences one engine runs at a time."""
+    kv_cache_gib: float = 0.0
+    """KV cache of a vLLM engine. 0: 0.25 GiB on CPU, vLLM's own choice within gpu_memory_utilization on GPU."""
+    gpu_memory_utilization: float = 0.5
+    """Share of a GPU that vLLM may take while awake."""
+    sleep_level: Literal[0, 1, 2] = 1
+    """Between rollouts: 0 stays awake, 1 gives back the KV cache (and parks weights in host memory on GPU), 2 drops
+    weights too."""
+    push_bucket_mib: int = 256
+    """Largest bucket of a weight push."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs."""
+
+
+@dataclass
+class AlgoConfig:
+    """What is learned from the samples."""
+
+    preset: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    """Published method whose values the empty fields below take."""
+    advantage: str = ""
+    """Advantage estimator by name. Empty: the preset's."""
+    loss: str = ""
+    """Policy loss by name. Empty: the preset's."""
+    aggregation: str = ""
+    """How per-token losses become one number. Empty: the preset's."""
+    updates_per_step: int = 1
+    """Optimizer steps on one step's experience; each takes an equal share of its prompts."""
+    clip_low: float | None = None
+    """PPO clip below 1. None: the preset's."""
+    clip_high: float | None = None
+    """PPO clip above 1. None: the preset's."""
+    dual_clip: float | None = None
+    """Dual-clip bound for negative advantages; None: off."""
+    kl_coef: float = 0.0
+    """Weight of KL to the reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where that KL enters."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Estimator of KL from sampled tokens (a trailing + is the straight-through form)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    old_logp: Literal["auto", "policy", "rollout"] = "auto"
+    """Where old_logp comes from: a pass of the policy, or the engine. `auto`: the update's own first pass when
+    updates_per_step is 1 (the same number at no cost), else a pass of the policy."""
+    skip_zero_advantage: bool = False
+    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero. Without effect when
+    KL or entropy is in the loss."""
+
+
+@dataclass
+class DataConfig:
+    """Prompts."""
+
+    train: str = "builtin:reverse"
+    """`builtin:<task>`, a .jsonl or verl .parquet path, `hf:<dataset>[:config[:split]]`, or `reasoning-gym:<task>`."""
+    eval: str = "builtin:reverse:eval"
+    """The same, for evaluation. Empty: none."""
+    prompt_column: str = "prompt"
+    """Column with the prompt (text or a list of chat messages)."""
+    answer_column: str = "answer"
+    """Column with the ground truth. Empty: the reward needs none."""
+    template: str = ""
+    """Text around the prompt, with `{prompt}` in it."""
+    system: str = ""
+    """System message. Empty: none."""
+    prefill: str = ""
+    """Start of the assistant's reply, given with the prompt (columns may be used as `{column}`)."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Use the tokenizer's chat template. `auto`: when it has one."""
+    chat_template: str = ""
+    """Chat template instead of the tokenizer's: `chatml` (adds no system message of its own), a `.jinja` file, or the
+    text."""
+    limit: int = 0
+    """Read at most so many training prompts; 0: all."""
+
+
+@dataclass
+class RewardConfig:
+    """What a sample is worth."""
+
+    function: str = "exact_match"
+    """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `math`, `reasoning_gym`,
+    or `path/to/file.py[:function]` with verl's compute_score signature."""
+    workers: int = 1
+    """Grading processes per rank (for rewards that run in the pool)."""
+    timeout: float = 5.0
+    """Seconds one grading may take before its process is killed."""
+    on_timeout: Literal["auto", "error", "zero"] = "auto"
+    """A killed grading ends the job (`error`) or scores 0 and is counted (`zero`). `auto`: error for a file, or zero."""
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation during the run."""
+
+    every: int = 0
+    """Evaluate every N steps (and at the end). 0: never."""
+    prompts: int = 256
+    """Evaluation prompts; 0: all."""
+    samples: int = 1
+    """Samples per evaluation prompt (pass@k for every k that is a power of two up to it)."""
+    temperature: float = 1.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    every: int = 0
+    """Save every N steps. 0: only at the end of the run."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+    at_end: bool = True
+    """Save when the last step is done."""
+
+
+@dataclass
+class TrackingConfig:
+    """What is shown and kept of the run."""
+
+    trackers: tuple[str, ...] = ("jsonl", "tensorboard")
+    """Any of `jsonl`, `tensorboard`, `wandb`."""
+    project: str = "spmdrl"
+    """wandb project."""
+    samples: int = 4
+    """Sample completions shown and written to samples.jsonl each step."""
+    console: Literal["auto", "live", "plain"] = "auto"
+    """Live panel on a terminal, or one line a step."""
+
+
+@dataclass
+class Config:
+    """Reinforcement learning of a language model. Every rank runs this same program."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -1,0 +1,1 @@
+"""What flows: prompts, trajectories, packed batches, micro-batches."""

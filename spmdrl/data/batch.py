@@ -1,0 +1,159 @@
+"""Many trajectories packed end to end: per-token tensors [T], per-sequence tensors [B], no padding.
+
+Row t of a per-token tensor speaks of the token at t itself: `logp[t]` is log p(tokens[t] | what stands before it in
+the same sequence). The first token of a sequence has no such value; its mask is False.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.spmd import balance as balancing
+from spmdrl.spmd.exchange import Table, all_gather_rows, exchange, lexsort, select
+
+KEYS = ("position", "sample")
+"""Sample order: what every batch is sorted by (law 3)."""
+
+
+@dataclass
+class Batch:
+    """B sequences, T tokens, sorted by (position, sample).
+
+    lengths: int64 [B]. token: name -> [T]; always holds tokens (int64), mask (bool), rollout_logp (float32).
+    seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward (float64).
+    """
+
+    lengths: torch.Tensor
+    token: dict[str, torch.Tensor] = field(default_factory=dict)
+    seq: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.lengths.device
+
+    @property
+    def n_tokens(self) -> int:
+        """T."""
+        return int(self.lengths.sum())
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int32 [B + 1]: where each sequence starts, and the end."""
+        ends = torch.cumsum(self.lengths, 0).to(torch.int32)
+        return torch.cat([ends.new_zeros(1), ends])
+
+    @property
+    def seq_index(self) -> torch.Tensor:
+        """int64 [T]: the sequence of each token."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.device), self.lengths)
+
+    @property
+    def sampled_per_seq(self) -> torch.Tensor:
+        """int64 [B]: tokens under the loss mask."""
+        counts = torch.zeros(len(self), dtype=torch.int64, device=self.device)
+        return counts.index_add_(0, self.seq_index, self.token["mask"].long())
+
+    def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
+        """A per-sequence value at each of its tokens: [B] -> [T]."""
+        return torch.repeat_interleave(x_B, self.lengths)
+
+    def sum_tokens(self, x_T: torch.Tensor) -> torch.Tensor:
+        """Sum of a per-token value over each sequence's loss mask: [T] -> [B], float64."""
+        masked = torch.where(self.token["mask"], x_T, torch.zeros((), dtype=x_T.dtype, device=self.device)).double()
+        return torch.zeros(len(self), dtype=torch.float64, device=self.device).index_add_(0, self.seq_index, masked)
+
+    def select(self, index: torch.Tensor) -> "Batch":
+        """The sequences `index` (int64 [m]), in that order."""
+        picked = select(to_table(self), index)
+        return from_table(picked)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on another device."""
+        return Batch(self.lengths.to(device), {k: v.to(device) for k, v in self.token.items()},
+                     {k: v.to(device) for k, v in self.seq.items()})
+
+
+def from_trajectories(trajectories: list[Trajectory], part_names: tuple[str, ...] = ()) -> Batch:
+    """Pack trajectories in sample order; an empty list gives an empty batch with every column.
+
+    part_names: reward parts kept as `part/<name>` columns. They must be the same on every rank.
+    """
+    ordered = sorted(trajectories, key=lambda t: (t.position, t.sample))
+
+    def pack(pick, dtype):
+        return torch.cat([pick(t).to(dtype) for t in ordered]) if ordered else torch.zeros(0, dtype=dtype)
+
+    def column(values, dtype=torch.int64):
+        return torch.tensor(list(values), dtype=dtype)
+
+    token = {"tokens": pack(lambda t: t.tokens, torch.int64), "mask": pack(lambda t: t.mask, torch.bool),
+             "rollout_logp": pack(lambda t: t.rollout_logp, torch.float32)}
+    seq = {name: column(getattr(t, name) for t in ordered)
+           for name in ("prompt", "sample", "position", "version", "turns")}
+    seq["finish"] = column(FINISH_REASONS.index(t.finish) for t in ordered)
+    seq["reward"] = column((t.reward for t in ordered), torch.float64)
+    for name in part_names:
+        seq[f"part/{name}"] = column((t.parts.get(name, 0.0) for t in ordered), torch.float64)
+    return Batch(column(len(t.tokens) for t in ordered), token, seq)
+
+
+def to_table(batch: Batch) -> Table:
+    """A batch as named ragged columns: what `spmd.exchange` moves."""
+    keys = torch.stack([batch.seq[k] for k in KEYS], 1) if len(batch) else torch.zeros((0, len(KEYS)), dtype=torch.int64)
+    ones = torch.ones(len(batch), dtype=torch.int64)
+    lengths = {f"token/{k}": batch.lengths for k in batch.token} | {f"seq/{k}": ones for k in batch.seq}
+    values = {f"token/{k}": v for k, v in batch.token.items()} | {f"seq/{k}": v for k, v in batch.seq.items()}
+    return Table(keys, lengths, values)
+
+
+def from_table(table: Table) -> Batch:
+    """The inverse of `to_table`."""
+    token = {k[len("token/"):]: v for k, v in table.values.items() if k.startswith("token/")}
+    seq = {k[len("seq/"):]: v for k, v in table.values.items() if k.startswith("seq/")}
+    return Batch(table.lengths["token/tokens"], token, seq)
+
+
+def balance(batch: Batch, group: dist.ProcessGroup | None, device: torch.device, cost=None) -> Batch:
+    """Give every rank of the group the same amount of work in every optimizer step. Collective.
+
+    Which optimizer step uses a sequence stands in `seq["update"]`: decided by data before, so that the answer does
+    not depend on the layout (law 2). `cost`: function of token counts int64 [N] -> int64 [N]; tokens themselves if None.
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    table = to_table(batch)
+    updates = batch.seq["update"]
+    # The share travels in the keys so that every rank plans alike; it leaves again below.
+    table.keys_nK = torch.cat([table.keys_nK, updates[:, None]], 1)
+    n_keys = table.keys_nK.shape[1]
+
+    def assign(rows: torch.Tensor) -> torch.Tensor:
+        tokens = rows[:, n_keys]
+        return balancing.assign_balanced(cost(tokens) if cost else tokens, rows[:, n_keys - 1], ranks)
+
+    received, _ = exchange(table, assign, group, device)
+    return from_table(received)
+
+
+def gather_seq(batch: Batch, names: tuple[str, ...], group: dist.ProcessGroup | None, device: torch.device):
+    """Per-sequence columns of the whole batch, alike on every rank, and where this rank's rows are. Collective.
+
+    Returns:
+        columns: name -> float64 [N] in sample order; mine: int64 [B], positions of this rank's sequences in them.
+    """
+    keys = torch.stack([batch.seq[k].double() for k in KEYS] + [batch.seq[n].double() for n in names], 1)
+    rows = all_gather_rows(keys.to(device), group)
+    me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
+    start = sum(len(part) for part in rows[:me])
+    everyone = torch.cat([part.cpu() for part in rows])
+    order = lexsort(everyone[:, : len(KEYS)].long())
+    where = torch.empty(len(everyone), dtype=torch.int64)
+    where[order] = torch.arange(len(everyone))
+    columns = {n: everyone[order, len(KEYS) + i] for i, n in enumerate(names)}
+    return columns, where[start : start + len(batch)]
+

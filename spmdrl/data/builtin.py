@@ -1,0 +1,63 @@
+"""Small tasks made from a fixed seed: no download, a held-out side that training never sees."""
+
+import difflib
+import random
+
+LETTERS = "abcdefghij"
+REVERSE_EVAL, REVERSE_TRAIN = 512, 4096
+ADDITION_EVAL = {1: 20, 2: 160}
+"""Ordered pairs held out, by number of digits (of 100 and 8,100)."""
+ADDITION_TRAIN = 4000
+
+
+def reverse(held_out: bool) -> list[dict]:
+    """Reverse five letters: prompt `abcde=`, answer `edcba`. 512 strings held out, 4,096 others to train on."""
+    codes = random.Random("spmdrl reverse").sample(range(len(LETTERS) ** 5), REVERSE_EVAL + REVERSE_TRAIN)
+    texts = ["".join(LETTERS[code // len(LETTERS) ** i % len(LETTERS)] for i in range(5)) for code in codes]
+    side = texts[:REVERSE_EVAL] if held_out else texts[REVERSE_EVAL:]
+    return [{"prompt": text + "=", "answer": text[::-1]} for text in side]
+
+
+def addition(digits: int, held_out: bool) -> list[dict]:
+    """Sum of two numbers of 1 (0..9) or 2 (10..99) digits; a + b and b + a stand on the same side.
+
+    One digit: all 100 pairs, 20 held out. Two digits: about 160 pairs held out, 4,000 others to train on.
+    """
+    low, high = (0, 10) if digits == 1 else (10, 100)
+    unordered = [(a, b) for a in range(low, high) for b in range(a, high)]
+    rng = random.Random(f"spmdrl addition {digits}")
+    rng.shuffle(unordered)
+    sides: tuple[list, list] = ([], [])
+    for a, b in unordered:
+        orders = [(a, b)] if a == b else [(a, b), (b, a)]
+        sides[len(sides[1]) + len(orders) <= ADDITION_EVAL[digits]].extend(orders)
+    for side in sides:
+        rng.shuffle(side)
+    return [
+        {"prompt": f"What is {a} + {b}? Answer with just the number.", "answer": str(a + b), "a": a, "b": b}
+        for a, b in (sides[1] if held_out else sides[0][:ADDITION_TRAIN])
+    ]
+
+
+BUILTINS = {
+    "reverse": reverse,
+    "addition-1": lambda held_out: addition(1, held_out),
+    "addition-2": lambda held_out: addition(2, held_out),
+}
+RAW = {"reverse"}
+"""Tasks whose prompt is plain text even when the tokenizer has a chat template."""
+
+
+def nearest(name: str, names) -> str:
+    """`did you mean 'x'? ` when a name is close, then the names there are (for error messages)."""
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")
+    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {shown}"
+
+
+def builtin_rows(name: str, held_out: bool) -> list[dict]:
+    """Rows of a task by name. Raises ValueError with the nearest name."""
+    if name not in BUILTINS:
+        raise ValueError(f"unknown task 'builtin:{name}': {nearest(name, BUILTINS)} (--data.train, --data.eval)")
+    return BUILTINS[name](held_out)

@@ -1,0 +1,190 @@
+"""The prompts of a run: read, formatted, turned into tokens, and those that are too long dropped.
+
+Two layouts of rows are understood. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
+(chat messages), ability, reward_model {ground_truth, style}, extra_info`, known by its columns, whatever the container.
+"""
+
+import hashlib
+import json
+import string
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spmdrl.config.schema import DataConfig
+from spmdrl.data.chat import encode
+from spmdrl.data.sources import Source, read_source
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, ready for the engine."""
+
+    index: int
+    """Position in its source: the key of every draw made for it."""
+    tokens: list[int]
+    ground_truth: object
+    """What the reward compares with (JSON-able)."""
+    data_source: str
+    extra: dict
+    """verl's extra_info, or the row's other columns (JSON-able)."""
+    text: str
+    """What the model sees, for logs."""
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts of one source that fit."""
+
+    prompts: list[Prompt]
+    dropped: int
+    """Rows left out because their prompt is longer than `--rollout.max_prompt_tokens`."""
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def digest(self) -> str:
+        """Hash of indices, tokens and truths: equal on two ranks when they read the same prompts."""
+        h = hashlib.sha256()
+        for p in self.prompts:
+            h.update(json.dumps([p.index, p.tokens, p.ground_truth]).encode())
+        return h.hexdigest()
+
+
+def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int, limit: int = 0) -> PromptSet:
+    """Read a source (forms: `sources.FORMS`), at most `limit` rows of it (0: all), and encode its prompts.
+
+    Indices stay those of the source when long prompts are dropped. Raises ValueError naming the flag to change: no such
+    source or column, nothing in it, a row that cannot be read (with its place), nothing short enough.
+    """
+    source = read_source(spec, data.prompt_column, data.answer_column, limit)
+    if not source.rows:
+        raise ValueError(f"{spec!r} holds no rows (--data.train, --data.eval)")
+    data = replace(
+        data,
+        prompt_column=source.prompt_column,
+        answer_column=source.answer_column if data.answer_column else "",
+        chat="off" if source.raw else data.chat,
+        chat_template=_template_text(data.chat_template),
+    )
+    verl = {"prompt", "reward_model"} <= source.rows[0].keys()
+    prompts, shortest = [], 0
+    for index, row in enumerate(source.rows):
+        try:
+            prompt = _from_row(index, row, data, tokenizer, source, verl)
+        except ValueError as e:
+            raise ValueError(f"{source.where(index)}: {e}") from e
+        n = len(prompt.tokens)
+        shortest = min(shortest or n, n)
+        if n <= max_prompt_tokens:
+            prompts.append(prompt)
+    if not prompts:
+        raise ValueError(
+            f"{spec!r}: every one of {len(source.rows)} prompts is longer than {max_prompt_tokens} tokens (the shortest "
+            f"has {shortest}): raise --rollout.max_prompt_tokens"
+        )
+    return PromptSet(prompts, dropped=len(source.rows) - len(prompts), source=spec)
+
+
+def _template_text(value: str) -> str:
+    if not value.endswith(".jinja"):
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"--data.chat_template: cannot read {value!r} ({e.strerror})") from e
+
+
+def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool) -> Prompt:
+    if verl:
+        prompt, truth, extra = _verl_columns(row)
+    else:
+        prompt = _column(row, data.prompt_column, "--data.prompt_column")
+        truth = _column(row, data.answer_column, "--data.answer_column") if data.answer_column else None
+        extra = {k: v for k, v in row.items() if k not in (data.prompt_column, data.answer_column, "data_source")}
+    if isinstance(prompt, list):
+        if not all(isinstance(m, dict) for m in prompt):
+            raise ValueError(f"the prompt is a list, but not of chat messages: {str(prompt)[:80]}")
+        # a table fills keys that a message lacks with None
+        prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
+    elif not isinstance(prompt, str):
+        raise ValueError(f"the prompt is {type(prompt).__name__}, not text or messages: change --data.prompt_column")
+    if data.template:
+        prompt = _apply_template(prompt, row, data.template)
+    prefill = _format("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
+    tokens, text = encode(
+        tokenizer, prompt, system=data.system, prefill=prefill, chat=data.chat, chat_template=data.chat_template
+    )
+    if not tokens:
+        raise ValueError("the prompt is empty: an engine needs at least one token")
+    try:
+        json.dumps(truth := json_able(truth))
+    except TypeError as e:
+        raise ValueError(f"the ground truth cannot be written as JSON ({e}): change --data.answer_column") from e
+    return Prompt(
+        index=index,
+        tokens=tokens,
+        ground_truth=truth,
+        data_source=str(row.get("data_source") or source.name),
+        extra={str(k): v for k, v in ((k, json_able(v)) for k, v in extra.items()) if _is_json(v)},
+        text=text,
+    )
+
+
+def _verl_columns(row: dict) -> tuple[object, object, dict]:
+    reward_model = row.get("reward_model")
+    if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
+        raise ValueError(f"verl's schema wants reward_model with a ground_truth, this row has {str(reward_model)[:80]}")
+    return _column(row, "prompt", "the file"), reward_model["ground_truth"], row.get("extra_info") or {}
+
+
+def _column(row: dict, name: str, flag: str) -> object:
+    if name not in row:
+        raise ValueError(f"no column {name!r}; there are {', '.join(map(str, row))}: change {flag}")
+    return row[name]
+
+
+def _apply_template(prompt: str | list, row: dict, template: str) -> str | list:
+    """Text around the prompt; of messages, around the last one from the user."""
+    if isinstance(prompt, str):
+        return _format("--data.template", template, {**row, "prompt": prompt})
+    for i in reversed(range(len(prompt))):
+        if prompt[i].get("role") == "user":
+            text = _format("--data.template", template, {**row, "prompt": prompt[i].get("content")})
+            return [*prompt[:i], {**prompt[i], "content": text}, *prompt[i + 1 :]]
+    raise ValueError("--data.template goes around the user's message, and the prompt has none")
+
+
+def _format(flag: str, text: str, row: dict) -> str:
+    """str.format over the columns. `{name}` and `{name[key]}` are known; other braces are written `{{` and `}}`."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        for name in names:
+            base = name.split("[")[0].split(".")[0]
+            if base not in row:
+                raise ValueError(f"no column {base!r}; there are {', '.join(map(str, row))} (--data.prompt_column)")
+        return text.format(**row)
+    except (ValueError, LookupError, AttributeError, TypeError) as e:
+        raise ValueError(f"{flag} {text!r}: {e}; write braces that are no column as {{{{ and }}}}") from e
+
+
+def json_able(value: object) -> object:
+    """The value in JSON's types: tuples and arrays become lists, keys text, exact numbers and dates text; bytes stay."""
+    if isinstance(value, dict):
+        return {str(k): json_able(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_able(v) for v in value]
+    if hasattr(value, "tolist"):  # numpy, and nothing else that a table holds
+        return value.tolist()  # type: ignore[attr-defined]
+    if type(value).__module__ in ("datetime", "decimal", "fractions"):
+        return str(value)
+    return value
+
+
+def _is_json(value: object) -> bool:
+    """Extras that are not JSON (images, say) are not carried along."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

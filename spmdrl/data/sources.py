@@ -1,0 +1,173 @@
+"""Where rows come from: built-in tasks, files, HF datasets, reasoning-gym. A row is a dict of columns."""
+
+import gzip
+import itertools
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from spmdrl.data.builtin import RAW, builtin_rows, nearest
+
+REASONING_SIZE = {False: 1000, True: 200}
+"""Rows of a reasoning-gym task when `size` is not given: to train on, for evaluation."""
+REASONING_EVAL_SEED = 1 << 30
+"""reasoning-gym draws row i from seed + i, so the evaluation's seeds start beyond any training set."""
+HASH_ORDER_TASKS = (
+    "isomorphic_strings",
+    "knight_swap",
+    "list_functions",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+)
+"""reasoning-gym 0.1.25 draws these from the order of Python sets, which differs between processes."""
+FORMS = (
+    "`builtin:<task>[:eval]`, a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, "
+    "`reasoning-gym:<task>[:eval][?size=..&seed=..]`"
+)
+
+
+@dataclass
+class Source:
+    """Rows, and how to read them."""
+
+    rows: list[dict]
+    name: str
+    """data_source of rows that do not name their own."""
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    raw: bool = False
+    """The prompt is plain text, whatever chat template the tokenizer has."""
+    unit: str = "row"
+    numbers: list[int] = field(default_factory=list)
+    """Number of each row in its file, for messages; empty: its position."""
+
+    def where(self, index: int) -> str:
+        """Place of a row, for messages."""
+        if self.numbers:
+            return f"{self.name}:{self.numbers[index]}"
+        return f"{self.name}, {self.unit} {index}"
+
+
+def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 0) -> Source:
+    """Read at most `limit` rows (0: all) of a source named as in FORMS. Raises ValueError that names what to change."""
+    stop = limit or None
+    kind, _, rest = spec.partition(":")
+    if kind == "builtin":
+        task, held_out = _eval_suffix(rest)
+        return Source(builtin_rows(task, held_out)[:stop], f"builtin:{task}", raw=task in RAW)
+    if kind == "reasoning-gym":
+        return _reasoning_gym(rest, limit)
+    if kind == "hf":
+        name, rows = _hf(rest, stop)
+        return Source(rows, name, prompt_column, answer_column)
+    path = Path(spec).expanduser()
+    if not path.is_file():
+        raise ValueError(f"no data file {spec!r} (--data.train, --data.eval): a source is {FORMS}")
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        numbers, rows = _jsonl(path, stop)
+        return Source(rows, spec, prompt_column, answer_column, numbers=numbers)
+    if path.suffix == ".parquet":
+        return Source(_parquet(path, stop), spec, prompt_column, answer_column)
+    raise ValueError(f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): a source is {FORMS}")
+
+
+def _eval_suffix(text: str) -> tuple[str, bool]:
+    return text.removesuffix(":eval"), text.endswith(":eval")
+
+
+def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
+    numbers, rows = [], []
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as f:
+            full = ((n, line) for n, line in enumerate(f, 1) if line.strip())
+            for number, line in itertools.islice(full, stop):
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise ValueError(f"{path}:{number}: not JSON ({e.msg} at column {e.colno})") from None
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}:{number}: a row is a JSON object with columns, this is {line.strip()[:60]!r}")
+                numbers.append(number)
+                rows.append(row)
+    except (OSError, EOFError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {path} ({type(e).__name__}: {e})") from e
+    return numbers, rows
+
+
+def _parquet(path: Path, stop: int | None) -> list[dict]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=min(stop or 4096, 4096))
+        return list(itertools.islice((row for batch in batches for row in batch.to_pylist()), stop))
+    except (OSError, pyarrow.ArrowException) as e:
+        raise ValueError(f"cannot read {path} as parquet ({type(e).__name__}: {e})") from e
+
+
+def _hf(rest: str, stop: int | None) -> tuple[str, list[dict]]:
+    """Name and rows. Only data files are read; dataset scripts and pickles are refused by `datasets` itself."""
+    import datasets
+
+    name, config, split = (*rest.split(":"), "", "")[:3]
+    split = split or "train"
+    if not name or rest.count(":") > 2:
+        raise ValueError(f"'hf:{rest}' (--data.train, --data.eval): the form is hf:<name or folder>[:config[:split]]")
+    folder = Path(name).expanduser()
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            data = datasets.load_from_disk(str(folder))
+            data = data[split] if isinstance(data, datasets.DatasetDict) else data
+        else:
+            data = datasets.load_dataset(str(folder) if folder.is_dir() else name, config or None, split=split)
+    except Exception as e:  # the hub, the network, builders and file systems each raise their own
+        raise ValueError(
+            f"could not load the dataset 'hf:{rest}' (--data.train, --data.eval; name {name!r}, config {config!r}, "
+            f"split {split!r}): {type(e).__name__}: {e}"
+        ) from e
+    return name, [dict(row) for row in itertools.islice(data, stop)]
+
+
+def _reasoning_gym(rest: str, limit: int) -> Source:
+    head, _, query = rest.partition("?")
+    task, held_out = _eval_suffix(head)
+    query, late = _eval_suffix(query)
+    held_out = held_out or late
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as e:
+        raise ValueError("reasoning-gym:<task> needs the package: pip install 'spmdrl[reasoning-gym]'") from e
+    if task not in DATASETS:
+        raise ValueError(f"unknown task 'reasoning-gym:{task}' (--data.train, --data.eval): {nearest(task, DATASETS)}")
+    if task in HASH_ORDER_TASKS and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
+        raise ValueError(
+            f"reasoning-gym:{task} draws from the order of Python sets, so each rank would see other rows: "
+            "start the run with PYTHONHASHSEED=0 in the environment, or choose another task"
+        )
+    config: dict = {"size": REASONING_SIZE[held_out], "seed": 0}
+    for key, text in parse_qsl(query, keep_blank_values=True):
+        try:
+            config[key] = json.loads(text)
+        except json.JSONDecodeError:
+            config[key] = text
+    for key in ("size", "seed"):
+        if type(config[key]) is not int or config[key] < 0:
+            raise ValueError(f"'reasoning-gym:{rest}': {key} must be a whole number, not {config[key]!r}")
+    if limit:
+        config["size"] = min(config["size"], limit)
+    if held_out:
+        config["seed"] += REASONING_EVAL_SEED
+    try:
+        data = reasoning_gym.create_dataset(task, **config)
+        entries = [data[i] for i in range(config["size"])]
+    except Exception as e:  # each task checks its settings in its own way
+        raise ValueError(f"'reasoning-gym:{rest}': the task refuses {config} ({type(e).__name__}: {e})") from e
+    rows = [
+        {"prompt": e["question"], "answer": e["answer"], "task": task, "config": config, "entry": e} for e in entries
+    ]
+    return Source(rows, f"reasoning-gym:{task}", unit="entry")

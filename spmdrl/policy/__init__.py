@@ -1,0 +1,1 @@
+"""Models that train. `contract.py` says what a policy is; a backend only adds files here."""

@@ -1,0 +1,73 @@
+"""What a policy is. `fsdp.py` is one; another backend adds its files beside it and nothing above changes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from spmdrl.data.batch import Batch
+from spmdrl.tracking.metrics import Metrics
+
+
+@dataclass
+class Bucket:
+    """Weights on their way to an engine: HF names with whole tensors, and one digest per shard as its owner saw it.
+
+    digests: name -> int64 [shards]; a receiver digests the same row ranges of what it holds and compares.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    digests: dict[str, torch.Tensor]
+
+
+@dataclass
+class LossResult:
+    """What a loss makes of one micro-batch: a scalar (already divided by global counts) and sums for the log."""
+
+    loss: torch.Tensor
+    stats: Metrics
+
+
+Loss = Callable[[Batch, torch.Tensor, torch.Tensor, dict], LossResult]
+"""(micro-batch, logp [T], entropy [T], what `prepare` returned for the whole update) -> LossResult."""
+
+
+class Policy(Protocol):
+    """A model sharded over ranks. Every method is collective: all ranks call it together."""
+
+    version: int
+    """Optimizer updates that made these weights; what an engine must hold to sample (law 5)."""
+
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """logp and entropy [T] of a batch on the host, without gradient; 0 outside the loss mask."""
+        ...
+
+    def update(self, batch: Batch, loss: Loss, prepare: Callable[[Batch], dict], temperature: float) -> Metrics:
+        """One optimizer step for each value of `batch.seq["update"]`; version + 1 for the whole call."""
+        ...
+
+    def weights(self, bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
+        """All weights under their HF names, gathered a bucket at a time, in the same order on every rank."""
+        ...
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """Bytes this rank holds on its device, by owner: parameters, gradients, optimizer."""
+        ...
+
+    def offload(self) -> None:
+        """Parameters and optimizer state to the host."""
+        ...
+
+    def onload(self) -> None:
+        """And back to the device."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """`folder/model` as HF safetensors with config and tokenizer, `folder/state` for the optimizer."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote, on this or another layout."""
+        ...

@@ -1,0 +1,255 @@
+"""Any HF causal LM under FSDP2 or HSDP: packed forward, global denominators, master weights in float32.
+
+Law 2 in one sentence: a micro-batch's loss is a sum divided by counts of the whole update, gradients are summed (not
+averaged) over ranks, so neither the packing nor the number of ranks enters the result.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch
+from spmdrl.data.packing import microbatch_count, microbatches
+from spmdrl.policy import attention
+from spmdrl.policy.contract import Bucket, Loss
+from spmdrl.policy.heads import PackedLM
+from spmdrl.policy.load import build_model, load_tokenizer, resolve
+from spmdrl.policy.optimizer import learning_rate, make_optimizer
+from spmdrl.policy.weights import SafetensorsWriter, gathered_buckets, read_into
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.mesh import World
+from spmdrl.tracking.metrics import Metrics
+
+COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is not a number; names where it was seen first."""
+
+
+def shard(model: PackedLM, world: World, compute: torch.dtype, reshard: bool) -> None:
+    """fully_shard each decoder layer, then the rest, over [dp_replicate, dp_shard]."""
+    mesh = world.dp_mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
+    master = next(model.parameters()).dtype
+    mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
+    for layer in decoder_layers(model.hf):
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            # Gradients are sums: denominators are global and already in the loss.
+            module.set_gradient_divide_factor(1.0)
+
+
+def decoder_layers(hf: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a HF model: the longest ModuleList.
+
+    Raises:
+        ValueError: a model without one.
+    """
+    lists = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(hf).__name__} has no list of layers to shard; --policy.backend fsdp needs one")
+    return list(max(lists, key=len))
+
+
+class FsdpPolicy:
+    """The Policy contract (`contract.py`) on FSDP2."""
+
+    def __init__(self, cfg: Config, world: World, total_updates: int, trainable: bool = True):
+        self.cfg, self.world = cfg, world
+        self.folder = resolve(cfg.model.path)
+        self.compute = COMPUTE[cfg.model.dtype]
+        self.master = torch.float64 if self.compute == torch.float64 else torch.float32
+        kept = self.master if trainable else self.compute
+        hf = build_model(self.folder, kept, cfg.model.trust_remote_code, attention.register())
+        if getattr(hf.get_output_embeddings(), "bias", None) is not None:
+            raise ValueError(f"{cfg.model.path}: an output head with a bias is not supported")
+        if cfg.policy.activation_checkpointing and trainable:
+            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model = PackedLM(hf, cfg.policy.attention)
+        self.model.train(trainable)
+        self.model.requires_grad_(trainable)
+        shard(self.model, world, self.compute, cfg.policy.reshard_after_forward)
+        self.model.to(world.device)
+        self.total_updates, self.updates_done, self.version = total_updates, 0, 0
+        self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer) if trainable else None
+        self.on_device = True
+
+    # ── forward ──────────────────────────────────────────────────────────────
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Ranks over which samples are divided; None for a world of one."""
+        return dist.group.WORLD if self.world.size > 1 else None
+
+    def _microbatches(self, batch: Batch) -> list[Batch]:
+        budget = self.cfg.policy.max_tokens_per_microbatch
+        count = torch.tensor([microbatch_count(batch.lengths, budget)], device=self.world.device)
+        return microbatches(batch, int(all_reduce(count, "max", self.group)), budget)
+
+    def _forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """logp, entropy [T]; a rank with nothing to do runs a stand-in so that its shards still travel."""
+        if len(batch):
+            return self.model(batch.token["tokens"].to(self.world.device), batch.lengths,
+                              batch.token["mask"].to(self.world.device), temperature)
+        device = self.world.device
+        logp, entropy = self.model(torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([2]),
+                                   torch.tensor([False, True], device=device), temperature)
+        # Zero times the sum keeps the graph, and with it FSDP's backward.
+        return logp.sum() * logp.new_zeros(0), entropy.sum() * entropy.new_zeros(0)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the contract."""
+        dtype = self.master
+        logp_T = torch.zeros(batch.n_tokens, dtype=dtype)
+        entropy_T = torch.zeros(batch.n_tokens, dtype=dtype)
+        token = dict(batch.token, place=torch.arange(batch.n_tokens))
+        for micro in self._microbatches(Batch(batch.lengths, token, batch.seq)):
+            logp, entropy = self._forward(micro, temperature)
+            if len(micro):
+                logp_T[micro.token["place"]] = logp.to("cpu", dtype)
+                entropy_T[micro.token["place"]] = entropy.to("cpu", dtype)
+        return logp_T, entropy_T
+
+    # ── update ───────────────────────────────────────────────────────────────
+
+    def update(self, batch: Batch, loss: Loss, prepare: Callable[[Batch], dict], temperature: float) -> Metrics:
+        """See the contract.
+
+        Raises:
+            NonFiniteError: loss or gradient norm is NaN or infinite, on every rank alike.
+        """
+        metrics = Metrics()
+        for share in range(self.cfg.algo.updates_per_step):
+            part = batch.select(torch.nonzero(batch.seq["update"] == share).flatten())
+            self._accumulate(part, loss, prepare(part), temperature, metrics)
+            self._optimizer_step(metrics)
+        self.version += 1
+        return metrics
+
+    def _accumulate(self, part: Batch, loss: Loss, shared: dict, temperature: float, metrics: Metrics) -> None:
+        """Gradient of one optimizer step, summed over micro-batches; communicated once, after the last."""
+        active = shared.get("active")
+        micros = self._microbatches(part if active is None else part.select(torch.nonzero(active).flatten()))
+        for i, micro in enumerate(micros):
+            last = i == len(micros) - 1
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            logp, entropy = self._forward(micro, temperature)
+            result = loss(micro, logp, entropy, shared)
+            result.loss.backward()
+            metrics.merge(result.stats)
+        metrics.add_sum("microbatches", len(micros) / self.world.size)
+
+    def _optimizer_step(self, metrics: Metrics) -> None:
+        cfg = self.cfg.optimizer
+        lr = learning_rate(cfg, self.updates_done, self.total_updates)
+        norm = self.gradient_norm()
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"gradient norm is {norm} at optimizer step {self.updates_done}; weights are unchanged. "
+                                 "Lower --optimizer.lr, or look at the last batch in samples.jsonl")
+        if cfg.clip_grad_norm and norm > cfg.clip_grad_norm:
+            scale = cfg.clip_grad_norm / (norm + 1e-6)
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if norm > 0:
+            # A step without signal leaves weights and moments as they are.
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates_done += 1
+        metrics.add("grad_norm", norm)
+        metrics.add("lr", lr)
+
+    def gradient_norm(self) -> float:
+        """Global 2-norm of the gradient, in float64; the same on every rank. Collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for p in self.model.parameters():
+            if p.grad is not None:
+                total += torch.linalg.vector_norm(p.grad.to_local(), dtype=torch.float64) ** 2
+        return math.sqrt(all_reduce(total, "sum", self.world.mesh["dp_shard"].get_group()).item())
+
+    # ── weights, memory, checkpoints ─────────────────────────────────────────
+
+    def named_weights(self) -> list[tuple[str, DTensor]]:
+        """HF name and shard of every parameter; tied ones once."""
+        return [(name.removeprefix("hf."), p) for name, p in self.model.named_parameters()]
+
+    def weights(self, bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
+        """See the contract."""
+        yield from gathered_buckets(self.named_weights(), bucket_bytes, dtype)
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract. On a CPU the device is the host."""
+
+        def held(tensors) -> int:
+            local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+            return sum(t.numel() * t.element_size() for t in local if t.device.type == self.world.device.type)
+
+        states = self.optimizer.state.values() if self.optimizer else []
+        return {"parameters": held(self.model.parameters()), "gradients": held(p.grad for p in self.model.parameters()),
+                "optimizer": held(x for state in states for x in state.values() if torch.is_tensor(x))}
+
+    def _move(self, device: torch.device) -> None:
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+        self.model.to(device)
+        for state in self.optimizer.state.values() if self.optimizer else []:
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.dim():
+                    state[key] = value.to(device)
+
+    def offload(self) -> None:
+        """See the contract."""
+        if self.on_device and self.world.device.type == "cuda":
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+        self.on_device = False
+
+    def onload(self) -> None:
+        """See the contract."""
+        if not self.on_device and self.world.device.type == "cuda":
+            self._move(self.world.device)
+        self.on_device = True
+
+    def save(self, folder: Path) -> None:
+        """See the contract."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        target = folder / "model" if self.world.is_first else None
+        if target:
+            target.mkdir(parents=True, exist_ok=True)
+            config = self.model.hf.config
+            config.dtype = self.master
+            config.save_pretrained(target)
+            self.model.hf.generation_config.save_pretrained(target)
+            load_tokenizer(self.folder, self.cfg.model.trust_remote_code).save_pretrained(target)
+        writer = SafetensorsWriter(target)
+        for bucket in self.weights(256 << 20, self.master):
+            writer.add(bucket.tensors)
+        writer.close()
+        dcp.save({"optimizer": get_optimizer_state_dict(self.model, self.optimizer)},
+                 checkpoint_id=str(folder / "state" / "optimizer"))
+
+    def load(self, folder: Path) -> None:
+        """See the contract."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+        read_into(self.named_weights(), folder / "model")
+        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        dcp.load(state, checkpoint_id=str(folder / "state" / "optimizer"))
+        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])

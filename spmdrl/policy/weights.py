@@ -1,0 +1,187 @@
+"""Weights leave and enter a sharded model here: digests, gathered buckets, HF safetensors."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from spmdrl.policy.contract import Bucket
+
+_LANES = 4096
+"""Words that share one weight in a digest's sum; bounds the temporary it needs."""
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as the widest integers that divide them: int64, int32, int16 or uint8 [n]."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for dtype, width in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
+        if flat.numel() % width == 0 and flat.storage_offset() % width == 0:
+            return flat.view(dtype)
+    return flat
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Position-weighted sum of the tensor's bytes modulo 2**64: int64 scalar, on the tensor's device.
+
+    Any one changed element changes it, and so do two exchanged ones unless they are a multiple of 4096 words apart
+    in the same column, where a second weight by row tells them apart.
+    """
+    w = words(tensor)
+    whole = w.numel() // _LANES * _LANES
+    total = torch.zeros((), dtype=torch.int64, device=w.device)
+    if whole:
+        grid = w[:whole].view(-1, _LANES)
+        columns, rows = grid.sum(0, dtype=torch.int64), grid.sum(1, dtype=torch.int64)
+        total += (columns * _odd(_LANES, w.device)).sum() + (rows * _odd(len(rows), w.device)).sum() * 0x9E3779B1
+    if w.numel() > whole:
+        total += (w[whole:].long() * _odd(w.numel() - whole, w.device)).sum() * 0x85EBCA77
+    return total
+
+
+def _odd(n: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.int64, device=device) * 2 + 1
+
+
+def word_sum(tensors) -> int:
+    """Sum of all words of all tensors modulo 2**64: the same for a model whose engine fuses q, k, v or gate and up.
+
+    A second check beside the digests: it is taken from what the engine holds, not from what it was handed.
+    """
+    total = 0
+    for tensor in tensors:
+        total += int(words(tensor).sum(dtype=torch.int64)) if tensor.numel() else 0
+    return total % (1 << 64)
+
+
+def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
+    """First and last + 1 row of one shard of dim 0, as torch.chunk and FSDP2's Shard(0) cut it."""
+    size = -(-rows // shards)
+    return min(index * size, rows), min((index + 1) * size, rows)
+
+
+def shard_digests(full: torch.Tensor, shards: int) -> torch.Tensor:
+    """Digest of every shard's rows of a whole tensor: int64 [shards]."""
+    rows = [shard_rows(full.shape[0] if full.dim() else 1, shards, i) for i in range(shards)]
+    table = full if full.dim() else full[None]
+    return torch.stack([digest(table[a:b]) for a, b in rows])
+
+
+def gathered_buckets(named: list[tuple[str, DTensor]], bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
+    """Whole tensors of a Shard(0) model, one all_gather per bucket. Collective.
+
+    named: HF name and DTensor, in the same order on every rank. dtype: floating tensors are cast before they travel.
+    """
+    bucket: list[tuple[str, DTensor]] = []
+    size = 0
+    for name, param in named:
+        nbytes = param.numel() * torch.empty((), dtype=dtype).element_size()
+        if bucket and size + nbytes > bucket_bytes:
+            yield _gather(bucket, dtype)
+            bucket, size = [], 0
+        bucket.append((name, param))
+        size += nbytes
+    if bucket:
+        yield _gather(bucket, dtype)
+
+
+@torch.no_grad()
+def _gather(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Bucket:
+    mesh = bucket[0][1].device_mesh
+    # The last mesh dimension shards; under HSDP the one before it replicates.
+    group, shards = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    locals_ = [param.to_local().to(dtype).contiguous() for _, param in bucket]
+    mine = torch.stack([digest(x) for x in locals_])
+    if shards == 1:
+        return Bucket({n: x for (n, _), x in zip(bucket, locals_, strict=True)},
+                      {n: d[None] for (n, _), d in zip(bucket, mine, strict=True)})
+    sizes = [-(-param.shape[0] // shards) * param[0].numel() for _, param in bucket]
+    outgoing = torch.zeros(sum(sizes), dtype=dtype, device=locals_[0].device)
+    for slot, local in zip(outgoing.split(sizes), locals_, strict=True):
+        slot[: local.numel()] = local.view(-1)
+    everyone = outgoing.new_empty((shards, len(outgoing)))
+    dist.all_gather_into_tensor(everyone.view(-1), outgoing, group=group)
+    digests = mine.new_empty((shards, len(mine)))
+    dist.all_gather_into_tensor(digests.view(-1), mine, group=group)
+    tensors = {}
+    for (name, param), part in zip(bucket, everyone.split(sizes, 1), strict=True):
+        # Shards are whole rows, padded only at the end of the last ones: end to end they are the tensor.
+        tensors[name] = part.reshape(-1)[: param.numel()].view(param.shape)
+    return Bucket(tensors, {name: digests[:, i] for i, (name, _) in enumerate(bucket)})
+
+
+@torch.no_grad()
+def read_into(named: list[tuple[str, DTensor]], folder: Path) -> None:
+    """Fill this rank's shards from HF safetensors, reading only the rows it owns.
+
+    Raises:
+        ValueError: a parameter that the folder does not hold, or one of another shape.
+    """
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.exists() else None
+    handles: dict[str, object] = {}
+    for name, param in named:
+        file = files.get(name, "") if files else "model.safetensors"
+        if not file:
+            raise ValueError(f"{folder}: no tensor {name}; the folder is of another model")
+        if file not in handles:
+            handles[file] = safe_open(folder / file, framework="pt")
+        if name not in handles[file].keys():  # noqa: SIM118 (safe_open has no __contains__)
+            raise ValueError(f"{folder}/{file}: no tensor {name}; the folder is of another model")
+        view = handles[file].get_slice(name)
+        if tuple(view.get_shape()) != tuple(param.shape):
+            raise ValueError(f"{folder}: {name} has shape {view.get_shape()}, the model wants {tuple(param.shape)}")
+        mesh = param.device_mesh
+        a, b = shard_rows(param.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+        if b > a:
+            param.to_local().copy_(view[a:b])
+
+
+class SafetensorsWriter:
+    """Buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes."""
+
+    def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.pending: dict[str, torch.Tensor] = {}
+        self.size = self.total = 0
+        self.files: list[list[str]] = []
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take one bucket; writes a file when enough has come together."""
+        if self.folder is None:
+            return
+        for name, tensor in tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            if self.pending and self.size + nbytes > self.shard_bytes:
+                self._flush()
+            self.pending[name] = tensor.detach().to("cpu", copy=True)
+            self.size += nbytes
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.pending, self.folder / f"part-{len(self.files):05d}.safetensors", metadata={"format": "pt"})
+        self.files.append(list(self.pending))
+        self.total += self.size
+        self.pending, self.size = {}, 0
+
+    def close(self) -> None:
+        """Write what is left, and the names that transformers and vLLM look for."""
+        if self.folder is None:
+            return
+        if self.pending:
+            self._flush()
+        if len(self.files) == 1:
+            (self.folder / "part-00000.safetensors").rename(self.folder / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self.files):
+            final = f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors"
+            (self.folder / f"part-{i:05d}.safetensors").rename(self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

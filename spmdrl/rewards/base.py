@@ -1,0 +1,89 @@
+"""What every reward takes and returns, and how a grader is driven."""
+
+import math
+import numbers
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass
+class RewardInput:
+    """One response to grade. All but `solution` come from the prompt's row and are JSON-able."""
+
+    data_source: str
+    solution: str
+    """The response's text, without the prompt and without a prefill."""
+    ground_truth: object
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass
+class Reward:
+    """A finite score and its named parts (for logs and filters)."""
+
+    score: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class RewardError(ValueError):
+    """A grading that gave no usable score. The message names the function, the prompt and what to change."""
+
+
+class Grader(Protocol):
+    """Grades in any order; `key` is the caller's and comes back with the result."""
+
+    name: str
+    timeouts: int
+    """Gradings that ran out of time and were scored 0."""
+
+    def submit(self, key: object, item: RewardInput) -> None:
+        """Take one response. Never blocks on the grading."""
+        ...
+
+    def poll(self) -> list[tuple[object, Reward]]:
+        """Results since the last call, without waiting. Raises RewardError."""
+        ...
+
+    def drain(self) -> list[tuple[object, Reward]]:
+        """Wait for all that was submitted; results since the last call. Raises RewardError."""
+        ...
+
+    def close(self) -> None:
+        """End every process. May be called twice."""
+        ...
+
+
+def describe(key: object) -> str:
+    """A key in words: an int is a prompt index, a pair is (prompt, sample), anything else is shown as it is."""
+    if isinstance(key, tuple) and len(key) == 2:
+        return f"prompt {key[0]}, sample {key[1]}"
+    return f"prompt {key}" if isinstance(key, int) else f"item {key}"
+
+
+def as_reward(value: object) -> Reward:
+    """What a reward function returned, checked: a number, `{"score": number, ...}` or a Reward.
+
+    Other numeric entries of a dict become parts; entries that are not finite numbers (verl's `pred` texts) are left
+    out. Raises TypeError for another type, ValueError for a score that is not finite.
+    """
+    if isinstance(value, Reward):
+        score, rest = value.score, value.parts
+    elif isinstance(value, dict):
+        if "score" not in value:
+            raise TypeError(f'it returned a dict without "score" (keys: {", ".join(map(str, value)) or "none"})')
+        score, rest = value["score"], {k: v for k, v in value.items() if k != "score"}
+    else:
+        score, rest = value, {}
+    number = _number(score)
+    if number is None:
+        raise TypeError(f'it returned {type(score).__name__} where a number or {{"score": number, ...}} is wanted')
+    if not math.isfinite(number):
+        raise ValueError(f"it returned the score {number}, which is not finite")
+    parts = {str(k): _number(v) for k, v in rest.items()}
+    return Reward(number, {k: v for k, v in parts.items() if v is not None and math.isfinite(v)})
+
+
+def _number(value: object) -> float | None:
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:  # numpy scalar
+        value = value.item()  # type: ignore[attr-defined]
+    return float(value) if isinstance(value, numbers.Real) else None

@@ -1,0 +1,110 @@
+r"""Mathematical answers: `\boxed{...}`, or a last line `Answer: ...`, compared as text, as a number, then symbolically.
+
+The symbolic part is math-verify (https://github.com/huggingface/Math-Verify), which can burn seconds on `9^{9^{9^9}}`
+and whose own time limits want the main thread of a process that has no other alarm: they are off, and this runs in the
+pool, whose processes can be killed.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from spmdrl.rewards.base import Reward, RewardInput
+
+_ANSWER_LINE = re.compile(r"(?i)answer\s*(?:is)?\s*:\s*([^\n]+)")
+_NUMBER = re.compile(r"(-?)(\d{1,100}|\d{1,3}(?:,\d{3}){1,30})(\.\d{1,100})?")
+_FRACTION = re.compile(r"(-?)(?:\\frac\{(\d{1,100})\}\{(\d{1,100})\}|(\d{1,100})/(\d{1,100}))")
+_TAIL = 1000
+"""Characters at the end of a response without a marked answer in which math-verify looks for one."""
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last closed `\boxed{...}` or `\fbox{...}`, braces inside it balanced; None when there is none."""
+    end = len(text)
+    while True:
+        start = max(text.rfind(r"\boxed", 0, end), text.rfind(r"\fbox", 0, end))
+        if start < 0:
+            return None
+        opened = re.compile(r"\\(?:boxed|fbox)\s*\{").match(text, start)
+        depth = 1
+        for i in range(opened.end() if opened else len(text), len(text)):
+            if text[i] in "{}" and text[i - 1] != "\\":
+                depth += 1 if text[i] == "{" else -1
+                if depth == 0 and opened:
+                    return text[opened.end() : i].strip()
+        end = start
+
+
+def extract(solution: str) -> tuple[str, bool]:
+    r"""The answer in a response, and whether it was marked: last `\boxed{}`, else last `Answer: ...` line, else the tail."""
+    boxed = last_boxed(solution)
+    if boxed is not None:
+        return boxed, True
+    lines = _ANSWER_LINE.findall(solution)
+    if lines:
+        return lines[-1].strip(), True
+    return solution[-_TAIL:].strip(), False
+
+
+def simplify(text: str) -> str:
+    r"""One way to write what is often written in several: no spaces, no `$`, `\left`, `\dfrac`, `\text{}`, final dot."""
+    text = text.strip().strip("$").strip()
+    text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:|\s)", "", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
+    text = text.replace(r"\$", "").replace("$", "").replace(r"\%", "%")
+    return re.sub(r"\s+", "", text).rstrip(".")
+
+
+def to_number(text: str) -> Fraction | None:
+    """Exact value of a plain number or fraction (in simplified text), else None."""
+    if m := _NUMBER.fullmatch(text):
+        return Fraction(m[1] + m[2].replace(",", "") + (m[3] or ""))
+    if m := _FRACTION.fullmatch(text):
+        below = int(m[3] or m[5])
+        return Fraction(int(m[1] + (m[2] or m[4])), below) if below else None
+    return None
+
+
+def _symbolically_equal(truth: str, answer: str, bare: bool) -> bool:
+    """Both by math-verify. bare: the answer is an expression alone, not prose that holds one."""
+    from math_verify import parse, verify
+
+    def read(text: str, bare: bool) -> list:
+        # math-verify finds LaTeX by its delimiters: with them a bare `\frac{1}{2}` is read too
+        found = parse("$" + text.strip("$ ") + "$", parsing_timeout=None) if bare else []
+        return found or parse(text, parsing_timeout=None)
+
+    try:
+        gold, found = read(truth, True), read(answer, bare)
+        return bool(gold and found and verify(gold, found, timeout_seconds=None))
+    except Exception:  # sympy on an odd answer may raise anything (RecursionError too): then it is not equal
+        return False
+
+
+def math_reward(item: RewardInput) -> Reward:
+    r"""1 when the answer equals the truth. Part `format`: the answer was marked (`\boxed{}` or `Answer:`)."""
+    truth_text = str(item.ground_truth)
+    boxed = last_boxed(truth_text)
+    raw_truth = truth_text if boxed is None else boxed
+    truth = simplify(raw_truth)
+    if not truth:
+        raise ValueError("the truth is empty: change --data.answer_column")
+    raw, marked = extract(item.solution)
+    answer, parts = simplify(raw), {"format": float(marked)}
+    if answer == truth:
+        return Reward(1.0, parts)
+    if not answer:
+        return Reward(0.0, parts)
+    a, b = to_number(answer), to_number(truth)
+    if a is not None and b is not None:
+        return Reward(float(a == b), parts)
+    return Reward(float(_symbolically_equal(raw_truth, raw, marked)), parts)
+
+
+def load() -> Callable[[RewardInput], Reward]:
+    """The reward, after its imports and first parse: those must not count as time of the first grading."""
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one warning a call that its limits are off
+    _symbolically_equal(r"\frac{1}{2}", "x+1", bare=True)
+    return math_reward

@@ -1,0 +1,303 @@
+"""Graders in processes that can be killed: whatever a reward function does, the run goes on or ends with one clear line.
+
+No threads and no pickle: each worker is a plain child process, spoken to in JSON lines over pipes that never block the
+caller. A grading's time is taken by its worker, from the moment it starts, so a caller that polls late changes nothing.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, cast
+
+from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe
+
+START_SECONDS = 120.0
+"""Longest a worker may take to import its function (a cold file system is slow)."""
+PREFETCH = 8
+"""Requests handed to a worker ahead of time, so that it works on while the caller is busy elsewhere."""
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen
+    spawned: float
+    ready: bool = False
+    queue: deque[int] = field(default_factory=deque)
+    """Requests sent and not yet answered, in order: the first may be under way."""
+    started: float | None = None
+    """When the first of them started (time.monotonic())."""
+    to_send: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        return cast(IO[bytes], self.process.stdin)
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        return cast(IO[bytes], self.process.stdout)
+
+
+class Pool:
+    """Grader over `workers` processes. Use it from one thread (the workers die with the thread that started them)."""
+
+    def __init__(self, function: str, workers: int, timeout: float, on_timeout: str, name: str = ""):
+        """function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`.
+
+        Waits until the first worker has loaded the function. Raises ValueError when it cannot.
+        """
+        assert on_timeout in ("error", "zero"), on_timeout
+        if workers < 1 or not timeout > 0:
+            raise ValueError(f"--reward.workers is {workers} and --reward.timeout {timeout}: both must be above 0")
+        self.name = name or function
+        self.timeouts = 0
+        self._function, self._timeout, self._on_timeout = function, timeout, on_timeout
+        self._next = 0
+        self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all that is not answered
+        self._waiting: deque[int] = deque()  # ids no worker has
+        self._done: list[tuple[object, Reward]] = []
+        self._selector = selectors.DefaultSelector()
+        self._workers = [self._spawn() for _ in range(workers)]
+        try:
+            while not any(w.ready for w in self._workers):
+                self._turn(wait=True)
+        except RewardError as e:
+            self.close()
+            raise ValueError(str(e)) from None
+
+    @property
+    def pending(self) -> int:
+        """Gradings submitted and not yet answered."""
+        return len(self._items)
+
+    def submit(self, key: object, item: RewardInput) -> None:
+        """Take one response to grade. Raises RewardError when truth or extra cannot be written as JSON."""
+        values = [item.data_source, item.solution, item.ground_truth, item.extra]
+        try:
+            line = (json.dumps({"id": self._next, "item": values}) + "\n").encode()
+        except (TypeError, ValueError) as e:
+            raise RewardError(f"{describe(key)}: its ground truth or extra columns cannot be written as JSON: {e}") from e
+        self._items[self._next] = (key, line)
+        self._waiting.append(self._next)
+        self._next += 1
+        self._hand_out()
+
+    def poll(self) -> list[tuple[object, Reward]]:
+        """Results since the last call, without waiting."""
+        self._turn(wait=False)
+        done, self._done = self._done, []
+        return done
+
+    def drain(self) -> list[tuple[object, Reward]]:
+        """Wait for all that was submitted; results since the last call."""
+        while self._items:
+            self._turn(wait=True)
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Kill the workers. May be called twice."""
+        for worker in self._workers:
+            self._kill(worker)
+        self._workers = []
+        self._selector.close()
+
+    # -- one turn: read, check clocks, hand out -------------------------------------------------------------------
+
+    def _turn(self, wait: bool) -> None:
+        for key, events in self._selector.select(self._patience() if wait else 0):
+            worker: _Worker = key.data
+            if worker not in self._workers:  # killed earlier in this turn
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._flush(worker)
+            if events & selectors.EVENT_READ:
+                self._read(worker)
+        for worker in list(self._workers):
+            self._check_clock(worker)
+        self._hand_out()
+
+    def _patience(self) -> float:
+        """Seconds until the next clock runs out."""
+        return max(0.0, min(self._deadline(w) for w in self._workers) - time.monotonic())
+
+    def _deadline(self, worker: _Worker) -> float:
+        if not worker.ready:
+            return worker.spawned + START_SECONDS
+        return float("inf") if worker.started is None else worker.started + self._timeout
+
+    def _check_clock(self, worker: _Worker) -> None:
+        if time.monotonic() < self._deadline(worker):
+            return
+        self._read(worker)  # the answer may lie in the pipe, when the caller comes late
+        if worker not in self._workers or time.monotonic() < self._deadline(worker):
+            return
+        if not worker.ready:
+            raise RewardError(f"--reward.function {self.name} did not load within {START_SECONDS:.0f} s")
+        request = worker.queue.popleft()
+        self._replace(worker)
+        self._timed_out(request)
+
+    def _hand_out(self) -> None:
+        """Waiting requests to the workers with the fewest."""
+        while self._waiting:
+            open_to = [w for w in self._workers if w.ready and len(w.queue) < PREFETCH]
+            if not open_to:
+                break
+            worker = min(open_to, key=lambda w: len(w.queue))
+            request = self._waiting.popleft()
+            worker.queue.append(request)
+            worker.to_send += self._items[request][1]
+        for worker in self._workers:
+            if worker.to_send:
+                self._flush(worker)
+
+    # -- what workers say -----------------------------------------------------------------------------------------
+
+    def _read(self, worker: _Worker) -> None:
+        ended = False
+        while True:
+            try:
+                data = os.read(worker.stdout.fileno(), 1 << 16)
+            except BlockingIOError:
+                break
+            worker.received += data
+            if not data:
+                ended = True
+                break
+        *lines, rest = bytes(worker.received).split(b"\n")
+        worker.received = bytearray(rest)
+        for line in lines:
+            self._hear(worker, json.loads(line))
+        if ended:
+            self._died(worker)
+
+    def _hear(self, worker: _Worker, message: dict) -> None:
+        if "ready" in message:
+            worker.ready = True
+        elif "failed" in message:
+            raise RewardError(f"--reward.function {self.name}: {message['failed']}")
+        elif "start" in message:
+            assert worker.queue[0] == message["id"], "a worker answers in order"
+            worker.started = message["start"]
+        else:
+            request = worker.queue.popleft()
+            assert request == message["id"], "a worker answers in order"
+            worker.started = None
+            if message["seconds"] > self._timeout:  # as if it had been seen, and killed, in time
+                self._timed_out(request)
+            elif "error" in message:
+                raise RewardError(
+                    f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
+                    f"Mend it (--reward.function), or the row's truth if that is what it cannot read.\n{message['trace']}"
+                )
+            else:
+                self._answer(request, Reward(message["score"], message["parts"]))
+
+    def _answer(self, request: int, reward: Reward) -> None:
+        key, _ = self._items.pop(request)
+        self._done.append((key, reward))
+
+    def _timed_out(self, request: int) -> None:
+        if self._on_timeout == "error":
+            raise RewardError(
+                f"reward function {self.name} took longer than {self._timeout:g} s on "
+                f"{describe(self._items[request][0])} and was stopped: make it faster, raise --reward.timeout, or score "
+                "such samples 0 with --reward.on_timeout zero"
+            )
+        self.timeouts += 1
+        self._answer(request, Reward(0.0))
+
+    def _died(self, worker: _Worker) -> None:
+        self._kill(worker)
+        code = worker.process.returncode
+        how = f"with exit code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}"
+        hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+        if not worker.ready:
+            raise RewardError(f"--reward.function {self.name}: its process ended {how} while loading{hint}")
+        under_way = worker.started is not None
+        when = f"while grading {describe(self._items[worker.queue[0]][0])}" if under_way else "between two gradings"
+        raise RewardError(
+            f"the process of reward function {self.name} ended {how}{hint} {when}: a reward function must return, not "
+            "exit (--reward.function); its own output stands above, in this rank's log"
+        )
+
+    # -- processes and pipes --------------------------------------------------------------------------------------
+
+    def _spawn(self) -> _Worker:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "spmdrl.rewards.worker", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            bufsize=0,
+            start_new_session=True,  # a kill reaches its children too, and Ctrl-C is the caller's to handle
+        )
+        worker = _Worker(process, spawned=time.monotonic())
+        os.set_blocking(worker.stdin.fileno(), False)
+        os.set_blocking(worker.stdout.fileno(), False)
+        self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
+        worker.to_send += (json.dumps({"function": self._function}) + "\n").encode()
+        self._flush(worker)
+        return worker
+
+    def _flush(self, worker: _Worker) -> None:
+        """Write what the pipe takes; ask to be woken for the rest."""
+        fd = worker.stdin.fileno()
+        try:
+            while worker.to_send:
+                del worker.to_send[: os.write(fd, worker.to_send)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            worker.to_send.clear()  # it ended: reading tells how
+        watched = fd in self._selector.get_map()
+        if worker.to_send and not watched:
+            self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+        elif watched and not worker.to_send:
+            self._selector.unregister(worker.stdin)
+
+    def _replace(self, worker: _Worker) -> None:
+        """Kill a worker, put a fresh one in its place, and give its untouched requests back."""
+        self._kill(worker)
+        self._waiting.extendleft(reversed(worker.queue))
+        self._workers[self._workers.index(worker)] = self._spawn()
+
+    def _kill(self, worker: _Worker) -> None:
+        for pipe in (worker.stdin, worker.stdout):
+            if not pipe.closed:
+                if pipe.fileno() in self._selector.get_map():
+                    self._selector.unregister(pipe)
+                pipe.close()
+        if worker.process.returncode is None:
+            # an end that is under way keeps its own exit code; then whatever is left of its session goes
+            try:
+                worker.process.wait(timeout=0.2 if worker.started is None else 0)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        worker.process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """The caller's environment without what makes a process a rank, with one thread and no GPU."""
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in _RANK_VARIABLES and not k.startswith(("LOCAL_", "TORCHELASTIC_", "PET_", "NCCL_", "GLOO_"))
+    }
+    root = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
+    # the device's memory is accounted for elsewhere: a grader on it would be seen by nobody
+    return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

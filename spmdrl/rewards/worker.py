@@ -1,0 +1,122 @@
+"""One grading process: `python -m spmdrl.rewards.worker <parent pid>`, JSON lines in on stdin and out on stdout.
+
+In:  {"function": f}                       first line: what to load (`builtin:math`, or `/path/file.py:name`)
+     {"id": n, "item": [data_source, solution, ground_truth, extra]}
+Out: {"ready": true} or {"failed": text}   after loading
+     {"id": n, "start": t}                 before a grading; t is time.monotonic(), one clock for all processes
+     {"id": n, "seconds": s, "score": x, "parts": {...}}  or  {"id": n, "seconds": s, "error": text, "trace": text}
+
+It imports nothing heavy of its own, so that a killed process is back at once.
+"""
+
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from spmdrl.rewards.base import RewardInput, as_reward
+
+POOLED = {"math": "spmdrl.rewards.math", "reasoning_gym": "spmdrl.rewards.reasoning"}
+"""Built-in rewards that run in the pool: name -> module, whose `load()` gives the function."""
+_PR_SET_PDEATHSIG = 1
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def load_function(spec: str) -> Callable[[RewardInput], object]:
+    """The function that `{"function": spec}` names. Raises ValueError in words for the user of `--reward.function`."""
+    if spec.startswith("builtin:"):
+        return importlib.import_module(POOLED[spec.removeprefix("builtin:")]).load()
+    path_text, _, name = spec.rpartition(":")
+    path = Path(path_text)
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
+    module_spec = importlib.util.spec_from_file_location(f"spmdrl_user_reward_{path.stem}", path)
+    assert module_spec and module_spec.loader, path
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses in it look themselves up there
+    try:
+        module_spec.loader.exec_module(module)
+    except SyntaxError as e:
+        raise ValueError(f"{e.filename or path}:{e.lineno}: {e.msg}") from e
+    except BaseException as e:  # SystemExit too
+        raise ValueError(f"importing {path} raised {type(e).__name__}: {e} ({_place(e)})") from e
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        raise ValueError(f"{path} has no function {name!r} (it has: {', '.join(own) or 'none'}); name one as file.py:name")
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{name} in {path} is async: a plain function is wanted")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
+    except TypeError as e:
+        raise ValueError(f"{name} in {path} is called with the keywords {', '.join(_ARGUMENTS)}: {e}") from e
+    except ValueError:
+        pass  # some builtins show no signature
+
+    def verl_call(item: RewardInput) -> object:
+        values = (item.data_source, item.solution, item.ground_truth, item.extra)
+        return function(**dict(zip(_ARGUMENTS, values, strict=True)))
+
+    return verl_call
+
+
+def _place(e: BaseException) -> str:
+    """File and line where it was raised, of the innermost frame."""
+    frames = traceback.extract_tb(e.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no line known"
+
+
+def _grade(function: Callable[[RewardInput], object], item: list) -> dict:
+    try:
+        reward = as_reward(function(RewardInput(*item)))
+        return {"score": reward.score, "parts": reward.parts}
+    except BaseException as e:  # exit() in user code is an error of that code
+        trace = "".join(traceback.format_exception(e, limit=-4))
+        return {"error": f"{type(e).__name__}: {e}"[:2000], "trace": trace[-4000:]}
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(0)
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    _die_with(int(sys.argv[1]))
+    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    answers = os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # user code that reads stdin must not eat requests
+    os.dup2(2, 1)  # what it prints, at any level, goes to stderr
+
+    def send(message: dict) -> None:
+        line = (json.dumps(message) + "\n").encode()
+        while line:
+            line = line[os.write(answers, line) :]
+
+    try:
+        function = load_function(json.loads(requests.readline())["function"])
+    except Exception as e:
+        send({"failed": str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"})
+        return
+    send({"ready": True})
+    for line in requests:
+        message = json.loads(line)
+        start = time.monotonic()
+        send({"id": message["id"], "start": start})
+        answer = _grade(function, message["item"])
+        send({"id": message["id"], "seconds": time.monotonic() - start, **answer})
+        sys.stdout.flush()  # prints of user code, in order with the rest of the log
+
+
+if __name__ == "__main__":
+    main()

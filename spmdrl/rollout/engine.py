@@ -1,0 +1,114 @@
+"""What an engine is: submit, poll, abort; load weights of a version; sleep and wake.
+
+Streaming, so that early stops and many turns need no second path. An engine spans the ranks of one rollout TP group;
+all of them make the same calls in the same order and see the same completions.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from spmdrl.policy.contract import Bucket
+
+Owner = Literal["weights", "kv_cache"]
+
+
+class StaleEngineError(RuntimeError):
+    """An engine was asked to sample from weights that it does not hold (law 5)."""
+
+
+@dataclass
+class Request:
+    """One sample to draw. The seed is keyed by data, so where it runs does not matter (law 3)."""
+
+    key: tuple[int, int]
+    """(position, sample) inside the step: names the request."""
+    prompt: list[int]
+    """Prompt tokens."""
+    seed: int
+    """63 bits."""
+    version: int
+    """The trainer's weight version; an engine with another refuses."""
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+
+
+@dataclass
+class Completion:
+    """What came of a request. logp: log p of each token at the request's temperature (at 1 when greedy)."""
+
+    key: tuple[int, int]
+    tokens: list[int]
+    logp: list[float]
+    finish: Literal["stop", "length", "abort"]
+    version: int
+
+
+class Engine(Protocol):
+    """Sampler of one rollout TP group."""
+
+    version: int | None
+    """Weight version it holds; None: none that may be sampled from."""
+    capacity: int
+    """Sequences it runs at a time."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            StaleEngineError: its version is not the engine's.
+        """
+        ...
+
+    def poll(self) -> list[Completion]:
+        """Run one step of the engine and return what is done; an empty list while all still runs."""
+        ...
+
+    def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
+        """Stop these requests; their tokens so far come back with finish `abort`."""
+        ...
+
+    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+        """Take over weights; sampling is refused until the last bucket is in and verified. Collective.
+
+        Raises:
+            CorruptWeightsError: a bucket's digest is not its sender's.
+        """
+        ...
+
+    def sleep(self, level: int) -> None:
+        """0: stay; 1: give back the KV cache and park the weights; 2: give back both (version becomes None)."""
+        ...
+
+    def wake(self, what: Owner) -> None:
+        """Take the memory of `what` back."""
+        ...
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """Bytes held on the device, by owner: engine weights and KV cache."""
+        ...
+
+    def held_words(self) -> int | None:
+        """Sum of all weight words it holds (`policy.weights.word_sum`), or None if its layout does not allow it."""
+        ...
+
+    def close(self) -> None:
+        """End of the run."""
+        ...
+
+
+def check_version(request: Request, version: int | None) -> None:
+    """The refusal of law 5."""
+    if request.version != version:
+        held = "no weights" if version is None else f"weight version {version}"
+        raise StaleEngineError(f"the engine holds {held}, the trainer is at version {request.version}: "
+                               "push the weights (rollout.transfer.push) before sampling")
+
+
+def float_dtype(name: str) -> torch.dtype:
+    """Torch dtype of `--model.dtype`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]

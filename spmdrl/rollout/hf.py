@@ -1,0 +1,197 @@
+"""The HF engine: plain transformers forward with a KV cache, for tests, small models and machines without vLLM.
+
+Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform from
+one uniform number keyed by the request's seed and its position, so a sample does not depend on its neighbours.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.policy.contract import Bucket
+from spmdrl.policy.load import build_model, resolve
+from spmdrl.policy.weights import word_sum
+from spmdrl.rollout.engine import Completion, Owner, Request, check_version, float_dtype
+from spmdrl.rollout.transfer import verified
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.seeds import uniform
+
+
+class Group:
+    """Rows that decode together: one KV cache, one length."""
+
+    def __init__(self, requests: list[Request], device: torch.device):
+        self.requests = requests
+        self.live = list(range(len(requests)))
+        """Rows still sampling, as indices into requests; row i of the cache belongs to live[i]."""
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.logp: list[list[float]] = [[] for _ in requests]
+        self.inputs = torch.tensor([r.prompt for r in requests], device=device)
+        self.seeds = torch.tensor([r.seed for r in requests], device=device)
+        self.temperature = torch.tensor([r.temperature for r in requests], device=device)
+        self.top_p = torch.tensor([r.top_p for r in requests], device=device)
+        self.cache = None
+
+
+class HFEngine:
+    """The Engine contract (`engine.py`) on transformers."""
+
+    def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
+        self.world = world
+        self.capacity = cfg.rollout.max_sequences
+        self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
+        self.dtype = float_dtype(cfg.model.dtype)
+        folder = resolve(cfg.model.path)
+        self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, "sdpa").to(world.device).eval()
+        self.model.requires_grad_(False)
+        # Softmax in float32 at least, as the trainer's head does.
+        self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.version: int | None = None
+        self.waiting: list[Request] = []
+        self.groups: list[Group] = []
+
+    def submit(self, request: Request) -> None:
+        """See the contract."""
+        check_version(request, self.version)
+        self.waiting.append(request)
+
+    @torch.inference_mode()
+    def poll(self) -> list[Completion]:
+        """See the contract. One step is one token of the group that was started first."""
+        if not self.groups and self.waiting:
+            self._start()
+        if not self.groups:
+            return []
+        group = self.groups[0]
+        done = self._step(group)
+        if not group.live:
+            self.groups.remove(group)
+        return done
+
+    def _start(self) -> None:
+        length = len(self.waiting[0].prompt)
+        alike = [r for r in self.waiting if len(r.prompt) == length][: self.capacity]
+        taken = {r.key for r in alike}
+        self.waiting = [r for r in self.waiting if r.key not in taken]
+        self.groups.append(Group(alike, self.world.device))
+
+    def _step(self, group: Group) -> list[Completion]:
+        from transformers import DynamicCache
+
+        if group.cache is None:
+            group.cache = DynamicCache(config=self.model.config)
+        out = self.model(input_ids=group.inputs, past_key_values=group.cache, use_cache=True, logits_to_keep=1)
+        position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
+        tokens, logp = sample(out.logits[:, -1].to(self.upcast), group, position)
+        stopped = torch.isin(tokens, self.stop).tolist()
+        done, keep = [], []
+        for i, (row, token, lp) in enumerate(zip(group.live, tokens.tolist(), logp.tolist(), strict=True)):
+            request = group.requests[row]
+            group.tokens[row].append(token)
+            group.logp[row].append(lp)
+            full = len(group.tokens[row]) >= request.max_new_tokens
+            if stopped[i] or full:
+                done.append(self._completion(group, row, "stop" if stopped[i] else "length"))
+            else:
+                keep.append(i)
+        self._keep(group, keep, tokens)
+        return done
+
+    @staticmethod
+    def _keep(group: Group, keep: list[int], tokens: torch.Tensor) -> None:
+        if len(keep) == len(group.live):
+            group.inputs = tokens[:, None]
+            return
+        group.live = [group.live[i] for i in keep]
+        if not keep:
+            return
+        index = torch.tensor(keep, device=tokens.device)
+        group.inputs = tokens[index][:, None]
+        group.seeds, group.temperature, group.top_p = group.seeds[index], group.temperature[index], group.top_p[index]
+        group.cache.batch_select_indices(index)
+
+    def _completion(self, group: Group, row: int, finish: str) -> Completion:
+        return Completion(group.requests[row].key, group.tokens[row], group.logp[row], finish, self.version)
+
+    def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
+        """See the contract."""
+        keys = set(keys)
+        out = [Completion(r.key, [], [], "abort", self.version) for r in self.waiting if r.key in keys]
+        self.waiting = [r for r in self.waiting if r.key not in keys]
+        for group in list(self.groups):
+            cut = [i for i, row in enumerate(group.live) if group.requests[row].key in keys]
+            if not cut:
+                continue
+            out += [self._completion(group, group.live[i], "abort") for i in cut]
+            keep = [i for i in range(len(group.live)) if i not in cut]
+            if group.cache is None:
+                rest = [group.requests[group.live[i]] for i in keep]
+                self.waiting = rest + self.waiting
+                self.groups.remove(group)
+                continue
+            self._keep(group, keep, group.inputs[:, 0])
+            if not group.live:
+                self.groups.remove(group)
+        return out
+
+    @torch.no_grad()
+    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+        """See the contract."""
+        self.version = None
+        parameters = dict(self.model.named_parameters())
+        for bucket in buckets:
+            for name, tensor in verified(bucket).items():
+                if parameters[name].numel() == 0:
+                    parameters[name].data = torch.empty_like(tensor)
+                parameters[name].copy_(tensor)
+        self.model.tie_weights()
+        self.version = version
+
+    def sleep(self, level: int) -> None:
+        """See the contract. Caches live only while a group samples; level 2 frees the weights."""
+        self.groups, self.waiting = [], []
+        if level == 2:
+            self.version = None
+            for p in self.model.parameters():
+                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+
+    def wake(self, what: Owner) -> None:
+        """See the contract. Freed weights come back with the next push."""
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract."""
+        held = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        layers = [layer for g in self.groups if g.cache is not None for layer in g.cache.layers]
+        cached = sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
+        return {"engine weights": held, "KV cache": cached}
+
+    def held_words(self) -> int | None:
+        """See the contract."""
+        return word_sum(self.model.parameters())
+
+    def close(self) -> None:
+        """See the contract."""
+        self.sleep(2)
+
+
+def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token [B] and its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
+    greedy = group.temperature == 0
+    logp_BV = torch.log_softmax(logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype), -1)
+    if bool((group.top_p < 1).any()):
+        logp_BV = nucleus(logp_BV, group.top_p)
+    # float64 sums: with a large vocabulary float32 would bias the tail.
+    cumulative = logp_BV.double().exp().cumsum(-1)
+    u = uniform(group.seeds, position_B)[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, u, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
+    tokens = torch.where(greedy, logits_BV.argmax(-1), drawn)
+    return tokens, logp_BV.gather(1, tokens[:, None])[:, 0]
+
+
+def nucleus(logp_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """Keep the smallest set of tokens whose mass reaches top_p, renormalised (https://arxiv.org/abs/1904.09751)."""
+    ordered, index = logp_BV.sort(-1, descending=True)
+    before = ordered.exp().cumsum(-1) - ordered.exp()
+    dropped = torch.zeros_like(logp_BV, dtype=torch.bool).scatter(1, index, before >= top_p_B[:, None])
+    return torch.log_softmax(logp_BV.masked_fill(dropped, float("-inf")), -1)

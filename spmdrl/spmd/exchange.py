@@ -1,0 +1,156 @@
+"""Experience moves by collectives: named ragged tensors, one all_to_all, a plan computed alike on every rank.
+
+A `Table` holds n items; each named column gives every item a row of its own length, stored end to end. The module
+knows nothing of trajectories: `data/` sits above it. Tensors travel as bytes, never as pickled objects (law 4).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Table:
+    """n items with named ragged columns.
+
+    keys_nK: int64 [n, K], sorts the items (and is known to all ranks after an exchange).
+    lengths: column -> int64 [n]. values: column -> tensor [sum(lengths), ...].
+    """
+
+    keys_nK: torch.Tensor
+    lengths: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.keys_nK)
+
+
+def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Rows of every rank of the group, which may differ in number: [n_r, K] for each r. Collective.
+
+    group None is a world of one: no communication.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [rows_nK]
+    count = torch.tensor([len(rows_nK)], dtype=torch.int64, device=rows_nK.device)
+    counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=rows_nK.device)
+    dist.all_gather_into_tensor(counts, count, group=group)
+    most = int(counts.max())
+    padded = rows_nK.new_zeros((most, *rows_nK.shape[1:]))
+    padded[: len(rows_nK)] = rows_nK
+    everyone = rows_nK.new_empty((len(counts) * most, *rows_nK.shape[1:]))
+    dist.all_gather_into_tensor(everyone, padded, group=group)
+    return [part[:n] for part, n in zip(everyone.split(most) if most else [everyone] * len(counts), counts.tolist(),
+                                        strict=True)]
+
+
+def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum or max over the group, in place. Collective."""
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(x, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op],
+                        group=group)
+    return x
+
+
+def lexsort(keys_nK: torch.Tensor) -> torch.Tensor:
+    """Order of rows by their first column, then the second, and so on: int64 [n]."""
+    order = torch.arange(len(keys_nK))
+    for column in reversed(range(keys_nK.shape[1])):
+        order = order[torch.argsort(keys_nK[order, column], stable=True)]
+    return order
+
+
+def _row_bytes(values: torch.Tensor) -> int:
+    return values.element_size() * (values[0].numel() if len(values) else int(torch.tensor(values.shape[1:]).prod()))
+
+
+def _gather_items(values: torch.Tensor, lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Ragged rows in another order (or a selection of them)."""
+    starts = torch.cumsum(lengths_n, 0) - lengths_n
+    picked = lengths_n[order]
+    offsets = torch.arange(int(picked.sum())) - torch.repeat_interleave(torch.cumsum(picked, 0) - picked, picked)
+    return values[(torch.repeat_interleave(starts[order], picked) + offsets).to(values.device)]
+
+
+def select(table: Table, order: torch.Tensor) -> Table:
+    """The items `order` (int64 [m]) of a table, in that order."""
+    return Table(table.keys_nK[order], {k: v[order] for k, v in table.lengths.items()},
+                 {k: _gather_items(v, table.lengths[k], order) for k, v in table.values.items()})
+
+
+def redistribute(table: Table, destination_n: torch.Tensor, everyone: list[torch.Tensor],
+                 destinations: list[torch.Tensor], group: dist.ProcessGroup | None,
+                 device: torch.device) -> Table:
+    """Send item i to rank destination_n[i]; returns what this rank received, sorted by key. Collective.
+
+    Args:
+        table: this rank's items.
+        destination_n: int64 [n], group rank of each item.
+        everyone: for each rank its [n_r, K + C] rows: keys, then the length of every column in `table.values` order.
+        destinations: for each rank its destination_n.
+        group: the ranks that take part; None for a world of one.
+        device: where collectives of this group want their tensors; tables themselves stay on the host.
+    """
+    names = list(table.values)
+    n_keys = table.keys_nK.shape[1]
+    me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
+    world = len(everyone)
+    incoming = [rows[dest == me] for rows, dest in zip(everyone, destinations, strict=True)]
+    if world == 1:
+        received = table
+    else:
+        outgoing = [select(table, torch.nonzero(destination_n == r).flatten()) for r in range(world)]
+        send = [torch.cat([t.values[name].contiguous().view(-1).view(torch.uint8) for name in names]) for t in outgoing]
+        widths = [_row_bytes(table.values[name]) for name in names]
+        sizes = [int((rows[:, n_keys:].sum(0) * torch.tensor(widths)).sum()) for rows in incoming]
+        inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(inbox, torch.cat(send).to(device), sizes, [len(s) for s in send], group=group)
+        received = _unpack(inbox.cpu(), sizes, incoming, names, n_keys, widths, table)
+    return select(received, lexsort(received.keys_nK))
+
+
+def _unpack(inbox: torch.Tensor, sizes: list[int], incoming: list[torch.Tensor], names: list[str], n_keys: int,
+            widths: list[int], like: Table) -> Table:
+    """Bytes of every sender (its columns end to end) as one table."""
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for blob, rows in zip(inbox.split(sizes), incoming, strict=True):
+        at = 0
+        for column, name in enumerate(names):
+            ref = like.values[name]
+            size = int(rows[:, n_keys + column].sum()) * widths[column]
+            # A copy aligns the bytes for the wider type.
+            parts[name].append(blob[at : at + size].clone().view(ref.dtype).view(-1, *ref.shape[1:]))
+            at += size
+    rows = torch.cat(incoming)
+    lengths = {name: rows[:, n_keys + column] for column, name in enumerate(names)}
+    return Table(rows[:, :n_keys], lengths, {name: torch.cat(p) for name, p in parts.items()})
+
+
+def describe(table: Table) -> torch.Tensor:
+    """int64 [n, K + C]: keys and the length of every column; what the ranks tell each other before an exchange."""
+    columns = [table.lengths[name][:, None] for name in table.values]
+    return torch.cat([table.keys_nK, *columns], 1)
+
+
+def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Table, torch.Tensor]:
+    """Move every item to the rank that `assign` names for it. Collective.
+
+    Args:
+        table: this rank's items; columns in the same order on every rank.
+        assign: function of the rows of all ranks [N, K + C] (same order everywhere) -> int64 [N] group rank. It is
+            called with the same argument on every rank, so the plan needs no broadcast.
+        group: ranks that take part.
+        device: where collectives of this group want their tensors.
+
+    Returns:
+        This rank's items sorted by key, and the rows [N, K + C] of all ranks sorted by key.
+    """
+    everyone = [rows.cpu() for rows in all_gather_rows(describe(table).to(device), group)]
+    rows = torch.cat(everyone)
+    order = lexsort(rows[:, : table.keys_nK.shape[1]])
+    target = torch.empty(len(rows), dtype=torch.int64)
+    target[order] = assign(rows[order])
+    destinations = list(target.split([len(part) for part in everyone]))
+    me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
+    return redistribute(table, destinations[me], everyone, destinations, group, device), rows[order]

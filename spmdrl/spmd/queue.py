@@ -1,0 +1,43 @@
+"""Prompts handed out to engines: an atomic counter on the rendezvous store, or a fixed assignment."""
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.spmd.mesh import World
+
+
+class PromptQueue:
+    """Positions 0..n-1 of one round, each handed to exactly one engine.
+
+    `queue`: whoever asks next gets the next positions, so an engine that ends early takes more.
+    `static`: position i belongs to engine i mod engines, whatever the timing (bit-exact runs).
+    All ranks of an engine call `take` together and get the same answer.
+    """
+
+    def __init__(self, world: World, n: int, round_name: str, assignment: str):
+        self.world, self.n, self.key = world, n, f"queue/{round_name}"
+        self.static = assignment == "static"
+        self.next = world.engine_index
+        self.done = False
+
+    def take(self, want: int) -> list[int]:
+        """Up to `want` positions; an empty list means that nothing is left."""
+        if self.done or want <= 0:
+            return []
+        if self.static:
+            positions = list(range(self.next, self.n, self.world.engine_count))[:want]
+            self.next += len(positions) * self.world.engine_count
+        else:
+            positions = self._take_from_counter(want)
+        self.done = not positions
+        return positions
+
+    def _take_from_counter(self, want: int) -> list[int]:
+        tp = self.world.rollout_mesh["tp"]
+        first = self.world.store.add(self.key, want) - want if self.world.engine_tp_rank == 0 else 0
+        if tp.size() > 1:
+            # The engine's first rank decides; the others follow its tensor (law 1).
+            box = torch.tensor([first], dtype=torch.int64, device=self.world.device)
+            dist.broadcast(box, group=tp.get_group(), group_src=0)
+            first = int(box.item())
+        return list(range(first, min(first + want, self.n)))

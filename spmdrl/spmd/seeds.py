@@ -1,0 +1,53 @@
+"""Randomness keyed by data: one counter-based hash, the same on every rank, device and world size.
+
+The mixing step is SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2714064.2660195).
+"""
+
+import random
+
+import torch
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX2) & _MASK
+    return x ^ (x >> 31)
+
+
+def seed_for(*key: int) -> int:
+    """A 63-bit seed for a key such as (seed, step, prompt, sample, turn)."""
+    state = 0
+    for part in key:
+        state = _mix((state + _GOLDEN + (int(part) & _MASK)) & _MASK)
+    return state >> 1
+
+
+def generator_for(*key: int) -> random.Random:
+    """Python generator for draws over data (orders, splits)."""
+    return random.Random(seed_for(*key))
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
+    """One float64 in (0, 1) per row from its own seed and token position; rows do not depend on each other.
+
+    seeds_B, position_B: int64 [B]. Returns float64 [B].
+    """
+    x = seeds_B + (position_B + 1) * _signed(_GOLDEN)
+    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
+    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
+    x = x ^ _shift(x, 31)
+    return (_shift(x, 11).double() + 0.5) * 2.0**-53

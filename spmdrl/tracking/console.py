@@ -1,0 +1,237 @@
+"""What rank 0 shows of a run: a live panel on a terminal, else one line a step.
+
+Text of the model is data, not layout: it is shown without markup and without control characters, so that a completion
+can neither colour the screen nor move the cursor.
+"""
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+import rich.console
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+SHOWN = [
+    ("reward", "reward/mean"),
+    ("kl", "kl/mean"),
+    ("entropy", "entropy/mean"),
+    ("|dlogp|", "logp_diff/mean"),
+    ("tok/s", "tokens/s"),
+    ("eval", "eval/accuracy"),
+]
+"""Label and metric, in the order shown."""
+PHASES = ["rollout", "reward", "exchange", "logp", "update", "push"]
+SAMPLES_EVERY = 10
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Console:
+    """The screen of a run. Make one on rank 0 only; `finish` (or `close`) gives the terminal back."""
+
+    def __init__(
+        self, kind: str = "auto", total_steps: int = 0, first_step: int = 0, stream: TextIO | None = None
+    ) -> None:
+        """Start showing.
+
+        Args:
+            kind: `live`, `plain`, or `auto`: live when the stream is a terminal.
+            total_steps: length of the run.
+            first_step: steps done before (a resumed run), for the progress and its ETA.
+            stream: where to write; None is stdout.
+        """
+        if kind not in ("auto", "live", "plain"):
+            raise ValueError(f"--tracking.console {kind}: must be auto, live or plain")
+        self._stream = sys.stdout if stream is None else stream
+        with contextlib.suppress(AttributeError, ValueError):
+            self._stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an ASCII locale must not end a run
+        terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.total_steps = total_steps
+        self._metrics: dict[str, float] = {}
+        self._curves: dict[str, deque[float]] = {name: deque(maxlen=400) for _, name in SHOWN}
+        self._samples: Sequence[Mapping[str, Any]] = ()
+        self._phase, self._phase_since = "start", time.monotonic()
+        self._next_samples = first_step
+        self._live: Live | None = None
+        if kind == "live" or (kind == "auto" and terminal):
+            self._start_live(first_step)
+
+    def _start_live(self, first_step: int) -> None:
+        screen = rich.console.Console(file=self._stream, force_terminal=True, highlight=False)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=self.total_steps, completed=first_step)
+        self._live = Live(console=screen, get_renderable=self._panel, refresh_per_second=4, transient=False)
+        self._live.start()
+        atexit.register(self.close)
+        # A breakpoint on rank 0 needs the terminal: the panel leaves, and the run goes on with plain lines.
+        self._breakpointhook = sys.breakpointhook
+
+        def breakpoint_without_panel(*args: Any, **kwargs: Any) -> Any:
+            self.close()
+            return self._breakpointhook(*args, **kwargs)
+
+        sys.breakpointhook = breakpoint_without_panel
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the panel is on the screen."""
+        return self._live is not None
+
+    def phase(self, name: str) -> None:
+        """Show which phase is in course; "" between phases. A plain console has no place for it."""
+        self._phase, self._phase_since = name, time.monotonic()
+
+    def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Show a finished step.
+
+        Args:
+            step: how many steps are done, 1 for the first.
+            metrics: by the names of metrics.jsonl; those that are missing show as `-`.
+            samples: dicts with `prompt`, `completion` and `reward`.
+        """
+        self._metrics = dict(metrics)
+        for name, curve in self._curves.items():
+            if name in metrics and math.isfinite(metrics[name]):
+                curve.append(metrics[name])
+        self._samples = samples or self._samples
+        if self._live is not None:
+            self._progress.update(self._task, completed=step)
+            self._live.refresh()
+            return
+        self._print(plain_line(step, self.total_steps, metrics))
+        if samples and step >= self._next_samples:
+            self._next_samples = (step // SAMPLES_EVERY + 1) * SAMPLES_EVERY
+            for sample in samples:
+                prompt, completion = clean(sample.get("prompt", ""), 48), clean(sample.get("completion", ""), 64)
+                self._print(f"  {number(sample.get('reward')):>6}  {prompt} -> {completion}")
+
+    def note(self, text: str) -> None:
+        """Show a line above the panel, or in its turn."""
+        if self._live is not None:
+            self._live.console.print(Text(text))
+        else:
+            self._print(text)
+
+    def finish(self, lines: Sequence[str] = ()) -> None:
+        """Leave the last panel on the screen and write closing lines under it."""
+        self.close()
+        for line in lines:
+            self._print(line)
+
+    def close(self) -> None:
+        """Give the terminal back; what follows is shown as plain lines. May be called twice."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+            sys.breakpointhook = self._breakpointhook
+            atexit.unregister(self.close)
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def _panel(self) -> RenderableType:
+        numbers = Table.grid(padding=(0, 2))
+        for label, name in SHOWN:
+            curve = self._curves[name]
+            if name == "eval/accuracy" and not curve:
+                continue
+            value = self._metrics.get(name, curve[-1] if curve else None)
+            numbers.add_row(Text(label, "dim"), Text(number(value, name), "bold"), Text(sparkline(curve), "cyan"))
+        columns = Table.grid(padding=(0, 4))
+        columns.add_row(numbers, self._phase_table())
+        parts: list[RenderableType] = [self._progress, columns]
+        if self._samples:
+            samples = Table(box=None, expand=True, header_style="dim")
+            samples.add_column("prompt", ratio=2, no_wrap=True)
+            samples.add_column("completion", ratio=3, no_wrap=True)
+            samples.add_column("reward", justify="right", width=7)
+            for sample in self._samples:
+                prompt, completion = clean(sample.get("prompt", ""), 80), clean(sample.get("completion", ""), 160)
+                samples.add_row(Text(prompt), Text(completion), number(sample.get("reward")))
+            parts.append(samples)
+        running = f"{self._phase} {time.monotonic() - self._phase_since:.1f}s" if self._phase else ""
+        return Panel(Group(*parts), title="spmdrl", subtitle=Text(running), border_style="dim")
+
+    def _phase_table(self) -> Table:
+        table = Table.grid(padding=(0, 1))
+        times = phase_times(self._metrics)
+        whole = self._metrics.get("time/step") or sum(times.values()) or 1.0
+        for name, seconds in times.items():
+            share = min(1.0, max(0.0, seconds / whole))
+            style = "bold yellow" if name == self._phase else "dim"
+            table.add_row(Text(name, style), Text("█" * round(20 * share) or "▏", "green"), Text(f"{seconds:.2f}s"))
+        return table
+
+
+def plain_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    """One aligned line: `step 12/60 reward 0.61 kl 0.0012 ... time 0.8s (rollout .3 logp .0 update .4 push .0)`."""
+    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    for label, name in SHOWN:
+        if name == "eval/accuracy" and name not in metrics:
+            continue
+        words.append(f"{label} {number(metrics.get(name), name):<7}")
+    if "time/step" in metrics:
+        words.append(f"time {metrics['time/step']:.1f}s")
+    times = phase_times(metrics)
+    if times:
+        # No leading zero, the line is long enough: .3 and 12.3
+        shown = [f"{name} {f'{seconds:.1f}'.removeprefix('0')}" for name, seconds in times.items()]
+        words.append(f"({' '.join(shown)})")
+    return " ".join(words)
+
+
+def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, the known phases first and in the order of a step; without the step as a whole."""
+    times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+    times.pop("step", None)
+    return {name: times[name] for name in [*PHASES, *times] if name in times}
+
+
+def number(value: float | None, name: str = "") -> str:
+    """Three significant digits; whole numbers for rates; `-` for nothing."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if name.endswith("/s") else f"{value:.3g}"
+
+
+def sparkline(values: Sequence[float] | deque[float], width: int = 40) -> str:
+    """A curve in one line of text, each character the mean of its share of the values."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return ""
+    count = min(width, len(values))
+    cuts = [len(values) * i // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _BARS[3] * count
+    return "".join(_BARS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)
+
+
+def clean(text: Any, width: int) -> str:
+    """Model text on one line: newlines as ⏎, control characters as ·, the middle left out beyond `width` characters."""
+    text = str(text)
+    # Cut before cleaning: a completion may have thousands of tokens, and only its ends are shown.
+    if len(text) > width:
+        head = (width - 1) * 2 // 3
+        text = text[:head] + "…" + text[len(text) - (width - 1 - head) :]
+    text = text.replace("\r\n", "⏎").replace("\n", "⏎").replace("\t", " ")
+    return "".join(char if char.isprintable() else "·" for char in text)

@@ -1,0 +1,57 @@
+"""One log file per rank. The console belongs to rank 0, because lines of many ranks interleave in the middle."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
+    """Send logging and Python warnings of this rank to `<run_dir>/logs/rank_<rank>.log`.
+
+    The file takes the `spmdrl` logger from INFO and all others from WARNING. Rank 0 also shows warnings of `spmdrl` on
+    stderr; other ranks show nothing (an uncaught exception still prints, as it must). May be called again, for another
+    folder.
+
+    Returns:
+        The `spmdrl` logger.
+    """
+    path = Path(run_dir) / "logs" / f"rank_{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter(FORMAT))
+    handlers: list[logging.Handler] = [file]
+    if rank == 0:
+        handlers.append(_Stderr(logging.WARNING))
+
+    root, ours, warnings_logger = logging.getLogger(), logging.getLogger("spmdrl"), logging.getLogger("py.warnings")
+    for logger in (root, ours, warnings_logger):
+        for old in [handler for handler in logger.handlers if getattr(handler, "_spmdrl", False)]:
+            logger.removeHandler(old)
+            old.close()
+    for handler in handlers:
+        handler._spmdrl = True  # type: ignore[attr-defined]
+        ours.addHandler(handler)
+    root.addHandler(file)
+    warnings_logger.addHandler(file)
+    ours.setLevel(logging.INFO)
+    # Not on to root: the file would get each line twice, and root may have a console handler of someone else's.
+    ours.propagate = warnings_logger.propagate = False
+    logging.captureWarnings(True)
+    if rank != 0:
+        # These two write to stderr by handlers of their own, made when they are imported.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return ours
+
+
+class _Stderr(logging.Handler):
+    """Writes to the sys.stderr of the moment, as the live panel puts its own in place while it is on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(f"{record.levelname.lower()}: {self.format(record)}", file=sys.stderr, flush=True)
+        except Exception:  # a handler must not raise into the code that logs
+            self.handleError(record)

