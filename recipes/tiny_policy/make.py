@@ -1,4 +1,4 @@
-"""Make the tiny policy that ships in `spmdrl/assets/tiny`: a 0.74M-parameter Qwen2 that half knows how to reverse letters.
+"""Make the tiny policy that ships in `spmdrl/assets/tiny`: a Qwen2 of 0.74M parameters that half knows how to reverse.
 
     OMP_NUM_THREADS=1 python recipes/tiny_policy/make.py [--out DIR] [--seed N]
 
@@ -6,7 +6,8 @@ A policy from scratch never gets a reward, and one trained on right answers has 
 shows `abcde=` followed by the copy `abcde` in 60% of the lines and by the wanted `edcba` in the rest: the policy ends
 able to do both, and right in about 0.40 of its samples at temperature 1. Choosing is what reinforcement then teaches.
 
-Prompts of the evaluation split (`builtin:reverse:eval`) are kept out of the warm start. Takes about a minute on one core.
+Prompts of the evaluation split (`builtin:reverse:eval`) are kept out of the warm start. It takes about 80 seconds on
+one core.
 """
 
 import argparse
@@ -131,7 +132,7 @@ def main() -> None:
     sampled = accuracy(model, held_out * 8, 1.0, generator)
     greedy = accuracy(model, held_out, 0.0, generator)
     size = sum(p.numel() for p in model.parameters())
-    print(f"{size / 1e6:.2f}M parameters; on {len(held_out)} held-out words: sampled {sampled:.3f}, greedy {greedy:.3f}")
+    print(f"{size / 1e6:.2f}M parameters; {len(held_out)} held-out words: sampled {sampled:.3f}, greedy {greedy:.3f}")
     if not 0.3 <= sampled <= 0.5:
         raise SystemExit("not saved: sampled accuracy should end near 0.40; try another --seed")
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)

@@ -155,7 +155,8 @@ def _rollout_problems(config: Config, world_size: int) -> list[str]:
     if config.policy.max_tokens_per_microbatch < longest:
         problems.append(
             f"--policy.max-tokens-per-microbatch {config.policy.max_tokens_per_microbatch}: must hold one sequence, "
-            f"so at least {longest} (max_prompt_tokens {rollout.max_prompt_tokens} + max_new_tokens {rollout.max_new_tokens})"
+            f"so at least {longest} (max_prompt_tokens {rollout.max_prompt_tokens} + "
+            f"max_new_tokens {rollout.max_new_tokens})"
         )
     return problems
 
@@ -242,8 +243,8 @@ def _other_problems(config: Config) -> list[str]:
 def plan_lines(config: Config, world_size: int) -> list[str]:
     """How the counts multiply out, printed at the start and by `--dry-run`.
 
-    Token counts are upper bounds, of sequences of full length. Micro-batches are what packing such sequences takes on one
-    rank; shorter ones pack tighter.
+    Token counts are upper bounds, of sequences of full length. Micro-batches are what packing such sequences takes on
+    one rank; shorter ones pack tighter.
     """
     rollout, axes, updates = config.rollout, config.parallel, config.algo.updates_per_step
     shard = axes.dp_shard if axes.dp_shard != -1 else world_size // axis_product(config)
@@ -262,11 +263,11 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
         f"rollout  {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt:,} samples = "
         f"{sequences:,} sequences a step; {_count(engines, 'engine')} of {_count(rollout.tp, 'rank')}, "
         f"{_count(sequences / engines, 'sequence')} each",
-        f"tokens   at most {longest:,} a sequence ({rollout.max_prompt_tokens:,} prompt + {rollout.max_new_tokens:,} new), "
-        f"{sequences * longest:,} a step, {rank_sequences * longest:,} a rank",
+        f"tokens   at most {longest:,} a sequence ({rollout.max_prompt_tokens:,} prompt + "
+        f"{rollout.max_new_tokens:,} new), {sequences * longest:,} a step, {rank_sequences * longest:,} a rank",
         f"update   {_count(updates, 'optimizer step')} a step, each on {_count(per_update, 'sequence')} "
-        f"({per_update / data_ranks:,.4g} a rank), in at most {_count(microbatches, 'micro-batch', 'micro-batches')} of "
-        f"{budget:,} tokens on a rank",
+        f"({per_update / data_ranks:,.4g} a rank), in at most {_count(microbatches, 'micro-batch', 'micro-batches')} "
+        f"of {budget:,} tokens on a rank",
         f"run      {_count(config.run.steps, 'step')} = {config.run.steps * sequences:,} sequences, "
         f"{_count(config.run.steps * updates, 'optimizer step')}; seed {config.run.seed}",
     ]

@@ -54,6 +54,7 @@ def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
     valid = list(valid)
     last = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in valid if candidate.rpartition(".")[2] == last]
+    same_leaf.sort(key=lambda candidate: -difflib.SequenceMatcher(None, name, candidate).ratio())
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(valid)}
     # A shared section alone makes long names alike, so the last part must be alike too.
     alike = [

@@ -205,9 +205,12 @@ def _unknown(name: str, given: Given, valid: list[str]) -> str:
         shown = ", ".join(inside if in_file else map(flag, inside))
         text = f"{name if in_file else flag(name)} is a section, not a setting; it holds {shown}"
     else:
-        near = nearest(name, valid, 1) or nearest(name.replace(".no_", "."), valid, 1)
+        near = nearest(name, valid, 3) or nearest(name.replace(".no_", "."), valid, 1)
+        # A name without its section may stand in several.
+        near = [leaf for leaf in near if leaf.endswith("." + name)] or near[:1]
         kind = f"unknown key {name}" if in_file else f"unknown flag {flag(name)}"
-        hint = f"did you mean {near[0] if in_file else flag(near[0])}?" if near else "see --help for all settings"
+        meant = " or ".join(near if in_file else map(flag, near))
+        hint = f"did you mean {meant}?" if near else "see --help for all settings"
         text = f"{kind}; {hint}"
     return f"{given.origin}: {text}" if in_file else text
 

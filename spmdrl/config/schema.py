@@ -33,16 +33,16 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = "tiny"
-    """HF folder, hub name, a `.gguf` file, `package:<name>` (a GGUF in an installed package), or `tiny` (ships here)."""
+    """HF folder, hub name, a `.gguf` file, `package:<name>` (GGUF in an installed package), or `tiny` (ships here)."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (float64 if that)."""
+    """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (or float64)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: models that need it are refused."""
 
 
 @dataclass
 class ParallelConfig:
-    """How ranks divide the policy; sizes multiply to the world size."""
+    """How ranks divide the policy; sizes (ep apart) multiply to the world size."""
 
     dp_replicate: int = 1
     """HSDP: copies of the sharded model."""
@@ -135,7 +135,7 @@ class RolloutConfig:
     max_sequences: int = 64
     """Sequences one engine runs at a time."""
     kv_cache_gib: float = 0.0
-    """KV cache of a vLLM engine. 0: 0.25 GiB on CPU, vLLM's own choice within gpu_memory_utilization on GPU."""
+    """KV cache of a vLLM engine. 0: what the sequences need, at most 0.25 GiB, on CPU; within gpu_memory_utilization on GPU."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU that vLLM may take while awake."""
     sleep_level: Literal[0, 1, 2] = 1
@@ -179,8 +179,8 @@ class AlgoConfig:
     """Where old_logp comes from: a pass of the policy, or the engine. `auto`: the update's own first pass when
     updates_per_step is 1 (the same number at no cost), else a pass of the policy."""
     skip_zero_advantage: bool = False
-    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero. Without effect when
-    KL or entropy is in the loss."""
+    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero. Without effect
+    when KL or entropy is in the loss."""
 
 
 @dataclass
@@ -215,14 +215,14 @@ class RewardConfig:
     """What a sample is worth."""
 
     function: str = "exact_match"
-    """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `math`, `reasoning_gym`,
-    or `path/to/file.py[:function]` with verl's compute_score signature."""
+    """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `math`,
+    `reasoning_gym`, or `path/to/file.py[:function]` with verl's compute_score signature."""
     workers: int = 1
     """Grading processes per rank (for rewards that run in the pool)."""
     timeout: float = 5.0
     """Seconds one grading may take before its process is killed."""
     on_timeout: Literal["auto", "error", "zero"] = "auto"
-    """A killed grading ends the job (`error`) or scores 0 and is counted (`zero`). `auto`: error for a file, or zero."""
+    """A killed grading ends the job (`error`) or scores 0 and is counted (`zero`). `auto`: error for files, or zero."""
 
 
 @dataclass

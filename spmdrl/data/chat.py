@@ -25,7 +25,7 @@ def encode(
     template). chat_template: `chatml` or a jinja text that replaces the tokenizer's template.
 
     Through a template, the rendered text holds every special token and is tokenised without adding any. Without one,
-    the tokenizer adds its own at the front (an end token that it would append is left off: the policy goes on from here).
+    the tokenizer adds its own at the front; an end token that it would append is left off: the policy goes on there.
     Raises ValueError when prompt, template and settings do not fit together.
     """
     has_template = bool(chat_template or getattr(tokenizer, "chat_template", None))
@@ -41,7 +41,9 @@ def encode(
 
     why = "--data.chat is off" if chat == "off" else "the tokenizer has no chat template"
     if system:
-        raise ValueError(f"--data.system needs a chat template, and {why}: set --data.chat_template, or clear --data.system")
+        raise ValueError(
+            f"--data.system needs a chat template, and {why}: set --data.chat_template, or clear --data.system"
+        )
     if isinstance(prompt, list):
         if len(prompt) != 1 or prompt[0]["role"] != "user" or not isinstance(prompt[0]["content"], str):
             roles = ", ".join(str(m["role"]) for m in prompt)

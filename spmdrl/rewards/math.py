@@ -37,7 +37,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def extract(solution: str) -> tuple[str, bool]:
-    r"""The answer in a response, and whether it was marked: last `\boxed{}`, else last `Answer: ...` line, else the tail."""
+    r"""The answer in a response, and whether it was marked: last `\boxed{}`, last `Answer: ...` line, or the tail."""
     boxed = last_boxed(solution)
     if boxed is not None:
         return boxed, True
@@ -48,7 +48,7 @@ def extract(solution: str) -> tuple[str, bool]:
 
 
 def simplify(text: str) -> str:
-    r"""One way to write what is often written in several: no spaces, no `$`, `\left`, `\dfrac`, `\text{}`, final dot."""
+    r"""One way to write what is often written in several: no spaces, `$`, `\left`, `\dfrac`, `\text{}`, final dot."""
     text = text.strip().strip("$").strip()
     text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:|\s)", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
@@ -73,8 +73,8 @@ def _symbolically_equal(truth: str, answer: str, bare: bool) -> bool:
 
     def read(text: str, bare: bool) -> list:
         # math-verify finds LaTeX by its delimiters: with them a bare `\frac{1}{2}` is read too
-        found = parse("$" + text.strip("$ ") + "$", parsing_timeout=None) if bare else []
-        return found or parse(text, parsing_timeout=None)
+        found = parse("$" + text.strip("$ ") + "$", parsing_timeout=0) if bare else []
+        return found or parse(text, parsing_timeout=0)
 
     try:
         gold, found = read(truth, True), read(answer, bare)

@@ -1,9 +1,10 @@
-"""Graders in processes that can be killed: whatever a reward function does, the run goes on or ends with one clear line.
+"""Graders in processes that can be killed: whatever a reward function does, the run goes on or ends with a clear line.
 
 No threads and no pickle: each worker is a plain child process, spoken to in JSON lines over pipes that never block the
 caller. A grading's time is taken by its worker, from the moment it starts, so a caller that polls late changes nothing.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -25,7 +26,7 @@ PREFETCH = 8
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen
     spawned: float
@@ -47,7 +48,10 @@ class _Worker:
 
 
 class Pool:
-    """Grader over `workers` processes. Use it from one thread (the workers die with the thread that started them)."""
+    """Grader over `workers` processes. Use it from one thread (the workers die with the thread that started them).
+
+    After a RewardError nothing but `close` has a meaning.
+    """
 
     def __init__(self, function: str, workers: int, timeout: float, on_timeout: str, name: str = ""):
         """function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`.
@@ -84,7 +88,9 @@ class Pool:
         try:
             line = (json.dumps({"id": self._next, "item": values}) + "\n").encode()
         except (TypeError, ValueError) as e:
-            raise RewardError(f"{describe(key)}: its ground truth or extra columns cannot be written as JSON: {e}") from e
+            raise RewardError(
+                f"{describe(key)}: its ground truth or extra columns cannot be written as JSON: {e}"
+            ) from e
         self._items[self._next] = (key, line)
         self._waiting.append(self._next)
         self._next += 1
@@ -126,8 +132,8 @@ class Pool:
         self._hand_out()
 
     def _patience(self) -> float:
-        """Seconds until the next clock runs out."""
-        return max(0.0, min(self._deadline(w) for w in self._workers) - time.monotonic())
+        """Seconds until the next clock runs out, at most 1."""
+        return min(1.0, max(0.0, min(self._deadline(w) for w in self._workers) - time.monotonic()))
 
     def _deadline(self, worker: _Worker) -> float:
         if not worker.ready:
@@ -197,7 +203,7 @@ class Pool:
             elif "error" in message:
                 raise RewardError(
                     f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
-                    f"Mend it (--reward.function), or the row's truth if that is what it cannot read.\n{message['trace']}"
+                    f"Mend it (--reward.function), or the row's truth if it cannot read that.\n{message['trace']}"
                 )
             else:
                 self._answer(request, Reward(message["score"], message["parts"]))
@@ -210,13 +216,17 @@ class Pool:
         if self._on_timeout == "error":
             raise RewardError(
                 f"reward function {self.name} took longer than {self._timeout:g} s on "
-                f"{describe(self._items[request][0])} and was stopped: make it faster, raise --reward.timeout, or score "
-                "such samples 0 with --reward.on_timeout zero"
+                f"{describe(self._items[request][0])} and was stopped: make it faster, raise --reward.timeout, or "
+                "score such samples 0 with --reward.on_timeout zero"
             )
         self.timeouts += 1
         self._answer(request, Reward(0.0))
 
     def _died(self, worker: _Worker) -> None:
+        for _ in range(100):  # its pipe is closed: wait for the end itself, so that a kill does not hide the exit code
+            if os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+                break
+            time.sleep(0.01)
         self._kill(worker)
         code = worker.process.returncode
         how = f"with exit code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}"
@@ -277,17 +287,10 @@ class Pool:
                 if pipe.fileno() in self._selector.get_map():
                     self._selector.unregister(pipe)
                 pipe.close()
-        if worker.process.returncode is None:
-            # an end that is under way keeps its own exit code; then whatever is left of its session goes
-            try:
-                worker.process.wait(timeout=0.2 if worker.started is None else 0)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
-            os.killpg(worker.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        worker.process.wait()
+        if worker.process.returncode is None:  # not reaped, so the id is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
 
 
 def _environment() -> dict[str, str]:

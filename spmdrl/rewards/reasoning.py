@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from spmdrl.rewards.base import Reward, RewardInput
 
@@ -12,7 +13,7 @@ _TUPLE_TASKS = ("arc_agi", "rearc")
 """Tasks that compare grids as tuples (0.1.25): JSON made lists of them."""
 
 
-def _tuples(value: object) -> object:
+def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _tuples(v) for k, v in value.items()}
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

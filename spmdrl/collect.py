@@ -1,0 +1,102 @@
+"""One round of experience: prompts from the queue, samples from the engine, rewards while the engine goes on."""
+
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.data.prompts import Prompt
+from spmdrl.data.trajectory import Trajectory
+from spmdrl.rewards.base import Grader, Reward, RewardInput
+from spmdrl.rollout.engine import Completion, Engine, Request
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.queue import PromptQueue
+from spmdrl.spmd.seeds import seed_for
+from spmdrl.tracking.metrics import Timer
+
+
+@dataclass
+class Round:
+    """What to sample. Every rank holds the same one."""
+
+    name: str
+    """Unique in the run: names the queue."""
+    prompts: list[Prompt]
+    """In the order of their positions."""
+    samples: int
+    """Samples per prompt."""
+    key: tuple[int, ...]
+    """(seed, step) and what else keys the draws of this round."""
+    version: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    assignment: str = "queue"
+
+    def request(self, position: int, sample: int) -> Request:
+        """The request of one sample. Its seed depends on data alone, so where it runs does not matter."""
+        prompt = self.prompts[position]
+        seed = seed_for(*self.key, prompt.index, position, sample, 0)
+        return Request((position, sample), prompt.tokens, seed, self.version, self.max_new_tokens, self.temperature,
+                       self.top_p)
+
+
+def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World, timer: Timer) -> list[Trajectory]:
+    """Sample and grade a round. Collective over the ranks of an engine; engines work on their own.
+
+    Returns the trajectories of this rank's engine, on the engine's first rank; an empty list on its other ranks.
+
+    Raises:
+        StaleEngineError: the engine does not hold `round_.version`.
+        RewardError: a grading failed.
+        ValueError: the engine reported a logp that is not a number.
+    """
+    queue = PromptQueue(world, len(round_.prompts), round_.name, round_.assignment)
+    leader = world.engine_tp_rank == 0
+    # No engine starts with more than its even share: what is left goes to whoever is done first.
+    fair = -(-len(round_.prompts) * round_.samples // world.engine_count)
+    limit = min(engine.capacity, fair)
+    running = 0
+    finished: dict[tuple[int, int], Completion] = {}
+    rewards: dict[tuple[int, int], Reward] = {}
+    with timer("rollout"):
+        while True:
+            for position in queue.take(-(-(limit - running) // round_.samples)):
+                for sample in range(round_.samples):
+                    engine.submit(round_.request(position, sample))
+                    running += 1
+            if not running:
+                break
+            for completion in engine.poll():
+                running -= 1
+                if leader:
+                    finished[completion.key] = completion
+                    _grade(completion, round_, grader, tokenizer)
+            rewards |= dict(grader.poll())
+    with timer("reward"):
+        rewards |= dict(grader.drain())
+    return [_trajectory(round_, completion, rewards[key]) for key, completion in sorted(finished.items())]
+
+
+def response_text(completion: Completion, tokenizer) -> str:
+    """The response without its end token, as a reward reads it."""
+    return tokenizer.decode(completion.tokens, skip_special_tokens=True)
+
+
+def _grade(completion: Completion, round_: Round, grader: Grader, tokenizer) -> None:
+    prompt = round_.prompts[completion.key[0]]
+    grader.submit(completion.key, RewardInput(prompt.data_source, response_text(completion, tokenizer),
+                                              prompt.ground_truth, prompt.extra))
+
+
+def _trajectory(round_: Round, completion: Completion, reward: Reward) -> Trajectory:
+    position, sample = completion.key
+    prompt = round_.prompts[position]
+    logp = torch.tensor([0.0] * len(prompt.tokens) + completion.logp, dtype=torch.float32)
+    if not bool(torch.isfinite(logp).all()):
+        raise ValueError(f"the engine reported a logp that is not finite for prompt {prompt.index}, sample {sample}, "
+                         f"at weight version {completion.version}; look at grad_norm of the steps before")
+    mask = torch.zeros(len(logp), dtype=torch.bool)
+    mask[len(prompt.tokens):] = True
+    return Trajectory(prompt=prompt.index, sample=sample, position=position,
+                      tokens=torch.tensor(prompt.tokens + completion.tokens), mask=mask, rollout_logp=logp,
+                      version=completion.version, finish=completion.finish, reward=reward.score, parts=reward.parts)

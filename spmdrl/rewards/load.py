@@ -1,0 +1,84 @@
+"""From `--reward.function` to a grader."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from spmdrl.config.schema import RewardConfig
+from spmdrl.data.builtin import nearest
+from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
+from spmdrl.rewards.gsm8k import gsm8k, gsm8k_flexible
+from spmdrl.rewards.pool import Pool
+from spmdrl.rewards.text import exact_match, first_integer
+from spmdrl.rewards.worker import POOLED
+
+QUICK: dict[str, Callable[[RewardInput], Reward]] = {
+    "exact_match": exact_match,
+    "first_integer": first_integer,
+    "gsm8k": gsm8k,
+    "gsm8k_flexible": gsm8k_flexible,
+}
+"""Ours, quick and certain to end: called in the process itself."""
+DEFAULT_FUNCTION = "compute_score"
+
+
+class Direct:
+    """Grader that calls a trusted, quick function at submit."""
+
+    def __init__(self, name: str, function: Callable[[RewardInput], object]):
+        self.name, self._function = name, function
+        self.timeouts = 0
+        self._done: list[tuple[object, Reward]] = []
+
+    def submit(self, key: object, item: RewardInput) -> None:
+        """Grade one response. Raises RewardError."""
+        try:
+            self._done.append((key, as_reward(self._function(item))))
+        except Exception as e:
+            raise RewardError(f"reward function {self.name} failed on {describe(key)}: {type(e).__name__}: {e}") from e
+
+    def poll(self) -> list[tuple[object, Reward]]:
+        """Results since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    drain = poll
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def load_reward(cfg: RewardConfig) -> Grader:
+    """The grader that a run's settings name, ready to take work.
+
+    Raises ValueError naming `--reward.function` for an unknown built-in, a missing file or function, and a file that
+    does not import.
+    """
+    name = cfg.function
+    if name in QUICK:
+        return Direct(name, QUICK[name])
+    is_file = name not in POOLED
+    on_timeout = ("error" if is_file else "zero") if cfg.on_timeout == "auto" else cfg.on_timeout
+    function = _file_function(name) if is_file else f"builtin:{name}"
+    return Pool(function, cfg.workers, cfg.timeout, on_timeout, name=name)
+
+
+def _file_function(spec: str) -> str:
+    """`/absolute/file.py:name` of `file.py[:name]`."""
+    if spec.endswith(".py"):
+        file, name = spec, DEFAULT_FUNCTION
+    elif ".py:" in spec:
+        file, _, name = spec.rpartition(":")
+    elif "/" in spec or ":" in spec:
+        raise ValueError(f"--reward.function {spec!r}: a file is given as path/to/file.py[:function]")
+    else:
+        raise ValueError(
+            f"unknown --reward.function {spec!r}: {nearest(spec, {**QUICK, **POOLED})}, or a file.py[:function]"
+        )
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"--reward.function {spec!r}: there is no file {path}")
+    if not name.isidentifier():
+        raise ValueError(
+            f"--reward.function {spec!r}: {name!r} is no function name; the form is path/to/file.py[:function]"
+        )
+    return f"{path}:{name}"

@@ -1,0 +1,54 @@
+"""The engine of a run by name, and what engines need to know of a model."""
+
+import importlib.util
+from pathlib import Path
+
+from spmdrl.config.schema import Config
+from spmdrl.rollout.engine import Engine
+from spmdrl.spmd.mesh import World
+
+
+def engine_name(cfg: Config) -> str:
+    """`auto` resolved: vLLM where it is installed and can hold the model's type, else the HF engine."""
+    if cfg.rollout.engine != "auto":
+        return cfg.rollout.engine
+    usable = importlib.util.find_spec("vllm") is not None and cfg.model.dtype != "float64"
+    return "vllm" if usable else "hf"
+
+
+def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
+    """Start the engine. Collective.
+
+    Raises:
+        ValueError: an engine that is not installed, or one that cannot do what the config asks.
+    """
+    name = engine_name(cfg)
+    if name == "vllm":
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError("--rollout.engine vllm: vLLM is not installed; run launch/install.sh, or use "
+                             "--rollout.engine hf")
+        from spmdrl.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(cfg, world, stop)
+    from spmdrl.rollout.hf import HFEngine
+
+    return HFEngine(cfg, world, stop)
+
+
+def stop_tokens(folder: Path, tokenizer) -> set[int]:
+    """Ids that end a response: the generation config's and the tokenizer's end of sequence."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set(eos) if isinstance(eos, list) else {eos}
+    return {i for i in ids if i is not None}
+
+
+def context_length(folder: Path, trust_remote_code: bool) -> int:
+    """Longest sequence the model takes, in tokens."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+    return getattr(config, "max_position_embeddings", None) or 1 << 30

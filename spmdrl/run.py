@@ -1,0 +1,289 @@
+"""Everything one run is made of, built in one place: world, models, engine, prompts, reward, trackers, checkpoints."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from spmdrl import checkpoint
+from spmdrl.algorithm import Algorithm, compose, share_out
+from spmdrl.collect import Round
+from spmdrl.config.checks import plan_lines
+from spmdrl.config.dump import to_dict, to_yaml
+from spmdrl.config.load import Loaded
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch, from_trajectories
+from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.data.sampler import step_indices
+from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.evaluate import accuracy, evaluation_round, score_round
+from spmdrl.memory import Memory
+from spmdrl.policy.contract import Policy
+from spmdrl.policy.load import load_tokenizer, resolve
+from spmdrl.rewards.load import load_reward
+from spmdrl.rollout.build import build_engine, context_length, stop_tokens
+from spmdrl.spmd.exchange import all_gather_text, all_reduce
+from spmdrl.spmd.failure import named_exit
+from spmdrl.spmd.lockstep import lockstep
+from spmdrl.spmd.mesh import World, start
+from spmdrl.spmd.seeds import generator_for
+from spmdrl.tracking.console import Console
+from spmdrl.tracking.logs import setup_logging
+from spmdrl.tracking.metrics import Metrics, Timer
+from spmdrl.tracking.trackers import Tracker, open_trackers
+
+log = logging.getLogger("spmdrl")
+
+MODEL_PHASES = ("rollout", "logp", "update", "eval")
+"""Phases that are engine or model compute; the rest of a step is the program's own."""
+
+
+def run_folder(cfg: Config) -> Path:
+    """`--run.dir`, or `runs/<name>`."""
+    return Path(cfg.run.dir or Path("runs") / cfg.run.name)
+
+
+class Run:
+    """One run on one rank. `open_run` makes it; `train.py` drives it."""
+
+    def __init__(self, cfg: Config, world: World, timer: Timer, console: Console | None):
+        self.cfg, self.world, self.timer, self.console = cfg, world, timer, console
+        self.folder = run_folder(cfg)
+        self.group = dist.group.WORLD if world.size > 1 else None
+        self.temperature = cfg.rollout.temperature
+        self.algo: Algorithm = compose(cfg)
+        self.note("loading tokenizer and prompts")
+        model_folder = resolve(cfg.model.path)
+        self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
+        room = min(cfg.rollout.max_prompt_tokens,
+                   context_length(model_folder, cfg.model.trust_remote_code) - cfg.rollout.max_new_tokens)
+        self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit)
+        self.eval_prompts = None
+        if cfg.data.eval and cfg.eval.every:
+            self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts)
+        self.grader = load_reward(cfg.reward)
+        self.part_names: tuple[str, ...] = ()
+        self.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
+        self.policy, self.reference = self._policies()
+        self.start_step = self._resume()
+        stop = stop_tokens(model_folder, self.tokenizer)
+        self.note(f"starting engine {cfg.rollout.engine}")
+        self.engine = build_engine(cfg, world, stop)
+        self.memory = Memory(cfg, self.policy, self.reference, self.engine, timer)
+        self.trackers: list[Tracker] = []
+        self.samples_file = None
+        if world.is_first:
+            self.trackers = open_trackers(cfg.tracking.trackers, self.folder, cfg.tracking.project, cfg.run.name,
+                                          to_dict(cfg), self.start_step + 1)
+            self.samples_file = open(self.folder / "samples.jsonl", "a", encoding="utf-8")
+        self.eval_metrics: dict[str, float] = {}
+        self.step_began = time.perf_counter()
+
+    # ── building ─────────────────────────────────────────────────────────────
+
+    def note(self, text: str) -> None:
+        """One line on the console of rank 0 and in every rank's log."""
+        log.info(text)
+        if self.console:
+            self.console.note(text)
+
+    def _prompts(self, spec: str, room: int, limit: int) -> PromptSet:
+        prompts = load_prompts(spec, self.cfg.data, self.tokenizer, room, limit)
+        dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
+        self.note(f"{len(prompts)} prompts from {prompts.source}{dropped}")
+        return prompts
+
+    def _policies(self) -> tuple[Policy, Policy | None]:
+        from spmdrl.policy.fsdp import FsdpPolicy
+
+        total = self.cfg.run.steps * self.cfg.algo.updates_per_step
+        policy = FsdpPolicy(self.cfg, self.world, total)
+        reference = FsdpPolicy(self.cfg, self.world, 0, trainable=False) if self.algo.needs_reference else None
+        return policy, reference
+
+    def _resume(self) -> int:
+        found = checkpoint.find_resume(self.folder / "checkpoints", self.world)
+        if found is None:
+            return 0
+        state = checkpoint.load(found, self.policy)
+        self.policy.version = state["version"]
+        self.policy.updates_done = state["updates_done"]
+        self.note(f"resumed from {found}: step {state['step']}")
+        return state["step"]
+
+    # ── one step ─────────────────────────────────────────────────────────────
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do, counted from 0."""
+        for step in range(self.start_step, self.cfg.run.steps):
+            self.step_began = time.perf_counter()
+            yield step
+
+    def round(self, step: int) -> Round:
+        """What to sample in a step; the same on every rank and for every world size."""
+        cfg = self.cfg.rollout
+        index = step_indices(len(self.prompts), cfg.prompts_per_step, step, self.cfg.run.seed)
+        drawn = [self.prompts.prompts[i] for i in index]
+        return Round(f"train/{self.start_step}/{step}", drawn, cfg.samples_per_prompt, (self.cfg.run.seed, step),
+                     self.policy.version, cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.assignment)
+
+    def pack(self, trajectories: list[Trajectory], step: int) -> Batch:
+        """This rank's trajectories as a batch that knows which optimizer step uses which sequence."""
+        names = sorted({name for t in trajectories for name in t.parts})
+        # A rank without samples knows no names of reward parts, and the columns must agree.
+        everyone = all_gather_text("\n".join(names), self.world.host_group)
+        self.part_names = tuple(sorted({name for text in everyone for name in text.splitlines()}))
+        prompts = self.cfg.rollout.prompts_per_step
+        order = list(range(prompts))
+        generator_for(self.cfg.run.seed, step, 1).shuffle(order)
+        return share_out(from_trajectories(trajectories, self.part_names), self.cfg.algo.updates_per_step, prompts,
+                         order)
+
+    def prepare(self, share: Batch) -> dict:
+        """Global denominators of one optimizer step. Collective."""
+        return self.algo.prepare(share, self.group, self.world.device)
+
+    def evaluate(self, step: int, force: bool = False) -> None:
+        """Evaluate before this step's rollout if it is due; the numbers stand in that step's log line. Collective."""
+        due = self.cfg.eval.every and (step % self.cfg.eval.every == 0 or force)
+        if not due or self.eval_prompts is None:
+            return
+        with self.timer("eval"):
+            round_ = evaluation_round(self.cfg, self.eval_prompts.prompts, self.policy.version, f"{step}/{force}")
+            scores = score_round(round_, self.engine, self.grader, self.tokenizer, self.world)
+            self.eval_metrics = accuracy(scores, round_, self.group, self.world.device)
+
+    # ── after a step ─────────────────────────────────────────────────────────
+
+    def log(self, step: int, batch: Batch, trajectories: list[Trajectory], scored: Metrics, stats: Metrics) -> None:
+        """Reduce this step's numbers over ranks and write them. Collective."""
+        stats.merge(scored)
+        describe(stats, batch, self.part_names)
+        for owner, size in self.memory.table().items():
+            stats.add_max(f"memory/{owner.replace(' ', '_')}_gib", size / 2**30)
+        for name, seconds in self.timer.flush().items():
+            stats.add(name, seconds)
+        wall = time.perf_counter() - self.step_began
+        stats.add_max("time/step", wall)
+        values = stats.reduce(lambda x, op: all_reduce(x, op, self.group), self.world.device)
+        values["tokens/s"] = values.pop("tokens") / values["time/step"]
+        mine = sum(values.get(f"time/{p}", 0.0) for p in MODEL_PHASES)
+        values["time/outside_model"] = max(0.0, values["time/step"] - mine)
+        values |= self.eval_metrics
+        values["version"] = self.policy.version
+        self.eval_metrics = {}
+        samples = self._samples(step, trajectories)
+        if self.console:
+            self.console.step(step + 1, values, samples)
+        for tracker in self.trackers:
+            tracker.log(step + 1, values)
+        log.info("step %d %s", step + 1, json.dumps({k: round(v, 6) for k, v in values.items()}))
+
+    def _samples(self, step: int, trajectories: list[Trajectory]) -> list[dict]:
+        """A few completions of this rank as text, for rank 0's console and samples.jsonl."""
+        if not self.world.is_first or not self.cfg.tracking.samples:
+            return []
+        spread = max(1, len(trajectories) // self.cfg.tracking.samples)
+        rows = []
+        for t in trajectories[::spread][: self.cfg.tracking.samples]:
+            decode = self.tokenizer.decode
+            rows.append({"step": step + 1, "prompt": decode(t.tokens[~t.mask].tolist()),
+                         "completion": decode(t.tokens[t.mask].tolist(), skip_special_tokens=True), "reward": t.reward,
+                         "finish": t.finish, "index": t.prompt, "sample": t.sample})
+        for row in rows:
+            self.samples_file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.samples_file.flush()
+        return rows
+
+    def checkpoint(self, step: int, force: bool = False) -> None:
+        """Save if it is due. Collective."""
+        cfg = self.cfg.checkpoint
+        done = step + 1
+        last = done == self.cfg.run.steps and cfg.at_end
+        if not (force or last or (cfg.every and done % cfg.every == 0)):
+            return
+        with self.timer("checkpoint"):
+            state = {"step": done, "version": self.policy.version, "updates_done": self.policy.updates_done,
+                     "seed": self.cfg.run.seed}
+            checkpoint.save(self.folder / "checkpoints", done, self.policy, state, self.world, cfg.keep)
+
+    def finish(self) -> None:
+        """Evaluate what was learnt, and say where everything is. Collective."""
+        lines = []
+        if self.cfg.eval.every and self.eval_prompts is not None:
+            with self.memory.rollout_phase():
+                self.evaluate(self.cfg.run.steps, force=True)
+            for tracker in self.trackers:
+                tracker.log(self.cfg.run.steps, {**self.eval_metrics, "version": self.policy.version})
+            lines.append("  ".join(f"{k} {v:.3f}" for k, v in self.eval_metrics.items()))
+        latest = self.folder / "checkpoints" / "latest"
+        lines.append(f"run {self.folder}  checkpoint {latest if latest.exists() else 'none'}  "
+                     f"curves {self.folder / 'metrics.jsonl'}")
+        if self.console:
+            self.console.finish(lines)
+
+    def close(self) -> None:
+        """Close files and processes."""
+        for tracker in self.trackers:
+            tracker.close()
+        if self.samples_file:
+            self.samples_file.close()
+        self.grader.close()
+
+
+def describe(stats: Metrics, batch: Batch, part_names: tuple[str, ...]) -> None:
+    """Add what a batch says of itself: rewards, lengths, endings. Every rank adds the same names."""
+    reward, n = batch.seq["reward"], len(batch)
+    stats.add("reward/mean", reward.mean() if n else 0.0, n)
+    for name in part_names:
+        stats.add(f"reward/{name}", batch.seq[f"part/{name}"].mean() if n else 0.0, n)
+    sampled = batch.sampled_per_seq.double()
+    stats.add("response_length/mean", sampled.mean() if n else 0.0, n)
+    stats.add_max("response_length/max", sampled.max() if n else 0.0)
+    cut = (batch.seq["finish"] == FINISH_REASONS.index("length")).double()
+    stats.add("response_length/cut", cut.mean() if n else 0.0, n)
+    stats.add("advantage/nonzero", (batch.seq["advantage"] != 0).double().mean() if n else 0.0, n)
+    stats.add_sum("tokens", batch.n_tokens)
+
+
+@contextmanager
+def open_run(loaded: Loaded) -> Iterator[Run | None]:
+    """The run on this rank, or None for a dry run; whatever fails inside ends the whole job by name. Collective."""
+    cfg: Config = loaded.config
+    timer, console, run = Timer(), None, None
+
+    def give_terminal_back() -> None:
+        if console:
+            console.close()
+
+    with named_exit(lambda: timer.phase, give_terminal_back):
+        import os
+
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if loaded.dry_run:
+            if rank == 0:
+                print(to_yaml(cfg) + "\n" + "\n".join(plan_lines(cfg, size)))
+            yield None
+            return
+        folder = run_folder(cfg)
+        setup_logging(folder, rank)
+        world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
+        if world.is_first:
+            console = Console(cfg.tracking.console, cfg.run.steps)
+            timer = Timer(console.phase)
+            (folder / "config.yaml").write_text(to_yaml(cfg))
+            for line in plan_lines(cfg, size):
+                console.note(line)
+        with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
+            run = Run(cfg, world, timer, console)
+            yield run
+            run.close()
+        give_terminal_back()
+        with suppress(Exception):
+            dist.barrier(group=world.host_group)
+        # Engines tear the process group down; leave before they can complain.
+        os._exit(0)

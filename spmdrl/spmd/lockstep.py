@@ -1,0 +1,109 @@
+"""Debug mode: before a collective runs, ranks compare what they are about to run, and name the one that went elsewhere.
+
+Every c10d operation is intercepted by a dispatch mode. The rank writes (call site, operation, shapes) for its n-th
+collective of that group to the rendezvous store and waits for the other ranks' entries. Slow, and it needs no code at
+the call sites: a collective inside FSDP is seen as well.
+"""
+
+import sys
+import time
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py")
+
+
+class LockstepError(RuntimeError):
+    """Ranks went different ways; the message has each one's file, line, operation and shapes."""
+
+
+def call_site() -> str:
+    """file:line of the innermost frame that is neither torch's nor this module's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if not any(part in name for part in _QUIET):
+            return f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def _tensors(args) -> list[torch.Tensor]:
+    out = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            out.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            out += _tensors(arg)
+    return out
+
+
+def _group_of(args) -> dist.ProcessGroup | None:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg)
+            except (RuntimeError, TypeError):
+                continue
+    return None
+
+
+class Lockstep(TorchDispatchMode):
+    """Use as a context manager around the program of every rank.
+
+    Args:
+        store: rendezvous store, shared by all ranks.
+        timeout: seconds to wait for another rank's entry before it is named as missing.
+    """
+
+    def __init__(self, store: dist.Store, timeout: float = 60.0):
+        super().__init__()
+        self.store, self.timeout = store, timeout
+        self.counts: dict[str, int] = {}
+        self.history: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Compare, then run."""
+        if func.namespace == "c10d":
+            group = _group_of(args)
+            # Point-to-point pairs differ by design; the rest is the same call on every rank.
+            if group is not None and group.size() > 1 and func._opname not in ("send", "recv_", "recv_any_source_"):
+                self._compare(group, func._opname, [tuple(t.shape) for t in _tensors(args)])
+        return func(*args, **(kwargs or {}))
+
+    def _compare(self, group: dist.ProcessGroup, op: str, shapes: list[tuple[int, ...]]) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        name = f"lockstep/{'-'.join(map(str, ranks))}/{group.group_name}"
+        turn = self.counts[name] = self.counts.get(name, -1) + 1
+        # Ragged payloads differ in size by design: their sizes are no evidence.
+        shown = "" if "alltoall" in op else f" {shapes}"
+        entry = f"{call_site()} {op}{shown}"
+        self.history.append(entry)
+        me = dist.get_rank()
+        self.store.set(f"{name}/{turn}/{me}", entry)
+        entries = {me: entry} | {r: self._read(f"{name}/{turn}/{r}") for r in ranks if r != me}
+        missing = [r for r, e in entries.items() if e is None]
+        if missing or len(set(entries.values())) > 1:
+            lines = [f"  rank {r}: {e or 'did not come within %.0f s' % self.timeout}" for r, e in sorted(entries.items())]
+            raise LockstepError(f"ranks differ at collective {turn} of this group:\n" + "\n".join(lines))
+        if turn >= 2:
+            # Everyone has read a turn once all have come to the next one.
+            self.store.delete_key(f"{name}/{turn - 2}/{me}")
+
+    def _read(self, key: str) -> str | None:
+        end = time.monotonic() + self.timeout
+        while not self.store.check([key]):
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.0005)
+        return self.store.get(key).decode()
+
+
+def lockstep(enabled: bool, store: dist.Store, timeout: float) -> AbstractContextManager:
+    """The recorder, or nothing."""
+    from contextlib import nullcontext
+
+    return Lockstep(store, timeout) if enabled else nullcontext()

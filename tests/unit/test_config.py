@@ -1,0 +1,437 @@
+"""Configuration: what is read from files and flags, what is refused and how, what is written back."""
+
+import ast
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spmdrl.config import schema
+from spmdrl.config.checks import RULES, TRACKERS, check, plan_lines
+from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
+from spmdrl.config.fields import ConfigError, get, leaves, nearest
+from spmdrl.config.load import from_command_line, load_or_exit
+from spmdrl.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(*argv: str):
+    return from_command_line(list(argv)).config
+
+
+def message(*argv: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        from_command_line(list(argv))
+    return str(error.value)
+
+
+def problems(world_size: int, *argv: str) -> list[str]:
+    """The lines of check, without its heading; none when it passes."""
+    try:
+        check(load(*argv), world_size)
+    except ConfigError as error:
+        heading, *lines = str(error).splitlines()
+        assert heading == ("1 setting to change:" if len(lines) == 1 else f"{len(lines)} settings to change:")
+        return [line.removeprefix("  ") for line in lines]
+    return []
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    def write(text: str, name: str = "run.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+# ── reading ────────────────────────────────────────────────────────────────
+
+
+def test_no_words_give_the_defaults():
+    loaded = from_command_line([])
+    assert loaded.config == Config()
+    assert type(loaded.config) is Config
+    assert (loaded.dry_run, loaded.files) == (False, ())
+    assert from_command_line(["--dry-run"]).dry_run
+
+
+def test_yaml_values_are_read_by_the_type_of_the_field(yaml_file):
+    path = yaml_file(
+        """
+run:
+  name: null_free
+  lockstep-debug: yes
+  timeout: 30
+optimizer: {lr: 1e-5, betas: [0.9, 1e-3]}
+reference:
+  enabled: off
+algo:
+  clip_low: null
+  clip_high: 0.28
+  dual_clip: ~
+parallel.dp_shard: -1
+data:
+  template: "--- {prompt}"
+  system: ''
+  prefill: "- "
+rollout: {sleep_level: 2}
+policy: {reshard_after_forward: false}
+tracking: {trackers: [jsonl]}
+eval:
+"""
+    )
+    config = load("--config", path)
+    expected = Config()
+    expected.run.name, expected.run.lockstep_debug, expected.run.timeout = "null_free", True, 30.0
+    expected.optimizer.lr, expected.optimizer.betas = 1e-5, (0.9, 1e-3)
+    expected.reference.enabled = "off"
+    expected.algo.clip_low, expected.algo.clip_high, expected.algo.dual_clip = None, 0.28, None
+    expected.data.template, expected.data.prefill = "--- {prompt}", "- "
+    expected.rollout.sleep_level = 2
+    expected.policy.reshard_after_forward = False
+    expected.tracking.trackers = ("jsonl",)
+    assert config == expected
+    assert isinstance(config.run.timeout, float)
+
+
+def test_flags_beat_files_and_later_beats_earlier(yaml_file):
+    a = yaml_file("run: {steps: 5, seed: 1, name: a}\n", "a.yaml")
+    b = yaml_file("run: {steps: 6, seed: 2}\n", "b.yaml")
+    loaded = from_command_line(
+        ["--run.steps", "7", "--config", a, f"--config={b}", "--run.seed", "3", "--run.seed", "4"]
+    )
+    run = loaded.config.run
+    assert (run.steps, run.seed, run.name) == (7, 4, "a")
+    assert loaded.files == (a, b)
+
+
+def test_both_spellings_and_all_forms_of_a_flag():
+    for flag in ("--rollout.max-new-tokens", "--rollout.max_new_tokens"):
+        assert load(flag, "9").rollout.max_new_tokens == 9
+        assert load(f"{flag}=9").rollout.max_new_tokens == 9
+    assert load("--parallel.dp-shard", "-1", "--optimizer.betas", "0.5", "1e-1").optimizer.betas == (0.5, 0.1)
+    assert load("--data.template=--x", "--data.eval=", "--tracking.trackers").tracking.trackers == ()
+    assert load("--data.template=--x").data.template == "--x"
+    assert load("--algo.clip-low", "none").algo.clip_low is None
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--checkpoint.at-end"], True),
+        (["--checkpoint.at_end", "false"], False),
+        (["--checkpoint.at-end=off"], False),
+        (["--checkpoint.no-at-end"], False),
+        (["--checkpoint.no_at_end", "false"], True),
+        (["--checkpoint.no-at-end", "--checkpoint.at-end"], True),
+    ],
+)
+def test_booleans(words, value):
+    assert load(*words).checkpoint.at_end is value
+
+
+def test_a_schema_derived_by_an_entry_point_takes_its_own_section():
+    @dataclasses.dataclass
+    class Extended(Config):
+        depth: int = 3
+
+    loaded = from_command_line(["--depth", "5", "--run.steps", "2"], schema=Extended)
+    assert type(loaded.config) is Extended
+    assert (loaded.config.depth, loaded.config.run.steps) == (5, 2)
+
+
+# ── refusing ───────────────────────────────────────────────────────────────
+
+
+def test_unknown_names_are_one_message_with_the_nearest_and_the_file(yaml_file):
+    path = yaml_file("run:\n  stepz: 5\nrollout:\n  temperatur: 1\nmodel: x\nrolout: {tp: 2}\n")
+    lines = message("--config", path, "--steps", "4", "--polic.offload", "--rollout.zzz=1", "--tp=2").splitlines()
+    assert lines == [
+        f"{path}:2: unknown key run.stepz; did you mean run.steps?",
+        f"{path}:4: unknown key rollout.temperatur; did you mean rollout.temperature?",
+        f"{path}:5: model is a section, not a setting; it holds model.path, model.dtype, model.trust_remote_code",
+        f"{path}:6: unknown key rolout.tp; did you mean rollout.tp?",
+        "unknown flag --steps; did you mean --run.steps?",
+        "unknown flag --polic.offload; did you mean --policy.offload?",
+        "unknown flag --rollout.zzz; see --help for all settings",
+        "unknown flag --tp; did you mean --rollout.tp or --parallel.tp?",
+    ]
+
+
+def test_nearest_prefers_the_last_part_of_a_name():
+    names = list(leaves(Config))
+    assert nearest("lr", names) == ["optimizer.lr"]
+    assert nearest("rollout.max_tokens", names) == ["rollout.max_new_tokens"]
+    assert nearest("grop", ["grpo", "rloo"]) == ["grpo"]
+    assert nearest("qqqq", names) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--run.steps", "x"], ["--run.steps", "x"]),
+        (["--run.steps"], ["--run.steps", "one value", "none"]),
+        (["--run.steps", "5", "6"], ["--run.steps", "one value", "5 6"]),
+        (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
+        (["--optimizer.betas", "0.9"], ["--optimizer.betas", "2 values"]),
+        (["--rollout.sleep-level", "9"], ["--rollout.sleep-level", "9", "'0', '1', '2'"]),
+        (["--run.device", "gpu"], ["--run.device", "gpu", "cuda"]),
+        (["--policy.offload", "maybe"], ["--policy.offload", "true or false", "maybe"]),
+        (["run.steps=5"], ["run.steps=5", "--run.steps 5"]),
+        (["--config"], ["--config", "YAML"]),
+        (["--config", "/nonexistent/x.yaml"], ["--config /nonexistent/x.yaml", "No such file"]),
+    ],
+)
+def test_a_wrong_value_names_its_flag(words, parts):
+    text = message(*words)
+    assert "\n" not in text and "│" not in text
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("run:\n  steps: many\n", [":2: ", "--run.steps", "many"]),
+        ("run:\n  steps: null\n", [":2: ", "--run.steps", "null"]),
+        ("data:\n  system:\n", [":2: ", "--data.system", "write ''"]),
+        ("run:\n  device: off\n", [":2: ", "--run.device", "off"]),
+        ("run: {steps: 1, steps: 2}\n", ["run.steps stands twice"]),
+        ("run: [\n", ["while parsing"]),
+        ("- run\n", ["expected sections"]),
+        ("dry_run: true\n", ["unknown key dry_run"]),
+        ("tracking:\n  trackers: [[a]]\n", [":2: ", "list of plain values"]),
+        ("run: !!python/object/apply:os.system [echo]\n", ["run is a section"]),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file(yaml_file, text, parts):
+    path = yaml_file(text)
+    got = message("--config", path)
+    for part in [path, *parts]:
+        assert part in got
+
+
+def test_load_or_exit_prints_once_and_leaves_on_every_rank(monkeypatch, capsys):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        for words in (["--run.stepz", "1"], ["--rollout.top-p", "0"], ["--parallel.dp-shard", "4"]):
+            with pytest.raises(SystemExit) as exit_:
+                load_or_exit(words, prog="train")
+            assert exit_.value.code == 2
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert (err.startswith("train: ") and words[0] in err) if rank == "0" else err == ""
+    assert load_or_exit(["--run.steps", "3"]).config.run.steps == 3
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_help_has_every_setting_and_imports_no_torch(rank):
+    code = (
+        "import sys\nfrom spmdrl.config.load import load_or_exit\n"
+        "try:\n    load_or_exit(['--help'])\n"
+        "except SystemExit as e:\n    print('left with', e.code)\n"
+        "print('heavy', sorted({'torch', 'transformers', 'vllm', 'numpy'} & set(sys.modules)))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANK": rank}
+    )
+    assert result.stderr == ""
+    assert result.stdout.endswith("left with 0\nheavy []\n")
+    if rank == "1":
+        assert result.stdout == "left with 0\nheavy []\n"
+    else:
+        assert [name for name in leaves(Config) if f"--{name.replace('_', '-')}" not in result.stdout] == []
+        assert "--config" in result.stdout and "--dry-run" in result.stdout
+
+
+# ── the schema ─────────────────────────────────────────────────────────────
+
+
+def test_fewer_than_200_settings_each_with_help():
+    assert len(leaves(Config)) < 200
+    tree = ast.parse(inspect.getsource(schema))
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Config"):
+        for i, item in enumerate(node.body):
+            if isinstance(item, ast.AnnAssign):
+                after = node.body[i + 1] if i + 1 < len(node.body) else None
+                assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(item)
+
+
+def test_every_rule_is_of_a_setting_and_holds_for_its_default():
+    assert set(RULES) <= set(leaves(Config))
+    assert [name for name, (valid, _) in RULES.items() if not valid(get(Config(), name))] == []
+    counts = {name for name, hint in leaves(Config).items() if hint in (int, float)}
+    assert counts - set(RULES) == set(), "numbers without a rule"
+
+
+# ── checking ───────────────────────────────────────────────────────────────
+
+
+def test_the_defaults_pass_on_any_world_size():
+    for world_size in (1, 2, 3, 8, 1024):
+        check(Config(), world_size)
+
+
+def test_all_problems_come_together_and_each_names_its_flag():
+    given = (
+        "--run.steps 0 --run.name ../x --parallel.dp-shard 3 --parallel.dp-replicate 2 --rollout.tp 3 "
+        "--rollout.engine hf "
+        "--algo.loss ppo_clipp --algo.aggregation token_mean --algo.updates-per-step 5 --algo.kl-coef 0.1 "
+        "--reference.enabled off --rollout.samples-per-prompt 1 --rollout.temperature nan --rollout.top-p 0 "
+        "--policy.max-tokens-per-microbatch 5 --tracking.trackers jsonl tensorbord"
+    )
+    lines = problems(4, *given.split())
+    assert [line.split(" ")[0] for line in lines] == [
+        "--run.steps",
+        "--rollout.temperature",
+        "--rollout.top-p",
+        "--parallel.dp-shard",
+        "--rollout.tp",
+        "--rollout.tp",
+        "--policy.max-tokens-per-microbatch",
+        "--rollout.samples-per-prompt",
+        "--algo.updates-per-step",
+        "--reference.enabled",
+        "--algo.loss",
+        "--algo.aggregation",
+        "--run.name",
+        "--tracking.trackers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words", "parts"),
+    [
+        (4, "--parallel.dp-shard 3", ["--parallel.dp-shard 3", "multiply to 3", "4 ranks", "4 or -1"]),
+        (8, "--parallel.dp-replicate 2 --parallel.dp-shard 2", ["--parallel.dp-shard 2", "multiply to 4", "4 or -1"]),
+        (4, "--parallel.dp-replicate 3", ["--parallel.dp-replicate 3", "must divide the 4 ranks"]),
+        (4, "--parallel.dp-shard 0", ["--parallel.dp-shard 0", "or -1"]),
+        *[(4, f"--parallel.{axis} 2", [f"--parallel.{axis} 2", "dp_replicate and dp_shard"]) for axis in ("sp", "pp")],
+        *[(4, f"--parallel.{axis} 2", [f"--parallel.{axis} 2", "dp_replicate and dp_shard"]) for axis in ("tp", "ep")],
+        (4, "--rollout.engine vllm --rollout.tp 3", ["--rollout.tp 3", "divide the 4 ranks"]),
+        (4, "--rollout.engine hf --rollout.tp 2", ["--rollout.tp 2", "hf engine takes 1"]),
+        (1, "--algo.updates-per-step 3", ["--algo.updates-per-step 3", "prompts_per_step 32", "2, 4"]),
+        (1, "--rollout.samples-per-prompt 1", ["--rollout.samples-per-prompt 1", "at least 2", "grpo"]),
+        (1, "--rollout.samples-per-prompt 1 --algo.preset rloo", ["at least 2", "rloo"]),
+        (1, "--algo.kl-coef 0.1 --reference.enabled off", ["--reference.enabled off", "--algo.kl-coef is 0.1"]),
+        (1, "--rollout.temperature 0", ["--rollout.temperature 0.0", "above 0"]),
+        (1, "--rollout.top-p 1.5", ["--rollout.top-p 1.5", "at most 1"]),
+        (1, "--optimizer.lr inf", ["--optimizer.lr inf", "0 or more"]),
+        (1, "--optimizer.betas 0.9 1", ["--optimizer.betas 0.9 1.0", "not, 1"]),
+        (1, "--rollout.max-new-tokens 8000", ["--policy.max-tokens-per-microbatch 8192", "8512"]),
+        (1, "--algo.advantage grop", ["--algo.advantage grop", "did you mean grpo?", "rloo", "file.py:function"]),
+        (1, "--algo.aggregation x", ["--algo.aggregation x: unknown. Valid: token-mean, seq-mean-token-sum"]),
+        (1, "--algo.loss a.py", ["--algo.loss a.py", "a.py:my_function"]),
+        (1, "--algo.loss nowhere/a.py:f", ["--algo.loss nowhere/a.py:f", "no file nowhere/a.py"]),
+        (1, "--reward.function nowhere/a.py", ["--reward.function nowhere/a.py", "no file"]),
+        (1, "--run.name a/b", ["--run.name 'a/b'", "--run.dir"]),
+        (1, "--run.name ..", ["--run.name '..'"]),
+        (1, "--eval.every 5 --data.eval=", ["--eval.every 5", "--data.eval"]),
+        (1, "--reward.workers 0", ["--reward.workers 0", "at least 1"]),
+    ],
+)
+def test_check_says_what_to_change(world_size, words, parts):
+    (line,) = problems(world_size, *words.split())
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (4, "--parallel.dp-replicate 2 --parallel.dp-shard 2"),
+        (6, "--parallel.dp-replicate 3"),
+        (4, "--rollout.engine vllm --rollout.tp 2"),
+        (3, "--rollout.assignment static --rollout.prompts-per-step 32"),
+        (1, "--algo.kl-in reward"),
+        (1, "--rollout.samples-per-prompt 1 --algo.preset reinforce"),
+        (1, "--algo.kl-coef 0.1 --reference.enabled auto"),
+        (1, "--rollout.max-new-tokens 7680 --eval.temperature 0"),
+        (1, "--algo.updates-per-step 32 --optimizer.clip-grad-norm 0"),
+    ],
+)
+def test_check_lets_pass(world_size, words):
+    assert problems(world_size, *words.split()) == []
+
+
+def test_a_users_function_must_exist_and_is_not_run(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "raise SystemExit('was run')\ndef my_loss(x):\n    return x\n\ndef compute_score(a):\n    return 0\n"
+    )
+    assert problems(1, "--algo.loss", f"{file}:my_loss", "--reward.function", str(file)) == []
+    (line,) = problems(1, "--algo.loss", f"{file}:my_los")
+    assert "defines no my_los; did you mean my_loss?" in line
+    file.write_text("def my_loss(:\n")
+    (line,) = problems(1, "--algo.advantage", f"{file}:my_loss")
+    assert "cannot be read as Python" in line
+
+
+def test_tracker_names_are_those_that_can_be_opened(tmp_path):
+    from spmdrl.tracking.trackers import open_trackers
+
+    with pytest.raises(ValueError, match=", ".join(TRACKERS)):
+        open_trackers(["nothing"], tmp_path, "p", "n", {})
+
+
+def test_plan_multiplies_out():
+    config = load("--rollout.prompts-per-step", "32", "--algo.updates-per-step", "2", "--parallel.dp-replicate", "2")
+    plan = "\n".join(plan_lines(config, 4))
+    # 32 * 8 samples; 512 + 8 tokens each; 15 such sequences in 8192 tokens; 256 / 2 updates / 4 ranks = 32 -> 3 packs
+    for part in (
+        "4 = dp_replicate 2 x dp_shard 2",
+        "32 prompts x 8 samples = 256 sequences a step; 4 engines of 1 rank, 64 sequences each",
+        "at most 520 a sequence (512 prompt + 8 new), 133,120 a step, 33,280 a rank",
+        "2 optimizer steps a step, each on 128 sequences (32 a rank), in at most 3 micro-batches of 8,192 tokens",
+        "60 steps = 15,360 sequences, 120 optimizer steps; seed 0",
+    ):
+        assert part in plan
+    assert "3 engines of 2 ranks, 85.33 sequences each" in "\n".join(plan_lines(load("--rollout.tp", "2"), 6))
+
+
+# ── writing ────────────────────────────────────────────────────────────────
+
+
+def test_written_yaml_reads_back_equal_and_in_order(yaml_file):
+    given = (
+        "--run.name 5 --optimizer.lr 1e-5 --algo.clip-high 0.28 --reference.enabled off --tracking.trackers jsonl "
+        "--data.template=null --data.prefill=#no --policy.offload --run.steps 7 --data.system=yes"
+    )
+    config = load(*given.split())
+    config.data.system = "two\nlines: with – colon"
+    text = to_yaml(config)
+    assert load("--config", yaml_file(text)) == config
+    read = yaml.safe_load(text)
+    assert list(read) == [field.name for field in dataclasses.fields(Config)]
+    assert list(read["rollout"]) == [field.name for field in dataclasses.fields(schema.RolloutConfig)]
+    assert "betas: [0.9, 0.99]" in text
+
+
+def test_secrets_do_not_reach_the_dump():
+    config = Config()
+    config.model.path = "https://user:hunter2@host/model"
+    config.run.name = "hf_abcdefghijklmnopqrstuv"
+    text = to_yaml(config)
+    assert "hunter2" not in text and "hf_abc" not in text
+    assert f"https://{REDACTED}@host/model" in text
+    assert redact("service.api_key", "short") == REDACTED
+    assert redact("wandb", "0123456789abcdef0123456789abcdef01234567") == REDACTED
+    # What only looks like one stays: counts of tokens, columns, revisions in a path.
+    plain = dataclasses.asdict(Config())
+    plain["optimizer"]["betas"], plain["tracking"]["trackers"] = [0.9, 0.99], ["jsonl", "tensorboard"]
+    assert to_dict(Config()) == plain
+    assert redact("model.path", "org/name@0123456789abcdef0123456789abcdef01234567").startswith("org/name@0")
+
+
+def test_diff_names_what_differs():
+    a, b = Config(), load("--run.steps", "5", "--optimizer.betas", "0.9", "0.95")
+    assert diff(a, b) == {"run.steps": (60, 5), "optimizer.betas": ([0.9, 0.99], [0.9, 0.95])}
+    assert diff(a, Config()) == {}

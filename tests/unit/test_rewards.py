@@ -1,0 +1,419 @@
+"""What responses are worth, and that no reward function can stop or mislead a run."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdrl.config.schema import RewardConfig
+from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward
+from spmdrl.rewards.load import load_reward
+from spmdrl.rewards.math import last_boxed
+from spmdrl.rewards.pool import PREFETCH, Pool
+
+REPO = Path(__file__).resolve().parents[2]
+SHARED = REPO.parent / "shared" / "data"
+
+USER_FILE = '''
+import os, sys, time, subprocess
+import numpy as np
+from neighbour import OFFSET
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's signature; what it does is in the solution."""
+    print("user print", solution_str)
+    os.write(1, b"raw print\\n")
+    if solution_str == "raise":
+        raise KeyError("the row has no such thing")
+    if solution_str == "hang":
+        time.sleep(1000)
+    if solution_str == "nan":
+        return float("nan")
+    if solution_str == "die":
+        os._exit(7)
+    if solution_str == "exit":
+        sys.exit(0)
+    if solution_str == "kill":
+        os.kill(os.getpid(), 9)
+    if solution_str == "none":
+        return None
+    if solution_str == "child":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", extra_info["mark"]])
+        time.sleep(1000)
+    if solution_str == "stdin":
+        return float(sys.stdin.read() == "")
+    if solution_str == "dict":
+        return {"score": np.float32(0.5), "acc": True, "pred": "x", "length": 3, "odd": float("inf")}
+    if solution_str == "args":
+        return {"score": 1, "same": (data_source, ground_truth, extra_info) == ("src", [1, "ü"], {"k": {"n": None}})}
+    if solution_str == "env":
+        return float(not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(os.environ))
+    if solution_str == "torch":
+        return float("torch" in sys.modules)
+    return float(len(solution_str)) + OFFSET
+
+def plain(data_source, solution_str, ground_truth, extra_info):
+    return True
+
+def slow(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(float(solution_str))
+    return 1.0
+
+def wrong_names(prompt, response):
+    return 1.0
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+'''
+
+
+@pytest.fixture(scope="module")
+def user_file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "neighbour.py").write_text("OFFSET = 0.25\n")
+    (folder / "mine.py").write_text(USER_FILE)
+    return folder / "mine.py"
+
+
+@pytest.fixture
+def started():
+    """Graders to close at the end of the test."""
+    graders: list = []
+
+    def start(**settings):
+        graders.append(load_reward(RewardConfig(**settings)))
+        return graders[-1]
+
+    yield start
+    for grader in graders:
+        grader.close()
+
+
+def item(solution: str, truth: object = "1", extra: dict | None = None) -> RewardInput:
+    return RewardInput("src", solution, truth, extra or {})
+
+
+def grade(grader, *items: RewardInput) -> list[Reward]:
+    for i, one in enumerate(items):
+        grader.submit(i, one)
+    return [reward for _, reward in sorted(grader.drain(), key=lambda pair: pair[0])]
+
+
+def ended(pid: int) -> bool:
+    """Gone, or only waiting to be reaped by whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(condition, seconds: float = 10.0) -> bool:
+    limit = time.monotonic() + seconds
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.02)
+    return condition()
+
+
+# -- quick rewards ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "solution", "truth", "score"),
+    [
+        ("exact_match", " edcba\n", "edcba", 1),
+        ("exact_match", "edcb", "edcba", 0),
+        ("exact_match", "7", 7, 1),
+        ("first_integer", " 7.", "7", 1),
+        ("first_integer", " 7, not 8", "8", 0),
+        ("first_integer", "It is -12", -12, 1),
+        ("first_integer", "1,234 apples", 1234, 1),
+        ("first_integer", "7.5", "7", 0),
+        ("first_integer", "no number", "7", 0),
+        ("gsm8k", "so #### 1,080", "long work\n#### 1080", 1),
+        ("gsm8k", "so #### $72.00.", "#### 72", 1),
+        ("gsm8k", "#### 5 no: #### 6", "#### 6", 1),
+        ("gsm8k", "#### -3", "-3", 1),
+        ("gsm8k", "it is 72", "#### 72", 0),
+        ("gsm8k_flexible", "it is $72.", "#### 72", 1),
+        ("gsm8k_flexible", "10-3", "#### 3", 1),
+        ("gsm8k_flexible", "72 of 80", "#### 72", 0),
+    ],
+)
+def test_quick_rewards(started, function, solution, truth, score):
+    assert grade(started(function=function), item(solution, truth))[0].score == score
+
+
+def test_gsm8k_parts(started):
+    flexible_only, neither = grade(started(function="gsm8k"), item("it is 72", "#### 72"), item("?", "#### 72"))
+    assert flexible_only == Reward(0.0, {"flexible": 1.0, "format": 0.0})
+    assert neither == Reward(0.0, {"flexible": 0.0, "format": 0.0})
+
+
+def test_every_gsm8k_answer_grades_itself(started):
+    file = SHARED / "gsm8k" / "train.jsonl"
+    if not file.is_file():
+        pytest.skip(f"GSM8K is not at {file}")
+    answers = [json.loads(line)["answer"] for line in file.open()]
+    for function in ("gsm8k", "gsm8k_flexible"):
+        rewards = grade(started(function=function), *(item(a, a) for a in answers))
+        assert len(rewards) == 7473 and all(r.score == 1.0 for r in rewards)
+    shifted = grade(started(function="gsm8k"), *(item(a + "1", a) for a in answers))
+    assert sum(r.score for r in shifted) == 0
+
+
+def test_quick_rewards_name_the_prompt_of_an_unreadable_truth(started):
+    for function in ("first_integer", "gsm8k"):
+        with pytest.raises(RewardError, match=f"{function} failed on prompt 12, sample 3: .*--data.answer_column"):
+            started(function=function).submit((12, 3), item("7", "seven"))
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (None, "returned NoneType"),
+        ("1", "returned str"),
+        ((1.0, 2), "returned tuple"),
+        ({"acc": 1}, 'without "score"'),
+        ({"score": None}, "NoneType"),
+        (math.nan, "not finite"),
+        ({"score": -math.inf}, "not finite"),
+    ],
+)
+def test_what_is_no_reward_is_refused(value, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        as_reward(value)
+
+
+# -- math and reasoning-gym -------------------------------------------------------------------------------------------
+
+
+def test_last_boxed():
+    assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{\sqrt{2}}} end}") == r"\frac{1}{\sqrt{2}}"
+    assert last_boxed(r"\boxed{3} and \boxed{4") == "3"
+    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert last_boxed("none") is None
+
+
+def test_math_is_equal_in_value_and_stops_at_the_limit(started):
+    cases = [
+        (r"so \boxed{540}", "540", 1),
+        ("work\nAnswer: $540$", "540", 1),
+        ("Answer: 5\nAnswer: 541", "540", 0),
+        (r"\boxed{\dfrac{1}{2}}", "0.5", 1),
+        (r"\boxed{1/2}", r"\frac{1}{2}", 1),
+        (r"\boxed{0.333}", r"\frac{1}{3}", 0),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1),
+        (r"\boxed{(1, 2)}", "(2, 1)", 0),
+        (r"\boxed{7}", r"\boxed{7}", 1),
+        ("the value is $\\frac{3}{4}$", "0.75", 1),
+        ("I do not know", "3", 0),
+        ("", "3", 0),
+        (r"\boxed{" + "(" * 50, "3", 0),
+    ]
+    grader = started(function="math", timeout=3.0)
+    rewards = grade(grader, *(item(s, t) for s, t, _ in cases), item(r"\boxed{9^{9^{9^{9}}}}", "x"))
+    assert [r.score for r in rewards] == [*(s for _, _, s in cases), 0]
+    assert grader.timeouts <= 1
+    assert rewards[0].parts == {"format": 1.0} and rewards[12].parts == {"format": 0.0}
+
+
+def test_reasoning_gym_grades_its_own_answers(started, tmp_path):
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    from spmdrl.config.schema import DataConfig
+    from spmdrl.data.prompts import load_prompts
+    from tests.unit.chars import char_tokenizer
+
+    grader = started(function="reasoning_gym")
+    for task in ("spell_backward", "chain_sum", "rearc"):
+        prompts = load_prompts(f"reasoning-gym:{task}?size=2", DataConfig(), char_tokenizer(), 100_000).prompts
+        right = [RewardInput(p.data_source, f"<answer>{p.ground_truth}</answer>", None, p.extra) for p in prompts]
+        wrong = [RewardInput(p.data_source, "hm", None, p.extra) for p in prompts]
+        scores = [r.score for r in grade(grader, *right, *wrong)]
+        assert scores[:2] == [1.0, 1.0] and max(scores[2:]) < 0.5, task
+    with pytest.raises(RewardError, match="reasoning-gym:<task> only"):
+        grade(grader, item("x"))
+
+
+# -- user files in the pool -------------------------------------------------------------------------------------------
+
+
+def test_user_file_has_verls_signature(user_file, started, monkeypatch, capfd):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "0")
+    grader = started(function=str(user_file))
+    solutions = ["abc", "dict", "args", "env", "stdin", "torch"]
+    rewards = grade(grader, *(item(s, [1, "ü"], {"k": {"n": None}}) for s in solutions))
+    assert rewards[0] == Reward(3.25) and [r.score for r in rewards[2:]] == [1.0, 1.0, 1.0, 0.0]
+    assert rewards[1] == Reward(0.5, {"acc": 1.0, "length": 3.0}), "texts and infinite parts are left out"
+    assert rewards[2].parts == {"same": 1.0}
+    grader.close()
+    out, err = capfd.readouterr()
+    assert "user print abc" in err and "raw print" in err and out == "", "prints go to stderr"
+    assert grade(started(function=f"{user_file}:plain"), item("x"))[0].score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("solution", "says"),
+    [
+        ("raise", r"mine.py failed on prompt 41, sample 2: KeyError: 'the row has no such thing'(?s:.*)mine.py"),
+        ("nan", "failed on prompt 41, sample 2: ValueError: it returned the score nan"),
+        ("none", "failed on prompt 41, sample 2: TypeError: it returned NoneType"),
+        ("exit", "failed on prompt 41, sample 2: SystemExit"),
+        ("die", "ended with exit code 7 while grading prompt 41, sample 2"),
+        ("kill", "ended by signal SIGKILL .often: out of memory. while grading prompt 41, sample 2"),
+    ],
+)
+def test_what_a_function_does_wrong_is_one_clear_error(user_file, started, solution, says):
+    grader = started(function=str(user_file), workers=1)
+    grader.submit((1, 0), item("fine"))
+    grader.submit((41, 2), item(solution))
+    grader.submit((50, 0), item("fine"))
+    with pytest.raises(RewardError, match=says) as caught:
+        grader.drain()
+    assert "--reward.function" in str(caught.value)
+
+
+def test_a_hang_is_killed_in_time_and_named(user_file, started):
+    grader = started(function=str(user_file), timeout=0.5)
+    grader.submit(3, item("fine"))
+    grader.submit(4, item("hang"))
+    start = time.monotonic()
+    with pytest.raises(RewardError, match="longer than 0.5 s on prompt 4 .*--reward.timeout.*--reward.on_timeout zero"):
+        grader.drain()
+    assert time.monotonic() - start < 3
+
+
+def test_a_hang_may_score_zero_and_the_rest_is_graded(user_file, started):
+    grader = started(function=str(user_file), timeout=0.4, on_timeout="zero", workers=2)
+    rewards = grade(grader, *(item("hang" if i in (2, 9) else "abc") for i in range(3 * PREFETCH)))
+    assert [r.score for r in rewards] == [0.0 if i in (2, 9) else 3.25 for i in range(3 * PREFETCH)]
+    assert grader.timeouts == 2 and grader.pending == 0
+
+
+def test_time_is_the_workers_not_the_callers(user_file, started):
+    """A caller that polls late changes nothing: quick gradings pass, one over the limit counts although it ended."""
+    grader = started(function=f"{user_file}:slow", timeout=0.3, on_timeout="zero")
+    for i, seconds in enumerate(("0", "0.15", "0.15", "0.15", "0.45", "0")):
+        grader.submit(i, item(seconds))
+    time.sleep(1.5)
+    scores = {key: reward.score for key, reward in grader.drain()}
+    assert scores == {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 0.0, 5: 1.0} and grader.timeouts == 1
+
+
+def test_a_kill_reaches_the_childrens_processes(user_file, started):
+    mark = f"spmdrl-test-{os.getpid()}"
+    grader = started(function=str(user_file), timeout=1.0, on_timeout="zero")
+
+    def alive() -> list[int]:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark.encode() in (folder / "cmdline").read_bytes() and not ended(int(folder.name)):
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    grader.submit(0, item("child", extra={"mark": mark}))
+    assert wait_until(lambda: bool(alive()) or grader.poll() != []) and alive()
+    grader.drain()
+    assert wait_until(lambda: not alive())
+
+
+def test_poll_does_not_wait_and_large_texts_pass(user_file, started):
+    grader = started(function=f"{user_file}:slow", workers=2)
+    start = time.monotonic()
+    for i in range(4):
+        grader.submit(i, item("0.5", extra={"long": "x" * 300_000}))
+    assert grader.poll() == [] and time.monotonic() - start < 0.4
+    got: list = []
+    assert wait_until(lambda: got.extend(grader.poll()) or len(got) == 4)
+    assert sorted(key for key, _ in got) == [0, 1, 2, 3]
+
+
+def test_workers_die_with_their_parent(user_file):
+    code = (
+        "import sys, time\n"
+        "from spmdrl.rewards.pool import Pool\n"
+        "from spmdrl.rewards.base import RewardInput\n"
+        f"p = Pool('{user_file}:compute_score', 2, 60.0, 'error')\n"
+        "p.submit(0, RewardInput('s', 'hang', '1', {}))\n"
+        "print(*(w.process.pid for w in p._workers), flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    assert parent.stdout
+    pids = [int(p) for p in parent.stdout.readline().split()]
+    assert len(pids) == 2 and not any(ended(p) for p in pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert wait_until(lambda: all(ended(p) for p in pids))
+
+
+def test_close_ends_the_processes(user_file):
+    pool = Pool(f"{user_file}:compute_score", 2, 5.0, "error")
+    pids = [w.process.pid for w in pool._workers]
+    pool.submit(0, item("hang"))
+    pool.close()
+    pool.close()
+    assert all(ended(p) for p in pids)
+
+
+def test_what_cannot_travel_is_refused(user_file, started):
+    with pytest.raises(RewardError, match="prompt 6: .*cannot be written as JSON"):
+        started(function=str(user_file)).submit(6, item("x", truth=object()))
+
+
+# -- what is wrong with the setting is said at load --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("def compute_score(:\n", "", r"bad.py:1: invalid syntax|bad.py:1: "),
+        ("def other(): pass\n", "", r"no function 'compute_score' \(it has: other\)"),
+        ("import nosuchmodule\n", "", "ModuleNotFoundError.*nosuchmodule.*bad.py:1"),
+        ("import sys\nsys.exit(3)\n", "", "SystemExit.*bad.py:2"),
+        ("import os\nos._exit(3)\n", "", "ended with exit code 3 while loading"),
+        ("compute_score = 5\n", "", "no function 'compute_score'"),
+        (USER_FILE.replace("from neighbour", "OFFSET = 1 #"), ":wrong_names", "keywords data_source, solution_str"),
+        (USER_FILE.replace("from neighbour", "OFFSET = 1 #"), ":later", "async"),
+    ],
+)
+def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says):
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(ValueError, match=says) as caught:
+        load_reward(RewardConfig(function=f"{tmp_path / 'bad.py'}{name}"))
+    assert "--reward.function" in str(caught.value) and not isinstance(caught.value, RewardError)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("exact_mach", "--reward.function 'exact_mach': did you mean 'exact_match'"),
+        ("nosuch.py", "--reward.function.*no file"),
+        ("nosuch.py:f", "--reward.function.*no file"),
+        (f"{__file__}:", "no function name"),
+        ("some/where", "path/to/file.py"),
+    ],
+)
+def test_an_unknown_reward_is_said_at_load(function, says):
+    with pytest.raises(ValueError, match=says):
+        load_reward(RewardConfig(function=function))
+
+
+def test_auto_on_timeout_is_zero_for_ours_and_an_error_for_files(user_file, started):
+    assert started(function="math")._on_timeout == "zero"
+    assert started(function=str(user_file))._on_timeout == "error"
+    with pytest.raises(ValueError, match="--reward.workers"):
+        load_reward(RewardConfig(function=str(user_file), workers=0))
