@@ -46,6 +46,7 @@ def shard(model: PackedLM, world: World, compute: torch.dtype, reshard: bool) ->
         if hasattr(module, "set_gradient_divide_factor"):
             # Gradients are sums: denominators are global and already in the loss.
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def decoder_layers(hf: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """Where the numbers of a run go: metrics.jsonl, TensorBoard, wandb. Opened by rank 0 only.
 
-A tracker has `log(step, metrics)` and `close()`. TensorBoard and wandb are imported when they are asked for.
+A tracker has `log(step, metrics)` and `close()`; steps count from 1. TensorBoard and wandb are imported when they are
+asked for.
 """
 
 import json
@@ -25,7 +26,8 @@ class Tracker(Protocol):
 class JsonlTracker:
     """One JSON object a line and step: `{"step": 3, "reward/mean": 0.5, ...}`. A number that is not finite is null.
 
-    Each line is written whole and flushed, so a reader of a running or killed job sees complete steps.
+    Each line is written whole and flushed, so a reader of a running or killed job sees complete steps. What is logged for
+    the step of the last line (the evaluation at the end) joins that line, so that no step stands twice.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
@@ -41,6 +43,8 @@ class JsonlTracker:
         if self.path.exists() and self.path.stat().st_size:
             self._cut(resume_step)
         self._file = self.path.open("a", encoding="utf-8")
+        self._last: dict[str, Any] = {}
+        self._last_at = 0
 
     def _cut(self, resume_step: int) -> None:
         kept = []
@@ -59,9 +63,13 @@ class JsonlTracker:
         os.replace(part, self.path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line."""
-        line = json.dumps({"step": step} | {name: _plain(value) for name, value in metrics.items() if name != "step"})
-        self._file.write(line + "\n")
+        """Append one line, or complete the last one if it is of this step."""
+        line = {"step": step} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
+        if self._last.get("step") == step:
+            line = self._last | line
+            self._file.truncate(self._last_at)
+        self._last, self._last_at = line, self.path.stat().st_size
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -73,7 +81,7 @@ class TensorBoardTracker:
     """Event files in `<run_dir>/tensorboard`."""
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Open; on resume TensorBoard is told to forget the steps from `resume_step` on.
+        """Open; TensorBoard is told to forget the steps from `resume_step` on, all of an older run's if it is 0 or 1.
 
         Raises:
             ValueError: tensorboard is not installed.
@@ -82,7 +90,7 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _not_installed("tensorboard", error) from error
-        self._writer = SummaryWriter(Path(run_dir) / "tensorboard", purge_step=resume_step or None)
+        self._writer = SummaryWriter(Path(run_dir) / "tensorboard", purge_step=resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write each number as a scalar and flush."""
@@ -109,7 +117,7 @@ class WandbTracker:
             project: wandb project.
             name: name shown.
             config: settings without secrets (`dump.to_dict`).
-            resume_step: first step that will be logged; above 0 the run is continued. wandb keeps the first value it
+            resume_step: first step that will be logged; above 1 the run is continued. wandb keeps the first value it
                 got for a step, so repeated steps show the values from before the stop.
 
         Raises:
@@ -121,7 +129,7 @@ class WandbTracker:
             raise _not_installed("wandb", error) from error
         id_file = Path(run_dir) / "wandb" / "spmdrl_id"
         id_file.parent.mkdir(parents=True, exist_ok=True)
-        if not (resume_step and id_file.exists()):
+        if resume_step <= 1 or not id_file.exists():
             id_file.write_text(secrets.token_hex(6))
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         self._run = wandb.init(
@@ -161,7 +169,7 @@ def open_trackers(
         project: wandb project.
         name: name of the run.
         config_dict: settings without secrets (`dump.to_dict`).
-        resume_step: first step that will be logged; what was kept from that step on is dropped.
+        resume_step: first step that will be logged, 0 or 1 for a fresh run; what was kept from there on is dropped.
 
     Raises:
         ValueError: an unknown name, or a package that is not installed.

@@ -172,6 +172,18 @@ def test_metrics_refuse_what_would_be_wrong():
         metrics.reduce(alone)
 
 
+def test_metrics_merge_as_if_added_to_one():
+    one, two, both = Metrics(), Metrics(), Metrics()
+    for metrics, value, weight in ((one, 1.0, 2.0), (two, 4.0, 1.0)):
+        for target in (metrics, both):
+            target.add("mean", value, weight)
+            target.add_sum("sum", value)
+            target.add_max("max", value)
+    two.add("only", 1.0)
+    one.merge(two)
+    assert one.reduce(alone) == both.reduce(alone) | {"only": 1.0} == {"max": 4.0, "mean": 2.0, "only": 1.0, "sum": 5.0}
+
+
 def test_timer_adds_up_and_names_the_phase():
     seen: list[str] = []
     timer = Timer(seen.append)
@@ -218,6 +230,21 @@ def test_jsonl_has_one_complete_line_a_step_while_open(tmp_path):
     tracker.close()
 
 
+def test_jsonl_joins_what_is_logged_for_the_last_step_again(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"a": 1})
+    tracker.log(2, {"a": 2, "b": "ü"})
+    tracker.log(2, {"a": 3, "eval/accuracy": 0.5})
+    tracker.log(2, {"c": 1})
+    tracker.log(3, {"a": 4})
+    tracker.close()
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "a": 1},
+        {"step": 2, "a": 3, "b": "ü", "eval/accuracy": 0.5, "c": 1},
+        {"step": 3, "a": 4},
+    ]
+
+
 def test_resume_drops_the_steps_that_come_again_and_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
@@ -244,8 +271,9 @@ def test_a_fresh_run_keeps_the_older_file_aside(tmp_path):
 
 
 def test_tensorboard_events_read_back(tmp_path):
-    for first, last, scale in ((1, 4, 1.0), (3, 5, 10.0)):
-        (tracker,) = open_trackers(["tensorboard"], tmp_path, "p", "n", {}, resume_step=first if first > 1 else 0)
+    # An older run in the same folder, a fresh one, and its continuation.
+    for first, last, scale in ((1, 9, 100.0), (1, 4, 1.0), (3, 5, 10.0)):
+        (tracker,) = open_trackers(["tensorboard"], tmp_path, "p", "n", {}, resume_step=first)
         for step in range(first, last + 1):
             tracker.log(step, {"step": step, "reward/mean": scale * step})
         tracker.close()
@@ -261,7 +289,7 @@ def test_wandb_works_offline_without_an_account(tmp_path):
     """In a process of its own, with an empty home: wandb starts helpers and reads the account of the machine."""
     code = (
         "import sys\nfrom spmdrl.tracking.trackers import open_trackers\n"
-        "for resume in (0, 3):\n"
+        "for resume in (1, 3):\n"
         "    (t,) = open_trackers(['wandb'], sys.argv[1], 'project', 'name', {'run': {'steps': 3}}, resume)\n"
         "    t.log(resume + 1, {'reward/mean': 0.5, 'step': 1})\n    t.close()\n"
     )
@@ -275,7 +303,7 @@ def test_wandb_works_offline_without_an_account(tmp_path):
     assert result.stdout == ""
     name = (tmp_path / "wandb" / "spmdrl_id").read_text()
     written = list((tmp_path / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
-    assert written and all(file.stat().st_size > 0 for file in written)
+    assert len(written) == 2 and all(file.stat().st_size > 0 for file in written)
 
 
 def test_trackers_open_in_order_and_say_what_is_missing(tmp_path, monkeypatch):
