@@ -135,7 +135,7 @@ class RolloutConfig:
     max_sequences: int = 64
     """Sequences one engine runs at a time."""
     kv_cache_gib: float = 0.0
-    """KV cache of a vLLM engine. 0: what the sequences need, at most 0.25 GiB, on CPU; within gpu_memory_utilization on GPU."""
+    """KV cache of a vLLM engine. 0: what the sequences need, up to 0.25 GiB, on CPU; gpu_memory_utilization on GPU."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU that vLLM may take while awake."""
     sleep_level: Literal[0, 1, 2] = 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
-CONVERSION = 1  # part of the name of a converted folder: raise it when the conversion writes something else
+CONVERSION = 2  # part of the name of a converted folder: raise it when the conversion writes something else
 LOCK_SECONDS = 1800.0
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab.*", "*.tiktoken"]
@@ -156,6 +156,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     accelerate. Raises ValueError for a GGUF that transformers cannot read.
     """
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -179,8 +180,11 @@ def convert_gguf(file: Path, folder: Path) -> None:
     ids["pad_token_id"] = tokenizer.pad_token_id
     model.config.update(ids)
     model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.config.architectures, model.config.dtype = [type(model).__name__], torch.bfloat16
+    # Not model.save_pretrained: inside a process group it writes on rank 0 only, and any rank may convert.
+    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"})
+    for part in (model.config, model.generation_config, tokenizer):
+        part.save_pretrained(folder)
 
 
 def build_model(

@@ -36,6 +36,11 @@ class Grader(Protocol):
     timeouts: int
     """Gradings that ran out of time and were scored 0."""
 
+    @property
+    def pending(self) -> int:
+        """Gradings submitted and not yet answered."""
+        ...
+
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response. Never blocks on the grading."""
         ...

@@ -26,7 +26,7 @@ class Direct:
 
     def __init__(self, name: str, function: Callable[[RewardInput], object]):
         self.name, self._function = name, function
-        self.timeouts = 0
+        self.timeouts = self.pending = 0
         self._done: list[tuple[object, Reward]] = []
 
     def submit(self, key: object, item: RewardInput) -> None:

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
 
 from spmdrl.rewards.base import Reward, RewardInput
 
@@ -67,17 +68,21 @@ def to_number(text: str) -> Fraction | None:
     return None
 
 
-def _symbolically_equal(truth: str, answer: str, bare: bool) -> bool:
-    """Both by math-verify. bare: the answer is an expression alone, not prose that holds one."""
-    from math_verify import parse, verify
+@lru_cache(maxsize=1024)  # the samples of a prompt share their truth, and often their answers
+def _parse(text: str, bare: bool) -> list:
+    """Expressions in a text. bare: it is one expression alone, not prose that holds some."""
+    from math_verify import parse
 
-    def read(text: str, bare: bool) -> list:
-        # math-verify finds LaTeX by its delimiters: with them a bare `\frac{1}{2}` is read too
-        found = parse("$" + text.strip("$ ") + "$", parsing_timeout=0) if bare else []
-        return found or parse(text, parsing_timeout=0)
+    # math-verify finds LaTeX by its delimiters: with them a bare `\frac{1}{2}` is read too
+    found = parse("$" + text.strip("$ ") + "$", parsing_timeout=0) if bare else []
+    return found or parse(text, parsing_timeout=0)
+
+
+def _symbolically_equal(truth: str, answer: str, bare: bool) -> bool:
+    from math_verify import verify
 
     try:
-        gold, found = read(truth, True), read(answer, bare)
+        gold, found = _parse(truth, True), _parse(answer, bare)
         return bool(gold and found and verify(gold, found, timeout_seconds=None))
     except Exception:  # sympy on an odd answer may raise anything (RecursionError too): then it is not equal
         return False

@@ -23,7 +23,10 @@ START_SECONDS = 120.0
 """Longest a worker may take to import its function (a cold file system is slow)."""
 PREFETCH = 8
 """Requests handed to a worker ahead of time, so that it works on while the caller is busy elsewhere."""
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+_RANK_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+}
 
 
 @dataclass(eq=False)
@@ -56,7 +59,7 @@ class Pool:
     def __init__(self, function: str, workers: int, timeout: float, on_timeout: str, name: str = ""):
         """function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`.
 
-        Waits until the first worker has loaded the function. Raises ValueError when it cannot.
+        Waits until every worker has loaded the function. Raises ValueError when one cannot.
         """
         assert on_timeout in ("error", "zero"), on_timeout
         if workers < 1 or not timeout > 0:
@@ -71,7 +74,7 @@ class Pool:
         self._selector = selectors.DefaultSelector()
         self._workers = [self._spawn() for _ in range(workers)]
         try:
-            while not any(w.ready for w in self._workers):
+            while not all(w.ready for w in self._workers):
                 self._turn(wait=True)
         except RewardError as e:
             self.close()
@@ -201,10 +204,12 @@ class Pool:
             if message["seconds"] > self._timeout:  # as if it had been seen, and killed, in time
                 self._timed_out(request)
             elif "error" in message:
-                raise RewardError(
+                error = RewardError(
                     f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
-                    f"Mend it (--reward.function), or the row's truth if it cannot read that.\n{message['trace']}"
+                    "Mend it (--reward.function), or the row's truth if it cannot read that"
                 )
+                error.add_note(message["trace"])  # shown with the traceback; the message stays one line
+                raise error
             else:
                 self._answer(request, Reward(message["score"], message["parts"]))
 
@@ -296,9 +301,7 @@ class Pool:
 def _environment() -> dict[str, str]:
     """The caller's environment without what makes a process a rank, with one thread and no GPU."""
     env = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in _RANK_VARIABLES and not k.startswith(("LOCAL_", "TORCHELASTIC_", "PET_", "NCCL_", "GLOO_"))
+        k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
     }
     root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)

@@ -26,8 +26,8 @@ class Tracker(Protocol):
 class JsonlTracker:
     """One JSON object a line and step: `{"step": 3, "reward/mean": 0.5, ...}`. A number that is not finite is null.
 
-    Each line is written whole and flushed, so a reader of a running or killed job sees complete steps. What is logged for
-    the step of the last line (the evaluation at the end) joins that line, so that no step stands twice.
+    Each line is written whole and flushed, so a reader of a running or killed job sees complete steps. What is logged
+    for the step of the last line (the evaluation at the end) joins that line, so that no step stands twice.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:

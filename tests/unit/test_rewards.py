@@ -219,9 +219,9 @@ def test_math_is_equal_in_value_and_stops_at_the_limit(started):
         (r"\boxed{" + "(" * 50, "3", 0),
     ]
     grader = started(function="math", timeout=3.0)
-    rewards = grade(grader, *(item(s, t) for s, t, _ in cases), item(r"\boxed{9^{9^{9^{9}}}}", "x"))
+    rewards = grade(grader, *(item(s, t) for s, t, _ in cases), item(r"\boxed{9^{9^{9^{9}}}}", "7"))
     assert [r.score for r in rewards] == [*(s for _, _, s in cases), 0]
-    assert grader.timeouts <= 1
+    assert grader.timeouts == 1
     assert rewards[0].parts == {"format": 1.0} and rewards[12].parts == {"format": 0.0}
 
 
@@ -288,11 +288,11 @@ def test_a_hang_is_killed_in_time_and_named(user_file, started):
     start = time.monotonic()
     with pytest.raises(RewardError, match="longer than 0.5 s on prompt 4 .*--reward.timeout.*--reward.on_timeout zero"):
         grader.drain()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 def test_a_hang_may_score_zero_and_the_rest_is_graded(user_file, started):
-    grader = started(function=str(user_file), timeout=0.4, on_timeout="zero", workers=2)
+    grader = started(function=str(user_file), timeout=1.0, on_timeout="zero", workers=2)
     rewards = grade(grader, *(item("hang" if i in (2, 9) else "abc") for i in range(3 * PREFETCH)))
     assert [r.score for r in rewards] == [0.0 if i in (2, 9) else 3.25 for i in range(3 * PREFETCH)]
     assert grader.timeouts == 2 and grader.pending == 0
@@ -300,10 +300,10 @@ def test_a_hang_may_score_zero_and_the_rest_is_graded(user_file, started):
 
 def test_time_is_the_workers_not_the_callers(user_file, started):
     """A caller that polls late changes nothing: quick gradings pass, one over the limit counts although it ended."""
-    grader = started(function=f"{user_file}:slow", timeout=0.3, on_timeout="zero")
-    for i, seconds in enumerate(("0", "0.15", "0.15", "0.15", "0.45", "0")):
+    grader = started(function=f"{user_file}:slow", timeout=1.0, on_timeout="zero")
+    for i, seconds in enumerate(("0", "0.4", "0.4", "0.4", "1.2", "0")):
         grader.submit(i, item(seconds))
-    time.sleep(1.5)
+    time.sleep(3)
     scores = {key: reward.score for key, reward in grader.drain()}
     assert scores == {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 0.0, 5: 1.0} and grader.timeouts == 1
 
@@ -330,10 +330,9 @@ def test_a_kill_reaches_the_childrens_processes(user_file, started):
 
 def test_poll_does_not_wait_and_large_texts_pass(user_file, started):
     grader = started(function=f"{user_file}:slow", workers=2)
-    start = time.monotonic()
     for i in range(4):
         grader.submit(i, item("0.5", extra={"long": "x" * 300_000}))
-    assert grader.poll() == [] and time.monotonic() - start < 0.4
+    assert grader.poll() == [], "none can be done yet, and it did not wait"
     got: list = []
     assert wait_until(lambda: got.extend(grader.poll()) or len(got) == 4)
     assert sorted(key for key, _ in got) == [0, 1, 2, 3]

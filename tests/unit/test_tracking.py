@@ -303,7 +303,7 @@ def test_wandb_works_offline_without_an_account(tmp_path):
     assert result.stdout == ""
     name = (tmp_path / "wandb" / "spmdrl_id").read_text()
     written = list((tmp_path / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
-    assert len(written) == 2 and all(file.stat().st_size > 0 for file in written)
+    assert written and all(file.stat().st_size > 0 for file in written)
 
 
 def test_trackers_open_in_order_and_say_what_is_missing(tmp_path, monkeypatch):
