@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from spmdrl import checkpoint
@@ -57,7 +58,7 @@ class Run:
         self.temperature = cfg.rollout.temperature
         self.algo: Algorithm = compose(cfg)
         self.note("loading tokenizer and prompts")
-        model_folder = resolve(cfg.model.path)
+        model_folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
         room = min(cfg.rollout.max_prompt_tokens,
                    context_length(model_folder, cfg.model.trust_remote_code) - cfg.rollout.max_new_tokens)
@@ -140,8 +141,12 @@ class Run:
         prompts = self.cfg.rollout.prompts_per_step
         order = list(range(prompts))
         generator_for(self.cfg.run.seed, step, 1).shuffle(order)
-        return share_out(from_trajectories(trajectories, self.part_names), self.cfg.algo.updates_per_step, prompts,
-                         order)
+        batch = from_trajectories(trajectories, self.part_names)
+        batch.seq["work"] = batch.lengths
+        if self.algo.skip_zero_advantage:
+            # Groups come whole from an engine; one that agrees will not be run, and counts as next to nothing.
+            batch.seq["work"] = torch.where(batch.group_differs(), batch.lengths, 1)
+        return share_out(batch, self.cfg.algo.updates_per_step, prompts, order)
 
     def prepare(self, share: Batch) -> dict:
         """Global denominators of one optimizer step. Collective."""

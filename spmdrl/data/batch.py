@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
-from spmdrl.spmd import balance as balancing
+from spmdrl.spmd.balance import assign_balanced
 from spmdrl.spmd.exchange import Table, all_gather_rows, exchange, lexsort, select
 
 KEYS = ("position", "sample")
@@ -63,6 +63,14 @@ class Batch:
         """A per-sequence value at each of its tokens: [B] -> [T]."""
         return torch.repeat_interleave(x_B, self.lengths)
 
+    def group_differs(self) -> torch.Tensor:
+        """bool [B]: does the reward differ inside the sequence's group, of which every sample is in this batch?"""
+        low = torch.full((int(self.seq["position"].max()) + 1 if len(self) else 0,), float("inf"), dtype=torch.float64)
+        high = -low
+        low.scatter_reduce_(0, self.seq["position"], self.seq["reward"], "amin")
+        high.scatter_reduce_(0, self.seq["position"], self.seq["reward"], "amax")
+        return (high > low)[self.seq["position"]]
+
     def sum_tokens(self, x_T: torch.Tensor) -> torch.Tensor:
         """Sum of a per-token value over each sequence's loss mask: [T] -> [B], float64."""
         masked = torch.where(self.token["mask"], x_T, torch.zeros((), dtype=x_T.dtype, device=self.device)).double()
@@ -105,7 +113,7 @@ def from_trajectories(trajectories: list[Trajectory], part_names: tuple[str, ...
 
 def to_table(batch: Batch) -> Table:
     """A batch as named ragged columns: what `spmd.exchange` moves."""
-    keys = torch.stack([batch.seq[k] for k in KEYS], 1) if len(batch) else torch.zeros((0, len(KEYS)), dtype=torch.int64)
+    keys = torch.stack([batch.seq[k] for k in KEYS], 1)
     ones = torch.ones(len(batch), dtype=torch.int64)
     lengths = {f"token/{k}": batch.lengths for k in batch.token} | {f"seq/{k}": ones for k in batch.seq}
     values = {f"token/{k}": v for k, v in batch.token.items()} | {f"seq/{k}": v for k, v in batch.seq.items()}
@@ -119,24 +127,18 @@ def from_table(table: Table) -> Batch:
     return Batch(table.lengths["token/tokens"], token, seq)
 
 
-def balance(batch: Batch, group: dist.ProcessGroup | None, device: torch.device, cost=None) -> Batch:
+def balance(batch: Batch, group: dist.ProcessGroup | None, device: torch.device) -> Batch:
     """Give every rank of the group the same amount of work in every optimizer step. Collective.
 
-    Which optimizer step uses a sequence stands in `seq["update"]`: decided by data before, so that the answer does
-    not depend on the layout (law 2). `cost`: function of token counts int64 [N] -> int64 [N]; tokens themselves if None.
+    Which optimizer step uses a sequence stands in `seq["update"]`, and what it costs there in `seq["work"]` (int64):
+    both come from data, and only the second one is free to be an estimate (law 2).
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     table = to_table(batch)
-    updates = batch.seq["update"]
-    # The share travels in the keys so that every rank plans alike; it leaves again below.
-    table.keys_nK = torch.cat([table.keys_nK, updates[:, None]], 1)
-    n_keys = table.keys_nK.shape[1]
-
-    def assign(rows: torch.Tensor) -> torch.Tensor:
-        tokens = rows[:, n_keys]
-        return balancing.assign_balanced(cost(tokens) if cost else tokens, rows[:, n_keys - 1], ranks)
-
-    received, _ = exchange(table, assign, group, device)
+    # Both travel in the keys, so that every rank plans alike.
+    table.keys_nK = torch.cat([table.keys_nK, batch.seq["update"][:, None], batch.seq["work"][:, None]], 1)
+    share, work = len(KEYS), len(KEYS) + 1
+    received, _ = exchange(table, lambda rows: assign_balanced(rows[:, work], rows[:, share], ranks), group, device)
     return from_table(received)
 
 

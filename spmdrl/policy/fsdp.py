@@ -24,6 +24,7 @@ from spmdrl.policy.load import build_model, load_tokenizer, resolve
 from spmdrl.policy.optimizer import learning_rate, make_optimizer
 from spmdrl.policy.weights import SafetensorsWriter, gathered_buckets, read_into
 from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.mesh import World
 from spmdrl.tracking.metrics import Metrics
 
@@ -34,8 +35,11 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient that is not a number; names where it was seen first."""
 
 
-def shard(model: PackedLM, world: World, compute: torch.dtype, reshard: bool) -> None:
-    """fully_shard each decoder layer, then the rest, over [dp_replicate, dp_shard]."""
+def shard(model: PackedLM, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
+    """fully_shard each decoder layer, then the rest, over [dp_replicate, dp_shard].
+
+    direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
+    """
     mesh = world.dp_mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
     master = next(model.parameters()).dtype
     mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
@@ -47,6 +51,9 @@ def shard(model: PackedLM, world: World, compute: torch.dtype, reshard: bool) ->
             # Gradients are sums: denominators are global and already in the loss.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if direct and world.device.type == "cpu" and world.size > 1:
+                module.set_custom_all_gather(DirectAllGather())
+                module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
 def decoder_layers(hf: nn.Module) -> list[nn.Module]:
@@ -66,7 +73,7 @@ class FsdpPolicy:
 
     def __init__(self, cfg: Config, world: World, total_updates: int, trainable: bool = True):
         self.cfg, self.world = cfg, world
-        self.folder = resolve(cfg.model.path)
+        self.folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.compute = COMPUTE[cfg.model.dtype]
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
         kept = self.master if trainable else self.compute
@@ -78,7 +85,8 @@ class FsdpPolicy:
         self.model = PackedLM(hf, cfg.policy.attention)
         self.model.train(trainable)
         self.model.requires_grad_(trainable)
-        shard(self.model, world, self.compute, cfg.policy.reshard_after_forward)
+        # The lockstep recorder wants to see collectives, which direct sends are not.
+        shard(self.model, world, self.compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
         self.model.to(world.device)
         self.total_updates, self.updates_done, self.version = total_updates, 0, 0
         self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer) if trainable else None

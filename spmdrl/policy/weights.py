@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from spmdrl.policy.contract import Bucket
+from spmdrl.spmd.gloo import swap
 
 _LANES = 4096
 """Words that share one weight in a digest's sum; bounds the temporary it needs."""
@@ -91,25 +92,45 @@ def gathered_buckets(named: list[tuple[str, DTensor]], bucket_bytes: int, dtype:
 def _gather(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Bucket:
     mesh = bucket[0][1].device_mesh
     # The last mesh dimension shards; under HSDP the one before it replicates.
-    group, shards = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-    locals_ = [param.to_local().to(dtype).contiguous() for _, param in bucket]
-    mine = torch.stack([digest(x) for x in locals_])
+    group, shards, me = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    names, params = [name for name, _ in bucket], [param for _, param in bucket]
     if shards == 1:
-        return Bucket({n: x for (n, _), x in zip(bucket, locals_, strict=True)},
-                      {n: d[None] for (n, _), d in zip(bucket, mine, strict=True)})
-    sizes = [-(-param.shape[0] // shards) * param[0].numel() for _, param in bucket]
-    outgoing = torch.zeros(sum(sizes), dtype=dtype, device=locals_[0].device)
+        tensors = [param.to_local().to(dtype).contiguous() for param in params]
+        return Bucket(dict(zip(names, tensors, strict=True)),
+                      {name: digest(x)[None] for name, x in zip(names, tensors, strict=True)})
+    gather = _gather_by_rows if dist.get_backend(group) == "gloo" else _gather_flat
+    tensors, mine = gather(params, dtype, group, shards, me)
+    digests = mine.new_empty((shards, len(mine)))
+    dist.all_gather_into_tensor(digests.view(-1), mine, group=group)
+    return Bucket(dict(zip(names, tensors, strict=True)), {name: digests[:, i] for i, name in enumerate(names)})
+
+
+def _gather_by_rows(params, dtype, group, shards: int, me: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every shard is a range of rows of the whole tensor: sent from there and received there, without a copy."""
+    fulls = [torch.empty(param.shape, dtype=dtype, device=param.device) for param in params]
+    rows = [[full[slice(*shard_rows(full.shape[0], shards, r))] for r in range(shards)] for full in fulls]
+    for own, param in zip(rows, params, strict=True):
+        own[me].copy_(param.to_local())
+    mine = torch.stack([digest(own[me]) for own in rows])
+    for own in rows:
+        swap([own[me]] * shards, own, group)
+    return fulls, mine
+
+
+def _gather_flat(params, dtype, group, shards: int, me: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """One all_gather of the shards end to end; whole tensors are put together from its rows."""
+    locals_ = [param.to_local().to(dtype).contiguous() for param in params]
+    mine = torch.stack([digest(x) for x in locals_])
+    # Not param[0].numel(): indexing a DTensor gathers it.
+    sizes = [-(-param.shape[0] // shards) * (param.numel() // param.shape[0]) for param in params]
+    outgoing = torch.empty(sum(sizes), dtype=dtype, device=locals_[0].device)
     for slot, local in zip(outgoing.split(sizes), locals_, strict=True):
         slot[: local.numel()] = local.view(-1)
     everyone = outgoing.new_empty((shards, len(outgoing)))
     dist.all_gather_into_tensor(everyone.view(-1), outgoing, group=group)
-    digests = mine.new_empty((shards, len(mine)))
-    dist.all_gather_into_tensor(digests.view(-1), mine, group=group)
-    tensors = {}
-    for (name, param), part in zip(bucket, everyone.split(sizes, 1), strict=True):
-        # Shards are whole rows, padded only at the end of the last ones: end to end they are the tensor.
-        tensors[name] = part.reshape(-1)[: param.numel()].view(param.shape)
-    return Bucket(tensors, {name: digests[:, i] for i, (name, _) in enumerate(bucket)})
+    # Shards are whole rows, padded only at the end of the last ones: end to end they are the tensor.
+    parts = zip(params, everyone.split(sizes, 1), strict=True)
+    return [part.reshape(-1)[: param.numel()].view(param.shape) for param, part in parts], mine
 
 
 @torch.no_grad()

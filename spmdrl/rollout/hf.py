@@ -42,7 +42,7 @@ class HFEngine:
         self.capacity = cfg.rollout.max_sequences
         self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
         self.dtype = float_dtype(cfg.model.dtype)
-        folder = resolve(cfg.model.path)
+        folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, "sdpa").to(world.device).eval()
         self.model.requires_grad_(False)
         # Softmax in float32 at least, as the trainer's head does.

@@ -87,7 +87,7 @@ class VLLMEngine:
         from transformers import AutoConfig
         from vllm import LLM
 
-        folder = resolve(cfg.model.path)
+        folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
         longest = min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens,
                       getattr(config, "max_position_embeddings", 1 << 30))

