@@ -9,6 +9,7 @@ import torch
 
 from spmdrl.config.load import load_or_exit
 from spmdrl.config.schema import Config
+from spmdrl.environment import prepare
 
 
 def evaluation_round(cfg: Config, prompts: list, version: int, name: str):
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     # The run folder of an evaluation is its own; nothing is trained, so nothing is saved.
     cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, every=1),
                               run=dataclasses.replace(cfg.run, name=f"{cfg.run.name}-eval", dir=""))
+    prepare()
     from spmdrl.run import open_run
 
     with open_run(dataclasses.replace(loaded, config=cfg)) as run:

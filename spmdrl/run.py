@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
 from spmdrl import checkpoint
 from spmdrl.algorithm import Algorithm, compose, share_out
@@ -21,6 +23,7 @@ from spmdrl.data.batch import Batch, from_trajectories
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.sampler import step_indices
 from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.environment import keep_freed_memory
 from spmdrl.evaluate import accuracy, evaluation_round, score_round
 from spmdrl.memory import Memory
 from spmdrl.policy.contract import Policy
@@ -266,8 +269,6 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
             console.close()
 
     with named_exit(lambda: timer.phase, give_terminal_back):
-        import os
-
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if loaded.dry_run:
             if rank == 0:
@@ -277,8 +278,11 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
         folder = run_folder(cfg)
         setup_logging(folder, rank)
         world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        disable_progress_bar()
         if world.is_first:
-            console = Console(cfg.tracking.console, cfg.run.steps)
+            console = Console(cfg.tracking.console, cfg.run.steps, next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0))
             timer = Timer(console.phase)
             (folder / "config.yaml").write_text(to_yaml(cfg))
             for line in plan_lines(cfg, size):

@@ -6,6 +6,7 @@ says so). Left out of this page: how the parts are built (`run.py`), what a phas
 """
 
 from spmdrl.config.load import load_or_exit
+from spmdrl.environment import prepare
 
 
 def train(run) -> None:
@@ -35,6 +36,7 @@ def train(run) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Read flags, build the run, train; any failure ends the whole job by name."""
     loaded = load_or_exit(argv)
+    prepare()
     from spmdrl.run import open_run
 
     with open_run(loaded) as run:

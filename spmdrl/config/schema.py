@@ -229,8 +229,8 @@ class RewardConfig:
 class EvalConfig:
     """Evaluation during the run."""
 
-    every: int = 0
-    """Evaluate every N steps (and at the end). 0: never."""
+    every: int = 20
+    """Evaluate before the first step, every N steps, and at the end. 0: never."""
     prompts: int = 256
     """Evaluation prompts; 0: all."""
     samples: int = 1

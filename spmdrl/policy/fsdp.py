@@ -106,12 +106,14 @@ class FsdpPolicy:
 
     def _forward(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """logp, entropy [T]; a rank with nothing to do runs a stand-in so that its shards still travel."""
-        if len(batch):
-            return self.model(batch.token["tokens"].to(self.world.device), batch.lengths,
-                              batch.token["mask"].to(self.world.device), temperature)
-        device = self.world.device
-        logp, entropy = self.model(torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([2]),
-                                   torch.tensor([False, True], device=device), temperature)
+        device, real = self.world.device, len(batch) > 0
+        tokens_T = batch.token["tokens"] if real else torch.zeros(2, dtype=torch.int64)
+        lengths_B = batch.lengths if real else torch.tensor([2])
+        mask_T = batch.token["mask"] if real else torch.tensor([False, True])
+        # One line for both: ranks that run it together stand at the same place for the lockstep recorder.
+        logp, entropy = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature)
+        if real:
+            return logp, entropy
         # Zero times the sum keeps the graph, and with it FSDP's backward.
         return logp.sum() * logp.new_zeros(0), entropy.sum() * entropy.new_zeros(0)
 

@@ -12,31 +12,44 @@ from spmdrl.policy.contract import Bucket
 from spmdrl.spmd.gloo import swap
 
 _LANES = 4096
-"""Words that share one weight in a digest's sum; bounds the temporary it needs."""
+"""Words that share one weight by row in a digest's sum."""
+_BY_ROW = 2 * 0x9E3779B1
+"""Factor of the weights by row: even, so that the weight of every word (its column's plus its row's) stays odd."""
+_CPU_ROWS = 16
+"""Rows that a CPU widens at a time: they stay in its cache, and no temporary of the tensor's size is made."""
 
 
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as the widest integers that divide them: int64, int32, int16 or uint8 [n]."""
+def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
+    """The tensor's bytes as the widest integers that divide them: int64, int32, int16 or uint8 [n].
+
+    widest: bytes of the widest integer to use. The width depends on the number of bytes alone, not on where they lie.
+    """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for dtype, width in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
-        if flat.numel() % width == 0 and flat.storage_offset() % width == 0:
-            return flat.view(dtype)
+        if width <= widest and flat.numel() % width == 0:
+            # A view wants an aligned start, which a range of rows of another tensor may not have.
+            return (flat if flat.storage_offset() % width == 0 else flat.clone()).view(dtype)
     return flat
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """Position-weighted sum of the tensor's bytes modulo 2**64: int64 scalar, on the tensor's device.
 
-    Any one changed element changes it, and so do two exchanged ones unless they are a multiple of 4096 words apart
-    in the same column, where a second weight by row tells them apart.
+    Words of at most 32 bits under odd weights, summed in 64 bits: any one changed element changes it, its sign bit
+    too, and so do two exchanged ones.
     """
-    w = words(tensor)
+    w = words(tensor, 4)
     whole = w.numel() // _LANES * _LANES
     total = torch.zeros((), dtype=torch.int64, device=w.device)
     if whole:
         grid = w[:whole].view(-1, _LANES)
-        columns, rows = grid.sum(0, dtype=torch.int64), grid.sum(1, dtype=torch.int64)
-        total += (columns * _odd(_LANES, w.device)).sum() + (rows * _odd(len(rows), w.device)).sum() * 0x9E3779B1
+        on_cpu = w.device.type == "cpu"
+        columns, rows = torch.zeros(_LANES, dtype=torch.int64, device=w.device), []
+        for part in grid.split(_CPU_ROWS if on_cpu else len(grid)):
+            wide = part.long() if on_cpu else part
+            columns += wide.sum(0, dtype=torch.int64)
+            rows.append(wide.sum(1, dtype=torch.int64))
+        total += (columns * _odd(_LANES, w.device)).sum() + (torch.cat(rows) * _odd(len(grid), w.device)).sum() * _BY_ROW
     if w.numel() > whole:
         total += (w[whole:].long() * _odd(w.numel() - whole, w.device)).sum() * 0x85EBCA77
     return total

@@ -104,7 +104,7 @@ class VLLMEngine:
             return LLM(model=str(folder), dtype=cfg.model.dtype, tensor_parallel_size=cfg.rollout.tp, seed=0,
                        enforce_eager=cfg.rollout.enforce_eager or self.on_cpu, skip_tokenizer_init=True,
                        max_model_len=longest, max_num_seqs=self.capacity, logprobs_mode="processed_logprobs",
-                       trust_remote_code=cfg.model.trust_remote_code, disable_log_stats=True, **options)
+                       trust_remote_code=cfg.model.trust_remote_code, disable_log_stats=True, use_tqdm_on_load=False, **options)
         except Exception as error:
             raise RuntimeError(f"vLLM could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or lower "
                                "--rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp") from error

@@ -50,4 +50,5 @@ def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shift(x, 30)) * _signed(_MIX1)
     x = (x ^ _shift(x, 27)) * _signed(_MIX2)
     x = x ^ _shift(x, 31)
-    return (_shift(x, 11).double() + 0.5) * 2.0**-53
+    # 52 bits and a half are exact in float64; with 53 the largest would round to 1.
+    return (_shift(x, 12).double() + 0.5) * 2.0**-52

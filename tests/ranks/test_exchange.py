@@ -1,0 +1,193 @@
+"""Ragged tables between ranks: every item once, bytes intact, where the plan sends it; law 2's layouts start here."""
+
+import pytest
+import torch
+
+from spmdrl.data.batch import balance, from_trajectories, gather_seq
+from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.spmd.balance import assign_balanced
+from spmdrl.spmd.exchange import Table, all_gather_rows, all_gather_text, exchange, lexsort
+from spmdrl.spmd.seeds import generator_for
+from tests.ranks.harness import run_ranks
+
+RANKS = [1, 2, 3, 4]
+COLUMNS = {"f32": (torch.float32, ()), "i64": (torch.int64, ()), "flag": (torch.bool, ()), "bf16": (torch.bfloat16, (3,)),
+           "f64": (torch.float64, (2, 2)), "u8": (torch.uint8, ())}
+
+
+def cpu(world):
+    return world.device
+
+
+def group_of(world):
+    return torch.distributed.group.WORLD if world.size > 1 else None
+
+
+def item(case: int, index: int) -> dict[str, torch.Tensor]:
+    """Rows of one item, a function of its index: what any rank must find, wherever the item went."""
+    rng = torch.Generator().manual_seed(1000 * case + index)
+    out = {}
+    for name, (dtype, shape) in COLUMNS.items():
+        length = int(torch.randint(0, 7, (), generator=rng)) if name != "f32" else index % 5 + 1
+        raw = torch.randint(0, 256, (length, *shape, 8), generator=rng).to(torch.uint8)
+        # Any bytes at all, nan patterns included.
+        out[name] = raw[..., 0] > 127 if dtype == torch.bool else raw[..., : dtype.itemsize].contiguous().view(dtype)[..., 0]
+    return out
+
+
+def owners(case: int, n_items: int, ranks: int) -> list[int]:
+    """Who holds what before; case 1 leaves all with the last rank, case 2 nothing to rank 0."""
+    rng = generator_for(7, case, ranks)
+    if case == 1:
+        return [ranks - 1] * n_items
+    return [rng.randrange(1 if case == 2 and ranks > 1 else 0, ranks) for _ in range(n_items)]
+
+
+def table_of(case: int, indices: list[int]) -> Table:
+    items = [item(case, i) for i in indices]
+    keys = torch.tensor([[i // 3, i % 3] for i in indices], dtype=torch.int64).view(-1, 2)
+    empty = {name: torch.zeros((0, *shape), dtype=dtype) for name, (dtype, shape) in COLUMNS.items()}
+    lengths = {name: torch.tensor([len(x[name]) for x in items], dtype=torch.int64) for name in COLUMNS}
+    values = {name: torch.cat([empty[name], *[x[name] for x in items]]) for name in COLUMNS}
+    return Table(keys, lengths, values)
+
+
+def planned(case: int, n_items: int, ranks: int) -> list[int]:
+    """Where each item shall go; case 3 sends all to rank 0."""
+    rng = generator_for(8, case, ranks)
+    return [0 if case == 3 else rng.randrange(ranks) for _ in range(n_items)]
+
+
+def exchange_cases(world):
+    out = []
+    for case, n_items in enumerate([30, 17, 11, 24, 0, 1]):
+        mine = [i for i, owner in enumerate(owners(case, n_items, world.size)) if owner == world.rank]
+        generator_for(case, world.rank).shuffle(mine)  # arrival order is not sample order
+        target = planned(case, n_items, world.size)
+
+        def assign(rows, target=target):
+            return torch.tensor([target[int(a) * 3 + int(b)] for a, b in rows[:, :2]], dtype=torch.int64)
+
+        got, rows = exchange(table_of(case, mine), assign, group_of(world), world.device)
+        out.append((got.keys_nK, got.lengths, got.values, rows))
+    return out
+
+
+def raw(x: torch.Tensor) -> bytes:
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_layout_exchange_moves_every_item_once_with_its_bytes(n):
+    results = run_ranks(exchange_cases, n)
+    for case, n_items in enumerate([30, 17, 11, 24, 0, 1]):
+        target = planned(case, n_items, n)
+        for rank in range(n):
+            keys, lengths, values, rows = results[rank][case]
+            want = [i for i in range(n_items) if target[i] == rank]
+            assert [int(a) * 3 + int(b) for a, b in keys] == want  # sorted by key, as planned
+            items = [item(case, i) for i in want]
+            for name, (dtype, shape) in COLUMNS.items():
+                assert lengths[name].tolist() == [len(x[name]) for x in items]
+                assert values[name].dtype == dtype and values[name].shape[1:] == shape
+                assert raw(values[name]) == b"".join(raw(x[name]) for x in items), (case, rank, name)
+            # Rows of all items, sorted, alike on every rank: keys, then lengths in column order.
+            everything = [item(case, i) for i in range(n_items)]
+            assert rows.tolist() == [[i // 3, i % 3, *[len(x[name]) for name in COLUMNS]]
+                                     for i, x in enumerate(everything)]
+
+
+def trajectories() -> list[Trajectory]:
+    """10 prompts x 4 samples with heavy-tailed lengths; prompt 3 is drawn twice (positions 3 and 7)."""
+    rng = generator_for(5)
+    out = []
+    for position in range(10):
+        for sample in range(4):
+            length = min(400, 3 + int(rng.paretovariate(1.1) * 5))
+            g = torch.Generator().manual_seed(position * 10 + sample)
+            mask = torch.arange(length) >= 2
+            out.append(Trajectory(prompt=3 if position == 7 else position, sample=sample, position=position,
+                                  tokens=torch.randint(0, 47, (length,), generator=g), mask=mask,
+                                  rollout_logp=-torch.rand(length, generator=g) * mask, version=position,
+                                  finish=FINISH_REASONS[(position + sample) % 3], turns=sample + 1,
+                                  reward=rng.random(), parts={"a": rng.random()} if position % 2 else {}))
+    return out
+
+
+def rank_batch(world, updates: int):
+    everyone = trajectories()
+    owner = owners(2, len(everyone), world.size)
+    batch = from_trajectories([t for t, o in zip(everyone, owner, strict=True) if o == world.rank], ("a", "b"))
+    batch.seq["update"] = batch.seq["position"] % updates
+    return batch
+
+
+def balance_cases(world):
+    out = []
+    for updates in (1, 2):
+        for cost in (None, lambda tokens: tokens * tokens):
+            batch = balance(rank_batch(world, updates), group_of(world), world.device, cost)
+            out.append((batch.lengths, batch.token, batch.seq))
+    return out
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_layout_balance_keeps_every_sequence_and_evens_the_work(n):
+    results = run_ranks(balance_cases, n)
+    everyone = {(t.position, t.sample): t for t in trajectories()}
+    for case, (updates, power) in enumerate([(1, 1), (1, 2), (2, 1), (2, 2)]):
+        seen = []
+        work = torch.zeros(updates, n)
+        for rank in range(n):
+            lengths, token, seq = results[rank][case]
+            names = list(zip(seq["position"].tolist(), seq["sample"].tolist(), strict=True))
+            assert names == sorted(names)  # sample order
+            seen += names
+            at = 0
+            for i, name in enumerate(names):
+                t, stop = everyone[name], at + int(lengths[i])
+                assert torch.equal(token["tokens"][at:stop], t.tokens) and torch.equal(token["mask"][at:stop], t.mask)
+                assert raw(token["rollout_logp"][at:stop]) == raw(t.rollout_logp)
+                assert seq["reward"][i].item() == t.reward and seq["part/a"][i].item() == t.parts.get("a", 0.0)
+                assert seq["part/b"][i].item() == 0.0
+                assert [seq[k][i].item() for k in ("prompt", "version", "turns", "update")] == [
+                    t.prompt, t.version, t.turns, t.position % updates]
+                assert FINISH_REASONS[seq["finish"][i]] == t.finish
+                work[seq["update"][i], rank] += float(lengths[i]) ** power
+                at = stop
+            assert at == len(token["tokens"])
+        assert sorted(seen) == sorted(everyone)
+        # 20 or 40 sequences with a heavy tail: no rank has more than one longest sequence above the mean.
+        longest = max(len(t.tokens) for t in everyone.values()) ** power
+        assert (work.max(1).values - work.mean(1) <= longest).all()
+
+
+def gather_cases(world):
+    batch = rank_batch(world, 1)
+    columns, mine = gather_seq(batch, ("reward", "position"), group_of(world), world.device)
+    own = {n: torch.equal(columns[n][mine], batch.seq[n].double()) for n in columns}
+    texts = [f"rank {world.rank}: grün, {'x' * 50 * world.rank}", "" if world.rank % 2 == 0 else "only odd ones speak", ""]
+    ragged = torch.arange(world.rank * 2, dtype=torch.float64).view(-1, 2) + 100 * world.rank
+    return (columns, own, [all_gather_text(t, world.host_group) for t in texts],
+            all_gather_rows(ragged, group_of(world)))
+
+
+def test_layout_gathered_columns_are_alike_on_every_rank_and_world_size():
+    want = {"reward": [t.reward for t in trajectories()], "position": [float(t.position) for t in trajectories()]}
+    for n in RANKS:
+        for columns, own, texts, rows in run_ranks(gather_cases, n):
+            assert {k: v.tolist() for k, v in columns.items()} == want  # bit for bit, in sample order
+            assert own == {"reward": True, "position": True}
+            assert texts[0] == [f"rank {r}: grün, {'x' * 50 * r}".strip() for r in range(n)]
+            assert texts[1] == ["" if r % 2 == 0 else "only odd ones speak" for r in range(n)]
+            assert texts[2] == [""] * n
+            assert [len(part) for part in rows] == list(range(n))
+            assert all((part >= 100 * r).all() and (part < 100 * r + 99).all() for r, part in enumerate(rows))
+
+
+def test_lexsort_orders_by_first_column_first():
+    keys = torch.tensor([[2, 0, 5], [1, 9, 0], [1, 2, 7], [2, 0, 4], [1, 2, 7]])
+    order = lexsort(keys).tolist()
+    assert [keys[i].tolist() for i in order] == sorted(keys.tolist())
+    assert order.index(2) < order.index(4)  # stable
+    assert assign_balanced(torch.tensor([5, 5]), torch.tensor([0, 1]), 3).unique().numel() == 1  # each share on its own
