@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spmdrl.algos import (ADVANTAGES, LOSSES, PRESETS, LossInputs, Totals, count_totals, kl_estimate, token_weights)
+from spmdrl.algos import ADVANTAGES, LOSSES, PRESETS, LossInputs, Totals, count_totals, kl_estimate, token_weights
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, gather_seq
 from spmdrl.policy.contract import LossResult, Policy
@@ -121,6 +121,7 @@ def score(batch: Batch, policy: Policy, reference: Policy | None, algo: Algorith
         batch.token["old_logp"], _ = policy.logprobs(batch, temperature)
         add_logp_diff(metrics, batch.token["old_logp"], batch.token["rollout_logp"], batch.token["mask"])
     if algo.needs_reference:
+        assert reference is not None, "compose() says that a reference is needed, so the run built one"
         batch.token["ref_logp"], _ = reference.logprobs(batch, temperature)
         if algo.kl_in == "reward":
             kl_T = kl_estimate(algo.kl_estimator, batch.token["old_logp"], batch.token["ref_logp"], batch.token["mask"])
@@ -153,6 +154,7 @@ def load_function(spec: str, table: dict[str, Callable]) -> Callable:
     if not Path(path).is_file():
         raise ValueError(f"{path} does not exist (from {spec!r})")
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert module_spec and module_spec.loader, path
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):

@@ -1,9 +1,9 @@
 """Checkpoints: written beside, verified by a manifest, published by one rename.
 
-    checkpoints/step_<N>/model/         HF safetensors, config, tokenizer: opens in transformers and vLLM as it is
-    checkpoints/step_<N>/state/         optimizer (torch.distributed.checkpoint) and run.json
-    checkpoints/step_<N>/MANIFEST.json  size and hash of every file; a folder without it is not a checkpoint
-    checkpoints/latest                  link to the newest
+checkpoints/step_<N>/model/         HF safetensors, config, tokenizer: opens in transformers and vLLM as it is
+checkpoints/step_<N>/state/         optimizer (torch.distributed.checkpoint) and run.json
+checkpoints/step_<N>/MANIFEST.json  size and hash of every file; a folder without it is not a checkpoint
+checkpoints/latest                  link to the newest
 """
 
 import json

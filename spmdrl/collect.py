@@ -57,7 +57,7 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
     limit = min(engine.capacity, fair)
     running = 0
     finished: dict[tuple[int, int], Completion] = {}
-    rewards: dict[tuple[int, int], Reward] = {}
+    rewards: dict[object, Reward] = {}
     with timer("rollout"):
         while True:
             for position in queue.take(-(-(limit - running) // round_.samples)):
@@ -99,4 +99,4 @@ def _trajectory(round_: Round, completion: Completion, reward: Reward) -> Trajec
     mask[len(prompt.tokens):] = True
     return Trajectory(prompt=prompt.index, sample=sample, position=position,
                       tokens=torch.tensor(prompt.tokens + completion.tokens), mask=mask, rollout_logp=logp,
-                      version=completion.version, finish=completion.finish, reward=reward.score, parts=reward.parts)
+                      version=round_.version, finish=completion.finish, reward=reward.score, parts=reward.parts)

@@ -1,6 +1,6 @@
 """Accuracy and pass@k of a model on a prompt set, during training or on its own.
 
-    python -m spmdrl.evaluate --config configs/gsm8k_grpo.yaml --model.path runs/gsm8k/checkpoints/latest/model
+python -m spmdrl.evaluate --config configs/gsm8k_grpo.yaml --model.path runs/gsm8k/checkpoints/latest/model
 """
 
 import math

@@ -202,6 +202,7 @@ class Run:
             rows.append({"step": step + 1, "prompt": decode(t.tokens[~t.mask].tolist()),
                          "completion": decode(t.tokens[t.mask].tolist(), skip_special_tokens=True), "reward": t.reward,
                          "finish": t.finish, "index": t.prompt, "sample": t.sample})
+        assert self.samples_file is not None
         for row in rows:
             self.samples_file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.samples_file.flush()

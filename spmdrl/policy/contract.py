@@ -38,14 +38,19 @@ class Policy(Protocol):
     """A model sharded over ranks. Every method is collective: all ranks call it together."""
 
     version: int
-    """Optimizer updates that made these weights; what an engine must hold to sample (law 5)."""
+    """Counts changes of the weights; what an engine must hold to sample (law 5)."""
+    updates_done: int
+    """Optimizer steps behind them; places the learning rate schedule."""
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """logp and entropy [T] of a batch on the host, without gradient; 0 outside the loss mask."""
         ...
 
     def update(self, batch: Batch, loss: Loss, prepare: Callable[[Batch], dict], temperature: float) -> Metrics:
-        """One optimizer step for each value of `batch.seq["update"]`; version + 1 for the whole call."""
+        """One optimizer step for each value of `batch.seq["update"]`; version + 1 for the whole call.
+
+        A step whose gradient is exactly zero changes nothing and is not counted.
+        """
         ...
 
     def weights(self, bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:

@@ -7,6 +7,7 @@ averaged) over ranks, so neither the packing nor the number of ranks enters the 
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ def shard(model: PackedLM, world: World, compute: torch.dtype, reshard: bool, di
     for layer in decoder_layers(model.hf):
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+    module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             # Gradients are sums: denominators are global and already in the loss.
@@ -56,7 +58,7 @@ def shard(model: PackedLM, world: World, compute: torch.dtype, reshard: bool, di
                 module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
-def decoder_layers(hf: nn.Module) -> list[nn.Module]:
+def decoder_layers(hf: Any) -> list[nn.Module]:
     """The repeated blocks of a HF model: the longest ModuleList.
 
     Raises:
@@ -82,14 +84,15 @@ class FsdpPolicy:
             raise ValueError(f"{cfg.model.path}: an output head with a bias is not supported")
         if cfg.policy.activation_checkpointing and trainable:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model = PackedLM(hf, cfg.policy.attention)
+        # Any: fully_shard adds methods, and the parameters become DTensors.
+        self.model: Any = PackedLM(hf, cfg.policy.attention)
         self.model.train(trainable)
         self.model.requires_grad_(trainable)
         # The lockstep recorder wants to see collectives, which direct sends are not.
         shard(self.model, world, self.compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
         self.model.to(world.device)
         self.total_updates, self.updates_done, self.version = total_updates, 0, 0
-        self.optimizer = make_optimizer(self.model.parameters(), cfg.optimizer) if trainable else None
+        self.optimizer: Any = make_optimizer(self.model.parameters(), cfg.optimizer) if trainable else None
         self.on_device = True
 
     # ── forward ──────────────────────────────────────────────────────────────
@@ -140,11 +143,13 @@ class FsdpPolicy:
             NonFiniteError: loss or gradient norm is NaN or infinite, on every rank alike.
         """
         metrics = Metrics()
+        before = self.updates_done
         for share in range(self.cfg.algo.updates_per_step):
             part = batch.select(torch.nonzero(batch.seq["update"] == share).flatten())
             self._accumulate(part, loss, prepare(part), temperature, metrics)
             self._optimizer_step(metrics)
-        self.version += 1
+        # Without a step the engine holds these very weights already.
+        self.version += self.updates_done > before
         return metrics
 
     def _accumulate(self, part: Batch, loss: Loss, shared: dict, temperature: float, metrics: Metrics) -> None:
@@ -178,8 +183,8 @@ class FsdpPolicy:
         if norm > 0:
             # A step without signal leaves weights and moments as they are.
             self.optimizer.step()
+            self.updates_done += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.updates_done += 1
         metrics.add("grad_norm", norm)
         metrics.add("lr", lr)
 

@@ -1,5 +1,7 @@
 """A causal language model over packed sequences, with the head that turns hidden states into logp and entropy."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,6 +14,8 @@ class PackedLM(nn.Module):
 
     The HF model is the attribute `hf`, so parameter names are its own behind the prefix `hf.`.
     """
+
+    hf: Any
 
     def __init__(self, hf: nn.Module, attention: str = "auto"):
         super().__init__()
@@ -39,5 +43,5 @@ class PackedLM(nn.Module):
         logp, ent = linear_logprob(hidden_TD.index_select(0, rows - 1), head.weight, tokens_T[rows],
                                    temperature * self.logit_divisor, entropy=entropy, softcap=self.softcap)
         zeros = torch.zeros(len(tokens_T), dtype=logp.dtype, device=device)
-        ent_T = zeros.index_copy(0, rows, ent) if entropy else zeros
+        ent_T = zeros.index_copy(0, rows, ent) if ent is not None else zeros
         return zeros.index_copy(0, rows, logp), ent_T

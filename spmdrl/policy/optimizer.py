@@ -12,7 +12,7 @@ def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
     parameters = [p for p in parameters if p.requires_grad]
     groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": cfg.weight_decay},
               {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=tuple(cfg.betas), eps=cfg.eps)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total: int) -> float:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
             wide = part.long() if on_cpu else part
             columns += wide.sum(0, dtype=torch.int64)
             rows.append(wide.sum(1, dtype=torch.int64))
-        total += (columns * _odd(_LANES, w.device)).sum() + (torch.cat(rows) * _odd(len(grid), w.device)).sum() * _BY_ROW
+        total += (columns * _odd(_LANES, w.device)).sum()
+        total += (torch.cat(rows) * _odd(len(grid), w.device)).sum() * _BY_ROW
     if w.numel() > whole:
         total += (w[whole:].long() * _odd(w.numel() - whole, w.device)).sum() * 0x85EBCA77
     return total
@@ -157,7 +159,7 @@ def read_into(named: list[tuple[str, DTensor]], folder: Path) -> None:
 
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"] if index.exists() else None
-    handles: dict[str, object] = {}
+    handles: dict[str, Any] = {}
     for name, param in named:
         file = files.get(name, "") if files else "model.safetensors"
         if not file:
@@ -198,6 +200,7 @@ class SafetensorsWriter:
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
+        assert self.folder is not None
         save_file(self.pending, self.folder / f"part-{len(self.files):05d}.safetensors", metadata={"format": "pt"})
         self.files.append(list(self.pending))
         self.total += self.size

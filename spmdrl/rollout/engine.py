@@ -13,6 +13,7 @@ import torch
 from spmdrl.policy.contract import Bucket
 
 Owner = Literal["weights", "kv_cache"]
+Finish = Literal["stop", "length", "abort"]
 
 
 class StaleEngineError(RuntimeError):
@@ -44,8 +45,9 @@ class Completion:
     key: tuple[int, int]
     tokens: list[int]
     logp: list[float]
-    finish: Literal["stop", "length", "abort"]
-    version: int
+    finish: Finish
+    version: int | None
+    """Weight version it was sampled from; None: aborted while the weights were being replaced."""
 
 
 class Engine(Protocol):

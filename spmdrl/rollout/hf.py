@@ -5,6 +5,7 @@ one uniform number keyed by the request's seed and its position, so a sample doe
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from spmdrl.config.schema import Config
 from spmdrl.policy.contract import Bucket
 from spmdrl.policy.load import build_model, resolve
 from spmdrl.policy.weights import word_sum
-from spmdrl.rollout.engine import Completion, Owner, Request, check_version, float_dtype
+from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_version, float_dtype
 from spmdrl.rollout.transfer import verified
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.seeds import uniform
@@ -31,7 +32,7 @@ class Group:
         self.seeds = torch.tensor([r.seed for r in requests], device=device)
         self.temperature = torch.tensor([r.temperature for r in requests], device=device)
         self.top_p = torch.tensor([r.top_p for r in requests], device=device)
-        self.cache = None
+        self.cache: Any = None
 
 
 class HFEngine:
@@ -111,7 +112,7 @@ class HFEngine:
         group.seeds, group.temperature, group.top_p = group.seeds[index], group.temperature[index], group.top_p[index]
         group.cache.batch_select_indices(index)
 
-    def _completion(self, group: Group, row: int, finish: str) -> Completion:
+    def _completion(self, group: Group, row: int, finish: Finish) -> Completion:
         return Completion(group.requests[row].key, group.tokens[row], group.logp[row], finish, self.version)
 
     def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:

@@ -7,6 +7,7 @@ loaded in place, and how a CPU build gives its KV cache back.
 import logging
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -77,8 +78,9 @@ class VLLMEngine:
         torch.set_rng_state(rng)
         if local_world is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_world
-        self.engine = self.llm.llm_engine
-        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
+        # Any: below here is vLLM's inside, which its public types do not describe.
+        self.engine: Any = self.llm.llm_engine
+        self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         self.kv_bytes: dict[int, tuple] = {}
 
     def _build(self, cfg: Config):
@@ -94,14 +96,15 @@ class VLLMEngine:
         kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
         if not kv_bytes and self.on_cpu:
             kv_bytes = cpu_kv_bytes(config, self.capacity * longest // cfg.rollout.tp, cfg.model.dtype)
-        options = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
+        options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
         if not self.on_cpu:
             options |= {"gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
                         "enable_sleep_mode": cfg.rollout.sleep_level > 0}
         if cfg.rollout.tp > 1:
             options["distributed_executor_backend"] = "external_launcher"
         try:
-            return LLM(model=str(folder), dtype=cfg.model.dtype, tensor_parallel_size=cfg.rollout.tp, seed=0,
+            return LLM(model=str(folder), dtype=cfg.model.dtype,  # pyright: ignore[reportArgumentType]
+                       tensor_parallel_size=cfg.rollout.tp, seed=0,
                        enforce_eager=cfg.rollout.enforce_eager or self.on_cpu, skip_tokenizer_init=True,
                        max_model_len=longest, max_num_seqs=self.capacity, logprobs_mode="processed_logprobs",
                        trust_remote_code=cfg.model.trust_remote_code, disable_log_stats=True, use_tqdm_on_load=False, **options)
@@ -110,7 +113,7 @@ class VLLMEngine:
                                "--rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp") from error
 
     @property
-    def model(self) -> torch.nn.Module:
+    def model(self) -> Any:
         """vLLM's own model object."""
         return self.runner.model
 
@@ -131,7 +134,7 @@ class VLLMEngine:
 
     def poll(self) -> list[Completion]:
         """See the contract."""
-        done = []
+        done: list[Completion] = []
         if not self.engine.has_unfinished_requests():
             return done
         for output in self.engine.step():

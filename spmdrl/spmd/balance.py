@@ -1,4 +1,4 @@
-"""Equal work for every rank: Karmarkar-Karp number partitioning with nearly equal counts.
+"""Equal work for every rank: Karmarkar-Karp number partitioning, with nearly equal counts where that is even enough.
 
 Source: N. Karmarkar, R. Karp, The differencing method of set partitioning, 1982 (multiway form: largest differencing).
 """
@@ -11,7 +11,8 @@ import torch
 def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
     """Split item indices into `parts` lists whose cost sums are close; the same answer for the same input.
 
-    Deterministic: ties are broken by position. Complexity O(n log n * parts).
+    Counts differ by one at most, unless that leaves the largest sum more than 1% above the mean and another split is
+    more even. Deterministic: ties are broken by position. Complexity O(n log n * parts).
     """
     if parts == 1:
         return [list(range(len(costs)))]
@@ -35,7 +36,25 @@ def karmarkar_karp(costs: list[int], parts: int) -> list[list[int]]:
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], ticket, merged))
         ticket += 1
-    return [sorted(items) for _, items in heap[0][2]]
+    even = heap[0][2]
+    if even[0][0] * parts * 100 > sum(costs) * 101:
+        # Few items a part and a heavy tail: a part with a very long one must take fewer others. DAPO's 8,192 sequences
+        # on 1,024 ranks: 1.10 of the mean, so 1.01.
+        free = longest_first(costs, parts)
+        if max(total for total, _ in free) < even[0][0]:
+            even = free
+    return [sorted(items) for _, items in even]
+
+
+def longest_first(costs: list[int], parts: int) -> list[tuple[int, list[int]]]:
+    """(sum, item indices) of each part when the costliest item left always goes to the lightest part (Graham, 1969)."""
+    bins = [(0, part) for part in range(parts)]
+    members: list[list[int]] = [[] for _ in range(parts)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, part = bins[0]
+        members[part].append(i)
+        heapq.heapreplace(bins, (total + costs[i], part))
+    return [(total, members[part]) for total, part in sorted(bins, key=lambda b: b[1])]
 
 
 def assign_balanced(costs_N: torch.Tensor, share_N: torch.Tensor, ranks: int) -> torch.Tensor:

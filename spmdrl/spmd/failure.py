@@ -40,7 +40,8 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
     except SystemExit:
         raise
     except BaseException as error:
-        log.error("failed in phase %s\n%s", phase(), traceback.format_exc())
+        # Every rank keeps its own story; the console gets one, below.
+        log.error("failed in phase %s\n%s", phase(), traceback.format_exc(), extra={"file_only": True})
         with suppress(Exception):
             before_exit()
         if first_to_fail():

@@ -89,7 +89,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     use_gpu = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
     if use_gpu and torch.cuda.device_count() <= local_rank:
         if kind == "cuda":
-            raise ValueError(f"--run.device cuda: local rank {local_rank} has no GPU ({torch.cuda.device_count()} seen)")
+            raise ValueError(f"--run.device cuda: local rank {local_rank} has no GPU of its own")
         use_gpu = False
     if not use_gpu:
         return torch.device("cpu")
@@ -129,5 +129,6 @@ def world_from_group(parallel: ParallelConfig, rollout_tp: int, device: torch.de
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     rollout = init_device_mesh(device.type, (size // rollout_tp, rollout_tp), mesh_dim_names=("engine", "tp"))
     host = dist.new_group(backend="gloo", timeout=wait)
+    assert isinstance(host, dist.ProcessGroup)
     store = dist.PrefixStore("spmdrl", dist.distributed_c10d._get_default_store())
     return World(dist.get_rank(), size, local_rank, device, host, store, mesh, rollout)

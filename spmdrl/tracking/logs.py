@@ -48,9 +48,14 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
 
 
 class _Stderr(logging.Handler):
-    """Writes to the sys.stderr of the moment, as the live panel puts its own in place while it is on."""
+    """Writes to the sys.stderr of the moment, as the live panel puts its own in place while it is on.
+
+    Records made with `extra={"file_only": True}` are left to the log file.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "file_only", False):
+            return
         try:
             print(f"{record.levelname.lower()}: {self.format(record)}", file=sys.stderr, flush=True)
         except Exception:  # a handler must not raise into the code that logs

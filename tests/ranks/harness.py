@@ -5,6 +5,7 @@ under a second and nothing the test process did before (threads, CUDA, vLLM) com
 that can be imported: at the top of a test module. The parent never makes a process group.
 """
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -52,12 +53,17 @@ def _rank_main(folder: str, rank: int, size: int, function, args, options: dict)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         parallel = ParallelConfig(dp_replicate=options["dp_replicate"])
         world = world_from_group(parallel, options["rollout_tp"], torch.device("cpu"), rank, limit)
+        dist.barrier()
         result = {"value": function(world, *args)}
     except BaseException as error:
         result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(),
                   "at": time.monotonic()}
     torch.save(result, out.with_suffix(".part"))
     os.replace(out.with_suffix(".part"), out)
+    if "value" in result:
+        # Others may still be reading what this rank sent last. Errors of theirs are theirs to tell.
+        with contextlib.suppress(Exception):
+            dist.barrier()
     # Leave at once: destructors of a group wait for ranks that may be gone.
     os._exit(0 if "value" in result else 1)
 
@@ -118,6 +124,7 @@ def _gather(folder: Path, ranks: list, end: float) -> list:
     if failures:
         raise RankError("\n".join(text for _, text in sorted(failures)))
     if running:
-        names = ", ".join(map(str, sorted(running)))
+        late = [r for r in sorted(running) if not (folder / f"rank_{r}.pt").exists()]
+        names = ", ".join(map(str, late or sorted(running)))
         raise RankError(f"rank(s) {names} of {len(ranks)} still running at the time limit; killed")
     return [values[r] for r in range(len(ranks))]
