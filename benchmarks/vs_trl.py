@@ -65,7 +65,8 @@ from spmdrl.run import open_run
 from spmdrl.train import train
 steps, prompts, samples, tokens, folder = *map(int, sys.argv[1:5]), sys.argv[5]
 config = from_command_line([
-    "--run.dir", folder, "--run.steps", str(steps), "--rollout.engine", "hf", "--rollout.prompts_per_step", str(prompts),
+    "--run.dir", folder, "--run.steps", str(steps), "--rollout.engine", "hf",
+    "--rollout.prompts_per_step", str(prompts),
     "--rollout.samples_per_prompt", str(samples), "--rollout.max_new_tokens", str(tokens), "--data.eval", "",
     "--eval.every", "0", "--checkpoint.at_end", "false", "--tracking.samples", "0", "--tracking.console", "plain"])
 with open_run(Loaded(config.config)) as run:
@@ -77,16 +78,25 @@ with open_run(Loaded(config.config)) as run:
 
 def environment(world: int) -> dict[str, str]:
     """One thread a rank, no network, the project importable."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true",
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_DISABLED": "true",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def launch(python: Path, world: int, script: str, arguments: list[str], log: Path) -> None:
     """Run a script on `world` ranks; raises with the end of its log when it fails."""
     with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as f:
         f.write(script)
-    run = [str(python)] if world == 1 else [str(python), "-m", "torch.distributed.run", "--standalone",
-                                            "--nproc-per-node", str(world)]
+    run = (
+        [str(python)]
+        if world == 1
+        else [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    )
     with open(log, "w") as out:
         done = subprocess.run([*run, f.name, *arguments], env=environment(world), stdout=out, stderr=out, check=False)
     if done.returncode:
@@ -118,9 +128,17 @@ def measure(world: int, steps: int, python: Path, work: Path) -> dict:
     theirs = statistics.median(trl["times"][SKIP:])
     phases = {k: statistics.median(row[k] for row in rows) for k in rows[0] if k.startswith("time/")}
     samples = PROMPTS * SAMPLES
-    return {"world": world, "spmdrl_s": ours, "trl_s": theirs, "spmdrl_samples_per_s": samples / ours,
-            "trl_samples_per_s": samples / theirs, "ratio": theirs / ours, "trl_mean_tokens": trl["tokens"],
-            "spmdrl_mean_tokens": rows[-1]["response_length/mean"], "spmdrl_phases": phases}
+    return {
+        "world": world,
+        "spmdrl_s": ours,
+        "trl_s": theirs,
+        "spmdrl_samples_per_s": samples / ours,
+        "trl_samples_per_s": samples / theirs,
+        "ratio": theirs / ours,
+        "trl_mean_tokens": trl["tokens"],
+        "spmdrl_mean_tokens": rows[-1]["response_length/mean"],
+        "spmdrl_phases": phases,
+    }
 
 
 def main() -> None:
@@ -134,10 +152,14 @@ def main() -> None:
     steps = 8 if args.quick else 30
     with tempfile.TemporaryDirectory() as work:
         rows = [measure(world, steps, python, Path(work)) for world in (1, 2)]
-    print(f"{'ranks':>5} {'spmdrl s/step':>14} {'TRL s/step':>11} {'spmdrl samples/s':>17} {'TRL samples/s':>14} {'ratio':>6}")
+    print(
+        f"{'ranks':>5} {'spmdrl s/step':>14} {'TRL s/step':>11} {'spmdrl samples/s':>17} {'TRL samples/s':>14} {'ratio':>6}"  # noqa: E501
+    )
     for r in rows:
-        print(f"{r['world']:>5} {r['spmdrl_s']:>14.3f} {r['trl_s']:>11.3f} {r['spmdrl_samples_per_s']:>17.0f} "
-              f"{r['trl_samples_per_s']:>14.0f} {r['ratio']:>6.2f}")
+        print(
+            f"{r['world']:>5} {r['spmdrl_s']:>14.3f} {r['trl_s']:>11.3f} {r['spmdrl_samples_per_s']:>17.0f} "
+            f"{r['trl_samples_per_s']:>14.0f} {r['ratio']:>6.2f}"
+        )
         print("      phases " + "  ".join(f"{k[5:]} {v:.3f}" for k, v in r["spmdrl_phases"].items()))
     for r in rows:
         word = "ok" if r["ratio"] >= 2 else "miss"
@@ -146,9 +168,15 @@ def main() -> None:
         import torch
         import transformers
 
-        about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                 "python": platform.python_version(), "torch": torch.__version__,
-                 "transformers": transformers.__version__, "trl": PINS[0], "date": time.strftime("%Y-%m-%d")}
+        about = {
+            "machine": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": PINS[0],
+            "date": time.strftime("%Y-%m-%d"),
+        }
         args.json.write_text(json.dumps({"about": about, "steps": steps, "rows": rows}, indent=1) + "\n")
 
 

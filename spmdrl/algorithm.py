@@ -78,11 +78,19 @@ class Algorithm:
         device = logp.device
         token = {k: v.to(device) for k, v in micro.token.items()}
         mask, seq = token["mask"], micro.seq_index.to(device)
-        old_logp = {"update": logp.detach(), "policy": token.get("old_logp"),
-                    "rollout": token["rollout_logp"]}[self.old_logp]
-        inputs = LossInputs(logp=logp, old_logp=old_logp.to(logp.dtype), advantages=token["advantages"].to(logp.dtype),
-                            mask=mask, seq=seq, entropy=entropy, ref_logp=token.get("ref_logp"),
-                            rollout_logp=token["rollout_logp"])
+        old_logp = {"update": logp.detach(), "policy": token.get("old_logp"), "rollout": token["rollout_logp"]}[
+            self.old_logp
+        ]
+        inputs = LossInputs(
+            logp=logp,
+            old_logp=old_logp.to(logp.dtype),
+            advantages=token["advantages"].to(logp.dtype),
+            mask=mask,
+            seq=seq,
+            entropy=entropy,
+            ref_logp=token.get("ref_logp"),
+            rollout_logp=token["rollout_logp"],
+        )
         per_token, stats = self.loss(inputs, **self.settings)
         metrics = Metrics()
         weight = mask.sum()
@@ -179,6 +187,16 @@ def compose(cfg: Config) -> Algorithm:
         needs_pass = algo.updates_per_step > 1 or (algo.kl_coef and algo.kl_in == "reward")
         old_logp = "policy" if needs_pass else "update"
     pure = not algo.kl_coef and not algo.entropy_coef
-    return Algorithm(load_function(algo.advantage or preset.advantage, ADVANTAGES), load_function(loss_name, LOSSES),
-                     settings, algo.aggregation or preset.aggregation, float(cfg.rollout.max_new_tokens), algo.kl_coef,
-                     algo.kl_in, algo.kl_estimator, algo.entropy_coef, old_logp, algo.skip_zero_advantage and pure)
+    return Algorithm(
+        load_function(algo.advantage or preset.advantage, ADVANTAGES),
+        load_function(loss_name, LOSSES),
+        settings,
+        algo.aggregation or preset.aggregation,
+        float(cfg.rollout.max_new_tokens),
+        algo.kl_coef,
+        algo.kl_in,
+        algo.kl_estimator,
+        algo.entropy_coef,
+        old_logp,
+        algo.skip_zero_advantage and pure,
+    )

@@ -132,7 +132,7 @@ def save(root: Path, step: int, policy: Policy, state: dict, world: World, keep:
         link.symlink_to(final.name)
         os.replace(link, root / "latest")
         _sync(root)
-        for old in steps_saved(root)[max(keep, 1):]:
+        for old in steps_saved(root)[max(keep, 1) :]:
             shutil.rmtree(root / f"step_{old}")
     dist.barrier(group=world.host_group)
     return final

@@ -36,8 +36,9 @@ class Round:
         """The request of one sample. Its seed depends on data alone, so where it runs does not matter."""
         prompt = self.prompts[position]
         seed = seed_for(*self.key, prompt.index, position, sample, 0)
-        return Request((position, sample), prompt.tokens, seed, self.version, self.max_new_tokens, self.temperature,
-                       self.top_p)
+        return Request(
+            (position, sample), prompt.tokens, seed, self.version, self.max_new_tokens, self.temperature, self.top_p
+        )
 
 
 def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World, timer: Timer) -> list[Trajectory]:
@@ -84,8 +85,10 @@ def response_text(completion: Completion, tokenizer) -> str:
 
 def _grade(completion: Completion, round_: Round, grader: Grader, tokenizer) -> None:
     prompt = round_.prompts[completion.key[0]]
-    grader.submit(completion.key, RewardInput(prompt.data_source, response_text(completion, tokenizer),
-                                              prompt.ground_truth, prompt.extra))
+    grader.submit(
+        completion.key,
+        RewardInput(prompt.data_source, response_text(completion, tokenizer), prompt.ground_truth, prompt.extra),
+    )
 
 
 def _trajectory(round_: Round, completion: Completion, reward: Reward) -> Trajectory:
@@ -93,10 +96,21 @@ def _trajectory(round_: Round, completion: Completion, reward: Reward) -> Trajec
     prompt = round_.prompts[position]
     logp = torch.tensor([0.0] * len(prompt.tokens) + completion.logp, dtype=torch.float32)
     if not bool(torch.isfinite(logp).all()):
-        raise ValueError(f"the engine reported a logp that is not finite for prompt {prompt.index}, sample {sample}, "
-                         f"at weight version {completion.version}; look at grad_norm of the steps before")
+        raise ValueError(
+            f"the engine reported a logp that is not finite for prompt {prompt.index}, sample {sample}, "
+            f"at weight version {completion.version}; look at grad_norm of the steps before"
+        )
     mask = torch.zeros(len(logp), dtype=torch.bool)
-    mask[len(prompt.tokens):] = True
-    return Trajectory(prompt=prompt.index, sample=sample, position=position,
-                      tokens=torch.tensor(prompt.tokens + completion.tokens), mask=mask, rollout_logp=logp,
-                      version=round_.version, finish=completion.finish, reward=reward.score, parts=reward.parts)
+    mask[len(prompt.tokens) :] = True
+    return Trajectory(
+        prompt=prompt.index,
+        sample=sample,
+        position=position,
+        tokens=torch.tensor(prompt.tokens + completion.tokens),
+        mask=mask,
+        rollout_logp=logp,
+        version=round_.version,
+        finish=completion.finish,
+        reward=reward.score,
+        parts=reward.parts,
+    )

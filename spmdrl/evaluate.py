@@ -16,8 +16,17 @@ def evaluation_round(cfg: Config, prompts: list, version: int, name: str):
     """The round that evaluates: prompts in order, draws keyed by the seed alone, so two evaluations are comparable."""
     from spmdrl.collect import Round
 
-    return Round(f"eval/{version}/{name}", prompts, cfg.eval.samples, (cfg.run.seed, 0x45564C), version,
-                 cfg.rollout.max_new_tokens, cfg.eval.temperature, 1.0, cfg.rollout.assignment)
+    return Round(
+        f"eval/{version}/{name}",
+        prompts,
+        cfg.eval.samples,
+        (cfg.run.seed, 0x45564C),
+        version,
+        cfg.rollout.max_new_tokens,
+        cfg.eval.temperature,
+        1.0,
+        cfg.rollout.assignment,
+    )
 
 
 def score_round(round_, engine, grader, tokenizer, world) -> torch.Tensor:
@@ -59,8 +68,11 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_or_exit(argv, "python -m spmdrl.evaluate")
     cfg = loaded.config
     # The run folder of an evaluation is its own; nothing is trained, so nothing is saved.
-    cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, every=1),
-                              run=dataclasses.replace(cfg.run, name=f"{cfg.run.name}-eval", dir=""))
+    cfg = dataclasses.replace(
+        cfg,
+        eval=dataclasses.replace(cfg.eval, every=1),
+        run=dataclasses.replace(cfg.run, name=f"{cfg.run.name}-eval", dir=""),
+    )
     prepare()
     from spmdrl.run import open_run
 

@@ -29,8 +29,9 @@ class Memory:
         with self.timer("push"):
             self.engine.wake("weights")
             if self.engine.version != self.policy.version:
-                self.last_push = push(self.policy, self.engine, float_dtype(self.cfg.model.dtype),
-                                      self.cfg.rollout.push_bucket_mib << 20)
+                self.last_push = push(
+                    self.policy, self.engine, float_dtype(self.cfg.model.dtype), self.cfg.rollout.push_bucket_mib << 20
+                )
             if self.cfg.policy.offload:
                 self.policy.offload()
             if self.reference and self.cfg.reference.offload:
@@ -64,5 +65,7 @@ class Memory:
         try:
             action()
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise MemoryError(f"no room on the device; it holds {self.report()}. Lower --rollout.kv_cache_gib or "
-                              "--rollout.gpu_memory_utilization, or set --policy.offload true") from error
+            raise MemoryError(
+                f"no room on the device; it holds {self.report()}. Lower --rollout.kv_cache_gib or "
+                "--rollout.gpu_memory_utilization, or set --policy.offload true"
+            ) from error

@@ -1,6 +1,5 @@
 """Everything one run is made of, built in one place: world, models, engine, prompts, reward, trackers, checkpoints."""
 
-import json
 import logging
 import os
 import time
@@ -16,15 +15,16 @@ from spmdrl import checkpoint
 from spmdrl.algorithm import Algorithm, compose, share_out
 from spmdrl.collect import Round
 from spmdrl.config.checks import plan_lines
-from spmdrl.config.dump import to_dict, to_yaml
+from spmdrl.config.dump import to_yaml
 from spmdrl.config.load import Loaded
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, from_trajectories
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.sampler import step_indices
-from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.data.trajectory import Trajectory
 from spmdrl.environment import keep_freed_memory
 from spmdrl.evaluate import accuracy, evaluation_round, score_round
+from spmdrl.journal import Journal, describe, with_rates
 from spmdrl.memory import Memory
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.load import load_tokenizer, resolve
@@ -38,12 +38,8 @@ from spmdrl.spmd.seeds import generator_for
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.metrics import Metrics, Timer
-from spmdrl.tracking.trackers import Tracker, open_trackers
 
 log = logging.getLogger("spmdrl")
-
-MODEL_PHASES = ("rollout", "logp", "update", "eval")
-"""Phases that are engine or model compute; the rest of a step is the program's own."""
 
 
 def run_folder(cfg: Config) -> Path:
@@ -63,8 +59,10 @@ class Run:
         self.note("loading tokenizer and prompts")
         model_folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
-        room = min(cfg.rollout.max_prompt_tokens,
-                   context_length(model_folder, cfg.model.trust_remote_code) - cfg.rollout.max_new_tokens)
+        room = min(
+            cfg.rollout.max_prompt_tokens,
+            context_length(model_folder, cfg.model.trust_remote_code) - cfg.rollout.max_new_tokens,
+        )
         self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit)
         self.eval_prompts = None
         if cfg.data.eval and cfg.eval.every:
@@ -78,12 +76,7 @@ class Run:
         self.note(f"starting engine {cfg.rollout.engine}")
         self.engine = build_engine(cfg, world, stop)
         self.memory = Memory(cfg, self.policy, self.reference, self.engine, timer)
-        self.trackers: list[Tracker] = []
-        self.samples_file = None
-        if world.is_first:
-            self.trackers = open_trackers(cfg.tracking.trackers, self.folder, cfg.tracking.project, cfg.run.name,
-                                          to_dict(cfg), self.start_step + 1)
-            self.samples_file = open(self.folder / "samples.jsonl", "a", encoding="utf-8")
+        self.journal = Journal(cfg, world, self.folder, console, self.tokenizer, self.start_step)
         self.eval_metrics: dict[str, float] = {}
         self.step_began = time.perf_counter()
 
@@ -132,8 +125,17 @@ class Run:
         cfg = self.cfg.rollout
         index = step_indices(len(self.prompts), cfg.prompts_per_step, step, self.cfg.run.seed)
         drawn = [self.prompts.prompts[i] for i in index]
-        return Round(f"train/{self.start_step}/{step}", drawn, cfg.samples_per_prompt, (self.cfg.run.seed, step),
-                     self.policy.version, cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.assignment)
+        return Round(
+            f"train/{self.start_step}/{step}",
+            drawn,
+            cfg.samples_per_prompt,
+            (self.cfg.run.seed, step),
+            self.policy.version,
+            cfg.max_new_tokens,
+            cfg.temperature,
+            cfg.top_p,
+            cfg.assignment,
+        )
 
     def pack(self, trajectories: list[Trajectory], step: int) -> Batch:
         """This rank's trajectories as a batch that knows which optimizer step uses which sequence."""
@@ -175,38 +177,11 @@ class Run:
             stats.add_max(f"memory/{owner.replace(' ', '_')}_gib", size / 2**30)
         for name, seconds in self.timer.flush().items():
             stats.add(name, seconds)
-        wall = time.perf_counter() - self.step_began
-        stats.add_max("time/step", wall)
-        values = stats.reduce(lambda x, op: all_reduce(x, op, self.group), self.world.device)
-        values["tokens/s"] = values.pop("tokens") / values["time/step"]
-        mine = sum(values.get(f"time/{p}", 0.0) for p in MODEL_PHASES)
-        values["time/outside_model"] = max(0.0, values["time/step"] - mine)
-        values |= self.eval_metrics
-        values["version"] = self.policy.version
+        stats.add_max("time/step", time.perf_counter() - self.step_began)
+        values = with_rates(stats.reduce(lambda x, op: all_reduce(x, op, self.group), self.world.device))
+        values |= self.eval_metrics | {"version": self.policy.version}
         self.eval_metrics = {}
-        samples = self._samples(step, trajectories)
-        if self.console:
-            self.console.step(step + 1, values, samples)
-        for tracker in self.trackers:
-            tracker.log(step + 1, values)
-        log.info("step %d %s", step + 1, json.dumps({k: round(v, 6) for k, v in values.items()}))
-
-    def _samples(self, step: int, trajectories: list[Trajectory]) -> list[dict]:
-        """A few completions of this rank as text, for rank 0's console and samples.jsonl."""
-        if not self.world.is_first or not self.cfg.tracking.samples:
-            return []
-        spread = max(1, len(trajectories) // self.cfg.tracking.samples)
-        rows = []
-        for t in trajectories[::spread][: self.cfg.tracking.samples]:
-            decode = self.tokenizer.decode
-            rows.append({"step": step + 1, "prompt": decode(t.tokens[~t.mask].tolist()),
-                         "completion": decode(t.tokens[t.mask].tolist(), skip_special_tokens=True), "reward": t.reward,
-                         "finish": t.finish, "index": t.prompt, "sample": t.sample})
-        assert self.samples_file is not None
-        for row in rows:
-            self.samples_file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.samples_file.flush()
-        return rows
+        self.journal.step(step + 1, values, trajectories)
 
     def checkpoint(self, step: int, force: bool = False) -> None:
         """Save if it is due. Collective."""
@@ -216,8 +191,12 @@ class Run:
         if not (force or last or (cfg.every and done % cfg.every == 0)):
             return
         with self.timer("checkpoint"):
-            state = {"step": done, "version": self.policy.version, "updates_done": self.policy.updates_done,
-                     "seed": self.cfg.run.seed}
+            state = {
+                "step": done,
+                "version": self.policy.version,
+                "updates_done": self.policy.updates_done,
+                "seed": self.cfg.run.seed,
+            }
             checkpoint.save(self.folder / "checkpoints", done, self.policy, state, self.world, cfg.keep)
 
     def finish(self) -> None:
@@ -226,37 +205,20 @@ class Run:
         if self.cfg.eval.every and self.eval_prompts is not None:
             with self.memory.rollout_phase():
                 self.evaluate(self.cfg.run.steps, force=True)
-            for tracker in self.trackers:
-                tracker.log(self.cfg.run.steps, {**self.eval_metrics, "version": self.policy.version})
+            self.journal.numbers(self.cfg.run.steps, self.eval_metrics | {"version": self.policy.version})
             lines.append("  ".join(f"{k} {v:.3f}" for k, v in self.eval_metrics.items()))
         latest = self.folder / "checkpoints" / "latest"
-        lines.append(f"run {self.folder}  checkpoint {latest if latest.exists() else 'none'}  "
-                     f"curves {self.folder / 'metrics.jsonl'}")
+        lines.append(
+            f"run {self.folder}  checkpoint {latest if latest.exists() else 'none'}  "
+            f"curves {self.folder / 'metrics.jsonl'}"
+        )
         if self.console:
             self.console.finish(lines)
 
     def close(self) -> None:
         """Close files and processes."""
-        for tracker in self.trackers:
-            tracker.close()
-        if self.samples_file:
-            self.samples_file.close()
+        self.journal.close()
         self.grader.close()
-
-
-def describe(stats: Metrics, batch: Batch, part_names: tuple[str, ...]) -> None:
-    """Add what a batch says of itself: rewards, lengths, endings. Every rank adds the same names."""
-    reward, n = batch.seq["reward"], len(batch)
-    stats.add("reward/mean", reward.mean() if n else 0.0, n)
-    for name in part_names:
-        stats.add(f"reward/{name}", batch.seq[f"part/{name}"].mean() if n else 0.0, n)
-    sampled = batch.sampled_per_seq.double()
-    stats.add("response_length/mean", sampled.mean() if n else 0.0, n)
-    stats.add_max("response_length/max", sampled.max() if n else 0.0)
-    cut = (batch.seq["finish"] == FINISH_REASONS.index("length")).double()
-    stats.add("response_length/cut", cut.mean() if n else 0.0, n)
-    stats.add("advantage/nonzero", (batch.seq["advantage"] != 0).double().mean() if n else 0.0, n)
-    stats.add_sum("tokens", batch.n_tokens)
 
 
 @contextmanager
@@ -283,7 +245,9 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
             keep_freed_memory()
         disable_progress_bar()
         if world.is_first:
-            console = Console(cfg.tracking.console, cfg.run.steps, next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0))
+            console = Console(
+                cfg.tracking.console, cfg.run.steps, next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)
+            )
             timer = Timer(console.phase)
             (folder / "config.yaml").write_text(to_yaml(cfg))
             for line in plan_lines(cfg, size):

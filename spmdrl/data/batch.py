@@ -83,8 +83,11 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device."""
-        return Batch(self.lengths.to(device), {k: v.to(device) for k, v in self.token.items()},
-                     {k: v.to(device) for k, v in self.seq.items()})
+        return Batch(
+            self.lengths.to(device),
+            {k: v.to(device) for k, v in self.token.items()},
+            {k: v.to(device) for k, v in self.seq.items()},
+        )
 
 
 def from_trajectories(trajectories: list[Trajectory], part_names: tuple[str, ...] = ()) -> Batch:
@@ -100,10 +103,14 @@ def from_trajectories(trajectories: list[Trajectory], part_names: tuple[str, ...
     def column(values, dtype=torch.int64):
         return torch.tensor(list(values), dtype=dtype)
 
-    token = {"tokens": pack(lambda t: t.tokens, torch.int64), "mask": pack(lambda t: t.mask, torch.bool),
-             "rollout_logp": pack(lambda t: t.rollout_logp, torch.float32)}
-    seq = {name: column(getattr(t, name) for t in ordered)
-           for name in ("prompt", "sample", "position", "version", "turns")}
+    token = {
+        "tokens": pack(lambda t: t.tokens, torch.int64),
+        "mask": pack(lambda t: t.mask, torch.bool),
+        "rollout_logp": pack(lambda t: t.rollout_logp, torch.float32),
+    }
+    seq = {
+        name: column(getattr(t, name) for t in ordered) for name in ("prompt", "sample", "position", "version", "turns")
+    }
     seq["finish"] = column(FINISH_REASONS.index(t.finish) for t in ordered)
     seq["reward"] = column((t.reward for t in ordered), torch.float64)
     for name in part_names:
@@ -122,8 +129,8 @@ def to_table(batch: Batch) -> Table:
 
 def from_table(table: Table) -> Batch:
     """The inverse of `to_table`."""
-    token = {k[len("token/"):]: v for k, v in table.values.items() if k.startswith("token/")}
-    seq = {k[len("seq/"):]: v for k, v in table.values.items() if k.startswith("seq/")}
+    token = {k[len("token/") :]: v for k, v in table.values.items() if k.startswith("token/")}
+    seq = {k[len("seq/") :]: v for k, v in table.values.items() if k.startswith("seq/")}
     return Batch(table.lengths["token/tokens"], token, seq)
 
 
@@ -158,4 +165,3 @@ def gather_seq(batch: Batch, names: tuple[str, ...], group: dist.ProcessGroup | 
     where[order] = torch.arange(len(everyone))
     columns = {n: everyone[order, len(KEYS) + i] for i, n in enumerate(names)}
     return columns, where[start : start + len(batch)]
-

@@ -22,8 +22,10 @@ def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         size = lengths[index]
         if size > budget:
-            raise ValueError(f"a sequence of {size} tokens is longer than --policy.max_tokens_per_microbatch {budget}; "
-                             f"set it to at least {size}")
+            raise ValueError(
+                f"a sequence of {size} tokens is longer than --policy.max_tokens_per_microbatch {budget}; "
+                f"set it to at least {size}"
+            )
         slot = next((b for b, free in enumerate(room) if free >= size), None)
         if slot is None:
             bins.append([])

@@ -63,8 +63,15 @@ def plan_packing(lengths_B: torch.Tensor, device: torch.device, kind: str = "aut
             slot = torch.arange(width)[None]
             real = slot < size
             gather = torch.where(real, begin + slot, begin)
-            classes.append(LengthClass(gather.flatten().to(device), torch.nonzero(real.flatten()).flatten().to(device),
-                                       gather[real].to(device), len(members), width))
+            classes.append(
+                LengthClass(
+                    gather.flatten().to(device),
+                    torch.nonzero(real.flatten()).flatten().to(device),
+                    gather[real].to(device),
+                    len(members),
+                    width,
+                )
+            )
     order = torch.zeros(0, dtype=torch.int64)
     if classes:
         order = torch.argsort(torch.cat([c.tokens for c in classes]))
@@ -116,8 +123,19 @@ def _padded_class(q, k, v, group: LengthClass, kind: str, scale: float, window: 
     return out.transpose(1, 2).flatten(0, 1).index_select(0, group.scatter)
 
 
-def packed_attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, sliding_window=None,
-                     softcap=None, packing: Packing | None = None, **_):
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    packing: Packing | None = None,
+    **_,
+):
     """HF attention interface over one packed row. query [1, H, T, d], key and value [1, H_kv, T, d].
 
     Returns ([1, T, H, d], None).
@@ -127,8 +145,10 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
             bidirectional layer.
     """
     if packing is None:
-        raise ValueError(f"{type(module).__name__} gets no packing: this architecture does not pass keyword arguments "
-                         "to its attention and cannot train packed; report the model's config.json")
+        raise ValueError(
+            f"{type(module).__name__} gets no packing: this architecture does not pass keyword arguments "
+            "to its attention and cannot train packed; report the model's config.json"
+        )
     if not getattr(module, "is_causal", True) or (dropout and module.training):
         raise ValueError(f"{type(module).__name__}: packed attention is causal and without dropout")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -136,9 +156,19 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
     if packing.kind == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        out = flash_attn_varlen_func(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest,
-                                     softmax_scale=scale, causal=True, softcap=softcap or 0.0,
-                                     window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1))
+        out = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            packing.cu_seqlens,
+            packing.cu_seqlens,
+            packing.longest,
+            packing.longest,
+            softmax_scale=scale,
+            causal=True,
+            softcap=softcap or 0.0,
+            window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1),
+        )
         return out[None], None
     parts = [_padded_class(q, k, v, c, packing.kind, scale, sliding_window, softcap) for c in packing.classes]
     return torch.cat(parts).index_select(0, packing.order)[None], None

@@ -43,7 +43,9 @@ def shard(model: PackedLM, world: World, compute: torch.dtype, reshard: bool, di
     """
     mesh = world.dp_mesh if world.mesh["dp_replicate"].size() > 1 else world.mesh["dp_shard"]
     master = next(model.parameters()).dtype
-    mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
+    mixed = (
+        MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
+    )
     for layer in decoder_layers(model.hf):
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
@@ -171,8 +173,10 @@ class FsdpPolicy:
         lr = learning_rate(cfg, self.updates_done, self.total_updates)
         norm = self.gradient_norm()
         if not math.isfinite(norm):
-            raise NonFiniteError(f"gradient norm is {norm} at optimizer step {self.updates_done}; weights are unchanged. "
-                                 "Lower --optimizer.lr, or look at the last batch in samples.jsonl")
+            raise NonFiniteError(
+                f"gradient norm is {norm} at optimizer step {self.updates_done}; weights are unchanged. "
+                "Lower --optimizer.lr, or look at the last batch in samples.jsonl"
+            )
         if cfg.clip_grad_norm and norm > cfg.clip_grad_norm:
             scale = cfg.clip_grad_norm / (norm + 1e-6)
             for p in self.model.parameters():
@@ -200,6 +204,10 @@ class FsdpPolicy:
 
     def named_weights(self) -> list[tuple[str, DTensor]]:
         """HF name and shard of every parameter; tied ones once."""
+        # A forward that no backward followed leaves the root gathered: plain parameters, not shards.
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
         return [(name.removeprefix("hf."), p) for name, p in self.model.named_parameters()]
 
     def weights(self, bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
@@ -214,8 +222,11 @@ class FsdpPolicy:
             return sum(t.numel() * t.element_size() for t in local if t.device.type == self.world.device.type)
 
         states = self.optimizer.state.values() if self.optimizer else []
-        return {"parameters": held(self.model.parameters()), "gradients": held(p.grad for p in self.model.parameters()),
-                "optimizer": held(x for state in states for x in state.values() if torch.is_tensor(x))}
+        return {
+            "parameters": held(self.model.parameters()),
+            "gradients": held(p.grad for p in self.model.parameters()),
+            "optimizer": held(x for state in states for x in state.values() if torch.is_tensor(x)),
+        }
 
     def _move(self, device: torch.device) -> None:
         for module in self.model.modules():
@@ -257,8 +268,10 @@ class FsdpPolicy:
         for bucket in self.weights(256 << 20, self.master):
             writer.add(bucket.tensors)
         writer.close()
-        dcp.save({"optimizer": get_optimizer_state_dict(self.model, self.optimizer)},
-                 checkpoint_id=str(folder / "state" / "optimizer"))
+        dcp.save(
+            {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)},
+            checkpoint_id=str(folder / "state" / "optimizer"),
+        )
 
     def load(self, folder: Path) -> None:
         """See the contract."""

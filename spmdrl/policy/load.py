@@ -182,7 +182,9 @@ def convert_gguf(file: Path, folder: Path) -> None:
     model.generation_config = GenerationConfig(**ids)
     model.config.architectures, model.config.dtype = [type(model).__name__], torch.bfloat16
     # Not model.save_pretrained: inside a process group it writes on rank 0 only, and any rank may convert.
-    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"}
+    )
     for part in (model.config, model.generation_config, tokenizer):
         part.save_pretrained(folder)
 

@@ -10,8 +10,10 @@ from spmdrl.config.schema import OptimizerConfig
 def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW on master weights (https://arxiv.org/abs/1711.05101); matrices alone decay."""
     parameters = [p for p in parameters if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": cfg.weight_decay},
-              {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
 
 

@@ -111,8 +111,10 @@ def _gather(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Bucket:
     names, params = [name for name, _ in bucket], [param for _, param in bucket]
     if shards == 1:
         tensors = [param.to_local().to(dtype).contiguous() for param in params]
-        return Bucket(dict(zip(names, tensors, strict=True)),
-                      {name: digest(x)[None] for name, x in zip(names, tensors, strict=True)})
+        return Bucket(
+            dict(zip(names, tensors, strict=True)),
+            {name: digest(x)[None] for name, x in zip(names, tensors, strict=True)},
+        )
     gather = _gather_by_rows if dist.get_backend(group) == "gloo" else _gather_flat
     tensors, mine = gather(params, dtype, group, shards, me)
     digests = mine.new_empty((shards, len(mine)))

@@ -25,8 +25,9 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
     name = engine_name(cfg)
     if name == "vllm":
         if importlib.util.find_spec("vllm") is None:
-            raise ValueError("--rollout.engine vllm: vLLM is not installed; run launch/install.sh, or use "
-                             "--rollout.engine hf")
+            raise ValueError(
+                "--rollout.engine vllm: vLLM is not installed; run launch/install.sh, or use --rollout.engine hf"
+            )
         from spmdrl.rollout.vllm import VLLMEngine
 
         return VLLMEngine(cfg, world, stop)

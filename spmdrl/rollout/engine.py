@@ -107,8 +107,10 @@ def check_version(request: Request, version: int | None) -> None:
     """The refusal of law 5."""
     if request.version != version:
         held = "no weights" if version is None else f"weight version {version}"
-        raise StaleEngineError(f"the engine holds {held}, the trainer is at version {request.version}: "
-                               "push the weights (rollout.transfer.push) before sampling")
+        raise StaleEngineError(
+            f"the engine holds {held}, the trainer is at version {request.version}: "
+            "push the weights (rollout.transfer.push) before sampling"
+        )
 
 
 def float_dtype(name: str) -> torch.dtype:

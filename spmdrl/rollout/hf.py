@@ -179,7 +179,9 @@ class HFEngine:
 def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Token [B] and its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
     greedy = group.temperature == 0
-    logp_BV = torch.log_softmax(logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype), -1)
+    logp_BV = torch.log_softmax(
+        logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype), -1
+    )
     if bool((group.top_p < 1).any()):
         logp_BV = nucleus(logp_BV, group.top_p)
     # float64 sums: with a large vocabulary float32 would bias the tail.

@@ -35,8 +35,10 @@ def verified(bucket: Bucket) -> dict[str, torch.Tensor]:
         got = shard_digests(tensor, len(sent))
         wrong = torch.nonzero(sent.cpu() != got.cpu()).flatten().tolist()
         if wrong:
-            raise CorruptWeightsError(f"weights changed on their way to the engine: {name}, shard(s) {wrong}; "
-                                      "the engine keeps no version and will not sample")
+            raise CorruptWeightsError(
+                f"weights changed on their way to the engine: {name}, shard(s) {wrong}; "
+                "the engine keeps no version and will not sample"
+            )
     return bucket.tensors
 
 

@@ -15,7 +15,7 @@ from spmdrl.config.schema import Config
 from spmdrl.policy.contract import Bucket
 from spmdrl.policy.load import resolve
 from spmdrl.policy.weights import word_sum
-from spmdrl.rollout.engine import Completion, Owner, Request, check_version
+from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
 from spmdrl.rollout.transfer import verified
 from spmdrl.spmd.mesh import World
 
@@ -29,8 +29,12 @@ CPU_BLOCK = 128
 
 def _environment(device: torch.device) -> None:
     """What vLLM reads from the environment at import; a user's own values stay."""
-    values = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-              "DO_NOT_TRACK": "1"}
+    values = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
     if device.type == "cpu":
         # No core pinning: every rank of a node would take the same cores. Sampling's small compiled helper costs
         # more to build than it saves.
@@ -91,26 +95,42 @@ class VLLMEngine:
 
         folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
-        longest = min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens,
-                      getattr(config, "max_position_embeddings", 1 << 30))
+        longest = min(
+            cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens,
+            getattr(config, "max_position_embeddings", 1 << 30),
+        )
         kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
         if not kv_bytes and self.on_cpu:
             kv_bytes = cpu_kv_bytes(config, self.capacity * longest // cfg.rollout.tp, cfg.model.dtype)
         options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
         if not self.on_cpu:
-            options |= {"gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
-                        "enable_sleep_mode": cfg.rollout.sleep_level > 0}
+            options |= {
+                "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
+                "enable_sleep_mode": cfg.rollout.sleep_level > 0,
+            }
         if cfg.rollout.tp > 1:
             options["distributed_executor_backend"] = "external_launcher"
         try:
-            return LLM(model=str(folder), dtype=cfg.model.dtype,  # pyright: ignore[reportArgumentType]
-                       tensor_parallel_size=cfg.rollout.tp, seed=0,
-                       enforce_eager=cfg.rollout.enforce_eager or self.on_cpu, skip_tokenizer_init=True,
-                       max_model_len=longest, max_num_seqs=self.capacity, logprobs_mode="processed_logprobs",
-                       trust_remote_code=cfg.model.trust_remote_code, disable_log_stats=True, use_tqdm_on_load=False, **options)
+            return LLM(
+                model=str(folder),
+                dtype=cfg.model.dtype,  # pyright: ignore[reportArgumentType]
+                tensor_parallel_size=cfg.rollout.tp,
+                seed=0,
+                enforce_eager=cfg.rollout.enforce_eager or self.on_cpu,
+                skip_tokenizer_init=True,
+                max_model_len=longest,
+                max_num_seqs=self.capacity,
+                logprobs_mode="processed_logprobs",
+                trust_remote_code=cfg.model.trust_remote_code,
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                **options,
+            )
         except Exception as error:
-            raise RuntimeError(f"vLLM could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or lower "
-                               "--rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp") from error
+            raise RuntimeError(
+                f"vLLM could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or lower "
+                "--rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
+            ) from error
 
     @property
     def model(self) -> Any:
@@ -123,12 +143,21 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         check_version(request, self.version)
+        if not self.kv_awake:
+            raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
         name = f"{request.key[0]}.{request.key[1]}"
         # torch's generators take 63 bits, vLLM's field is checked as a signed 64-bit one. Greedy draws nothing.
-        params = SamplingParams(temperature=request.temperature, top_p=request.top_p,
-                                seed=request.seed if request.temperature else None,
-                                max_tokens=request.max_new_tokens, stop_token_ids=self.stop_tokens, ignore_eos=True,
-                                logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed if request.temperature else None,
+            max_tokens=request.max_new_tokens,
+            stop_token_ids=self.stop_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
         self.engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
         self.partial[name] = (request, [], [])
 

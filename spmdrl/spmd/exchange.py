@@ -41,8 +41,10 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
     padded[: len(rows_nK)] = rows_nK
     everyone = rows_nK.new_empty((len(counts) * most, *rows_nK.shape[1:]))
     dist.all_gather_into_tensor(everyone, padded, group=group)
-    return [part[:n] for part, n in zip(everyone.split(most) if most else [everyone] * len(counts), counts.tolist(),
-                                        strict=True)]
+    return [
+        part[:n]
+        for part, n in zip(everyone.split(most) if most else [everyone] * len(counts), counts.tolist(), strict=True)
+    ]
 
 
 def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
@@ -54,8 +56,9 @@ def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
 def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sum or max over the group, in place. Collective."""
     if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(x, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op],
-                        group=group)
+        dist.all_reduce(
+            x, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op], group=group
+        )
     return x
 
 
@@ -81,13 +84,21 @@ def _gather_items(values: torch.Tensor, lengths_n: torch.Tensor, order: torch.Te
 
 def select(table: Table, order: torch.Tensor) -> Table:
     """The items `order` (int64 [m]) of a table, in that order."""
-    return Table(table.keys_nK[order], {k: v[order] for k, v in table.lengths.items()},
-                 {k: _gather_items(v, table.lengths[k], order) for k, v in table.values.items()})
+    return Table(
+        table.keys_nK[order],
+        {k: v[order] for k, v in table.lengths.items()},
+        {k: _gather_items(v, table.lengths[k], order) for k, v in table.values.items()},
+    )
 
 
-def redistribute(table: Table, destination_n: torch.Tensor, everyone: list[torch.Tensor],
-                 destinations: list[torch.Tensor], group: dist.ProcessGroup | None,
-                 device: torch.device) -> Table:
+def redistribute(
+    table: Table,
+    destination_n: torch.Tensor,
+    everyone: list[torch.Tensor],
+    destinations: list[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Table:
     """Send item i to rank destination_n[i]; returns what this rank received, sorted by key. Collective.
 
     Args:
@@ -116,8 +127,15 @@ def redistribute(table: Table, destination_n: torch.Tensor, everyone: list[torch
     return select(received, lexsort(received.keys_nK))
 
 
-def _unpack(inbox: torch.Tensor, sizes: list[int], incoming: list[torch.Tensor], names: list[str], n_keys: int,
-            widths: list[int], like: Table) -> Table:
+def _unpack(
+    inbox: torch.Tensor,
+    sizes: list[int],
+    incoming: list[torch.Tensor],
+    names: list[str],
+    n_keys: int,
+    widths: list[int],
+    like: Table,
+) -> Table:
     """Bytes of every sender (its columns end to end) as one table."""
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for blob, rows in zip(inbox.split(sizes), incoming, strict=True):

@@ -48,7 +48,11 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
             if not isinstance(error, USER_MISTAKES):
                 traceback.print_exc()
             rank = os.environ.get("RANK", "0")
-            print(f"spmdrl: rank {rank} on {socket.gethostname()} failed in phase {phase() or 'start'}: "
-                  f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"spmdrl: rank {rank} on {socket.gethostname()} failed in phase {phase() or 'start'}: "
+                f"{type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
         sys.stdout.flush()
         os._exit(1)

@@ -23,7 +23,7 @@ class LockstepError(RuntimeError):
 
 
 def call_site() -> str:
-    """file:line of the innermost frame that is not torch's; behind a helper of `spmd/`, its callers' too: `a:1 < b:2`."""
+    """file:line of the innermost frame that is not torch's, and its callers' behind helpers of `spmd/`: `a:1 < b:2`."""
     frame, places = sys._getframe(1), []
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")

@@ -116,13 +116,24 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
             # Port 0 lets the system choose, so that two single-process runs never meet.
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=wait)
         backend = "nccl" if where.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank if store else -1, world_size=1 if store else -1,
-                                timeout=wait, device_id=where if where.type == "cuda" else None)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank if store else -1,
+            world_size=1 if store else -1,
+            timeout=wait,
+            device_id=where if where.type == "cuda" else None,
+        )
     return world_from_group(parallel, rollout_tp, where, local_rank, wait)
 
 
-def world_from_group(parallel: ParallelConfig, rollout_tp: int, device: torch.device, local_rank: int = 0,
-                     wait: timedelta = timedelta(seconds=600)) -> World:
+def world_from_group(
+    parallel: ParallelConfig,
+    rollout_tp: int,
+    device: torch.device,
+    local_rank: int = 0,
+    wait: timedelta = timedelta(seconds=600),
+) -> World:
     """Axes on top of the default process group, which exists already. Collective."""
     size = dist.get_world_size()
     sizes = axis_sizes(parallel, size)

@@ -1,0 +1,98 @@
+"""What a run tells: metrics, sample completions and the console, all written by rank 0."""
+
+import json
+import logging
+from pathlib import Path
+
+from spmdrl.config.dump import to_dict
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch
+from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.spmd.mesh import World
+from spmdrl.tracking.console import Console
+from spmdrl.tracking.metrics import Metrics
+from spmdrl.tracking.trackers import open_trackers
+
+log = logging.getLogger("spmdrl")
+
+MODEL_PHASES = ("rollout", "logp", "update", "eval")
+"""Phases that are engine or model compute; the rest of a step is the program's own."""
+
+
+class Journal:
+    """Where a run's numbers and samples go. Other ranks hold one too, which writes to their log file only."""
+
+    def __init__(self, cfg: Config, world: World, folder: Path, console: Console | None, tokenizer, start_step: int):
+        self.world, self.console, self.tokenizer, self.count = world, console, tokenizer, cfg.tracking.samples
+        self.trackers, self.samples = [], None
+        if world.is_first:
+            tracking = cfg.tracking
+            self.trackers = open_trackers(
+                tracking.trackers, folder, tracking.project, cfg.run.name, to_dict(cfg), start_step + 1
+            )
+            self.samples = open(folder / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
+
+    def step(self, step: int, values: dict[str, float], trajectories: list[Trajectory]) -> None:
+        """One finished step, counted from 1; values are alike on every rank, trajectories are this rank's."""
+        rows = self._rows(step, trajectories) if self.samples else []
+        if self.samples:
+            self.samples.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            self.samples.flush()
+        if self.console:
+            self.console.step(step, values, rows)
+        self.numbers(step, values)
+        log.info("step %d %s", step, json.dumps({k: round(v, 6) for k, v in values.items()}))
+
+    def numbers(self, step: int, values: dict[str, float]) -> None:
+        """Further numbers of a step; on the last step they join its line."""
+        for tracker in self.trackers:
+            tracker.log(step, values)
+
+    def _rows(self, step: int, trajectories: list[Trajectory]) -> list[dict]:
+        """A few completions as text."""
+        if not self.count:
+            return []
+        decode, spread = self.tokenizer.decode, max(1, len(trajectories) // self.count)
+        return [
+            {
+                "step": step,
+                "prompt": decode(t.tokens[~t.mask].tolist()),
+                "completion": decode(t.tokens[t.mask].tolist(), skip_special_tokens=True),
+                "reward": t.reward,
+                "finish": t.finish,
+                "index": t.prompt,
+                "sample": t.sample,
+            }
+            for t in trajectories[::spread][: self.count]
+        ]
+
+    def close(self) -> None:
+        """Close every file."""
+        for tracker in self.trackers:
+            tracker.close()
+        if self.samples:
+            self.samples.close()
+
+
+def describe(stats: Metrics, batch: Batch, part_names: tuple[str, ...]) -> None:
+    """Add what a batch says of itself: rewards, lengths, endings. Every rank adds the same names."""
+    reward, n = batch.seq["reward"], len(batch)
+    stats.add("reward/mean", reward.mean() if n else 0.0, n)
+    for name in part_names:
+        stats.add(f"reward/{name}", batch.seq[f"part/{name}"].mean() if n else 0.0, n)
+    sampled = batch.sampled_per_seq.double()
+    stats.add("response_length/mean", sampled.mean() if n else 0.0, n)
+    stats.add_max("response_length/max", sampled.max() if n else 0.0)
+    cut = (batch.seq["finish"] == FINISH_REASONS.index("length")).double()
+    stats.add("response_length/cut", cut.mean() if n else 0.0, n)
+    stats.add("advantage/nonzero", (batch.seq["advantage"] != 0).double().mean() if n else 0.0, n)
+    stats.add_sum("tokens", batch.n_tokens)
+
+
+def with_rates(values: dict[str, float]) -> dict[str, float]:
+    """Reduced numbers plus `tokens/s` (prompt and response, all ranks) and `time/outside_model` in seconds."""
+    values = dict(values)
+    values["tokens/s"] = values.pop("tokens") / values["time/step"]
+    model = sum(values.get(f"time/{phase}", 0.0) for phase in MODEL_PHASES)
+    values["time/outside_model"] = max(0.0, values["time/step"] - model)
+    return values

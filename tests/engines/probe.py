@@ -1,0 +1,383 @@
+"""Real vLLM beside a real FSDP2 policy in one process, measured; `test_vllm.py` holds the measurements to the laws.
+
+    python -m tests.engines.probe tied /tmp/run /tmp/facts.json
+
+vLLM gives one engine a process, so each scenario is a process of its own. Training is `spmdrl.train.train` itself; the
+probe stands where a run evaluates: after the push, with the engine awake.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from spmdrl.config.schema import Config
+
+TOO_LONG = 400
+"""Steps of an engine after which a request that has not ended never will."""
+
+
+def replaced(cfg: Config, **sections: dict) -> Config:
+    return dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
+
+
+class Probe:
+    """One engine, one policy, one independent transformers model."""
+
+    def __init__(self, cfg: Config, facts: dict):
+        from transformers import AutoModelForCausalLM
+
+        from spmdrl.policy.load import resolve
+        from spmdrl.run import Run
+        from spmdrl.spmd.mesh import start
+        from spmdrl.tracking.logs import setup_logging
+        from spmdrl.tracking.metrics import Timer
+
+        self.cfg, self.facts = cfg, facts
+        setup_logging(cfg.run.dir, 0)
+        world = start(cfg.parallel, cfg.rollout.tp, "cpu", 60.0)
+        # Not the value that vLLM would write.
+        os.environ["LOCAL_WORLD_SIZE"] = "3"
+        torch.manual_seed(1234)
+        rng = torch.get_rng_state()
+        self.run = Run(cfg, world, Timer(), None)
+        facts["rng_untouched"] = torch.equal(rng, torch.get_rng_state())
+        facts["local_world_size"] = os.environ["LOCAL_WORLD_SIZE"]
+        self.engine, self.policy = self.run.engine, self.run.policy
+        facts["engine"] = type(self.engine).__name__
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.model.dtype]
+        self.hf = AutoModelForCausalLM.from_pretrained(resolve(cfg.model.path), dtype=self.dtype).eval()
+        facts["tied"] = self.hf.config.tie_word_embeddings
+
+    # ── sampling ─────────────────────────────────────────────────────────────
+
+    def request(self, prompt: list[int], sample: int = 0, seed: int = 7, temperature: float = 1.0, new: int = 0,
+                position: int = 0):
+        from spmdrl.rollout.engine import Request
+
+        return Request((position, sample), prompt, seed, self.policy.version, new or self.cfg.rollout.max_new_tokens,
+                       temperature)
+
+    def drain(self, requests: list) -> dict:
+        """key -> completion of all of these."""
+        for request in requests:
+            self.engine.submit(request)
+        done: dict = {}
+        for _ in range(TOO_LONG):
+            done |= {c.key: c for c in self.engine.poll()}
+            if len(done) == len(requests):
+                return done
+        raise RuntimeError("the engine does not end its requests")
+
+    def prompts(self, n: int) -> list[list[int]]:
+        return [p.tokens for p in self.run.prompts.prompts[:n]]
+
+    # ── three answers to one question ────────────────────────────────────────
+
+    @torch.no_grad()
+    def hf_logp(self, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+        """Plain forward of transformers on one sequence: log p of each sampled token."""
+        ids = torch.tensor([prompt + tokens])
+        logits = self.hf(input_ids=ids).logits[0].float() / (temperature or 1.0)
+        logp = torch.log_softmax(logits, -1)
+        return torch.stack([logp[len(prompt) + i - 1, token] for i, token in enumerate(tokens)])
+
+    @torch.no_grad()
+    def refresh_hf(self) -> None:
+        """Exactly the weights that a push sends, into the independent model."""
+        state = {}
+        for bucket in self.policy.weights(1 << 20, self.dtype):
+            state |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+        missing, unexpected = self.hf.load_state_dict(state, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+        self.hf.tie_weights()
+
+    def agree(self, prompts: list[list[int]], temperature: float = 1.0) -> dict:
+        """Largest and mean |difference| of engine, transformers and trainer on fresh samples."""
+        from spmdrl.data.batch import from_trajectories
+        from spmdrl.data.trajectory import Trajectory
+
+        self.refresh_hf()
+        done = self.drain([self.request(p, position=i, seed=100 + i, temperature=temperature)
+                           for i, p in enumerate(prompts)])
+        trajectories = []
+        for (position, sample), c in sorted(done.items()):
+            prompt = prompts[position]
+            mask = torch.tensor([False] * len(prompt) + [True] * len(c.tokens))
+            logp = torch.tensor([0.0] * len(prompt) + c.logp)
+            trajectories.append(Trajectory(position, sample, position, torch.tensor(prompt + c.tokens), mask, logp,
+                                           c.version))
+        batch = from_trajectories(trajectories)
+        mask = batch.token["mask"]
+        trainer = self.policy.logprobs(batch, temperature)[0][mask].float()
+        engine = batch.token["rollout_logp"][mask]
+        hf = torch.cat([self.hf_logp(prompts[i], done[i, 0].tokens, temperature) for i in range(len(prompts))])
+        return {"version": self.policy.version, "tokens": len(hf), "spread": hf.std().item(),
+                "engine_hf": (engine - hf).abs().max().item(), "engine_trainer": (engine - trainer).abs().max().item(),
+                "trainer_hf": (trainer - hf).abs().max().item(),
+                "engine_trainer_mean": (engine - trainer).abs().mean().item()}
+
+    def train(self, prompts: list[list[int]]) -> None:
+        """The run's own loop; agreement is measured after each push, so after 0, 1, ... updates."""
+        from spmdrl.train import train
+
+        rows = self.facts["agreement"] = []
+        before = [p.clone() for _, p in self.local_weights()]
+        self.run.evaluate = lambda step, force=False: rows.append(self.agree(prompts))
+        train(self.run)
+        self.facts["moved"] = max((a - b).abs().max().item()
+                                  for a, (_, b) in zip(before, self.local_weights(), strict=True))
+
+    def local_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, p.to_local()) for name, p in self.policy.named_weights()]
+
+    @torch.no_grad()
+    def shake(self, size: float) -> None:
+        """Other weights, by a lot: what was cached before is wrong now."""
+        generator = torch.Generator().manual_seed(5)
+        for _, p in self.local_weights():
+            p.mul_(1 + size * torch.randn(p.shape, generator=generator))
+        self.policy.version += 1
+
+    def push(self) -> None:
+        from spmdrl.rollout.transfer import push
+
+        self.facts["pushed_bytes"] = push(self.policy, self.engine, self.dtype, 1 << 20).bytes
+
+    def awake(self) -> None:
+        self.engine.wake("weights")
+        if self.engine.version != self.policy.version:
+            self.push()
+        self.engine.wake("kv_cache")
+
+
+def outcome(action) -> str:
+    """`Type: message` of what an action raises, or "no error"."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# ── what is measured, one function a fact ────────────────────────────────────
+
+
+def stale(p: Probe) -> dict:
+    """Every way in which the engine may lack the trainer's weights."""
+    prompt = p.prompts(1)[0]
+    p.awake()
+    facts = {}
+    p.policy.version += 1
+    facts["trainer ahead"] = outcome(lambda: p.engine.submit(p.request(prompt)))
+    p.policy.version -= 1
+    p.engine.sleep(1)
+    facts["asleep"] = outcome(lambda: p.engine.submit(p.request(prompt)))
+    p.awake()
+    facts["after level 1"] = outcome(lambda: p.drain([p.request(prompt)]))
+    p.engine.sleep(2)
+    p.engine.wake("weights")
+    p.engine.wake("kv_cache")
+    facts["version after level 2"] = p.engine.version
+    facts["after level 2"] = outcome(lambda: p.engine.submit(p.request(prompt)))
+    p.awake()
+    p.engine.sleep(1)
+    p.engine.sleep(2)
+    facts["level 2 on top of level 1"] = p.engine.version
+    p.awake()
+    facts["after a push"] = outcome(lambda: p.drain([p.request(prompt)]))
+    return facts
+
+
+def corrupt(p: Probe) -> dict:
+    """A bit that turns on the way; a tensor that never reaches the engine's memory."""
+    prompt = p.prompts(1)[0]
+    p.awake()
+    true_weights = p.policy.weights
+
+    def turned(bucket_bytes, dtype):
+        for i, bucket in enumerate(true_weights(bucket_bytes, dtype)):
+            if i == 1:
+                name, tensor = list(bucket.tensors.items())[-1]
+                tensor = tensor.clone()
+                tensor.view(-1).view(torch.uint8)[5] ^= 1
+                bucket.tensors[name] = tensor
+                turned.name = name
+            yield bucket
+
+    facts = {}
+    p.policy.weights = turned
+    p.policy.version += 1
+    facts["turned bit"], facts["name"] = outcome(p.push), turned.name
+    facts["version"] = p.engine.version
+    facts["submit"] = outcome(lambda: p.engine.submit(p.request(prompt)))
+    p.policy.weights = true_weights
+    p.push()
+    load = p.engine.model.load_weights
+    p.engine.model.load_weights = lambda pairs: load((n, t) for n, t in pairs if "layers.1.mlp.down_proj" not in n)
+    p.shake(0.05)
+    facts["lost tensor"], facts["version after lost tensor"] = outcome(p.push), p.engine.version
+    p.engine.model.load_weights = load
+    p.push()
+    facts["mended"] = outcome(lambda: p.drain([p.request(prompt)]))
+    facts["agreement after"] = p.agree(p.prompts(4))
+    return facts
+
+
+def sleep_memory(p: Probe) -> dict:
+    """Bytes that the KV cache really gives back, and what the engine says after."""
+    me = psutil.Process()
+    prompts = p.prompts(8)
+
+    def greedy() -> list[list[int]]:
+        done = p.drain([p.request(prompt, position=i, temperature=0.0) for i, prompt in enumerate(prompts)])
+        return [done[i, 0].tokens for i in range(len(prompts))]
+
+    p.engine.sleep(1)
+    p.awake()  # every page of the cache has been touched now
+    before, awake = greedy(), (me.memory_info().rss, p.engine.bytes_by_owner()["KV cache"])
+    p.engine.sleep(1)
+    asleep = me.memory_info().rss, p.engine.bytes_by_owner()["KV cache"]
+    began = time.perf_counter()
+    p.awake()
+    seconds = time.perf_counter() - began
+    return {"rss_mib": [awake[0] / 2**20, asleep[0] / 2**20, me.memory_info().rss / 2**20], "wake_s": seconds,
+            "kv_bytes": [awake[1], asleep[1], p.engine.bytes_by_owner()["KV cache"]], "same": before == greedy(),
+            "greedy": before}
+
+
+def abort(p: Probe) -> dict:
+    """Cut two of four off after three tokens; the others end, the blocks come back."""
+    p.awake()
+    prompts = p.prompts(4)
+    requests = [p.request(prompt, position=i, seed=50 + i, new=3 if i < 2 else 5) for i, prompt in enumerate(prompts)]
+    whole = p.drain(requests)
+    for request in requests[:2]:
+        request.max_new_tokens = 60
+    done: dict = {}
+    for request in requests:
+        p.engine.submit(request)
+    while min(len(p.engine.partial[f"{i}.0"][1]) for i in range(2)) < 3:
+        done |= {c.key: c for c in p.engine.poll()}
+    cut = {c.key: c for c in p.engine.abort([(0, 0), (1, 0), (9, 9)])}
+    for _ in range(20):
+        done |= {c.key: c for c in p.engine.poll()}
+    return {"cut": [[c.finish, c.tokens, c.logp] for _, c in sorted(cut.items())],
+            "whole": [[whole[i, 0].finish, whole[i, 0].tokens, whole[i, 0].logp] for i in range(2)],
+            "others": sorted(done), "unfinished": p.engine.engine.has_unfinished_requests(),
+            "partial": len(p.engine.partial), "again": outcome(lambda: p.drain(requests[2:]))}
+
+
+def neighbours(p: Probe) -> dict:
+    """A sample with a seed, alone and among 31 others: the same tokens."""
+    p.awake()
+    prompts = p.prompts(32)
+    asked = [p.request(prompt, position=i, seed=1000 + i) for i, prompt in enumerate(prompts)]
+    crowd = p.drain(asked)
+    same, worst = 0, 0.0
+    for i in range(0, 32, 4):
+        alone = p.drain([asked[i]])[i, 0]
+        same += alone.tokens == crowd[i, 0].tokens
+        if alone.tokens == crowd[i, 0].tokens:
+            worst = max(worst, *(abs(a - b) for a, b in zip(alone.logp, crowd[i, 0].logp, strict=True)))
+    other = p.drain([p.request(prompts[0], seed=s, sample=s) for s in range(16)])
+    return {"same": same, "of": 8, "logp": worst, "different": len({tuple(c.tokens) for c in other.values()})}
+
+
+def prefix_cache(p: Probe) -> dict:
+    """Prompts longer than one KV block, before and after a push: with the reset, and with the reset taken out."""
+    p.awake()
+    prompts = p.prompts(3)
+    facts = {"prompt_tokens": [len(x) for x in prompts]}
+    p.agree(prompts)  # fills the cache
+    p.shake(0.3)
+    p.push()
+    facts["with reset"] = p.agree(prompts)
+    reset, p.engine.llm.reset_prefix_cache = p.engine.llm.reset_prefix_cache, lambda: True
+    p.shake(0.3)
+    p.push()
+    facts["without reset"] = p.agree(prompts)
+    p.engine.llm.reset_prefix_cache = reset
+    p.shake(0.3)
+    p.push()
+    facts["with reset again"] = p.agree(prompts)
+    return facts
+
+
+def rollout(**changes) -> dict:
+    return {"engine": "vllm", "prompts_per_step": 8, "samples_per_prompt": 4, **changes}
+
+
+def tied(cfg: Config, facts: dict) -> None:
+    """The model that ships here: 5 real updates, then every refusal, sleep, abort and seed."""
+    p = Probe(replaced(cfg, rollout=rollout(kv_cache_gib=0.5), optimizer={"lr": 1e-3}), facts)
+    p.train(p.prompts(16))
+    for part in (stale, corrupt, sleep_memory, abort, neighbours):
+        facts[part.__name__] = part(p)
+
+
+def untied(cfg: Config, facts: dict) -> None:
+    """A random model with a long context and its own output head."""
+    folder = Path(cfg.run.dir)
+    reward = folder / "reward.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+                      "    return solution_str.count('a') / 8\n")
+    p = Probe(replaced(
+        cfg, model={"path": str(random_qwen2(folder / "model"))}, optimizer={"lr": 1e-2}, reward={"function": str(reward)},
+        rollout=rollout(max_prompt_tokens=400, max_new_tokens=16),
+        data={"train": str(long_prompts(folder / "long.jsonl"))}), facts)
+    p.train(p.prompts(4))
+    facts["prefix_cache"] = prefix_cache(p)
+
+
+def bf16(cfg: Config, facts: dict) -> None:
+    """The same with bfloat16 compute over float32 masters."""
+    p = Probe(replaced(cfg, model={"dtype": "bfloat16"}, run={"steps": 3}, rollout=rollout()), facts)
+    p.train(p.prompts(16))
+
+
+def random_qwen2(folder: Path) -> Path:
+    """2 layers of head_dim 32, 1,024 positions, untied; wide enough an initialisation that tokens differ in p."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from spmdrl.policy.load import TINY
+
+    torch.manual_seed(3)
+    config = Qwen2Config(vocab_size=47, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=1024, tie_word_embeddings=False,
+                         initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((TINY / name).read_bytes())
+    return folder
+
+
+def long_prompts(path: Path) -> Path:
+    """Letters without end: 140 to 380 tokens, of which whole blocks of 128 are cached."""
+    rows = [{"prompt": "".join("abcdefghij"[(i * i + i * k + k) % 10] for i in range(140 + 30 * k)), "answer": "a"}
+            for k in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+SCENARIOS = {"tied": tied, "untied": untied, "bf16": bf16}
+
+
+def main() -> None:
+    scenario, folder, target = sys.argv[1:4]
+    facts: dict = {}
+    cfg = replaced(Config(), run={"dir": folder, "steps": 6}, eval={"every": 0}, checkpoint={"at_end": False},
+                   tracking={"trackers": ("jsonl",), "console": "plain"})
+    SCENARIOS[scenario](cfg, facts)
+    Path(target).write_text(json.dumps(facts))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

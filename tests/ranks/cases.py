@@ -1,0 +1,144 @@
+"""What the rank tests share: configs, a fixed batch of trajectories, a small random model, and one step on it."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.algorithm import compose, score, share_out
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import balance, from_trajectories
+from spmdrl.data.trajectory import Trajectory
+from spmdrl.policy.fsdp import FsdpPolicy
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.seeds import generator_for
+
+VOCAB = 47
+HORIZON = PROMPT = 16
+
+
+def config(**sections) -> Config:
+    """A config with some values of some sections changed: `config(run={"seed": 1})`."""
+    base = {"model": {"dtype": "float32"}, "rollout": {"engine": "hf", "max_new_tokens": HORIZON},
+            "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.0}}
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    cfg = Config()
+    return dataclasses.replace(cfg, **{n: dataclasses.replace(getattr(cfg, n), **v) for n, v in base.items()})
+
+
+def small_model(folder: Path, seed: int = 0, **changes) -> str:
+    """A random Qwen2 of 16,000 parameters as a HF folder; weights large enough that its logits differ."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    values = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+                  num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.15, tie_word_embeddings=True,
+                  bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(Qwen2Config(**values | changes)).double()
+    torch.set_rng_state(state)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Trajectory]:
+    """Random tokens, ragged lengths, groups with and without a difference in reward, gaps in the loss mask.
+
+    17 to 31 tokens each, so that with a budget of 31 every sequence is alone.
+    """
+    out = []
+    for position in range(prompts):
+        rng = generator_for(11, position)
+        prompt = [rng.randrange(VOCAB) for _ in range(PROMPT)]
+        for sample in range(samples):
+            reply = [rng.randrange(VOCAB) for _ in range(min(PROMPT - 1, 1 + int(rng.expovariate(0.2))))]
+            mask = torch.tensor([False] * len(prompt) + [True] * len(reply))
+            if len(reply) > 8:
+                mask[len(prompt) + 3 : len(prompt) + 6] = False  # what a tool said
+            logp = torch.tensor([-rng.uniform(2.0, 5.0) for _ in mask]) * mask
+            # Every third group agrees: its advantages are exactly zero.
+            reward = 0.5 if position % 3 == 2 else float(rng.randrange(3)) / 2
+            tokens = torch.tensor(prompt + reply)
+            out.append(Trajectory(prompt=position, sample=sample, position=position, tokens=tokens, mask=mask,
+                                  rollout_logp=logp, version=0, reward=reward))
+    return out
+
+
+def build_policy(cfg: Config, world, trainable: bool = True) -> FsdpPolicy:
+    """A policy, or with trainable=False a frozen model."""
+    return FsdpPolicy(cfg, world, 100, trainable)
+
+
+def group_of(world):
+    """The group that a run gives its collectives."""
+    return dist.group.WORLD if world.size > 1 else None
+
+
+def scored_batch(cfg: Config, world, policy, reference, everyone: list[Trajectory]):
+    """This rank's balanced share of trajectories that engines made, with everything that the update wants."""
+    algo, group = compose(cfg), group_of(world)
+    mine = [t for t in everyone if t.position % world.size == world.rank]
+    batch = from_trajectories(mine)
+    batch.seq["work"] = batch.lengths
+    prompts = max(t.position for t in everyone) + 1
+    order = list(range(prompts))
+    generator_for(3).shuffle(order)
+    batch = balance(share_out(batch, cfg.algo.updates_per_step, prompts, order), group, world.device)
+    stats = score(batch, policy, reference, algo, cfg.rollout.temperature)
+    return algo, algo.advantages(batch, group, world.device), stats
+
+
+def update_once(cfg: Config, world, policy, reference, everyone: list[Trajectory]) -> dict[str, float]:
+    """One step as `train.py` makes it; the reduced metrics."""
+    algo, batch, stats = scored_batch(cfg, world, policy, reference, everyone)
+    group = group_of(world)
+    done = policy.update(batch, algo.micro_loss, lambda share: algo.prepare(share, group, world.device),
+                         cfg.rollout.temperature)
+    done.merge(stats)
+    return done.reduce(lambda x, op: all_reduce(x, op, group), world.device)
+
+
+def full_weights(policy) -> dict[str, torch.Tensor]:
+    """Whole parameters by HF name. Collective."""
+    return {name: p.detach().full_tensor().clone() for name, p in policy.named_weights()}
+
+
+def gradients_of(policy, run) -> list[dict[str, torch.Tensor]]:
+    """Whole gradients of every optimizer step that `run()` makes. Collective."""
+    seen = []
+
+    def look(*_):
+        seen.append({name: p.grad.full_tensor().clone() for name, p in policy.named_weights()})
+
+    handle = policy.optimizer.register_step_pre_hook(look)
+    try:
+        run()
+    finally:
+        handle.remove()
+    return seen
+
+
+class Rewind:
+    """Puts a policy back to where it was, with another config: building one anew is what takes the time."""
+
+    def __init__(self, policy: FsdpPolicy):
+        self.policy = policy
+        self.start = [p.detach().to_local().clone() for p in policy.model.parameters()]
+
+    def __call__(self, cfg: Config) -> FsdpPolicy:
+        """The policy as it was built, under `cfg`."""
+        with torch.no_grad():
+            for p, start in zip(self.policy.model.parameters(), self.start, strict=True):
+                p.to_local().copy_(start)
+        self.policy.optimizer.state.clear()
+        self.policy.cfg, self.policy.updates_done, self.policy.version = cfg, 0, 0
+        return self.policy
+
+
+def relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest difference of two sets of tensors, relative to each one's largest entry (or 1/1000 of that of all)."""
+    assert a.keys() == b.keys()
+    floor = max(x.abs().max().item() for x in a.values()) / 1000
+    return max((a[n] - b[n]).abs().max().item() / max(a[n].abs().max().item(), floor) for n in a)
