@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -90,6 +91,10 @@ class Run:
 
     def _prompts(self, spec: str, room: int, limit: int) -> PromptSet:
         prompts = load_prompts(spec, self.cfg.data, self.tokenizer, room, limit)
+        seen = all_gather_text(prompts.digest(), self.world.host_group)
+        if len(set(seen)) > 1:
+            odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
+            raise ValueError(f"{spec}: ranks {odd} read other prompts than rank 0; give every node the same files")
         dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
         self.note(f"{len(prompts)} prompts from {prompts.source}{dropped}")
         return prompts
@@ -260,4 +265,5 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
         with suppress(Exception):
             dist.barrier(group=world.host_group)
         # Engines tear the process group down; leave before they can complain.
+        sys.stdout.flush()
         os._exit(0)

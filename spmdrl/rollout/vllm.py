@@ -198,6 +198,9 @@ class VLLMEngine:
         """See the contract."""
         if self.partial:
             self.abort([request.key for request, _, _ in list(self.partial.values())])
+        if level == 2:
+            # Also when it sleeps at level 1 already.
+            self.version = None
         if level == 0 or not self.kv_awake:
             return
         self.llm.reset_prefix_cache()
@@ -207,8 +210,6 @@ class VLLMEngine:
             self.llm.sleep(level=level)
             self.weights_awake = False
         self.kv_awake = False
-        if level == 2:
-            self.version = None
 
     def _release_cpu_cache(self) -> None:
         """Really free the cache: every alias of its storages stays valid at size zero."""

@@ -1,8 +1,8 @@
 """Real vLLM beside a real FSDP2 policy in one process, measured; `test_vllm.py` holds the measurements to the laws.
 
-    python -m tests.engines.probe tied /tmp/run /tmp/facts.json
+    python -m tests.engines.probe /tmp/facts tied untied bf16
 
-vLLM gives one engine a process, so each scenario is a process of its own. Training is `spmdrl.train.train` itself; the
+vLLM gives one engine a process, so each scenario is a process of its own, forked where the imports are done. Training is `spmdrl.train.train` itself; the
 probe stands where a run evaluates: after the push, with the engine awake.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import psutil
@@ -328,7 +329,7 @@ def untied(cfg: Config, facts: dict) -> None:
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
                       "    return solution_str.count('a') / 8\n")
     p = Probe(replaced(
-        cfg, model={"path": str(random_qwen2(folder / "model"))}, optimizer={"lr": 1e-2}, reward={"function": str(reward)},
+        cfg, model={"path": str(random_qwen2(folder / "model"))}, optimizer={"lr": 1e-3}, reward={"function": str(reward)},
         rollout=rollout(max_prompt_tokens=400, max_new_tokens=16),
         data={"train": str(long_prompts(folder / "long.jsonl"))}), facts)
     p.train(p.prompts(4))
@@ -368,15 +369,42 @@ def long_prompts(path: Path) -> Path:
 SCENARIOS = {"tied": tied, "untied": untied, "bf16": bf16}
 
 
-def main() -> None:
-    scenario, folder, target = sys.argv[1:4]
+def preload() -> None:
+    """Import what every scenario needs, once."""
+    from spmdrl.rollout.vllm import _environment
+
+    _environment(torch.device("cpu"))
+    import transformers.models.qwen2.modeling_qwen2
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.qwen2
+    import vllm.v1.worker.cpu_model_runner  # noqa: F401
+
+    import spmdrl.run
+
+
+def measure(scenario: str, folder: Path) -> None:
+    """Run one scenario, in a process of its own; facts go to `folder`.json, a traceback if it fails."""
     facts: dict = {}
-    cfg = replaced(Config(), run={"dir": folder, "steps": 6}, eval={"every": 0}, checkpoint={"at_end": False},
+    folder.mkdir(parents=True)
+    cfg = replaced(Config(), run={"dir": str(folder), "steps": 6}, eval={"every": 0}, checkpoint={"at_end": False},
                    tracking={"trackers": ("jsonl",), "console": "plain"})
-    SCENARIOS[scenario](cfg, facts)
-    Path(target).write_text(json.dumps(facts))
-    sys.stdout.flush()
-    os._exit(0)
+    try:
+        SCENARIOS[scenario](cfg, facts)
+    except BaseException:
+        facts["failed"] = traceback.format_exc()
+    folder.with_suffix(".json").write_text(json.dumps(facts))
+
+
+def main() -> None:
+    root, names = Path(sys.argv[1]), sys.argv[2:]
+    preload()
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            measure(name, root / name)
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

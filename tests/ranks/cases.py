@@ -1,6 +1,7 @@
 """What the rank tests share: configs, a fixed batch of trajectories, a small random model, and one step on it."""
 
 import dataclasses
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -64,6 +65,21 @@ def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Trajectory]:
             out.append(Trajectory(prompt=position, sample=sample, position=position, tokens=tokens, mask=mask,
                                   rollout_logp=logp, version=0, reward=reward))
     return out
+
+
+@contextmanager
+def float64_softmax():
+    """Hugging Face's eager attention takes its softmax in float32 whatever the model's type; not in here."""
+    plain = torch.nn.functional.softmax
+
+    def softmax(x, dim=None, _stacklevel=3, dtype=None):
+        return plain(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype)
+
+    torch.nn.functional.softmax = softmax
+    try:
+        yield
+    finally:
+        torch.nn.functional.softmax = plain
 
 
 def build_policy(cfg: Config, world, trainable: bool = True) -> FsdpPolicy:

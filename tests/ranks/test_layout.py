@@ -17,6 +17,7 @@ from tests.ranks.cases import (
     Rewind,
     build_policy,
     config,
+    float64_softmax,
     full_weights,
     gradients_of,
     relative,
@@ -118,7 +119,9 @@ def test_layout_microbatches_and_skipping_change_nothing(one_rank):
     # The cases are what they say: one, a few, one for each sequence; and nothing here is zero.
     count = {b: one_rank["grpo", b, 1, False][2]["microbatches"] for b in (HUGE, MEDIUM, ALONE)}
     assert count[HUGE] == 1 and 3 <= count[MEDIUM] <= 8 and count[ALONE] == 12
-    assert one_rank["grpo", ALONE, 1, True][2]["microbatches"] == 9  # one group agrees
+    reward, group = zip(*[(t.reward, t.position) for t in synthetic_batch(4, 3)], strict=True)
+    active = int((grpo(torch.tensor(reward), torch.tensor(group)) != 0).sum())
+    assert one_rank["grpo", ALONE, 1, True][2]["microbatches"] == active < 12
     norms = {v: one_rank[v, HUGE, 2, False][2]["grad_norm"] for v in VARIANTS}
     assert all(n > 1e-3 for n in norms.values()), norms
     # and the variants differ from each other, so that none is another by mistake.
@@ -144,7 +147,8 @@ def test_layout_four_ranks_change_nothing(folders, one_rank, replicate):
 
 def test_layout_ranks_without_a_sequence_change_nothing(folders):
     """Three sequences on four ranks, one group; and two groups of which one update's share agrees in its rewards."""
-    todo = [(v, b, 1, s) for v in ("grpo", "kl in loss k3, entropy", "entropy") for b in (HUGE, ALONE) for s in (False, True)]
+    todo = [("grpo", HUGE, 1, False), ("grpo", ALONE, 1, True), ("kl in loss k3, entropy", HUGE, 1, False),
+            ("kl in loss k3, entropy", ALONE, 1, True)]
     want = run_ranks(sweep, 1, folders, todo, (1, 3))[0]
     assert want["grpo", HUGE, 1, False][2]["grad_norm"] > 1e-3
     for replicate in (1, 2):
@@ -166,13 +170,13 @@ def nothing_to_learn(world, folder):
 def test_layout_a_step_without_signal_moves_nothing(folders):
     for n in (1, 2):
         for metrics, same, version, updates in run_ranks(nothing_to_learn, n, folders[0]):
-            assert same and version == 1 and updates == 2
+            assert same and version == 0 and updates == 0  # so the engine has no reason to be given them anew
             assert metrics["grad_norm"] == 0 and metrics["microbatches"] == 0
 
 
 # ── an independent reference: plain Hugging Face, one forward for each sequence, the formula written out ──────────────
 
-KL, ENTROPY, LOW, HIGH, TEMPERATURE, LR = 0.05, 0.01, 0.1, 0.15, 0.7, 3e-3
+KL, ENTROPY, LOW, HIGH, TEMPERATURE, LR = 0.05, 0.01, 0.1, 0.15, 0.7, 2e-5
 REFERENCE_BATCH = (4, 3)
 
 
@@ -221,7 +225,7 @@ def plain_grpo():
             ratio = torch.exp(logp - old[i])
             gain = torch.minimum(advantage[i] * ratio, advantage[i] * ratio.clamp(1 - LOW, 1 + HIGH))
             d = logp - ref[i]
-            k3 = torch.exp(-d) - 1 + d
+            k3 = (torch.exp(-d) - 1 + d).clamp(max=10)  # as verl bounds it
             assert torch.allclose(k3, kl_estimate("k3", logp, ref[i]), atol=1e-12)
             loss = loss + (-gain + KL * k3 - ENTROPY * entropy).sum() / tokens
         loss.backward()
@@ -253,7 +257,8 @@ def ours_grpo(world, budget):
 
 
 def test_layout_grpo_is_the_formula_on_plain_hugging_face():
-    losses, gradients, weights = plain_grpo()
+    with float64_softmax():
+        losses, gradients, weights = plain_grpo()
     norms = [torch.stack([g.square().sum() for g in step.values()]).sum().sqrt().item() for step in gradients]
     scales = [min(1.0, 0.5 / (n + 1e-6)) for n in norms]
     assert min(scales) < 1  # clipping took part

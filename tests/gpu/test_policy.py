@@ -1,0 +1,42 @@
+"""The policy and the whole program on a GPU; the same things are tested on a CPU in tests/ranks and tests/e2e."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.policy import attention
+from spmdrl.policy.heads import PackedLM
+from spmdrl.policy.load import TINY, build_model
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.gpu
+
+
+def test_packed_logp_on_gpu_equals_cpu():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([5, 13, 40, 2])
+    tokens = torch.randint(3, 40, (int(lengths.sum()),), generator=generator)
+    mask = torch.rand(len(tokens), generator=generator) < 0.7
+    mask[torch.cumsum(lengths, 0) - lengths] = False
+    model = PackedLM(build_model(TINY, torch.float32, False, attention.register()), "padded")
+    expected = model(tokens, lengths, mask, 0.7)
+    got = model.cuda()(tokens.cuda(), lengths, mask.cuda(), 0.7)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("extra", [[], ["--policy.offload", "true", "--model.dtype", "bfloat16"]])
+def test_demo_runs_on_gpu(tmp_path, extra):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "spmdrl.train", "--run.dir", str(tmp_path), "--run.steps", "5", "--run.device",
+               "cuda", "--rollout.engine", "hf", "--eval.every", "0", *extra]
+    subprocess.run(command, check=True, env=environment, cwd=ROOT, timeout=250)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    limit = 0.1 if "bfloat16" in extra else 1e-3
+    assert len(rows) == 5
+    assert all(row["logp_diff/mean"] < limit and row["grad_norm"] > 0 for row in rows)
