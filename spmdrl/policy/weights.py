@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
 
     widest: bytes of the widest integer to use. The width depends on the number of bytes alone, not on where they lie.
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # Not view(-1): a single element may have any stride, and then its bytes cannot be viewed.
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     for dtype, width in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if width <= widest and flat.numel() % width == 0:
             # A view wants an aligned start, which a range of rows of another tensor may not have.
@@ -57,6 +59,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+@lru_cache(maxsize=256)
 def _odd(n: int, device: torch.device) -> torch.Tensor:
     return torch.arange(n, dtype=torch.int64, device=device) * 2 + 1
 
@@ -129,8 +132,7 @@ def _gather_by_rows(params, dtype, group, shards: int, me: int) -> tuple[list[to
     for own, param in zip(rows, params, strict=True):
         own[me].copy_(param.to_local())
     mine = torch.stack([digest(own[me]) for own in rows])
-    for own in rows:
-        swap([own[me]] * shards, own, group)
+    swap([own[me] for own in rows for _ in range(shards)], [part for own in rows for part in own], group)
     return fulls, mine
 
 

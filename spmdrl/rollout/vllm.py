@@ -53,15 +53,16 @@ def _keep_plain_linears() -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = plain
 
 
-def cpu_kv_bytes(config, tokens: int, dtype: str) -> int:
-    """Bytes that hold `tokens` tokens with room for half-filled blocks, at most CPU_KV_BYTES.
+def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str) -> int:
+    """Bytes of KV cache that hold `sequences` sequences of `longest` tokens in whole blocks, at most CPU_KV_BYTES.
 
     What is not allocated is not cleared at every wake.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * head_dim * (4 if dtype == "float32" else 2)
-    return min(CPU_KV_BYTES, max(2 * tokens, 64 * CPU_BLOCK) * per_token + (4 << 20))
+    blocks = sequences * -(-longest // CPU_BLOCK) + 8
+    return min(CPU_KV_BYTES, blocks * CPU_BLOCK * per_token)
 
 
 class VLLMEngine:
@@ -101,7 +102,7 @@ class VLLMEngine:
         )
         kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
         if not kv_bytes and self.on_cpu:
-            kv_bytes = cpu_kv_bytes(config, self.capacity * longest // cfg.rollout.tp, cfg.model.dtype)
+            kv_bytes = cpu_kv_bytes(config, self.capacity, longest, cfg.model.dtype)
         options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
         if not self.on_cpu:
             options |= {

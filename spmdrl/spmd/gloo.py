@@ -11,18 +11,21 @@ import torch
 import torch.distributed as dist
 
 
-def swap(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Send outgoing[r] to rank r of the group and fill incoming[r] from it; own entries are left alone. Collective."""
-    me = dist.get_group_rank(group, dist.get_rank())
+def swap(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Send outgoing[i] to rank i mod W of the group and fill incoming[i] from it; own entries are left alone.
+
+    Lists may go round the ranks several times, so that many small tensors travel in one batch. Collective.
+    """
+    me, world = dist.get_group_rank(group, dist.get_rank()), dist.get_world_size(group)
     operations = []
-    for r, (out, into) in enumerate(zip(outgoing, incoming, strict=True)):
-        if r == me:
+    for i, (out, into) in enumerate(zip(outgoing, incoming, strict=True)):
+        if i % world == me:
             continue
         # A shard of fewer rows than there are ranks may be empty; both sides know and skip it.
         if out.numel():
-            operations.append(dist.P2POp(dist.isend, out, group=group, group_peer=r))
+            operations.append(dist.P2POp(dist.isend, out, group=group, group_peer=i % world))
         if into.numel():
-            operations.append(dist.P2POp(dist.irecv, into, group=group, group_peer=r))
+            operations.append(dist.P2POp(dist.irecv, into, group=group, group_peer=i % world))
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 

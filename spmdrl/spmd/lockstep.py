@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py")
+_QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py", "typing_extensions.py")
+"""Files whose frames are passed over; the last wraps what torch has deprecated."""
 _HELPERS = ("spmdrl/spmd/",)
 """Everybody's collectives run here, so these lines alone tell nothing apart."""
 

@@ -40,11 +40,11 @@ class JsonlTracker:
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._last: dict[str, Any] = {}
+        self._last_at = 0
         if self.path.exists() and self.path.stat().st_size:
             self._cut(resume_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._last: dict[str, Any] = {}
-        self._last_at = 0
 
     def _cut(self, resume_step: int) -> None:
         kept = []
@@ -61,6 +61,9 @@ class JsonlTracker:
         part = Path(f"{self.path}.part")
         part.write_text("".join(kept), encoding="utf-8")
         os.replace(part, self.path)
+        # A finished run that is started again evaluates once more: that joins the line it has.
+        self._last = json.loads(kept[-1])
+        self._last_at = self.path.stat().st_size - len(kept[-1].encode())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line, or complete the last one if it is of this step."""

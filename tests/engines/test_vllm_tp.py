@@ -1,8 +1,7 @@
 """One vLLM engine over two ranks, and two engines side by side, under real torchrun, against one rank alone.
 
-Learning is compared greedily drawn: the temperature of a rollout must be above 0, so it is set so low that the best
-token is all but certain. At temperature 1 a sum in another order (TP adds partial products) may move a draw that lies on
-an edge, and everything after it.
+Seeds belong to data, so the samples at temperature 1 are the same ones. A sum in another order (TP adds partial products)
+differs by 1e-6 in logp: only a draw that lies so near an edge could come out otherwise, and none of these does.
 """
 
 from importlib.util import find_spec
@@ -42,18 +41,11 @@ def test_parity_of_engine_and_trainer(runs, layout):
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_layout_of_engines_does_not_change_greedy_accuracy(runs, layout):
-    """Before training every token is the same; after 3 updates one of 32 prompts may sit on an edge."""
-    one, other = runs["one rank"], runs[layout]
-    assert one[0]["eval/accuracy"] == other[0]["eval/accuracy"]
-    assert abs(one[-1]["eval/accuracy"] - other[-1]["eval/accuracy"]) <= 1 / 32
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_layout_of_engines_does_not_change_the_samples(runs, layout):
-    """Seeds belong to data: the same draws at temperature 1, so the same rewards and losses up to float noise."""
+def test_layout_of_engines_does_not_change_the_run(runs, layout):
+    """Samples (by their rewards and lengths), greedy accuracy before and after, and what was learnt from them."""
     for one, other in zip(runs["one rank"], runs[layout], strict=True):
-        assert other["reward/mean"] == pytest.approx(one["reward/mean"], abs=1 / 64), (one, other)
-        assert other["entropy/mean"] == pytest.approx(one["entropy/mean"], rel=0.02)
-        assert other["response_length/mean"] == pytest.approx(one["response_length/mean"], rel=0.01)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
+        for name in ("reward/mean", "response_length/mean", "eval/accuracy"):
+            assert other.get(name) == one.get(name), (name, one, other)
+        for name in ("entropy/mean", "grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5), (name, one, other)
+    assert runs[layout][0]["eval/accuracy"] is not None and runs[layout][-1]["eval/accuracy"] is not None

@@ -73,7 +73,8 @@ def float64_softmax():
     plain = torch.nn.functional.softmax
 
     def softmax(x, dim=None, _stacklevel=3, dtype=None):
-        return plain(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype)
+        # Scores are [B, H, L, L]; a router's logits are not, and stay as they are.
+        return plain(x, dim=dim, dtype=None if x.dtype == torch.float64 and x.dim() == 4 else dtype)
 
     torch.nn.functional.softmax = softmax
     try:

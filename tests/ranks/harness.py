@@ -44,9 +44,12 @@ def _rank_main(folder: str, rank: int, size: int, function, args, options: dict)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     out = Path(folder) / f"rank_{rank}.pt"
     try:
+        from transformers.utils.logging import disable_progress_bar
+
         from spmdrl.config.schema import ParallelConfig
         from spmdrl.spmd.mesh import world_from_group
 
+        disable_progress_bar()
         torch.set_num_threads(1)
         limit = timedelta(seconds=options["limit"])
         store = dist.FileStore(str(Path(folder) / "store"), size)

@@ -37,8 +37,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "smollm3": ("SmolLM3Config", {}),
     "glm4": ("Glm4Config", {"head_dim": 8}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),
-    "stablelm": ("StableLmConfig", {}),
 }
+FLOAT32_NORMS = ("gemma2", "gemma3", "cohere")
+"""Families whose norms multiply by their weight in float32, so that its gradient is a float32 sum over tokens."""
 LENGTHS = {"equal": [9, 9, 9, 9], "very uneven": [2, 40, 3, 17, 5, 2], "one token": [1, 30, 2], "alone": [21]}
 TEMPERATURE = 0.7
 
@@ -51,13 +52,15 @@ def pair(family: str, dtype=torch.float64):
         pytest.skip(f"this transformers has no {name}")
     state = torch.get_rng_state()
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(config_class(**SMALL | changes), attn_implementation="eager").to(dtype)
+    options = {"experts_implementation": "eager"} if "moe" in family or "mixtral" in family else {}  # no float64 kernel
+    plain = AutoModelForCausalLM.from_config(config_class(**SMALL | changes), attn_implementation="eager", **options)
+    plain = plain.to(dtype)
     with torch.no_grad():
         for p in plain.parameters():  # norms and biases too, which start at 1 and 0
             p.add_(torch.randn_like(p) * 0.05)
     torch.set_rng_state(state)
     config = config_class(**SMALL | changes)
-    packed = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register()).to(dtype)
+    packed = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register(), **options).to(dtype)
     packed.load_state_dict(plain.state_dict())
     return plain.eval(), packed.eval()
 
@@ -114,7 +117,8 @@ def test_layout_packed_forward_is_plain_hugging_face(family):
             assert got_gradient.keys() == want_gradient.keys()
             for name, a in want_gradient.items():
                 error = (a - got_gradient[name]).abs().max() / max(a.abs().max().item(), 1e-2)
-                assert error < 1e-9, (case, kind, name, error)
+                exact = 1e-6 if family in FLOAT32_NORMS and "norm" in name else 1e-9
+                assert error < exact, (case, kind, name, error)
     assert want[0].abs().max() > 0.5  # random weights that say something
 
 
@@ -152,8 +156,9 @@ def test_layout_windows_and_caps_are_not_decoration():
 
 
 def test_a_model_whose_attention_gets_no_packing_is_refused():
-    _, packed = pair("llama")
-    with pytest.raises(ValueError, match="gets no packing"):
-        packed(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    config = transformers.StableLmConfig(**SMALL)
+    stablelm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register())
+    with pytest.raises(ValueError, match="StableLmAttention gets no packing"):
+        PackedLM(stablelm)(torch.zeros(4, dtype=torch.int64), torch.tensor([4]), torch.arange(4) > 0, 1.0)
     with pytest.raises(ValueError, match="flash-attn is not installed; use --policy.attention auto"):
         attention.pick_kind("flash", torch.device("cpu"))

@@ -1,0 +1,224 @@
+"""The HF engine against plain transformers: the Engine contract, and laws 3 and 5 as far as one process shows them."""
+
+import math
+
+import pytest
+import torch
+
+from spmdrl.policy.load import TINY, build_model
+from spmdrl.rollout.engine import Request, StaleEngineError
+from spmdrl.rollout.hf import Group, HFEngine, nucleus, sample
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.seeds import seed_for
+from tests.ranks.cases import config, small_model
+
+CPU = torch.device("cpu")
+VOCAB = 8
+
+
+def world_of_one() -> World:
+    """An engine of one rank asks its world for the device only."""
+    return World(0, 1, 0, CPU, None, None, None, None)
+
+
+def make(path: str, stop=(2,), dtype: str = "float32", capacity: int = 64) -> HFEngine:
+    engine = HFEngine(config(model={"path": path, "dtype": dtype}, rollout={"max_sequences": capacity}), world_of_one(),
+                      set(stop))
+    engine.load([], 0)  # it was built from the folder; a run pushes here
+    return engine
+
+
+def run(engine: HFEngine, requests: list[Request]) -> dict:
+    for r in requests:
+        engine.submit(r)
+    done = {}
+    for _ in range(10_000):
+        got = engine.poll()
+        done |= {c.key: c for c in got}
+        if len(done) == len(requests):
+            return done
+    raise AssertionError("the engine does not end")
+
+
+def ask(i: int, prompt: list[int], n: int = 8, temperature: float = 1.0, top_p: float = 1.0) -> Request:
+    return Request((i, 0), prompt, seed_for(5, i), 0, n, temperature, top_p)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return make("tiny")
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """A random model of eight tokens."""
+    return small_model(tmp_path_factory.mktemp("eight"), vocab_size=VOCAB)
+
+
+PROMPTS = [[1, 5, 9, 7, 6, 8, 4], [1, 11, 12, 13, 14, 10, 4], [1, 20], [1, 9, 9], [1, 30, 31], [1, 7, 5, 6, 8, 9, 4]]
+
+
+def test_parity_greedy_is_transformers_generate(tiny):
+    model = build_model(TINY, "float32")
+    done = run(tiny, [ask(i, p, 12, temperature=0.0) for i, p in enumerate(PROMPTS)])
+    for i, prompt in enumerate(PROMPTS):
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=2,
+                              pad_token_id=0)[0, len(prompt):].tolist()
+        assert done[i, 0].tokens == want
+        assert done[i, 0].finish == ("stop" if want[-1] == 2 else "length")
+        log_p = model(input_ids=torch.tensor([prompt + want])).logits[0].log_softmax(-1)
+        own = log_p[len(prompt) - 1 : -1].gather(1, torch.tensor(want)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(done[i, 0].logp), own, atol=1e-5)
+        assert done[i, 0].version == 0
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.7, 1.0), (1.0, 0.7)])
+def test_parity_logp_is_that_of_the_distribution_sampled_from(tiny, temperature, top_p):
+    model = build_model(TINY, "float32")
+    done = run(tiny, [ask(i, p, 10, temperature, top_p) for i, p in enumerate(PROMPTS * 4)])
+    for i, prompt in enumerate(PROMPTS * 4):
+        tokens = done[i, 0].tokens
+        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+        log_p = nucleus(logits.log_softmax(-1), torch.tensor([top_p])) if top_p < 1 else logits.log_softmax(-1)
+        own = log_p.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(done[i, 0].logp), own, atol=1e-5)
+
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
+    expected = p.double() * counts.sum()
+    keep = expected > 0
+    assert counts[~keep].sum() == 0
+    return ((counts[keep] - expected[keep]) ** 2 / expected[keep]).sum().item()
+
+
+def bound(degrees: int) -> float:
+    """Above the 99.99% quantile of chi-square (Wilson-Hilferty)."""
+    return degrees * (1 - 2 / (9 * degrees) + 3.8 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+def test_sampling_frequencies_are_the_models(eight):
+    """First tokens and pairs of 6,000 samples, at two temperatures in the same groups."""
+    engine = make(eight, stop=(), capacity=512)
+    model = build_model(engine_folder(eight), "float32")
+    prompt, n = [1, 3, 4], 6000
+    temperatures = (1.0, 0.7)
+    done = run(engine, [Request((i, 0), prompt, seed_for(9, i), 0, 2, temperatures[i % 2]) for i in range(n)])
+    for k, t in enumerate(temperatures):
+        pairs = torch.tensor([done[i, 0].tokens for i in range(k, n, 2)])
+        first = (model(input_ids=torch.tensor([prompt])).logits[0, -1] / t).softmax(-1)
+        after = torch.tensor([prompt + [a] for a in range(VOCAB)])
+        second = (model(input_ids=after).logits[:, -1] / t).softmax(-1)
+        counts = torch.bincount(pairs[:, 0], minlength=VOCAB)
+        assert chi_square(counts, first) < bound(VOCAB - 1)
+        joint = (first[:, None] * second).flatten()
+        assert chi_square(torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2), joint) < bound(63)
+
+
+def engine_folder(path):
+    from pathlib import Path
+
+    return Path(path)
+
+
+def group(n: int, temperature: float, top_p: float = 1.0) -> Group:
+    return Group([Request((i, 0), [1], seed_for(3, i), 0, 4, temperature, top_p) for i in range(n)], CPU)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.8, 0.95, 1.0])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p):
+    p = torch.tensor([0.02, 0.4, 0.3, 0.15, 0.1, 0.03], dtype=torch.float64)
+    n = 8000
+    tokens, logp = sample(p.log()[None].expand(n, -1), group(n, 1.0, top_p), torch.zeros(n, dtype=torch.int64))
+    kept, mass = [], 0.0
+    for token in p.argsort(descending=True).tolist():  # the definition, one token at a time
+        kept.append(token)
+        mass += p[token].item()
+        if mass >= top_p:
+            break
+    want = torch.zeros_like(p)
+    want[kept] = p[kept] / p[kept].sum()
+    assert chi_square(torch.bincount(tokens, minlength=6), want) < (bound(len(kept) - 1) if len(kept) > 1 else 1e-9)
+    assert torch.allclose(logp, want.log()[tokens], atol=1e-6)
+
+
+def test_a_large_vocabulary_keeps_its_tail():
+    """150,000 tokens of which half the mass is spread over all but one: a float32 sum would be off by much."""
+    v, n = 150_000, 300
+    logits = torch.zeros(1, v)
+    logits[0, 7] = math.log(v - 1)
+    everyone, picked = group(n, 1.0), []
+    for rows in torch.arange(n).split(50):  # a row takes a megabyte
+        part = Group([everyone.requests[i] for i in rows], CPU)
+        picked.append(sample(logits.expand(len(rows), -1), part, torch.zeros(len(rows), dtype=torch.int64)))
+    tokens, logp = (torch.cat(x) for x in zip(*picked, strict=True))
+    head = (tokens == 7).double().mean().item()
+    assert abs(head - 0.5) < 4 * 0.5 / math.sqrt(n)
+    tail = tokens[tokens != 7].double() / v
+    assert abs(tail.mean().item() - 0.5) < 4 / math.sqrt(12 * len(tail))
+    assert torch.allclose(logp[tokens == 7], torch.tensor(math.log(0.5)), atol=1e-4)
+
+
+def test_layout_a_sample_does_not_depend_on_its_neighbours(tiny):
+    """Law 3: alone, among others, in other order, in small groups; greedy and sampled rows in one group."""
+    requests = [ask(i, p, 3 + i % 6, (1.0, 0.0, 1.3)[i % 3], (1.0, 0.8)[i % 2]) for i, p in enumerate(PROMPTS * 3)]
+    together = run(tiny, requests)
+    for others in (run(tiny, requests[::-1]), run(make("tiny", capacity=2), requests),
+                   {k: c for r in requests for k, c in run(tiny, [r]).items()}):
+        for key, c in together.items():
+            assert others[key].tokens == c.tokens and others[key].finish == c.finish
+            assert torch.allclose(torch.tensor(others[key].logp), torch.tensor(c.logp), atol=1e-5)
+    for r in requests:
+        c = together[r.key]
+        assert len(c.tokens) == len(c.logp) <= r.max_new_tokens
+        assert (c.finish == "stop") == (c.tokens[-1] == 2) and 2 not in c.tokens[:-1]
+        assert c.finish == "stop" or len(c.tokens) == r.max_new_tokens
+    again = [Request(r.key, r.prompt, r.seed + 1, 0, r.max_new_tokens, r.temperature, r.top_p) for r in requests]
+    assert run(tiny, again) != together  # another seed, another sample
+
+
+def test_abort_gives_back_what_there_is(tiny):
+    requests = [ask(i, PROMPTS[0], 9, 1.5) for i in range(4)] + [ask(4, PROMPTS[2], 9, 1.5)]
+    whole = run(make("tiny", stop=()), requests)
+    engine = make("tiny", stop=())
+    for r in requests:
+        engine.submit(r)
+    for _ in range(3):
+        assert engine.poll() == []
+    cut = {c.key: c for c in engine.abort([(1, 0), (4, 0), (77, 0)])}  # one runs, one waits, one is not there
+    assert set(cut) == {(1, 0), (4, 0)}
+    assert cut[1, 0].finish == cut[4, 0].finish == "abort"
+    assert cut[1, 0].tokens == whole[1, 0].tokens[:3] and len(cut[1, 0].logp) == 3
+    assert cut[4, 0].tokens == cut[4, 0].logp == []
+    done = {}
+    while len(done) < 3:
+        done |= {c.key: c for c in engine.poll()}
+    for key in [(0, 0), (2, 0), (3, 0)]:  # the others do not notice
+        assert done[key].tokens == whole[key].tokens and done[key].finish == "length"
+    assert engine.poll() == [] and engine.abort([(0, 0)]) == []
+    assert run(engine, requests)[1, 0].tokens == whole[1, 0].tokens  # and it takes the same request again
+
+
+def test_abort_of_all_leaves_an_idle_engine(tiny):
+    engine = make("tiny", stop=())
+    for i in range(3):
+        engine.submit(ask(i, PROMPTS[0]))
+    engine.poll()
+    assert engine.bytes_by_owner()["KV cache"] > 0
+    assert len(engine.abort([(i, 0) for i in range(3)])) == 3
+    assert engine.poll() == [] and engine.bytes_by_owner()["KV cache"] == 0
+
+
+def test_stale_sleep_gives_back_memory_and_version():
+    engine = make("tiny")
+    full = engine.bytes_by_owner()["engine weights"]
+    assert full == sum(p.numel() * 4 for p in build_model(TINY, "float32").parameters())
+    engine.submit(ask(0, PROMPTS[0]))
+    engine.poll()
+    engine.sleep(1)
+    assert engine.bytes_by_owner() == {"engine weights": full, "KV cache": 0} and engine.version == 0
+    engine.sleep(2)
+    assert engine.bytes_by_owner() == {"engine weights": 0, "KV cache": 0} and engine.version is None
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    with pytest.raises(StaleEngineError, match="holds no weights, the trainer is at version 0: push the weights"):
+        engine.submit(ask(0, PROMPTS[0]))
