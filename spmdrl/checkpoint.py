@@ -56,7 +56,9 @@ def problems(folder: Path) -> list[str]:
     """What is wrong with a checkpoint; an empty list when every file is there with its size and hash."""
     try:
         manifest = json.loads((folder / "MANIFEST.json").read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
+        if not isinstance(manifest, dict):
+            raise ValueError("lists no files")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"MANIFEST.json: {error}"]
     found = []
     for name, want in manifest.items():

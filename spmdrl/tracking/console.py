@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import math
 import os
+import pdb
 import sys
 import time
 from collections import deque
@@ -86,6 +87,10 @@ class Console:
 
         def breakpoint_without_panel(*args: Any, **kwargs: Any) -> Any:
             self.close()
+            plain = self._breakpointhook is sys.__breakpointhook__
+            if plain and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace"):
+                # pdb stops in the frame that calls it, which would be this one and not the user's.
+                return pdb.Pdb().set_trace(sys._getframe(1))
             return self._breakpointhook(*args, **kwargs)
 
         sys.breakpointhook = breakpoint_without_panel

@@ -24,6 +24,11 @@ GONE_WITHIN = 10.0
 """Law 6: seconds from a fault to the end of the whole job."""
 
 
+def argv(text: str) -> list[str]:
+    """Words of a command line."""
+    return text.split()
+
+
 @dataclass
 class Ended:
     """What is left of a job: exit code, console, and when things happened (time.time)."""
@@ -49,7 +54,9 @@ class Ended:
         text = re.sub(
             r"^Traceback \(most recent call last\):\n(?:  .*\n)+torch\.distributed\.elastic\S*ChildFailedError:.*?\n"
             r"=+\n.*?\n=+$",
-            "", "\n".join(self.err), flags=re.DOTALL | re.MULTILINE,
+            "",
+            "\n".join(self.err),
+            flags=re.DOTALL | re.MULTILINE,
         )
         return re.sub(r"^[EWI]\d{4} .*torch/distributed/.*\n?", "", text, flags=re.MULTILINE)
 
@@ -64,21 +71,45 @@ class Ended:
 
     def show(self) -> str:
         """Everything, for a failed assert."""
-        return "\n".join([f"rc {self.rc} after {self.seconds:.1f} s; left: {self.left}", "--- stdout", *self.out[-40:],
-                          "--- stderr", *self.err[-60:]])
+        return "\n".join(
+            [
+                f"rc {self.rc} after {self.seconds:.1f} s; left: {self.left}",
+                "--- stdout",
+                *self.out[-40:],
+                "--- stderr",
+                *self.err[-60:],
+            ]
+        )
 
 
 class Job:
     """A running job."""
 
-    def __init__(self, args: Sequence[str], ranks: int = 0, module: str = "spmdrl.train", env: dict | None = None,
-                 stdin: str | None = None, cwd: Path = ROOT):
+    def __init__(
+        self,
+        args: Sequence[str],
+        ranks: int = 0,
+        module: str = "spmdrl.train",
+        env: dict | None = None,
+        stdin: str | None = None,
+        cwd: Path = ROOT,
+    ):
         """ranks 0: a plain process without torchrun."""
         self.mark = secrets.token_hex(8)
-        base = {k: v for k, v in os.environ.items()
-                if k not in RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_", "VLLM_"))}
-        base |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-                 "WANDB_MODE": "offline", "TERM": "dumb", "COLUMNS": "200", MARK: self.mark}
+        base = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_", "VLLM_"))
+        }
+        base |= {
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "offline",
+            "TERM": "dumb",
+            "COLUMNS": "200",
+            MARK: self.mark,
+        }
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
         if ranks:
             # A port of its own, so that jobs side by side never meet.
@@ -86,16 +117,23 @@ class Job:
         command = [sys.executable, *launch, "-m", module, *map(str, args)]
         self.began = time.time()
         self.process = subprocess.Popen(
-            command, cwd=cwd, env=base | (env or {}), text=True, errors="replace", start_new_session=True,
-            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL, stdout=subprocess.PIPE,
+            command,
+            cwd=cwd,
+            env=base | (env or {}),
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
         self.out: list[str] = []
         self.err: list[str] = []
         self.stamps: list[float] = []
-        self._readers = [threading.Thread(target=self._read, args=(self.process.stdout, self.out, []), daemon=True),
-                         threading.Thread(target=self._read, args=(self.process.stderr, self.err, self.stamps),
-                                          daemon=True)]
+        self._readers = [
+            threading.Thread(target=self._read, args=(self.process.stdout, self.out, []), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stderr, self.err, self.stamps), daemon=True),
+        ]
         for reader in self._readers:
             reader.start()
         if stdin is not None:

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runner import GONE_WITHIN, Ended, run, succeed
+from tests.e2e.runner import GONE_WITHIN, Ended, argv, run, succeed
 
 pytestmark = pytest.mark.timeout(240)
 START = 60.0
 """Generous: import of torch and transformers on a loaded machine, and the mistake found after it."""
 TINY = Path(__file__).resolve().parents[2] / "spmdrl" / "assets" / "tiny"
-QUICK = ("--rollout.engine", "hf", "--run.steps", "2", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt",
-         "4", "--tracking.trackers", "jsonl", "--eval.every", "0", "--run.timeout", "30")
+QUICK = argv(
+    "--rollout.engine hf --run.steps 2 --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 0 "
+    "--tracking.trackers jsonl --run.timeout 30"
+)
 
 
 def refused(ended: Ended, *words: str) -> str:
@@ -25,7 +27,7 @@ def refused(ended: Ended, *words: str) -> str:
     assert ended.rc != 0, ended.show()
     assert len(ended.messages) == 1, ended.show()
     assert "Traceback" not in ended.ours, ended.show()
-    message = ended.ours[ended.ours.index(ended.messages[0]):]
+    message = ended.ours[ended.ours.index(ended.messages[0]) :]
     for word in words:
         assert word in message, f"{word!r} is not in the message\n{ended.show()}"
     assert not ended.left, ended.show()
@@ -42,17 +44,21 @@ def rows(path: Path, table: list[dict]) -> Path:
 # ── before anything is built ─────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--run.stepz", "3"], ["unknown flag --run.stepz", "did you mean --run.steps"]),
-    (["--rollout.samples_per_promt", "3"], ["did you mean --rollout.samples-per-prompt"]),
-    (["--algo.updates_per_step", "5"], ["--algo.updates-per-step 5", "must divide prompts_per_step 32", "4"]),
-    (["--rollout.samples_per_prompt", "1"], ["--rollout.samples-per-prompt 1", "at least 2"]),
-    (["--rollout.engine", "vlm"], ["--rollout.engine", "vllm", "hf"]),
-    (["--config", "no/such.yaml"], ["--config no/such.yaml", "No such file"]),
-    (["--policy.max_tokens_per_microbatch", "100"], ["--policy.max-tokens-per-microbatch 100", "at least 520"]),
-    (["--data.train", "no/such.jsonl"], ["no data file 'no/such.jsonl'", "--data.train"]),
-    (["--reward.function", "no/such.py"], ["--reward.function no/such.py", "no file"]),
-], ids=lambda value: value[0].lstrip("-") if isinstance(value, list) and value[0].startswith("--") else "")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--run.stepz", "3"], ["unknown flag --run.stepz", "did you mean --run.steps"]),
+        (["--rollout.samples_per_promt", "3"], ["did you mean --rollout.samples-per-prompt"]),
+        (["--algo.updates_per_step", "5"], ["--algo.updates-per-step 5", "must divide prompts_per_step 32", "4"]),
+        (["--rollout.samples_per_prompt", "1"], ["--rollout.samples-per-prompt 1", "at least 2"]),
+        (["--rollout.engine", "vlm"], ["--rollout.engine", "vllm", "hf"]),
+        (["--config", "no/such.yaml"], ["--config no/such.yaml", "No such file"]),
+        (["--policy.max_tokens_per_microbatch", "100"], ["--policy.max-tokens-per-microbatch 100", "at least 520"]),
+        (["--data.train", "no/such.jsonl"], ["no data file 'no/such.jsonl'", "--data.train"]),
+        (["--reward.function", "no/such.py"], ["--reward.function no/such.py", "no file"]),
+    ],
+    ids=lambda value: value[0].lstrip("-") if isinstance(value, list) and value[0].startswith("--") else "",
+)
 def test_bad_flag_is_one_message(flags, words, tmp_path):
     refused(run([*flags, "--run.dir", tmp_path / "run"], START), *words)
 
@@ -60,8 +66,12 @@ def test_bad_flag_is_one_message(flags, words, tmp_path):
 def test_bad_yaml_key_names_the_line_and_the_nearest(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("run:\n  steps: 2\nrollout:\n  samples_per_promt: 4\n")
-    refused(run(["--config", file, "--run.dir", tmp_path / "run"], START), f"{file}:4",
-            "unknown key rollout.samples_per_promt", "did you mean rollout.samples_per_prompt")
+    refused(
+        run(["--config", file, "--run.dir", tmp_path / "run"], START),
+        f"{file}:4",
+        "unknown key rollout.samples_per_promt",
+        "did you mean rollout.samples_per_prompt",
+    )
 
 
 def test_bad_rollout_tp_does_not_divide_the_world(tmp_path):
@@ -81,13 +91,23 @@ def test_bad_column_is_named_on_one_of_two_ranks(tmp_path):
     assert any("Traceback" in log.read_text() for log in (tmp_path / "run" / "logs").glob("rank_*.log"))
 
 
-@pytest.mark.parametrize(("table", "flags", "words"), [
-    ([], [], ["holds no rows", "--data.train"]),
-    ([{"prompt": "abcde=", "answer": "x"}], ["--data.answer_column", "truth"], ["no column 'truth'",
-                                                                                "--data.answer_column"]),
-    ([{"prompt": "a" * 60, "answer": "x"}], ["--rollout.max_prompt_tokens", "32"], ["every one of 1 prompts is longer",
-                                                                                    "--rollout.max_prompt_tokens"]),
-], ids=["empty dataset", "no such answer column", "all prompts too long"])
+@pytest.mark.parametrize(
+    ("table", "flags", "words"),
+    [
+        ([], [], ["holds no rows", "--data.train"]),
+        (
+            [{"prompt": "abcde=", "answer": "x"}],
+            ["--data.answer_column", "truth"],
+            ["no column 'truth'", "--data.answer_column"],
+        ),
+        (
+            [{"prompt": "a" * 60, "answer": "x"}],
+            ["--rollout.max_prompt_tokens", "32"],
+            ["every one of 1 prompts is longer", "--rollout.max_prompt_tokens"],
+        ),
+    ],
+    ids=["empty dataset", "no such answer column", "all prompts too long"],
+)
 def test_bad_data_is_refused(table, flags, words, tmp_path):
     data = rows(tmp_path / "data.jsonl", table)
     refused(run([*QUICK, *flags, "--data.train", data, "--run.dir", tmp_path / "run"], START), *words)
@@ -96,16 +116,20 @@ def test_bad_data_is_refused(table, flags, words, tmp_path):
 def test_bad_prompts_that_are_too_long_are_counted_and_dropped(tmp_path):
     table = [{"prompt": "abcde=", "answer": "edcba"}, {"prompt": "a" * 60, "answer": "x"}] * 6
     data = rows(tmp_path / "data.jsonl", table)
-    ended = succeed([*QUICK, "--data.train", data, "--rollout.max_prompt_tokens", "32", "--run.dir", tmp_path / "run"],
-                    START)
+    ended = succeed(
+        [*QUICK, "--data.train", data, "--rollout.max_prompt_tokens", "32", "--run.dir", tmp_path / "run"], START
+    )
     assert f"6 prompts from {data}, 6 longer than 32 tokens dropped" in ended.out, ended.show()
 
 
-@pytest.mark.parametrize(("leave_out", "words"), [
-    ("model.safetensors", ["no weights", "model.safetensors", "--model.path"]),
-    ("config.json", ["no config.json", "--model.path"]),
-    ("tokenizer.json", ["no tokenizer"]),
-])
+@pytest.mark.parametrize(
+    ("leave_out", "words"),
+    [
+        ("model.safetensors", ["no weights", "model.safetensors", "--model.path"]),
+        ("config.json", ["no config.json", "--model.path"]),
+        ("tokenizer.json", ["no tokenizer"]),
+    ],
+)
 def test_bad_model_folder_is_refused(leave_out, words, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(leave_out))
@@ -138,17 +162,34 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.mark.parametrize(("body", "ranks", "engine", "grace", "words"), [
-    ("raise KeyError('boom')", 2, "hf", 0.0, ["KeyError: 'boom'", "prompt ", "--reward.function"]),
-    ("time.sleep(1000)", 2, "auto", 1.0, ["took longer than 1 s", "--reward.timeout", "--reward.on_timeout zero"]),
-    ("return float('nan')", 0, "hf", 0.0, ["nan", "not finite", "--reward.function"]),
-    ("import os; os._exit(3)", 0, "hf", 0.0, ["exit code 3", "must return, not exit"]),
-], ids=["raises on two ranks", "hangs on two ranks beside vllm", "returns nan", "exits"])
+@pytest.mark.parametrize(
+    ("body", "ranks", "engine", "grace", "words"),
+    [
+        ("raise KeyError('boom')", 2, "hf", 0.0, ["KeyError: 'boom'", "prompt ", "--reward.function"]),
+        ("time.sleep(1000)", 2, "auto", 1.0, ["took longer than 1 s", "--reward.timeout", "--reward.on_timeout zero"]),
+        ("return float('nan')", 0, "hf", 0.0, ["nan", "not finite", "--reward.function"]),
+        ("import os; os._exit(3)", 0, "hf", 0.0, ["exit code 3", "must return, not exit"]),
+    ],
+    ids=["raises on two ranks", "hangs on two ranks beside vllm", "returns nan", "exits"],
+)
 def test_bad_reward_ends_the_job(body, ranks, engine, grace, words, tmp_path):
     """grace: what a hanging reward is allowed (--reward.timeout) before it is a fault."""
     stamp, file = tmp_path / "stamp", tmp_path / "reward.py"
     file.write_text(REWARD.format(stamp=str(stamp), body=body))
-    ended = run([*QUICK, "--rollout.engine", engine, "--reward.function", file, "--reward.timeout", "1", "--run.dir",
-                 tmp_path / "run"], 120, ranks=ranks)
+    ended = run(
+        [
+            *QUICK,
+            "--rollout.engine",
+            engine,
+            "--reward.function",
+            file,
+            "--reward.timeout",
+            "1",
+            "--run.dir",
+            tmp_path / "run",
+        ],
+        120,
+        ranks=ranks,
+    )
     refused(ended, str(file), "phase r", *words)
     assert ended.ended - float(stamp.read_text()) - grace < GONE_WITHIN, ended.show()

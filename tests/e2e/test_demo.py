@@ -50,8 +50,20 @@ def test_demo_run_folder_is_the_interface(demo):
     folder, ended, rows = demo
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["run"]["steps"] == 60 and config["rollout"]["prompts_per_step"] == 32
-    needed = {"step", "reward/mean", "entropy/mean", "logp_diff/mean", "tokens/s", "time/step", "time/rollout",
-              "time/reward", "time/exchange", "time/logp", "time/update", "time/push"}
+    needed = {
+        "step",
+        "reward/mean",
+        "entropy/mean",
+        "logp_diff/mean",
+        "tokens/s",
+        "time/step",
+        "time/rollout",
+        "time/reward",
+        "time/exchange",
+        "time/logp",
+        "time/update",
+        "time/push",
+    }
     # kl/mean needs a reference, which the demo does without: test_configs.py looks for it where there is one.
     for row in rows:
         assert needed <= set(row), needed - set(row)
@@ -67,8 +79,9 @@ def test_demo_run_folder_is_the_interface(demo):
 
 def test_demo_console_says_where_everything_is(demo):
     folder, ended, _ = demo
-    assert ended.out[-1] == (f"run {folder}  checkpoint {folder / 'checkpoints' / 'latest'}  "
-                             f"curves {folder / 'metrics.jsonl'}")
+    assert ended.out[-1] == (
+        f"run {folder}  checkpoint {folder / 'checkpoints' / 'latest'}  curves {folder / 'metrics.jsonl'}"
+    )
     assert sum(line.startswith("step ") for line in ended.out) == 60, "one rank speaks"
     assert any(re.match(r"rollout +32 prompts x 8 samples = 256 sequences", line) for line in ended.out)
     assert "Traceback" not in "\n".join(ended.err) and "error" not in "\n".join(ended.err).lower(), ended.show()
@@ -86,7 +99,7 @@ def test_demo_checkpoint_opens_with_transformers_and_answers(demo):
         ids = tokenizer(f"{word}=", return_tensors="pt").input_ids
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        right += tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True) == word[::-1]
+        right += tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == word[::-1]
     assert right >= 7, right
 
 

@@ -7,13 +7,14 @@ import time
 
 import pytest
 
-from tests.e2e.runner import GONE_WITHIN, Job, metrics, succeed
+from tests.e2e.runner import GONE_WITHIN, Job, argv, metrics, succeed
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 8
-FLAGS = ("--rollout.engine", "hf", "--rollout.assignment", "static", "--rollout.prompts_per_step", "8", "--eval.every", "4",
-         "--eval.prompts", "16", "--checkpoint.every", "2", "--checkpoint.keep", "10", "--tracking.trackers", "jsonl",
-         "--run.timeout", "30")
+FLAGS = argv(
+    "--rollout.engine hf --rollout.assignment static --rollout.prompts_per_step 8 --eval.every 4 --eval.prompts 16 "
+    "--checkpoint.every 2 --checkpoint.keep 10 --tracking.trackers jsonl --run.timeout 30"
+)
 CURVE = ("reward/mean", "eval/accuracy", "entropy/mean", "grad_norm", "lr", "version", "logp_diff/max")
 SLOW = """
 import pathlib, time
@@ -51,8 +52,16 @@ def story(tmp_path_factory) -> dict:
     slow.unlink()
     resumed = succeed([*flags, "--run.dir", root / "run"], 120, ranks=2)
     whole = succeed([*flags, "--run.dir", root / "whole"], 120, ranks=2)
-    return {"root": root, "flags": flags, "killed": killed, "killed_at": killed_at, "before": before, "saved": saved,
-            "resumed": resumed, "whole": whole}
+    return {
+        "root": root,
+        "flags": flags,
+        "killed": killed,
+        "killed_at": killed_at,
+        "before": before,
+        "saved": saved,
+        "resumed": resumed,
+        "whole": whole,
+    }
 
 
 def test_resume_killed_rank_ends_the_whole_job(story):

@@ -4,22 +4,23 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.runner import metrics, succeed
+from tests.e2e.runner import argv, metrics, succeed
 
 pytestmark = [
     pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed"),
     pytest.mark.timeout(180),
 ]
 STEPS = 3
+FLAGS = argv(
+    f"--tracking.trackers jsonl tensorboard wandb --rollout.engine hf --run.steps {STEPS} --rollout.prompts_per_step 4 "
+    "--rollout.samples_per_prompt 4 --eval.every 0 --checkpoint.no-at-end"
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked") / "run"
-    succeed(["--tracking.trackers", "jsonl", "tensorboard", "wandb", "--rollout.engine", "hf", "--run.steps", STEPS,
-             "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "4", "--eval.every", "0",
-             "--checkpoint.no-at-end", "--run.dir", folder], 120,
-            env={"WANDB_MODE": "offline", "WANDB_API_KEY": "0" * 40})
+    succeed([*FLAGS, "--run.dir", folder], 120, env={"WANDB_MODE": "offline", "WANDB_API_KEY": "0" * 40})
     return folder
 
 

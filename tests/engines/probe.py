@@ -2,11 +2,12 @@
 
     python -m tests.engines.probe /tmp/facts tied untied bf16
 
-vLLM gives one engine a process, so each scenario is a process of its own, forked where the imports are done. Training is `spmdrl.train.train` itself; the
-probe stands where a run evaluates: after the push, with the engine awake.
+vLLM gives one engine a process, so each scenario is a process of its own, forked where the imports are done. Training
+is `spmdrl.train.train` itself; the probe stands where a run evaluates: after the push, with the engine awake.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -57,12 +58,20 @@ class Probe:
 
     # ── sampling ─────────────────────────────────────────────────────────────
 
-    def request(self, prompt: list[int], sample: int = 0, seed: int = 7, temperature: float = 1.0, new: int = 0,
-                position: int = 0):
+    def request(
+        self,
+        prompt: list[int],
+        sample: int = 0,
+        seed: int = 7,
+        temperature: float = 1.0,
+        new: int = 0,
+        position: int = 0,
+    ):
         from spmdrl.rollout.engine import Request
 
-        return Request((position, sample), prompt, seed, self.policy.version, new or self.cfg.rollout.max_new_tokens,
-                       temperature)
+        return Request(
+            (position, sample), prompt, seed, self.policy.version, new or self.cfg.rollout.max_new_tokens, temperature
+        )
 
     def drain(self, requests: list) -> dict:
         """key -> completion of all of these."""
@@ -104,24 +113,31 @@ class Probe:
         from spmdrl.data.trajectory import Trajectory
 
         self.refresh_hf()
-        done = self.drain([self.request(p, position=i, seed=100 + i, temperature=temperature)
-                           for i, p in enumerate(prompts)])
+        done = self.drain(
+            [self.request(p, position=i, seed=100 + i, temperature=temperature) for i, p in enumerate(prompts)]
+        )
         trajectories = []
         for (position, sample), c in sorted(done.items()):
             prompt = prompts[position]
             mask = torch.tensor([False] * len(prompt) + [True] * len(c.tokens))
             logp = torch.tensor([0.0] * len(prompt) + c.logp)
-            trajectories.append(Trajectory(position, sample, position, torch.tensor(prompt + c.tokens), mask, logp,
-                                           c.version))
+            trajectories.append(
+                Trajectory(position, sample, position, torch.tensor(prompt + c.tokens), mask, logp, c.version)
+            )
         batch = from_trajectories(trajectories)
         mask = batch.token["mask"]
         trainer = self.policy.logprobs(batch, temperature)[0][mask].float()
         engine = batch.token["rollout_logp"][mask]
         hf = torch.cat([self.hf_logp(prompts[i], done[i, 0].tokens, temperature) for i in range(len(prompts))])
-        return {"version": self.policy.version, "tokens": len(hf), "spread": hf.std().item(),
-                "engine_hf": (engine - hf).abs().max().item(), "engine_trainer": (engine - trainer).abs().max().item(),
-                "trainer_hf": (trainer - hf).abs().max().item(),
-                "engine_trainer_mean": (engine - trainer).abs().mean().item()}
+        return {
+            "version": self.policy.version,
+            "tokens": len(hf),
+            "spread": hf.std().item(),
+            "engine_hf": (engine - hf).abs().max().item(),
+            "engine_trainer": (engine - trainer).abs().max().item(),
+            "trainer_hf": (trainer - hf).abs().max().item(),
+            "engine_trainer_mean": (engine - trainer).abs().mean().item(),
+        }
 
     def train(self, prompts: list[list[int]]) -> None:
         """The run's own loop; agreement is measured after each push, so after 0, 1, ... updates."""
@@ -131,8 +147,9 @@ class Probe:
         before = [p.clone() for _, p in self.local_weights()]
         self.run.evaluate = lambda step, force=False: rows.append(self.agree(prompts))
         train(self.run)
-        self.facts["moved"] = max((a - b).abs().max().item()
-                                  for a, (_, b) in zip(before, self.local_weights(), strict=True))
+        self.facts["moved"] = max(
+            (a - b).abs().max().item() for a, (_, b) in zip(before, self.local_weights(), strict=True)
+        )
 
     def local_weights(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, p.to_local()) for name, p in self.policy.named_weights()]
@@ -247,9 +264,13 @@ def sleep_memory(p: Probe) -> dict:
     began = time.perf_counter()
     p.awake()
     seconds = time.perf_counter() - began
-    return {"rss_mib": [awake[0] / 2**20, asleep[0] / 2**20, me.memory_info().rss / 2**20], "wake_s": seconds,
-            "kv_bytes": [awake[1], asleep[1], p.engine.bytes_by_owner()["KV cache"]], "same": before == greedy(),
-            "greedy": before}
+    return {
+        "rss_mib": [awake[0] / 2**20, asleep[0] / 2**20, me.memory_info().rss / 2**20],
+        "wake_s": seconds,
+        "kv_bytes": [awake[1], asleep[1], p.engine.bytes_by_owner()["KV cache"]],
+        "same": before == greedy(),
+        "greedy": before,
+    }
 
 
 def abort(p: Probe) -> dict:
@@ -268,10 +289,14 @@ def abort(p: Probe) -> dict:
     cut = {c.key: c for c in p.engine.abort([(0, 0), (1, 0), (9, 9)])}
     for _ in range(20):
         done |= {c.key: c for c in p.engine.poll()}
-    return {"cut": [[c.finish, c.tokens, c.logp] for _, c in sorted(cut.items())],
-            "whole": [[whole[i, 0].finish, whole[i, 0].tokens, whole[i, 0].logp] for i in range(2)],
-            "others": sorted(done), "unfinished": p.engine.engine.has_unfinished_requests(),
-            "partial": len(p.engine.partial), "again": outcome(lambda: p.drain(requests[2:]))}
+    return {
+        "cut": [[c.finish, c.tokens, c.logp] for _, c in sorted(cut.items())],
+        "whole": [[whole[i, 0].finish, whole[i, 0].tokens, whole[i, 0].logp] for i in range(2)],
+        "others": sorted(done),
+        "unfinished": p.engine.engine.has_unfinished_requests(),
+        "partial": len(p.engine.partial),
+        "again": outcome(lambda: p.drain(requests[2:])),
+    }
 
 
 def neighbours(p: Probe) -> dict:
@@ -326,12 +351,21 @@ def untied(cfg: Config, facts: dict) -> None:
     """A random model with a long context and its own output head."""
     folder = Path(cfg.run.dir)
     reward = folder / "reward.py"
-    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-                      "    return solution_str.count('a') / 8\n")
-    p = Probe(replaced(
-        cfg, model={"path": str(random_qwen2(folder / "model"))}, optimizer={"lr": 1e-3}, reward={"function": str(reward)},
-        rollout=rollout(max_prompt_tokens=400, max_new_tokens=16),
-        data={"train": str(long_prompts(folder / "long.jsonl"))}), facts)
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return solution_str.count('a') / 8\n"
+    )
+    p = Probe(
+        replaced(
+            cfg,
+            model={"path": str(random_qwen2(folder / "model"))},
+            optimizer={"lr": 1e-3},
+            reward={"function": str(reward)},
+            rollout=rollout(max_prompt_tokens=400, max_new_tokens=16),
+            data={"train": str(long_prompts(folder / "long.jsonl"))},
+        ),
+        facts,
+    )
     p.train(p.prompts(4))
     facts["prefix_cache"] = prefix_cache(p)
 
@@ -349,9 +383,20 @@ def random_qwen2(folder: Path) -> Path:
     from spmdrl.policy.load import TINY
 
     torch.manual_seed(3)
-    config = Qwen2Config(vocab_size=47, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, max_position_embeddings=1024, tie_word_embeddings=False,
-                         initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = Qwen2Config(
+        vocab_size=47,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((TINY / name).read_bytes())
@@ -360,8 +405,10 @@ def random_qwen2(folder: Path) -> Path:
 
 def long_prompts(path: Path) -> Path:
     """Letters without end: 140 to 380 tokens, of which whole blocks of 128 are cached."""
-    rows = [{"prompt": "".join("abcdefghij"[(i * i + i * k + k) % 10] for i in range(140 + 30 * k)), "answer": "a"}
-            for k in range(1, 9)]
+    rows = [
+        {"prompt": "".join("abcdefghij"[(i * i + i * k + k) % 10] for i in range(140 + 30 * k)), "answer": "a"}
+        for k in range(1, 9)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -374,20 +421,27 @@ def preload() -> None:
     from spmdrl.rollout.vllm import _environment
 
     _environment(torch.device("cpu"))
-    import transformers.models.qwen2.modeling_qwen2
-    import vllm.entrypoints.llm
-    import vllm.model_executor.models.qwen2
-    import vllm.v1.worker.cpu_model_runner  # noqa: F401
-
-    import spmdrl.run
+    for name in (
+        "transformers.models.qwen2.modeling_qwen2",
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.qwen2",
+        "vllm.v1.worker.cpu_model_runner",
+        "spmdrl.run",
+    ):
+        importlib.import_module(name)
 
 
 def measure(scenario: str, folder: Path) -> None:
     """Run one scenario, in a process of its own; facts go to `folder`.json, a traceback if it fails."""
     facts: dict = {}
     folder.mkdir(parents=True)
-    cfg = replaced(Config(), run={"dir": str(folder), "steps": 6}, eval={"every": 0}, checkpoint={"at_end": False},
-                   tracking={"trackers": ("jsonl",), "console": "plain"})
+    cfg = replaced(
+        Config(),
+        run={"dir": str(folder), "steps": 6},
+        eval={"every": 0},
+        checkpoint={"at_end": False},
+        tracking={"trackers": ("jsonl",), "console": "plain"},
+    )
     try:
         SCENARIOS[scenario](cfg, facts)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Real vLLM against the trainer and against transformers: law 5, and the Engine contract where vLLM has a will of its own.
+"""Real vLLM against the trainer and transformers: law 5, and the Engine contract where vLLM has a will of its own.
 
 The measuring is done in `probe.py`, one process a scenario (vLLM allows one engine in each).
 """
@@ -62,8 +62,8 @@ def test_stale_prefix_cache_is_dropped_by_a_push(measured):
 
 def test_stale_engine_refuses(measured):
     facts = measured["tied"]["stale"]
-    assert facts["trainer ahead"].startswith("StaleEngineError: the engine holds weight version 6, the trainer is at version 7")
-    assert "push" in facts["trainer ahead"]
+    told = "StaleEngineError: the engine holds weight version 6, the trainer is at version 7: push"
+    assert facts["trainer ahead"].startswith(told)
     assert facts["asleep"].startswith("StaleEngineError") and "wake" in facts["asleep"]
     assert facts["after level 1"] == "no error", "level 1 keeps the weights"
     assert facts["version after level 2"] is None
@@ -76,7 +76,7 @@ def test_stale_after_a_corrupt_bucket(measured):
     facts = measured["tied"]["corrupt"]
     assert facts["turned bit"].startswith("CorruptWeightsError") and facts["name"] in facts["turned bit"]
     assert facts["version"] is None and facts["submit"].startswith("StaleEngineError: the engine holds no weights")
-    assert facts["lost tensor"].startswith("CorruptWeightsError"), "what the engine holds is compared, not what it was sent"
+    assert facts["lost tensor"].startswith("CorruptWeightsError"), "what the engine holds is what counts"
     assert facts["version after lost tensor"] is None
     assert facts["mended"] == "no error" and facts["agreement after"]["engine_hf"] < FP32, facts
 

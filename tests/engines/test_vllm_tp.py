@@ -1,14 +1,14 @@
 """One vLLM engine over two ranks, and two engines side by side, under real torchrun, against one rank alone.
 
-Seeds belong to data, so the samples at temperature 1 are the same ones. A sum in another order (TP adds partial products)
-differs by 1e-6 in logp: only a draw that lies so near an edge could come out otherwise, and none of these does.
+Seeds belong to data, so the samples at temperature 1 are the same ones. A sum in another order (TP adds partial
+products) differs by 1e-6 in logp: only a draw that lies so near an edge could come out otherwise, and none here does.
 """
 
 from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.runner import metrics, succeed
+from tests.e2e.runner import argv, metrics, succeed
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -16,9 +16,11 @@ pytestmark = [
 ]
 FP32 = 1e-4
 STEPS = 3
-FLAGS = ("--rollout.engine", "vllm", "--run.steps", STEPS, "--rollout.prompts_per_step", "16", "--rollout.samples_per_prompt",
-         "4", "--rollout.assignment", "static", "--checkpoint.no-at-end", "--tracking.trackers", "jsonl", "--eval.every",
-         "3", "--eval.prompts", "32", "--eval.temperature", "0", "--run.timeout", "60")
+FLAGS = argv(
+    f"--rollout.engine vllm --run.steps {STEPS} --rollout.prompts_per_step 16 --rollout.samples_per_prompt 4 "
+    f"--rollout.assignment static --eval.every {STEPS} --eval.prompts 32 --eval.temperature 0 --checkpoint.no-at-end "
+    "--tracking.trackers jsonl --run.timeout 60"
+)
 LAYOUTS = {"one rank": (0, 1), "one engine on two ranks": (2, 2), "two engines": (2, 1)}
 
 

@@ -21,8 +21,11 @@ HORIZON = PROMPT = 16
 
 def config(**sections) -> Config:
     """A config with some values of some sections changed: `config(run={"seed": 1})`."""
-    base = {"model": {"dtype": "float32"}, "rollout": {"engine": "hf", "max_new_tokens": HORIZON},
-            "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.0}}
+    base = {
+        "model": {"dtype": "float32"},
+        "rollout": {"engine": "hf", "max_new_tokens": HORIZON},
+        "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.0},
+    }
     for name, values in sections.items():
         base[name] = base.get(name, {}) | values
     cfg = Config()
@@ -33,9 +36,20 @@ def small_model(folder: Path, seed: int = 0, **changes) -> str:
     """A random Qwen2 of 16,000 parameters as a HF folder; weights large enough that its logits differ."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    values = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-                  num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.15, tie_word_embeddings=True,
-                  bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    values = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(Qwen2Config(**values | changes)).double()
@@ -62,8 +76,18 @@ def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Trajectory]:
             # Every third group agrees: its advantages are exactly zero.
             reward = 0.5 if position % 3 == 2 else float(rng.randrange(3)) / 2
             tokens = torch.tensor(prompt + reply)
-            out.append(Trajectory(prompt=position, sample=sample, position=position, tokens=tokens, mask=mask,
-                                  rollout_logp=logp, version=0, reward=reward))
+            out.append(
+                Trajectory(
+                    prompt=position,
+                    sample=sample,
+                    position=position,
+                    tokens=tokens,
+                    mask=mask,
+                    rollout_logp=logp,
+                    version=0,
+                    reward=reward,
+                )
+            )
     return out
 
 
@@ -111,8 +135,9 @@ def update_once(cfg: Config, world, policy, reference, everyone: list[Trajectory
     """One step as `train.py` makes it; the reduced metrics."""
     algo, batch, stats = scored_batch(cfg, world, policy, reference, everyone)
     group = group_of(world)
-    done = policy.update(batch, algo.micro_loss, lambda share: algo.prepare(share, group, world.device),
-                         cfg.rollout.temperature)
+    done = policy.update(
+        batch, algo.micro_loss, lambda share: algo.prepare(share, group, world.device), cfg.rollout.temperature
+    )
     done.merge(stats)
     return done.reduce(lambda x, op: all_reduce(x, op, group), world.device)
 

@@ -21,9 +21,20 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = [
-    "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.utils._python_dispatch",
-    "transformers", "transformers.models.qwen2.modeling_qwen2", "hypothesis", "pytest", "safetensors.torch",
-    "spmdrl.train", "spmdrl.run", "spmdrl.policy.fsdp", "spmdrl.rollout.hf", "spmdrl.tracking.console",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.utils._python_dispatch",
+    "transformers",
+    "transformers.models.qwen2.modeling_qwen2",
+    "hypothesis",
+    "pytest",
+    "safetensors.torch",
+    "spmdrl.train",
+    "spmdrl.run",
+    "spmdrl.policy.fsdp",
+    "spmdrl.rollout.hf",
+    "spmdrl.tracking.console",
 ]
 _PR_SET_PDEATHSIG = 1
 
@@ -59,8 +70,11 @@ def _rank_main(folder: str, rank: int, size: int, function, args, options: dict)
         dist.barrier()
         result = {"value": function(world, *args)}
     except BaseException as error:
-        result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(),
-                  "at": time.monotonic()}
+        result = {
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+            "at": time.monotonic(),
+        }
     torch.save(result, out.with_suffix(".part"))
     os.replace(out.with_suffix(".part"), out)
     if "value" in result:
@@ -89,8 +103,10 @@ def run_ranks(function, n: int, *args, rollout_tp: int = 1, dp_replicate: int = 
     context = _context()
     with tempfile.TemporaryDirectory(prefix="spmdrl_ranks_") as folder:
         options = {"limit": limit, "rollout_tp": rollout_tp, "dp_replicate": dp_replicate}
-        ranks = [context.Process(target=_rank_main, args=(folder, r, n, function, args, options), name=f"rank {r}")
-                 for r in range(n)]
+        ranks = [
+            context.Process(target=_rank_main, args=(folder, r, n, function, args, options), name=f"rank {r}")
+            for r in range(n)
+        ]
         for process in ranks:
             process.start()
         try:

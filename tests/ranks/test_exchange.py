@@ -11,8 +11,14 @@ from spmdrl.spmd.seeds import generator_for
 from tests.ranks.harness import run_ranks
 
 RANKS = [1, 2, 3, 4]
-COLUMNS = {"f32": (torch.float32, ()), "i64": (torch.int64, ()), "flag": (torch.bool, ()),
-           "bf16": (torch.bfloat16, (3,)), "f64": (torch.float64, (2, 2)), "u8": (torch.uint8, ())}
+COLUMNS = {
+    "f32": (torch.float32, ()),
+    "i64": (torch.int64, ()),
+    "flag": (torch.bool, ()),
+    "bf16": (torch.bfloat16, (3,)),
+    "f64": (torch.float64, (2, 2)),
+    "u8": (torch.uint8, ()),
+}
 
 
 def group_of(world):
@@ -89,8 +95,9 @@ def test_layout_exchange_moves_every_item_once_with_its_bytes(n):
                 assert raw(values[name]) == b"".join(raw(x[name]) for x in items), (case, rank, name)
             # Rows of all items, sorted, alike on every rank: keys, then lengths in column order.
             everything = [item(case, i) for i in range(n_items)]
-            assert rows.tolist() == [[i // 3, i % 3, *[len(x[name]) for name in COLUMNS]]
-                                     for i, x in enumerate(everything)]
+            assert rows.tolist() == [
+                [i // 3, i % 3, *[len(x[name]) for name in COLUMNS]] for i, x in enumerate(everything)
+            ]
 
 
 def trajectories() -> list[Trajectory]:
@@ -102,11 +109,21 @@ def trajectories() -> list[Trajectory]:
             length = min(400, 3 + int(rng.paretovariate(1.1) * 5))
             g = torch.Generator().manual_seed(position * 10 + sample)
             mask = torch.arange(length) >= 2
-            out.append(Trajectory(prompt=3 if position == 7 else position, sample=sample, position=position,
-                                  tokens=torch.randint(0, 47, (length,), generator=g), mask=mask,
-                                  rollout_logp=-torch.rand(length, generator=g) * mask, version=position,
-                                  finish=FINISH_REASONS[(position + sample) % 3], turns=sample + 1,
-                                  reward=rng.random(), parts={"a": rng.random()} if position % 2 else {}))
+            out.append(
+                Trajectory(
+                    prompt=3 if position == 7 else position,
+                    sample=sample,
+                    position=position,
+                    tokens=torch.randint(0, 47, (length,), generator=g),
+                    mask=mask,
+                    rollout_logp=-torch.rand(length, generator=g) * mask,
+                    version=position,
+                    finish=FINISH_REASONS[(position + sample) % 3],
+                    turns=sample + 1,
+                    reward=rng.random(),
+                    parts={"a": rng.random()} if position % 2 else {},
+                )
+            )
     return out
 
 
@@ -148,7 +165,11 @@ def test_layout_balance_keeps_every_sequence_and_evens_the_work(n):
                 assert seq["reward"][i].item() == t.reward and seq["part/a"][i].item() == t.parts.get("a", 0.0)
                 assert seq["part/b"][i].item() == 0.0
                 assert [seq[k][i].item() for k in ("prompt", "version", "turns", "update")] == [
-                    t.prompt, t.version, t.turns, t.position % updates]
+                    t.prompt,
+                    t.version,
+                    t.turns,
+                    t.position % updates,
+                ]
                 assert FINISH_REASONS[seq["finish"][i]] == t.finish
                 work[seq["update"][i], rank] += float(lengths[i]) ** power
                 at = stop
@@ -165,8 +186,12 @@ def gather_cases(world):
     own = {n: torch.equal(columns[n][mine], batch.seq[n].double()) for n in columns}
     texts = [f"rank {world.rank}: grün, {'x' * 50 * world.rank}", "only odd ones speak" * (world.rank % 2), ""]
     ragged = torch.arange(world.rank * 2, dtype=torch.float64).view(-1, 2) + 100 * world.rank
-    return (columns, own, [all_gather_text(t, world.host_group) for t in texts],
-            all_gather_rows(ragged, group_of(world)))
+    return (
+        columns,
+        own,
+        [all_gather_text(t, world.host_group) for t in texts],
+        all_gather_rows(ragged, group_of(world)),
+    )
 
 
 def test_layout_gathered_columns_are_alike_on_every_rank_and_world_size():
@@ -188,3 +213,37 @@ def test_lexsort_orders_by_first_column_first():
     assert [keys[i].tolist() for i in order] == sorted(keys.tolist())
     assert order.index(2) < order.index(4)  # stable
     assert assign_balanced(torch.tensor([5, 5]), torch.tensor([0, 1]), 3).unique().numel() == 1  # each share on its own
+
+
+def direct_collectives(world):
+    """What FSDP and a push run on gloo against gloo's own, in whole numbers so that no order of a sum shows."""
+    from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
+
+    group, same = torch.distributed.group.WORLD, []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+        for n in (1, 5, 4096):
+            g = torch.Generator().manual_seed(world.rank * 100 + n)
+            x = torch.randint(-8, 9, (n * world.size,), generator=g).to(dtype)
+            want, got = torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype)
+            torch.distributed.reduce_scatter_tensor(want, x.clone(), group=group)
+            DirectReduceScatter()(got, x.clone(), group, torch.distributed.ReduceOp.SUM)
+            same.append(torch.equal(got, want))
+            whole = torch.empty(n * world.size, dtype=dtype)
+            torch.distributed.all_gather_into_tensor(whole, want, group=group)
+            gather = DirectAllGather()
+            ours = gather.allocate((n * world.size,), dtype=dtype, device=world.device)
+            gather(ours, want, group)
+            same.append(torch.equal(ours, whole))
+            # FSDP hands in a piece of the output itself.
+            ours = torch.zeros_like(whole)
+            mine = ours[world.rank * n : (world.rank + 1) * n]
+            mine.copy_(want)
+            gather(ours, mine, group)
+            same.append(torch.equal(ours, whole))
+    return same
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_layout_direct_sends_give_what_gloos_own_collectives_give(n):
+    for same in run_ranks(direct_collectives, n):
+        assert len(same) == 36 and all(same)

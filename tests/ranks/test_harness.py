@@ -36,11 +36,14 @@ def fail_on_one(world, how):
     return dist.barrier()
 
 
-@pytest.mark.parametrize(("how", "message"), [
-    ("raise", r"rank 1 of 2: KeyError: 'what went wrong'[\s\S]*in fail_on_one"),
-    ("die", "rank 1 of 2 died with exit code 7"),
-    ("hang", r"rank\(s\) 1 of 2 still running"),
-])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"rank 1 of 2: KeyError: 'what went wrong'[\s\S]*in fail_on_one"),
+        ("die", "rank 1 of 2 died with exit code 7"),
+        ("hang", r"rank\(s\) 1 of 2 still running"),
+    ],
+)
 def test_a_rank_that_fails_or_hangs_is_named(how, message):
     began = time.monotonic()
     with pytest.raises(RankError, match=message):

@@ -32,8 +32,10 @@ HUGE, MEDIUM, ALONE = 1 << 20, 70, 31
 """Token budgets: one micro-batch, a few, one sequence in each."""
 
 # Every preset with every aggregation; then what else may stand in the loss, on top of one each.
-VARIANTS: dict[str, dict] = {f"{preset}/{aggregation}": {"preset": preset, "aggregation": aggregation}
-                             for preset, aggregation in itertools.product(PRESETS, AGGREGATIONS)}
+VARIANTS: dict[str, dict] = {
+    f"{preset}/{aggregation}": {"preset": preset, "aggregation": aggregation}
+    for preset, aggregation in itertools.product(PRESETS, AGGREGATIONS)
+}
 VARIANTS |= {
     "grpo": {"preset": "grpo"},
     "kl in loss k3, entropy": {"preset": "grpo", "kl_coef": 0.3, "entropy_coef": 0.05},
@@ -78,8 +80,12 @@ def sweep(world, folders, todo, batch_shape):
         cfg = config(**base, **case(*key))
         reference.cfg = cfg
         policy, metrics = rewind(cfg), {}
-        gradients = gradients_of(policy, lambda cfg=cfg, policy=policy, metrics=metrics: metrics.update(
-            update_once(cfg, world, policy, reference, everyone)))
+        gradients = gradients_of(
+            policy,
+            lambda cfg=cfg, policy=policy, metrics=metrics: metrics.update(
+                update_once(cfg, world, policy, reference, everyone)
+            ),
+        )
         weights = full_weights(policy)
         out[key] = (gradients, weights, metrics) if world.rank == 0 else metrics
     return out
@@ -135,8 +141,12 @@ def test_layout_two_ranks_change_nothing(folders, one_rank):
     assert all(first[k][2] == second[k] for k in first)  # metrics are alike on every rank
 
 
-FOUR = [("grpo", MEDIUM, 2, False), ("kl in loss k3, entropy", ALONE, 2, True), ("kl in reward k1", MEDIUM, 2, False),
-        ("entropy", HUGE, 2, False)]
+FOUR = [
+    ("grpo", MEDIUM, 2, False),
+    ("kl in loss k3, entropy", ALONE, 2, True),
+    ("kl in reward k1", MEDIUM, 2, False),
+    ("entropy", HUGE, 2, False),
+]
 
 
 @pytest.mark.parametrize("replicate", [1, 2], ids=["fsdp4", "hsdp2x2"])
@@ -147,8 +157,12 @@ def test_layout_four_ranks_change_nothing(folders, one_rank, replicate):
 
 def test_layout_ranks_without_a_sequence_change_nothing(folders):
     """Three sequences on four ranks, one group; and two groups of which one update's share agrees in its rewards."""
-    todo = [("grpo", HUGE, 1, False), ("grpo", ALONE, 1, True), ("kl in loss k3, entropy", HUGE, 1, False),
-            ("kl in loss k3, entropy", ALONE, 1, True)]
+    todo = [
+        ("grpo", HUGE, 1, False),
+        ("grpo", ALONE, 1, True),
+        ("kl in loss k3, entropy", HUGE, 1, False),
+        ("kl in loss k3, entropy", ALONE, 1, True),
+    ]
     want = run_ranks(sweep, 1, folders, todo, (1, 3))[0]
     assert want["grpo", HUGE, 1, False][2]["grad_norm"] > 1e-3
     for replicate in (1, 2):
@@ -240,10 +254,22 @@ def plain_grpo():
 
 
 def ours_grpo(world, budget):
-    algo = {"preset": "grpo", "aggregation": "token-mean", "kl_coef": KL, "entropy_coef": ENTROPY, "clip_low": LOW,
-            "clip_high": HIGH, "updates_per_step": 2}
-    cfg = config(model={"path": "tiny", "dtype": "float64"}, algo=algo, rollout={"temperature": TEMPERATURE},
-                 policy={"max_tokens_per_microbatch": budget}, optimizer={"lr": LR, "clip_grad_norm": 0.5})
+    algo = {
+        "preset": "grpo",
+        "aggregation": "token-mean",
+        "kl_coef": KL,
+        "entropy_coef": ENTROPY,
+        "clip_low": LOW,
+        "clip_high": HIGH,
+        "updates_per_step": 2,
+    }
+    cfg = config(
+        model={"path": "tiny", "dtype": "float64"},
+        algo=algo,
+        rollout={"temperature": TEMPERATURE},
+        policy={"max_tokens_per_microbatch": budget},
+        optimizer={"lr": LR, "clip_grad_norm": 0.5},
+    )
     policy, reference = build_policy(cfg, world), build_policy(cfg, world, trainable=False)
     with torch.no_grad():
         for p in reference.model.parameters():
@@ -251,8 +277,9 @@ def ours_grpo(world, budget):
     losses = []
     algorithm = compose(cfg)
     assert algorithm.aggregation == "token-mean" and algorithm.old_logp == "policy"
-    seen = gradients_of(policy, lambda: losses.append(
-        update_once(cfg, world, policy, reference, synthetic_batch(*REFERENCE_BATCH))))
+    seen = gradients_of(
+        policy, lambda: losses.append(update_once(cfg, world, policy, reference, synthetic_batch(*REFERENCE_BATCH)))
+    )
     return losses[0], seen, full_weights(policy)
 
 

@@ -47,10 +47,16 @@ def diverge(world, how):
             return str(error), list(recorder.history)
 
 
-@pytest.mark.parametrize(("how", "marks"), [
-    ("branch", ("right branch", "wrong branch", "right branch")), ("operation", ("reduce", "gather", "reduce")),
-    ("shape", ("shape", "shape", "shape")), ("helper", ("helper right", "helper wrong", "helper right")),
-    ("missing", ("missing", None, "missing"))])
+@pytest.mark.parametrize(
+    ("how", "marks"),
+    [
+        ("branch", ("right branch", "wrong branch", "right branch")),
+        ("operation", ("reduce", "gather", "reduce")),
+        ("shape", ("shape", "shape", "shape")),
+        ("helper", ("helper right", "helper wrong", "helper right")),
+        ("missing", ("missing", None, "missing")),
+    ],
+)
 def test_lockstep_recorder_names_the_line_on_every_rank(how, marks):
     results = run_ranks(diverge, 3, how)
     for rank, result in enumerate(results):
@@ -75,8 +81,12 @@ def test_lockstep_recorder_names_the_line_on_every_rank(how, marks):
 
 def right_program(world):
     """What a step runs: exchange, queue, FSDP update with a rank that has nothing, gather, agreement on the host."""
-    cfg = config(policy={"max_tokens_per_microbatch": 40}, algo={"kl_coef": 0.1}, run={"lockstep_debug": True},
-                 rollout={"tp": world.rollout_mesh["tp"].size()})
+    cfg = config(
+        policy={"max_tokens_per_microbatch": 40},
+        algo={"kl_coef": 0.1},
+        run={"lockstep_debug": True},
+        rollout={"tp": world.rollout_mesh["tp"].size()},
+    )
     policy, reference = build_policy(cfg, world), build_policy(cfg, world, trainable=False)
     with Lockstep(world.store, timeout=20.0) as recorder:
         # Few enough sequences that some rank runs the stand-in while others run real ones.

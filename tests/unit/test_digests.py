@@ -77,7 +77,8 @@ def test_stale_digest_of_a_shard_is_that_of_its_rows_in_the_whole(rows, width, s
         pieces = list(full.chunk(shards))
         pieces += [full[:0]] * (shards - len(pieces))
         assert [shard_rows(rows, shards, i)[1] - shard_rows(rows, shards, i)[0] for i in range(shards)] == [
-            len(p) for p in pieces]
+            len(p) for p in pieces
+        ]
         own = torch.stack([digest(p.clone()) for p in pieces])
         assert torch.equal(shard_digests(full, shards), own)
 

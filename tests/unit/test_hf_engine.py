@@ -22,8 +22,9 @@ def world_of_one() -> World:
 
 
 def make(path: str, stop=(2,), dtype: str = "float32", capacity: int = 64) -> HFEngine:
-    engine = HFEngine(config(model={"path": path, "dtype": dtype}, rollout={"max_sequences": capacity}), world_of_one(),
-                      set(stop))
+    engine = HFEngine(
+        config(model={"path": path, "dtype": dtype}, rollout={"max_sequences": capacity}), world_of_one(), set(stop)
+    )
     engine.load([], 0)  # it was built from the folder; a run pushes here
     return engine
 
@@ -62,8 +63,9 @@ def test_parity_greedy_is_transformers_generate(tiny):
     model = build_model(TINY, "float32")
     done = run(tiny, [ask(i, p, 12, temperature=0.0) for i, p in enumerate(PROMPTS)])
     for i, prompt in enumerate(PROMPTS):
-        want = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=2,
-                              pad_token_id=0)[0, len(prompt):].tolist()
+        want = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0
+        )[0, len(prompt) :].tolist()
         assert done[i, 0].tokens == want
         assert done[i, 0].finish == ("stop" if want[-1] == 2 else "length")
         log_p = model(input_ids=torch.tensor([prompt + want])).logits[0].log_softmax(-1)
@@ -162,8 +164,11 @@ def test_layout_a_sample_does_not_depend_on_its_neighbours(tiny):
     """Law 3: alone, among others, in other order, in small groups; greedy and sampled rows in one group."""
     requests = [ask(i, p, 3 + i % 6, (1.0, 0.0, 1.3)[i % 3], (1.0, 0.8)[i % 2]) for i, p in enumerate(PROMPTS * 3)]
     together = run(tiny, requests)
-    for others in (run(tiny, requests[::-1]), run(make("tiny", capacity=2), requests),
-                   {k: c for r in requests for k, c in run(tiny, [r]).items()}):
+    for others in (
+        run(tiny, requests[::-1]),
+        run(make("tiny", capacity=2), requests),
+        {k: c for r in requests for k, c in run(tiny, [r]).items()},
+    ):
         for key, c in together.items():
             assert others[key].tokens == c.tokens and others[key].finish == c.finish
             assert torch.allclose(torch.tensor(others[key].logp), torch.tensor(c.logp), atol=1e-5)

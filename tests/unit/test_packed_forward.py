@@ -9,29 +9,68 @@ from spmdrl.policy import attention
 from spmdrl.policy.heads import PackedLM
 from tests.ranks.cases import float64_softmax
 
-SMALL = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, pad_token_id=0, bos_token_id=1,
-             eos_token_id=2)
+SMALL = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 WINDOW = 6
 FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2 tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2 sliding": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-                                     "moe_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
     "llama": ("LlamaConfig", {}),
-    "llama rope scaling": ("LlamaConfig", {"rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32}}),
+    "llama rope scaling": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "mistral sliding": ("MistralConfig", {"sliding_window": WINDOW}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW, "original_max_position_embeddings": 128}),
-    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 5,
-                                "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 5}),
-    "granite": ("GraniteConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7,
-                                  "embedding_multiplier": 2.0}),
+    "granite": (
+        "GraniteConfig",
+        {"logits_scaling": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
+    ),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "olmo2": ("Olmo2Config", {}),
     "smollm3": ("SmolLM3Config", {}),
@@ -144,8 +183,11 @@ def test_layout_windows_and_caps_are_not_decoration():
     """The cases above see them: without the window or the cap the numbers are others."""
     tokens, mask = tokens_of([30, 12])
     lengths = torch.tensor([30, 12])
-    for family, key in (("mistral sliding", "sliding_window"), ("gemma2", "attn_logit_softcapping"),
-                        ("gemma2", "final_logit_softcapping")):
+    for family, key in (
+        ("mistral sliding", "sliding_window"),
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+    ):
         _, packed = pair(family)
         base = PackedLM(packed)(tokens, lengths, mask, 1.0)[0].detach()
         setattr(packed.config, key, None)

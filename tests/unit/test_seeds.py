@@ -21,6 +21,7 @@ def mix_reference(x: int) -> int:
 
 def unmix(y: int) -> int:
     """Its inverse: the input that gives y."""
+
     def unshift(value: int, bits: int) -> int:
         out = value
         for _ in range(64 // bits + 1):
@@ -44,8 +45,13 @@ def test_splitmix_matches_its_published_sequence():
     for _ in range(5):
         state = (state + 0x9E3779B97F4A7C15) & MASK
         got.append(mix_reference(state))
-    assert got == [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
-                   16408922859458223821]
+    assert got == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     # `uniform` takes the same outputs as its numbers, position by position.
     u = uniform(torch.full((5,), 1234567), torch.arange(5))
     assert torch.allclose(u, torch.tensor([x / 2**64 for x in got], dtype=torch.float64), rtol=0, atol=2**-51)

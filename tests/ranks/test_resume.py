@@ -1,0 +1,220 @@
+"""Checkpoints: what was saved comes back on this and on other layouts; damage is seen and named."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl import checkpoint
+from spmdrl.checkpoint import find_resume, newest_valid, problems, steps_saved
+from spmdrl.policy.weights import SafetensorsWriter
+from tests.ranks.cases import build_policy, config, full_weights, synthetic_batch, update_once
+from tests.ranks.harness import run_ranks
+
+
+def tiny(world, **optimizer):
+    return config(
+        optimizer={"lr": 1e-3, "clip_grad_norm": 1.0, "warmup_steps": 5} | optimizer,
+        parallel={"dp_replicate": world.mesh["dp_replicate"].size()},
+    )
+
+
+def result(cfg, world, policy):
+    metrics = update_once(cfg, world, policy, None, synthetic_batch())
+    weights = full_weights(policy)
+    return metrics, weights if world.rank == 0 else None
+
+
+def train_and_save(world, root):
+    """Two steps, a checkpoint, and the step after it."""
+    cfg = tiny(world)
+    policy = build_policy(cfg, world)
+    for _ in range(2):
+        update_once(cfg, world, policy, None, synthetic_batch())
+    state = {"step": 2, "version": policy.version, "updates_done": policy.updates_done}
+    folder = checkpoint.save(Path(root), 2, policy, state, world, keep=2)
+    saved = full_weights(policy)
+    return str(folder), result(cfg, world, policy), saved if world.rank == 0 else None
+
+
+def load_and_go_on(world, root):
+    cfg = tiny(world)
+    policy = build_policy(cfg, world)
+    found = find_resume(Path(root), world)
+    state = checkpoint.load(found, policy)
+    policy.version, policy.updates_done = state["version"], state["updates_done"]
+    saved = full_weights(policy)
+    return state, result(cfg, world, policy), saved if world.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(root of the checkpoints, what the step after gave, the weights that were saved), by two ranks."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    (folder, after, weights), (other, (metrics, _), _) = run_ranks(train_and_save, 2, str(root))
+    assert folder == other == str(root / "step_2") and metrics == after[0]
+    return root, after, weights
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_resume_on_the_same_layout_is_identical(saved):
+    root, (metrics, weights), at_save = saved
+    (state, (got, after), loaded), _ = run_ranks(load_and_go_on, 2, str(root))
+    assert state == {"step": 2, "version": 2, "updates_done": 2}
+    assert same(loaded, at_save)
+    assert got == metrics and same(after, weights)  # to the last bit
+    assert abs(metrics["grad_norm"]) > 1e-2
+
+
+@pytest.mark.parametrize(("n", "replicate"), [(1, 1), (3, 1), (4, 2)])
+def test_resume_on_another_layout_goes_on_alike(saved, n, replicate):
+    root, (metrics, weights), at_save = saved
+    state, (got, after), loaded = run_ranks(load_and_go_on, n, str(root), dp_replicate=replicate)[0]
+    assert state["step"] == 2 and same(loaded, at_save)
+    for name in ("loss", "grad_norm", "entropy/mean", "lr"):
+        assert abs(got[name] - metrics[name]) <= 1e-6 * max(1.0, abs(metrics[name])), name
+    # AdamW without its moments would step by lr in every weight: 6e-4 here.
+    assert max((after[n] - weights[n]).abs().max().item() for n in weights) < 2e-6
+
+
+def test_resume_model_folder_opens_in_transformers(saved):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from spmdrl.policy.load import TINY
+
+    root, _, at_save = saved
+    folder = root / "step_2" / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert same({n: p.detach() for n, p in model.named_parameters()}, at_save)
+    fresh = AutoModelForCausalLM.from_pretrained(TINY)
+    tokens = torch.tensor([[1, 5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        moved = (model(tokens).logits - fresh(tokens).logits).abs().max()
+        fresh.load_state_dict(at_save, strict=False)
+        assert torch.equal(model(tokens).logits, fresh(tokens).logits) and moved > 1e-3
+    ours, shipped = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(TINY)
+    assert ours("abc=").input_ids == shipped("abc=").input_ids
+    assert model.generation_config.eos_token_id == 2
+    names = {p.name for p in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names
+    assert not [p for p in (root / "step_2").rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
+
+
+def test_resume_sharded_safetensors_open_too(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from spmdrl.policy.load import TINY
+
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    model.config.save_pretrained(tmp_path)
+    writer = SafetensorsWriter(tmp_path, shard_bytes=300_000)
+    for name, p in model.named_parameters():
+        writer.add({name: p})
+    writer.close()
+    files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same(dict(again.named_parameters()), dict(model.named_parameters()))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
+
+
+class Plain:
+    """A policy that saves one small file: what is tested is the folder around it."""
+
+    def save(self, folder):
+        """As the contract says."""
+        (folder / "model").mkdir(exist_ok=True)
+        (folder / "model" / "weights").write_bytes(bytes(range(256)) * 40)
+
+
+def keep_some(world, root):
+    root = Path(root)
+    if world.is_first:
+        # A killed job left these; the second is of the very step that is saved next.
+        for name in (".incomplete-step_1", ".incomplete-step_3"):
+            (root / name / "model").mkdir(parents=True)
+            (root / name / "model" / "half").write_bytes(b"x" * 10)
+    torch.distributed.barrier()
+    before = find_resume(root, world)
+    for step in (1, 2, 3):
+        checkpoint.save(root, step, Plain(), {"step": step}, world, keep=2)
+    checkpoint.save(root, 3, Plain(), {"step": 3, "again": True}, world, keep=2)
+    return before, str(find_resume(root, world))
+
+
+def test_resume_keeps_the_newest_and_half_written_ones_never_count(tmp_path):
+    for before, found in run_ranks(keep_some, 2, str(tmp_path)):
+        assert before is None and found == str(tmp_path / "step_3")
+    assert steps_saved(tmp_path) == [3, 2] and not (tmp_path / ".incomplete-step_3").exists()
+    assert (tmp_path / "latest").resolve() == (tmp_path / "step_3").resolve() and (tmp_path / "latest").is_symlink()
+    assert json.loads((tmp_path / "latest" / "state" / "run.json").read_text()) == {"step": 3, "again": True}
+    manifest = json.loads((tmp_path / "step_3" / "MANIFEST.json").read_text())
+    assert manifest["step"] == 3 and manifest["world_size"] == 2
+    assert set(manifest["files"]) == {"model/weights", "state/run.json"}
+    assert manifest["files"]["model/weights"]["bytes"] == 10240
+    assert problems(tmp_path / "step_3") == []
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGE = {
+    "flipped bit": (lambda f: flip(f / "model" / "weights"), "model/weights: its hash is not the manifest's"),
+    "cut short": (lambda f: (f / "model" / "weights").write_bytes(b"abc"), "model/weights: 3 bytes, the manifest says"),
+    "missing file": (lambda f: (f / "state" / "run.json").unlink(), "state/run.json: missing"),
+    "missing manifest": (lambda f: (f / "MANIFEST.json").unlink(), "MANIFEST.json: "),
+    "cut manifest": (lambda f: (f / "MANIFEST.json").write_text('{"step": 3, "fi'), "MANIFEST.json: "),
+    "other manifest": (lambda f: (f / "MANIFEST.json").write_text("[]"), "MANIFEST.json: "),
+    "empty manifest": (lambda f: (f / "MANIFEST.json").write_text('{"files": null}'), "MANIFEST.json: "),
+}
+
+
+def resume_from(world, root):
+    try:
+        return str(find_resume(Path(root), world))
+    except ValueError as error:
+        return f"ValueError: {error}"
+
+
+@pytest.fixture(scope="module")
+def three_saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("kept")
+    run_ranks(keep_some, 1, str(root))
+    return root
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_resume_damage_is_named_and_the_one_before_is_taken(three_saved, tmp_path, how, caplog, monkeypatch):
+    root = tmp_path / "checkpoints"
+    shutil.copytree(three_saved, root, symlinks=True)
+    damage, message = DAMAGE[how]
+    damage(root / "step_3")
+    assert problems(root / "step_3")[0].startswith(message)
+    with caplog.at_level("WARNING", "spmdrl"):
+        monkeypatch.setattr(logging.getLogger("spmdrl"), "propagate", True)  # a run turns it off
+        assert newest_valid(root) == root / "step_2"
+    assert "step_3 is damaged" in caplog.text and "resuming from step_2" in caplog.text
+    damage(root / "step_2")
+    with pytest.raises(ValueError, match="step_3 is damaged .*step_2 is damaged .* None is usable: move the"):
+        newest_valid(root)
+
+
+def test_resume_every_rank_hears_of_damage(three_saved, tmp_path):
+    root = tmp_path / "checkpoints"
+    shutil.copytree(three_saved, root, symlinks=True)
+    flip(root / "step_3" / "model" / "weights")
+    assert run_ranks(resume_from, 2, str(root)) == [str(root / "step_2")] * 2
+    flip(root / "step_2" / "model" / "weights")
+    for said in run_ranks(resume_from, 2, str(root)):  # every rank stops, none starts from nothing
+        assert said.startswith("ValueError: checkpoint") and "or choose another --run.dir" in said

@@ -1,0 +1,137 @@
+"""The real demo, in process: 1 and 2 ranks train alike, one seed gives one run, a resumed run is the run."""
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from spmdrl.run import Run
+from spmdrl.tracking.metrics import Timer
+from spmdrl.train import train
+from tests.ranks.cases import config
+from tests.ranks.harness import run_ranks
+
+STEPS = 5
+TIMED = ("time/", "tokens/s", "memory/")
+
+
+def demo(folder: str, **sections):
+    """The demo with few prompts, two updates a step and a KL, so that no number of it is zero by construction."""
+    base = dict(
+        run={"dir": folder, "steps": STEPS, "seed": 3},
+        model={"path": "tiny"},
+        optimizer={"lr": 3e-4, "clip_grad_norm": 1.0, "warmup_steps": 2, "schedule": "linear"},
+        rollout={
+            "prompts_per_step": 8,
+            "samples_per_prompt": 4,
+            "max_new_tokens": 8,
+            "assignment": "static",
+            "max_prompt_tokens": 16,
+        },
+        algo={"kl_coef": 0.05, "updates_per_step": 2, "entropy_coef": 0.001},
+        eval={"every": 2, "prompts": 16},
+        checkpoint={"at_end": False},
+        tracking={"trackers": ("jsonl",)},
+        data={"limit": 64},
+    )
+    return config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
+
+
+class Interrupted(Exception):
+    """Stands for the kill of a job."""
+
+
+def train_demo(world, folder, sections, stop_after=0):
+    """What `spmdrl.train` does after it has read its flags; returns where it began, its version and its updates."""
+    cfg = demo(folder, **sections)
+    Path(folder).mkdir(exist_ok=True)
+    run = Run(cfg, world, Timer(), None)
+    if stop_after:
+        save = run.checkpoint
+
+        def then_die(step, force=False):
+            save(step, force)
+            if step + 1 == stop_after:
+                raise Interrupted
+
+        run.checkpoint = then_die
+    with suppress(Interrupted):
+        train(run)
+    run.close()
+    return run.start_step, run.policy.version, run.policy.updates_done
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two") / "run"
+    began = time.monotonic()
+    assert run_ranks(train_demo, 2, str(folder), {}) == [(0, STEPS, 2 * STEPS)] * 2
+    assert time.monotonic() - began < 100
+    return folder
+
+
+def test_layout_one_rank_and_two_train_to_the_same_loss(two_ranks, tmp_path):
+    assert run_ranks(train_demo, 1, str(tmp_path / "run"), {}) == [(0, STEPS, 2 * STEPS)]
+    one, two = untimed(metrics(tmp_path / "run")), untimed(metrics(two_ranks))
+    assert [row["step"] for row in one] == [row["step"] for row in two] == list(range(1, STEPS + 1))
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"microbatches"}:
+            # A maximum over logp differences is that of two engines' rounding.
+            assert abs(a[name] - b[name]) < 1e-5, (a["step"], name, a[name], b[name])
+    # It learns something at every step, on something.
+    for row in one:
+        assert abs(row["loss"]) > 1e-4 and row["grad_norm"] > 0.05 and row["lr"] > 0
+        assert 0 < row["reward/mean"] < 1 and row["entropy/mean"] > 0.05 and row["advantage/nonzero"] > 0.3
+        assert row["logp_diff/max"] < 1e-4
+    assert one[-1]["kl/mean"] > 10 * max(one[0]["kl/mean"], 1e-6)
+    assert {row["version"] for row in one} == set(range(1, STEPS + 1))
+    assert all("eval/accuracy" in one[i] for i in (0, 2, 4)) and "eval/accuracy" not in one[1]
+    assert len({row["loss"] for row in one}) == STEPS
+
+
+def test_two_runs_with_one_seed_are_identical(two_ranks, tmp_path):
+    run_ranks(train_demo, 2, str(tmp_path / "again"), {})
+    first, again = untimed(metrics(two_ranks)), untimed(metrics(tmp_path / "again"))
+    assert first == again  # to the last digit
+    assert (two_ranks / "samples.jsonl").read_text() == (tmp_path / "again" / "samples.jsonl").read_text()
+    run_ranks(train_demo, 1, str(tmp_path / "other"), {"run": {"seed": 4, "steps": 1}})
+    assert untimed(metrics(tmp_path / "other"))[0]["loss"] != first[0]["loss"]
+
+
+def test_layout_queue_assignment_samples_the_same(two_ranks, tmp_path):
+    """Law 3: which rank draws a sample does not enter it, so the queue's luck shows in rounding alone."""
+    run_ranks(train_demo, 2, str(tmp_path / "run"), {"rollout": {"assignment": "queue"}, "run": {"steps": 2}})
+    static, queue = untimed(metrics(two_ranks)), untimed(metrics(tmp_path / "run"))
+    for a, b in zip(static, queue, strict=False):
+        for name in ("loss", "reward/mean", "grad_norm", "entropy/mean", "response_length/mean"):
+            # The schedule is over other steps, so only the first step's later updates may differ at all.
+            assert a["step"] > 1 or abs(a[name] - b[name]) < 1e-4, (a["step"], name)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_resume_continues_the_run_it_left(two_ranks, tmp_path, n):
+    """Three steps, a kill, the same command again: metrics of all five steps are those of the run without it."""
+    folder = str(tmp_path / "run")
+    saving = {"checkpoint": {"every": 1, "keep": 1, "at_end": False}}
+    got = run_ranks(train_demo, n, folder, saving, 3)
+    assert got == [(0, 3, 6)] * n
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+    assert run_ranks(train_demo, n, folder, saving) == [(3, STEPS, 2 * STEPS)] * n
+    want, resumed = untimed(metrics(two_ranks)), untimed(metrics(folder))
+    for name in ("eval/accuracy", "eval/score"):
+        assert name in resumed[2]
+    for a, b in zip(want, resumed, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"microbatches"}:
+            assert a[name] == b[name] if n == 2 else abs(a[name] - b[name]) < 1e-5, (a["step"], name)
