@@ -6,7 +6,9 @@ loaded in place, and how a CPU build gives its KV cache back.
 
 import logging
 import os
+import secrets
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from spmdrl.policy.load import resolve
 from spmdrl.policy.weights import word_sum
 from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
 from spmdrl.rollout.transfer import verified
+from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
 
 log = logging.getLogger("spmdrl")
@@ -53,6 +56,24 @@ def _keep_plain_linears() -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = plain
 
 
+def _name_shared_memory(token: str) -> list[str]:
+    """Give the shared memory of a CPU build's TP group a name of this run's own; returns the names as they are made.
+
+    vLLM names it after its rendezvous, which under an external launcher is the same for every job on the machine: a
+    second job, or one after a job that was killed, finds the name taken and cannot start.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original, made = _CPUSHMDistributed.make_group_name, []
+
+    def named(communicator) -> str:
+        made.append(f"spmdrl-{token}-{original(communicator).strip('/-')}")
+        return made[-1]
+
+    _CPUSHMDistributed.make_group_name = staticmethod(named)
+    return made
+
+
 def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str) -> int:
     """Bytes of KV cache that hold `sequences` sequences of `longest` tokens in whole blocks, at most CPU_KV_BYTES.
 
@@ -79,7 +100,13 @@ class VLLMEngine:
         _environment(world.device)
         # vLLM reseeds torch and rewrites LOCAL_WORLD_SIZE; both belong to the run.
         rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")
+        shared = []
+        if self.on_cpu and cfg.rollout.tp > 1:
+            shared = _name_shared_memory(all_gather_text(secrets.token_hex(8), world.host_group)[0])
         self.llm = self._build(cfg)
+        for name in set(shared):
+            # All ranks of the group have mapped it: without a name it goes with the last of them, however that ends.
+            Path(f"/dev/shm/{name}_{world.engine_tp_rank}").unlink(missing_ok=True)
         torch.set_rng_state(rng)
         if local_world is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_world

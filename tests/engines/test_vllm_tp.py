@@ -5,6 +5,7 @@ products) differs by 1e-6 in logp: only a draw that lies so near an edge could c
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -25,9 +26,9 @@ LAYOUTS = {"one rank": (0, 1), "one engine on two ranks": (2, 2), "two engines":
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, list[dict]]:
+def runs(tmp_path_factory) -> dict:
     """metrics.jsonl by layout."""
-    out = {}
+    out = {"before": set(map(str, Path("/dev/shm").iterdir()))}
     for name, (ranks, tp) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("run")
         succeed([*FLAGS, "--rollout.tp", tp, "--run.dir", folder], 120, ranks=ranks)
@@ -51,3 +52,11 @@ def test_layout_of_engines_does_not_change_the_run(runs, layout):
         for name in ("entropy/mean", "grad_norm"):
             assert other[name] == pytest.approx(one[name], rel=1e-5), (name, one, other)
     assert runs[layout][0]["eval/accuracy"] is not None and runs[layout][-1]["eval/accuracy"] is not None
+
+
+def test_engine_on_two_ranks_leaves_no_shared_memory(runs):
+    """A name that stays would keep the next job from starting, and two jobs at a time from living side by side."""
+    assert not [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("spmdrl-")]
+    assert not [
+        path for path in map(str, Path("/dev/shm").iterdir()) if path not in runs["before"] and "cpushm" in path
+    ]
