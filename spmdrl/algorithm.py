@@ -39,10 +39,8 @@ class Algorithm:
     """`update`: the update's own first pass; `policy`: a pass before; `rollout`: the engine's."""
     skip_zero_advantage: bool
 
-    @property
-    def needs_reference(self) -> bool:
-        """True when a KL to the reference has a weight."""
-        return self.kl_coef != 0
+    needs_reference: bool
+    """KL to a frozen reference is computed; with kl_coef 0 it only stands in the metrics."""
 
     # ── before the update ────────────────────────────────────────────────────
 
@@ -94,9 +92,15 @@ class Algorithm:
         per_token, stats = self.loss(inputs, **self.settings)
         metrics = Metrics()
         weight = mask.sum()
-        if self.kl_coef and self.kl_in == "loss":
+        if per_token.shape != mask.shape or any(v.shape != mask.shape for v in stats.values()):
+            raise ValueError(
+                f"the loss must return [T] tensors ({len(mask)} tokens here), see algos/losses.py; "
+                f"it returned {tuple(per_token.shape)}, { ({k: tuple(v.shape) for k, v in stats.items()}) }"
+            )
+        if self.needs_reference and self.kl_in == "loss":
             kl_T = kl_estimate(self.kl_estimator, logp, token["ref_logp"].to(logp.dtype), mask)
-            per_token = per_token + self.kl_coef * kl_T
+            if self.kl_coef:
+                per_token = per_token + self.kl_coef * kl_T
             metrics.add("kl/mean", _mean(kl_T.detach(), mask), weight)
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * entropy
@@ -128,6 +132,8 @@ def score(batch: Batch, policy: Policy, reference: Policy | None, algo: Algorith
     if algo.old_logp == "policy":
         batch.token["old_logp"], _ = policy.logprobs(batch, temperature)
         add_logp_diff(metrics, batch.token["old_logp"], batch.token["rollout_logp"], batch.token["mask"])
+    elif algo.needs_reference and algo.kl_in == "reward":
+        batch.token["old_logp"] = batch.token["rollout_logp"]
     if algo.needs_reference:
         assert reference is not None, "compose() says that a reference is needed, so the run built one"
         batch.token["ref_logp"], _ = reference.logprobs(batch, temperature)
@@ -182,11 +188,13 @@ def compose(cfg: Config) -> Algorithm:
     if loss_name == "ppo_clip":
         pick = {name: getattr(algo, name) for name in ("clip_low", "clip_high", "dual_clip")}
         settings = {k: v if v is not None else getattr(preset, k) for k, v in pick.items()}
+    reference = cfg.reference.enabled == "on" or (cfg.reference.enabled == "auto" and algo.kl_coef != 0)
     old_logp = algo.old_logp
     if old_logp == "auto":
-        needs_pass = algo.updates_per_step > 1 or (algo.kl_coef and algo.kl_in == "reward")
+        needs_pass = algo.updates_per_step > 1 or (reference and algo.kl_in == "reward")
         old_logp = "policy" if needs_pass else "update"
-    pure = not algo.kl_coef and not algo.entropy_coef
+    # A user's own loss may have terms that no advantage multiplies.
+    pure = loss_name in LOSSES and not algo.kl_coef and not algo.entropy_coef
     return Algorithm(
         load_function(algo.advantage or preset.advantage, ADVANTAGES),
         load_function(loss_name, LOSSES),
@@ -199,4 +207,5 @@ def compose(cfg: Config) -> Algorithm:
         algo.entropy_coef,
         old_logp,
         algo.skip_zero_advantage and pure,
+        reference,
     )

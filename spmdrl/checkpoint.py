@@ -58,6 +58,9 @@ def problems(folder: Path) -> list[str]:
         manifest = json.loads((folder / "MANIFEST.json").read_text())["files"]
         if not isinstance(manifest, dict):
             raise ValueError("lists no files")
+        missing = {"state/run.json", "model/config.json"} - set(manifest)
+        if missing:
+            raise ValueError(f"does not list {', '.join(sorted(missing))}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"MANIFEST.json: {error}"]
     found = []
@@ -134,7 +137,9 @@ def save(root: Path, step: int, policy: Policy, state: dict, world: World, keep:
         link.symlink_to(final.name)
         os.replace(link, root / "latest")
         _sync(root)
-        for old in steps_saved(root)[max(keep, 1) :]:
+        # Only what came before the one just written makes room: a newer folder was passed over as damaged.
+        older = [s for s in steps_saved(root) if s < step]
+        for old in older[max(keep, 1) - 1 :]:
             shutil.rmtree(root / f"step_{old}")
     dist.barrier(group=world.host_group)
     return final

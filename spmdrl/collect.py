@@ -7,7 +7,7 @@ import torch
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.rewards.base import Grader, Reward, RewardInput
-from spmdrl.rollout.engine import Completion, Engine, Request
+from spmdrl.rollout.engine import Completion, Engine, Request, StaleEngineError
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.queue import PromptQueue
 from spmdrl.spmd.seeds import seed_for
@@ -58,7 +58,7 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
     limit = min(engine.capacity, fair)
     running = 0
     finished: dict[tuple[int, int], Completion] = {}
-    rewards: dict[object, Reward] = {}
+    rewards: dict[tuple[int, int], Reward] = {}
     with timer("rollout"):
         while True:
             for position in queue.take(-(-(limit - running) // round_.samples)):
@@ -72,10 +72,15 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
                 if leader:
                     finished[completion.key] = completion
                     _grade(completion, round_, grader, tokenizer)
-            rewards |= dict(grader.poll())
+            rewards |= by_request(grader.poll())
     with timer("reward"):
-        rewards |= dict(grader.drain())
+        rewards |= by_request(grader.drain())
     return [_trajectory(round_, completion, rewards[key]) for key, completion in sorted(finished.items())]
+
+
+def by_request(graded: list[tuple[object, Reward]]) -> dict[tuple[int, int], Reward]:
+    """Results of a grader by request key: its own keys begin with the prompt's index, which its messages name."""
+    return {(key[2], key[1]): reward for key, reward in graded if isinstance(key, tuple)}
 
 
 def response_text(completion: Completion, tokenizer) -> str:
@@ -86,7 +91,7 @@ def response_text(completion: Completion, tokenizer) -> str:
 def _grade(completion: Completion, round_: Round, grader: Grader, tokenizer) -> None:
     prompt = round_.prompts[completion.key[0]]
     grader.submit(
-        completion.key,
+        (prompt.index, completion.key[1], completion.key[0]),
         RewardInput(prompt.data_source, response_text(completion, tokenizer), prompt.ground_truth, prompt.extra),
     )
 
@@ -94,6 +99,8 @@ def _grade(completion: Completion, round_: Round, grader: Grader, tokenizer) -> 
 def _trajectory(round_: Round, completion: Completion, reward: Reward) -> Trajectory:
     position, sample = completion.key
     prompt = round_.prompts[position]
+    if completion.version != round_.version:
+        raise StaleEngineError(f"a sample of weight version {completion.version} came into a round of {round_.version}")
     logp = torch.tensor([0.0] * len(prompt.tokens) + completion.logp, dtype=torch.float32)
     if not bool(torch.isfinite(logp).all()):
         raise ValueError(

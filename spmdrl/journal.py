@@ -11,7 +11,7 @@ from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
 from spmdrl.spmd.mesh import World
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.metrics import Metrics
-from spmdrl.tracking.trackers import open_trackers
+from spmdrl.tracking.trackers import cut_lines, open_trackers
 
 log = logging.getLogger("spmdrl")
 
@@ -30,7 +30,10 @@ class Journal:
             self.trackers = open_trackers(
                 tracking.trackers, folder, tracking.project, cfg.run.name, to_dict(cfg), start_step + 1
             )
-            self.samples = open(folder / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
+            samples = folder / "samples.jsonl"
+            if samples.exists() and samples.stat().st_size:
+                cut_lines(samples, start_step + 1)
+            self.samples = open(samples, "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
 
     def step(self, step: int, values: dict[str, float], trajectories: list[Trajectory]) -> None:
         """One finished step, counted from 1; values are alike on every rank, trajectories are this rank's."""

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.policy.contract import Policy
-from spmdrl.rollout.engine import Engine, float_dtype
+from spmdrl.policy.contract import DTYPES, Policy
+from spmdrl.rollout.engine import Engine
 from spmdrl.rollout.transfer import PushReport, push
 from spmdrl.tracking.metrics import Timer
 
@@ -30,7 +30,7 @@ class Memory:
             self.engine.wake("weights")
             if self.engine.version != self.policy.version:
                 self.last_push = push(
-                    self.policy, self.engine, float_dtype(self.cfg.model.dtype), self.cfg.rollout.push_bucket_mib << 20
+                    self.policy, self.engine, DTYPES[self.cfg.model.dtype], self.cfg.rollout.push_bucket_mib << 20
                 )
             if self.cfg.policy.offload:
                 self.policy.offload()

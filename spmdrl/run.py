@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from spmdrl import checkpoint
+from spmdrl.accuracy import evaluate_round, evaluation_round
 from spmdrl.algorithm import Algorithm, compose, share_out
 from spmdrl.collect import Round
 from spmdrl.config.checks import plan_lines
@@ -24,7 +25,6 @@ from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.sampler import step_indices
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.environment import keep_freed_memory
-from spmdrl.evaluate import accuracy, evaluation_round, score_round
 from spmdrl.journal import Journal, describe, with_rates
 from spmdrl.memory import Memory
 from spmdrl.policy.contract import Policy
@@ -60,15 +60,19 @@ class Run:
         self.note("loading tokenizer and prompts")
         model_folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
-        room = min(
-            cfg.rollout.max_prompt_tokens,
-            context_length(model_folder, cfg.model.trust_remote_code) - cfg.rollout.max_new_tokens,
-        )
+        context = context_length(model_folder, cfg.model.trust_remote_code)
+        if context <= cfg.rollout.max_new_tokens:
+            raise ValueError(
+                f"--rollout.max_new_tokens {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} "
+                f"takes {context} tokens in all"
+            )
+        room = min(cfg.rollout.max_prompt_tokens, context - cfg.rollout.max_new_tokens)
         self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit)
         self.eval_prompts = None
         if cfg.data.eval and cfg.eval.every:
             self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts)
         self.grader = load_reward(cfg.reward)
+        self.timeouts_seen = 0
         self.part_names: tuple[str, ...] = ()
         self.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
         self.policy, self.reference = self._policies()
@@ -112,6 +116,11 @@ class Run:
         if found is None:
             return 0
         state = checkpoint.load(found, self.policy)
+        if state["seed"] != self.cfg.run.seed:
+            raise ValueError(
+                f"{found} was made with --run.seed {state['seed']}, this run asks for {self.cfg.run.seed}; resume with "
+                "that seed, or choose another --run.dir"
+            )
         self.policy.version = state["version"]
         self.policy.updates_done = state["updates_done"]
         self.note(f"resumed from {found}: step {state['step']}")
@@ -168,9 +177,9 @@ class Run:
         if not due or self.eval_prompts is None:
             return
         with self.timer("eval"):
-            round_ = evaluation_round(self.cfg, self.eval_prompts.prompts, self.policy.version, f"{step}/{force}")
-            scores = score_round(round_, self.engine, self.grader, self.tokenizer, self.world)
-            self.eval_metrics = accuracy(scores, round_, self.group, self.world.device)
+            name = f"{self.start_step}/{step}/{force}"
+            round_ = evaluation_round(self.cfg, self.eval_prompts.prompts, self.policy.version, name)
+            self.eval_metrics = evaluate_round(round_, self.engine, self.grader, self.tokenizer, self.world, self.group)
 
     # ── after a step ─────────────────────────────────────────────────────────
 
@@ -178,6 +187,8 @@ class Run:
         """Reduce this step's numbers over ranks and write them. Collective."""
         stats.merge(scored)
         describe(stats, batch, self.part_names)
+        stats.add_sum("reward/timeouts", self.grader.timeouts - self.timeouts_seen)
+        self.timeouts_seen = self.grader.timeouts
         for owner, size in self.memory.table().items():
             stats.add_max(f"memory/{owner.replace(' ', '_')}_gib", size / 2**30)
         for name, seconds in self.timer.flush().items():
@@ -207,10 +218,11 @@ class Run:
     def finish(self) -> None:
         """Evaluate what was learnt, and say where everything is. Collective."""
         lines = []
+        done = max(self.start_step, self.cfg.run.steps)
         if self.cfg.eval.every and self.eval_prompts is not None:
             with self.memory.rollout_phase():
-                self.evaluate(self.cfg.run.steps, force=True)
-            self.journal.numbers(self.cfg.run.steps, self.eval_metrics | {"version": self.policy.version})
+                self.evaluate(done, force=True)
+            self.journal.numbers(done, self.eval_metrics | {"version": self.policy.version})
             lines.append("  ".join(f"{k} {v:.3f}" for k, v in self.eval_metrics.items()))
         latest = self.folder / "checkpoints" / "latest"
         lines.append(
@@ -254,11 +266,13 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
                 cfg.tracking.console, cfg.run.steps, next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)
             )
             timer = Timer(console.phase)
-            (folder / "config.yaml").write_text(to_yaml(cfg))
             for line in plan_lines(cfg, size):
                 console.note(line)
         with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
             run = Run(cfg, world, timer, console)
+            if world.is_first:
+                # Only once everything could be built: a start that fails leaves an existing run folder as it was.
+                (folder / "config.yaml").write_text(to_yaml(cfg))
             yield run
             run.close()
         give_terminal_back()

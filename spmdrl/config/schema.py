@@ -106,7 +106,7 @@ class ReferenceConfig:
     enabled: Literal["auto", "on", "off"] = "auto"
     """Frozen copy of the starting model for KL. `auto`: on when a KL coefficient is not zero."""
     offload: bool = False
-    """Keep it in host memory except while it scores."""
+    """Keep it in host memory while the engine samples."""
 
 
 @dataclass

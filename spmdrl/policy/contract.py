@@ -10,6 +10,9 @@ import torch
 from spmdrl.data.batch import Batch
 from spmdrl.tracking.metrics import Metrics
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+"""`--model.dtype` in torch's terms."""
+
 
 @dataclass
 class Bucket:

@@ -19,7 +19,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches
 from spmdrl.policy import attention
-from spmdrl.policy.contract import Bucket, Loss
+from spmdrl.policy.contract import DTYPES, Bucket, Loss
 from spmdrl.policy.heads import PackedLM
 from spmdrl.policy.load import build_model, load_tokenizer, resolve
 from spmdrl.policy.optimizer import learning_rate, make_optimizer
@@ -28,8 +28,6 @@ from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.mesh import World
 from spmdrl.tracking.metrics import Metrics
-
-COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class NonFiniteError(RuntimeError):
@@ -78,7 +76,7 @@ class FsdpPolicy:
     def __init__(self, cfg: Config, world: World, total_updates: int, trainable: bool = True):
         self.cfg, self.world = cfg, world
         self.folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-        self.compute = COMPUTE[cfg.model.dtype]
+        self.compute = DTYPES[cfg.model.dtype]
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
         kept = self.master if trainable else self.compute
         hf = build_model(self.folder, kept, cfg.model.trust_remote_code, attention.register())

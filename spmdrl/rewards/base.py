@@ -59,8 +59,8 @@ class Grader(Protocol):
 
 
 def describe(key: object) -> str:
-    """A key in words: an int is a prompt index, a pair is (prompt, sample), anything else is shown as it is."""
-    if isinstance(key, tuple) and len(key) == 2:
+    """A key in words: an int is a prompt index, a tuple begins with (prompt, sample), anything else is shown."""
+    if isinstance(key, tuple) and len(key) >= 2:
         return f"prompt {key[0]}, sample {key[1]}"
     return f"prompt {key}" if isinstance(key, int) else f"item {key}"
 

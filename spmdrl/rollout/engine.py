@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
-
 from spmdrl.policy.contract import Bucket
 
 Owner = Literal["weights", "kv_cache"]
@@ -111,8 +109,3 @@ def check_version(request: Request, version: int | None) -> None:
             f"the engine holds {held}, the trainer is at version {request.version}: "
             "push the weights (rollout.transfer.push) before sampling"
         )
-
-
-def float_dtype(name: str) -> torch.dtype:
-    """Torch dtype of `--model.dtype`."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]

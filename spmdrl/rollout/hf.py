@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.policy.contract import Bucket
+from spmdrl.policy.contract import DTYPES, Bucket
 from spmdrl.policy.load import build_model, resolve
 from spmdrl.policy.weights import word_sum
-from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_version, float_dtype
+from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_version
 from spmdrl.rollout.transfer import verified
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.seeds import uniform
@@ -42,7 +42,7 @@ class HFEngine:
         self.world = world
         self.capacity = cfg.rollout.max_sequences
         self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
-        self.dtype = float_dtype(cfg.model.dtype)
+        self.dtype = DTYPES[cfg.model.dtype]
         folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, "sdpa").to(world.device).eval()
         self.model.requires_grad_(False)

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -54,5 +55,8 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
                 file=sys.stderr,
                 flush=True,
             )
+        else:
+            # torchrun names the rank that leaves first as the root cause: let it be the one that failed first.
+            time.sleep(2)
         sys.stdout.flush()
         os._exit(1)

@@ -83,8 +83,8 @@ class Lockstep(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         name = f"lockstep/{'-'.join(map(str, ranks))}/{group.group_name}"
         turn = self.counts[name] = self.counts.get(name, -1) + 1
-        # Ragged payloads differ in size by design: their sizes are no evidence.
-        shown = "" if "alltoall" in op else f" {shapes}"
+        # Ragged payloads differ in size by design, and the root of a gather passes more tensors than the others.
+        shown = "" if any(kind in op for kind in ("alltoall", "gather_", "scatter_")) else f" {shapes}"
         entry = f"{call_site()} {op}{shown}"
         self.history.append(entry)
         me = dist.get_rank()

@@ -23,6 +23,28 @@ class Tracker(Protocol):
         """Write what is left; may be called twice."""
 
 
+def cut_lines(path: Path, resume_step: int) -> list[str]:
+    """Keep the lines of a JSONL file whose `step` is before resume_step, and return them.
+
+    A file of which nothing stays is set aside as `<name>.old`.
+    """
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] < resume_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # a line cut short by a kill
+    if not kept:
+        os.replace(path, f"{path}.old")
+        return kept
+    # Beside it and then over it: a kill in between leaves the old file, not half of it.
+    part = Path(f"{path}.part")
+    part.write_text("".join(kept), encoding="utf-8")
+    os.replace(part, path)
+    return kept
+
+
 class JsonlTracker:
     """One JSON object a line and step: `{"step": 3, "reward/mean": 0.5, ...}`. A number that is not finite is null.
 
@@ -47,20 +69,9 @@ class JsonlTracker:
         self._file = self.path.open("a", encoding="utf-8")
 
     def _cut(self, resume_step: int) -> None:
-        kept = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                if json.loads(line)["step"] < resume_step:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError):
-                continue  # a line cut short by a kill
+        kept = cut_lines(self.path, resume_step)
         if not kept:
-            os.replace(self.path, f"{self.path}.old")
             return
-        # Beside it and then over it: a kill in between leaves the old file, not half of it.
-        part = Path(f"{self.path}.part")
-        part.write_text("".join(kept), encoding="utf-8")
-        os.replace(part, self.path)
         # A finished run that is started again evaluates once more: that joins the line it has.
         self._last = json.loads(kept[-1])
         self._last_at = self.path.stat().st_size - len(kept[-1].encode())

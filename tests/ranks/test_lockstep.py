@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.cases import build_policy, config, synthetic_batch, update_once
 
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.lockstep import Lockstep, LockstepError
 from spmdrl.spmd.queue import PromptQueue
+from tests.ranks.cases import build_policy, config, synthetic_batch, update_once
 from tests.ranks.harness import run_ranks
 
 

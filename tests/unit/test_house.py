@@ -19,14 +19,13 @@ FLOORS = [
     ["rewards", "policy"],
     ["rollout"],
     ["algorithm", "collect", "memory", "checkpoint", "journal"],
-    ["evaluate"],
+    ["accuracy"],
     ["run"],
-    ["train"],
+    ["train", "evaluate"],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 EXCEPTIONS = {
     ("config/checks.py", "algos"): "valid names live with the functions, which need torch; late, so --help stays quick",
-    ("evaluate.py", "run"): "its `main`, an entry point like train.py; late",
 }
 
 

@@ -1,0 +1,58 @@
+"""How good the policy is on a prompt set: the round that asks, and the numbers made of its scores."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.collect import Round, collect
+from spmdrl.config.schema import Config
+from spmdrl.data.prompts import Prompt
+from spmdrl.rewards.base import Grader
+from spmdrl.rollout.engine import Engine
+from spmdrl.spmd.exchange import all_gather_rows
+from spmdrl.spmd.mesh import World
+from spmdrl.tracking.metrics import Timer
+
+EVALUATION = 0x45564C
+"""Key of evaluation draws: the same at every step, so that two evaluations are comparable."""
+
+
+def evaluation_round(cfg: Config, prompts: list[Prompt], version: int, name: str) -> Round:
+    """The round that evaluates: every prompt, in order."""
+    return Round(
+        f"eval/{name}",
+        prompts,
+        cfg.eval.samples,
+        (cfg.run.seed, EVALUATION),
+        version,
+        cfg.rollout.max_new_tokens,
+        cfg.eval.temperature,
+        1.0,
+        cfg.rollout.assignment,
+    )
+
+
+def evaluate_round(
+    round_: Round, engine: Engine, grader: Grader, tokenizer, world: World, group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k. Collective."""
+    done = collect(round_, engine, grader, tokenizer, world, Timer())
+    scores_n2 = torch.tensor([[t.position, t.reward] for t in done], dtype=torch.float64).reshape(-1, 2)
+    rows = torch.cat([part.cpu() for part in all_gather_rows(scores_n2.to(world.device), group)])
+    right = (rows[:, 1] >= 1.0).double()
+    prompts, samples = len(round_.prompts), round_.samples
+    per_prompt = torch.zeros(prompts, dtype=torch.float64).index_add_(0, rows[:, 0].long(), right)
+    out = {"eval/accuracy": right.mean().item(), "eval/score": rows[:, 1].mean().item()}
+    k = 2
+    while k <= samples:
+        out[f"eval/pass@{k}"] = sum(pass_at_k(samples, int(c), k) for c in per_prompt.tolist()) / prompts
+        k *= 2
+    return out
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right) from n samples (https://arxiv.org/abs/2107.03374)."""
+    if n - correct < k:
+        return 1.0
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
