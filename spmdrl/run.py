@@ -255,9 +255,10 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
                 print(to_yaml(cfg) + "\n" + "\n".join(plan_lines(cfg, size)))
             yield None
             return
+        # The group first: from here on one rank alone speaks for all when something fails.
+        world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
         folder = run_folder(cfg)
         setup_logging(folder, rank)
-        world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
         if world.device.type == "cpu":
             keep_freed_memory()
         disable_progress_bar()

@@ -174,6 +174,7 @@ class VLLMEngine:
         if not self.kv_awake:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
         name = f"{request.key[0]}.{request.key[1]}"
+        assert name not in self.partial, f"request {request.key} is running already"
         # torch's generators take 63 bits, vLLM's field is checked as a signed 64-bit one. Greedy draws nothing.
         params = SamplingParams(
             temperature=request.temperature,

@@ -1,5 +1,6 @@
 """One rank down, all down, quickly and by name (law 6)."""
 
+import json
 import logging
 import os
 import socket
@@ -23,6 +24,15 @@ def first_to_fail() -> bool:
         store = dist.distributed_c10d._get_default_store()
         return store.add("spmdrl/failed", 1) == 1
     return True
+
+
+def tell_torchrun(message: str) -> None:
+    """Put the message into the banner that torchrun prints after ours, in torch.distributed.elastic's error file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with suppress(OSError), open(path, "w") as f:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, f)
 
 
 @contextmanager
@@ -49,12 +59,12 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
             if not isinstance(error, USER_MISTAKES):
                 traceback.print_exc()
             rank = os.environ.get("RANK", "0")
-            print(
+            message = (
                 f"spmdrl: rank {rank} on {socket.gethostname()} failed in phase {phase() or 'start'}: "
-                f"{type(error).__name__}: {error}",
-                file=sys.stderr,
-                flush=True,
+                f"{type(error).__name__}: {error}"
             )
+            print(message, file=sys.stderr, flush=True)
+            tell_torchrun(message)
         else:
             # torchrun names the rank that leaves first as the root cause: let it be the one that failed first.
             time.sleep(2)
