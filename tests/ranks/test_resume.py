@@ -132,6 +132,7 @@ class Plain:
     def save(self, folder):
         """As the contract says."""
         (folder / "model").mkdir(exist_ok=True)
+        (folder / "model" / "config.json").write_text("{}")
         (folder / "model" / "weights").write_bytes(bytes(range(256)) * 40)
 
 
@@ -158,7 +159,7 @@ def test_resume_keeps_the_newest_and_half_written_ones_never_count(tmp_path):
     assert json.loads((tmp_path / "latest" / "state" / "run.json").read_text()) == {"step": 3, "again": True}
     manifest = json.loads((tmp_path / "step_3" / "MANIFEST.json").read_text())
     assert manifest["step"] == 3 and manifest["world_size"] == 2
-    assert set(manifest["files"]) == {"model/weights", "state/run.json"}
+    assert set(manifest["files"]) == {"model/weights", "model/config.json", "state/run.json"}
     assert manifest["files"]["model/weights"]["bytes"] == 10240
     assert problems(tmp_path / "step_3") == []
 
@@ -176,6 +177,10 @@ DAMAGE = {
     "missing manifest": (lambda f: (f / "MANIFEST.json").unlink(), "MANIFEST.json: "),
     "cut manifest": (lambda f: (f / "MANIFEST.json").write_text('{"step": 3, "fi'), "MANIFEST.json: "),
     "other manifest": (lambda f: (f / "MANIFEST.json").write_text("[]"), "MANIFEST.json: "),
+    "manifest of nothing": (
+        lambda f: (f / "MANIFEST.json").write_text('{"files": {}}'),
+        "MANIFEST.json: does not list",
+    ),
     "empty manifest": (lambda f: (f / "MANIFEST.json").write_text('{"files": null}'), "MANIFEST.json: "),
 }
 
