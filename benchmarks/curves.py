@@ -1,6 +1,6 @@
 """Learning curves of finished runs: one picture and one small JSON line file a run, fit to be kept in docs/results.
 
-    python benchmarks/curves.py --out docs/results/smollm2_addition runs/seed0 runs/seed1 runs/seed2
+python benchmarks/curves.py --out docs/results/smollm2_addition runs/seed0 runs/seed1 runs/seed2
 """
 
 import argparse
@@ -10,8 +10,21 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-KEPT = ("step", "reward/mean", "eval/accuracy", "entropy/mean", "logp_diff/mean", "grad_norm", "tokens/s", "time/step",
-        "time/rollout", "time/update", "time/push", "time/eval", "time/outside_model")
+KEPT = (
+    "step",
+    "reward/mean",
+    "eval/accuracy",
+    "entropy/mean",
+    "logp_diff/mean",
+    "grad_norm",
+    "tokens/s",
+    "time/step",
+    "time/rollout",
+    "time/update",
+    "time/push",
+    "time/eval",
+    "time/outside_model",
+)
 
 
 def installed(name: str) -> str | None:
@@ -37,9 +50,16 @@ def summary(name: str, rows: list[dict]) -> dict:
     evals = [(r["step"], r["training_s"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
     reached = next(((s, t) for s, t, a in evals if a >= 0.9), (None, None))
     whole = sum(r["time/step"] for r in rows[1:])
-    return {"run": name, "steps": rows[-1]["step"], "eval_first": evals[0][2], "eval_last": evals[-1][2],
-            "step_at_0.9": reached[0], "training_s_at_0.9": reached[1], "training_s": rows[-1]["training_s"],
-            "outside_model_share": round(sum(r["time/outside_model"] for r in rows[1:]) / whole, 4)}
+    return {
+        "run": name,
+        "steps": rows[-1]["step"],
+        "eval_first": evals[0][2],
+        "eval_last": evals[-1][2],
+        "step_at_0.9": reached[0],
+        "training_s_at_0.9": reached[1],
+        "training_s": rows[-1]["training_s"],
+        "outside_model_share": round(sum(r["time/outside_model"] for r in rows[1:]) / whole, 4),
+    }
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ class Policy(Protocol):
         ...
 
     def update(self, batch: Batch, loss: Loss, prepare: Callable[[Batch], dict], temperature: float) -> Metrics:
-        """One optimizer step for each value of `batch.seq["update"]`; version + 1 for the whole call.
+        """One optimizer step for each value of `batch.seq["update"]`; version + 1 when any was taken.
 
         A step whose gradient is exactly zero changes nothing and is not counted.
         """
