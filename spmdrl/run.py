@@ -199,12 +199,12 @@ class Run:
         self.eval_metrics = {}
         self.journal.step(step + 1, values, trajectories)
 
-    def checkpoint(self, step: int, force: bool = False) -> None:
+    def checkpoint(self, step: int) -> None:
         """Save if it is due. Collective."""
         cfg = self.cfg.checkpoint
         done = step + 1
         last = done == self.cfg.run.steps and cfg.at_end
-        if not (force or last or (cfg.every and done % cfg.every == 0)):
+        if not (last or (cfg.every and done % cfg.every == 0)):
             return
         with self.timer("checkpoint"):
             state = {
