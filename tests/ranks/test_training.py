@@ -51,8 +51,8 @@ def train_demo(world, folder, sections, stop_after=0):
     if stop_after:
         save = run.checkpoint
 
-        def then_die(step, force=False):
-            save(step, force)
+        def then_die(step):
+            save(step)
             if step + 1 == stop_after:
                 raise Interrupted
 
