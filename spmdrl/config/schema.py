@@ -52,7 +52,15 @@ class ModelConfig:
 
 @dataclass
 class ParallelConfig:
-    """How ranks divide the policy; sizes (ep apart) multiply to the world size."""
+    """Who does what, and how the ranks that train divide the policy; sizes (ep apart) multiply to their number."""
+
+    placement: Literal["colocated", "split"] = "colocated"
+    """`colocated`: every rank trains and samples in turn (sleep and wake). `split`: the last ranks sample while the
+    others train."""
+    rollout_ranks: int = 0
+    """Ranks that sample under `split`."""
+    scoring_ranks: int = 0
+    """Ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the trainers do."""
 
     dp_replicate: int = 1
     """HSDP: copies of the sharded model."""
@@ -159,6 +167,9 @@ class RolloutConfig:
     """KV cache of vLLM or SGLang. 0: what the sequences need, up to 0.25 GiB, on CPU; gpu_memory_utilization on GPU."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU that vLLM or SGLang may take while awake."""
+    staleness: int = 0
+    """Under `split`: steps that sampling runs ahead, so the oldest weights that a sample may come from. 1: the experience
+    of step k + 1 is sampled while step k trains, by the weights step k began with."""
     sleep_level: Literal[0, 1, 2] = 1
     """Between rollouts: 0 stays awake, 1 gives back the KV cache (and parks weights in host memory on GPU), 2 drops
     weights too."""

@@ -5,7 +5,7 @@ NCCL (GPU) or gloo (CPU); small host-side agreement always runs on a gloo group 
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -18,9 +18,29 @@ AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Axes of the training mesh, outermost first. Expert parallelism (`ep`) folds out of dp_shard inside a policy."""
 
 
+@dataclass(frozen=True)
+class Roles:
+    """Which ranks train, score and sample. `colocated`: all of them do all three; `split`: disjoint sets, in this order.
+
+    Scorers hold the frozen models; without ranks of their own these live with the trainers.
+    """
+
+    trainers: tuple[int, ...]
+    scorers: tuple[int, ...]
+    samplers: tuple[int, ...]
+
+    @property
+    def split(self) -> bool:
+        """Those who sample are others than those who train."""
+        return self.samplers != self.trainers
+
+
 @dataclass
 class World:
-    """What one rank knows of the program it is part of."""
+    """What one rank knows of the program it is part of.
+
+    On a rank that does not train, the training axes are those of others: it has no place on them.
+    """
 
     rank: int
     size: int
@@ -28,8 +48,13 @@ class World:
     device: torch.device
     host_group: dist.ProcessGroup
     store: dist.Store
+    roles: Roles
+    rollout_group: dist.ProcessGroup
+    """Host-side group of all ranks that sample (on others: of those that do not)."""
     mesh: DeviceMesh
+    """Training axes, over the ranks that train."""
     rollout_mesh: DeviceMesh
+    """[engine, tp], over the ranks that sample."""
     shard_mesh: DeviceMesh
     """What parameters are sharded over: dp_shard x sp flattened, behind dp_replicate where that is more than one."""
     data_group: dist.ProcessGroup | None = None
@@ -42,6 +67,21 @@ class World:
     def is_first(self) -> bool:
         """True on rank 0; guards output only, never anything that communicates (law 1)."""
         return self.rank == 0
+
+    @property
+    def trains(self) -> bool:
+        """This rank holds a part of the models that learn."""
+        return self.rank in self.roles.trainers
+
+    @property
+    def scores(self) -> bool:
+        """This rank holds a part of the frozen models."""
+        return self.rank in self.roles.scorers
+
+    @property
+    def samples(self) -> bool:
+        """This rank is part of an engine."""
+        return self.rank in self.roles.samplers
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -108,6 +148,26 @@ def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
     return sizes
 
 
+def roles_of(parallel: ParallelConfig, world_size: int) -> Roles:
+    """Who does what.
+
+    Raises:
+        ValueError: no rank is left to train.
+    """
+    everyone = tuple(range(world_size))
+    if parallel.placement == "colocated":
+        return Roles(everyone, everyone, everyone)
+    trainers = world_size - parallel.rollout_ranks - parallel.scoring_ranks
+    if trainers < 1 or parallel.rollout_ranks < 1:
+        raise ValueError(
+            f"--parallel.placement split: {parallel.rollout_ranks} of {world_size} ranks sample and "
+            f"{parallel.scoring_ranks} score, which leaves {max(trainers, 0)} to train; every role needs a rank"
+        )
+    first = world_size - parallel.rollout_ranks
+    scorers = everyone[trainers:first] or everyone[:trainers]
+    return Roles(everyone[:trainers], scorers, everyone[first:])
+
+
 def _single_process_environment() -> None:
     """`python -m spmdrl.train` without torchrun is a world of one."""
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -167,30 +227,63 @@ def world_from_group(
     wait: timedelta = timedelta(seconds=600),
 ) -> World:
     """Axes on top of the default process group, which exists already. Collective."""
-    size = dist.get_world_size()
-    sizes = axis_sizes(parallel, size)
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    shard_mesh = _shard_mesh(mesh, sizes)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    roles = roles_of(parallel, size)
+    sizes = axis_sizes(parallel, len(roles.trainers))
+    kind = device.type
+    mesh = _mesh(kind, roles.trainers, sizes)
+    shard_mesh = _shard_mesh(kind, roles.trainers, sizes)
     data_group, holders = _data_group(mesh, wait)
-    rollout = init_device_mesh(device.type, (size // rollout_tp, rollout_tp), mesh_dim_names=("engine", "tp"))
+    rollout = _mesh(kind, roles.samplers, {"engine": len(roles.samplers) // rollout_tp, "tp": rollout_tp})
     host = dist.new_group(backend="gloo", timeout=wait)
     assert isinstance(host, dist.ProcessGroup)
+    rollout_group = host
+    if roles.split:
+        # Every rank makes every group.
+        sides = [roles.samplers, tuple(r for r in range(size) if r not in roles.samplers)]
+        both = [dist.new_group(ranks, backend="gloo", timeout=wait) for ranks in sides]
+        rollout_group = both[rank not in roles.samplers]
+        assert isinstance(rollout_group, dist.ProcessGroup)
     store = dist.PrefixStore("spmdrl", dist.distributed_c10d._get_default_store())
-    for group in {g for m in (mesh, shard_mesh, rollout) for g in m.get_all_groups()}:
+    meshes = [m for m in (mesh, shard_mesh, rollout) if m.get_coordinate() is not None]
+    for group in {g for m in meshes for g in m.get_all_groups()}:
         # Meshes give theirs the library's own limit, half an hour on gloo.
         dist.distributed_c10d._set_pg_timeout(wait, group)
-    rank = dist.get_rank()
-    return World(rank, size, local_rank, device, host, store, mesh, rollout, shard_mesh, data_group, holders)
+    return World(
+        *(rank, size, local_rank, device, host, store, roles, rollout_group),
+        *(mesh, rollout, shard_mesh, data_group, holders),
+    )
 
 
-def _shard_mesh(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
-    """See `World.shard_mesh`. Collective."""
-    axis = "dp_shard"
-    if sizes["sp"] > 1:
-        # Ranks of one sp group stand next to each other inside dp_shard, so the two are one axis of a mesh of its own.
-        axis, shape = "shard", (sizes["pp"], sizes["dp_replicate"], sizes["dp_shard"] * sizes["sp"], sizes["tp"])
-        mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("pp", "dp_replicate", axis, "tp"))
-    return mesh["dp_replicate", axis] if sizes["dp_replicate"] > 1 else mesh[axis]
+def scoring_world(world: World, wait: timedelta) -> World:
+    """The world as frozen models see it that have ranks of their own: sharded over those. Collective.
+
+    Where they share the ranks of the trainers it is the world itself.
+    """
+    ranks = world.roles.scorers
+    if ranks == world.roles.trainers:
+        return world
+    sizes = dict.fromkeys(AXES, 1) | {"dp_shard": len(ranks)}
+    mesh, shard_mesh = (make(world.device.type, ranks, sizes) for make in (_mesh, _shard_mesh))
+    data_group, holders = _data_group(mesh, wait)
+    return replace(world, mesh=mesh, shard_mesh=shard_mesh, data_group=data_group, holders=holders)
+
+
+def _mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:
+    """Named axes over some ranks of the job. Collective over all of them."""
+    if len(ranks) == dist.get_world_size():
+        return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return DeviceMesh(kind, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _shard_mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:
+    """See `World.shard_mesh`: ranks of one sp group stand next to each other inside dp_shard. Collective."""
+    axes = {axis: sizes[axis] for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
+    axes["dp_shard"] *= sizes["sp"]
+    mesh = _mesh(kind, ranks, axes)
+    if mesh.get_coordinate() is None:
+        return mesh
+    return mesh["dp_replicate", "dp_shard"] if sizes["dp_replicate"] > 1 else mesh["dp_shard"]
 
 
 def _data_group(mesh: DeviceMesh, wait: timedelta) -> tuple[dist.ProcessGroup | None, torch.Tensor]:
@@ -199,12 +292,13 @@ def _data_group(mesh: DeviceMesh, wait: timedelta) -> tuple[dist.ProcessGroup | 
     ordered = mesh.mesh.long().permute(places)
     holders = ordered.reshape(ordered.shape[0] * ordered.shape[1], -1)
     positions, copies = holders.shape
-    if positions == 1 or copies == 1:
-        return (dist.group.WORLD if positions > 1 else None), holders
+    if positions == 1:
+        return None, holders
+    if positions == dist.get_world_size():
+        return dist.group.WORLD, holders
     mine = None
     for ranks in holders.T.tolist():
         # Every rank makes every group.
         group = dist.new_group(ranks, timeout=wait)
         mine = group if dist.get_rank() in ranks else mine
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine, holders
+    return mine, holders  # type: ignore[return-value]
