@@ -1,6 +1,6 @@
 """What a policy is. `fsdp.py` is one; another backend adds its files beside it and nothing above changes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -8,21 +8,11 @@ from typing import Literal, Protocol
 import torch
 
 from spmdrl.data.batch import Batch
+from spmdrl.spmd.reshard import Piece
 from spmdrl.tracking.metrics import Metrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """`--model.dtype` in torch's terms."""
-
-
-@dataclass
-class Bucket:
-    """Weights on their way to an engine: HF names with whole tensors, and one digest per shard as its owner saw it.
-
-    digests: name -> int64 [shards]; a receiver digests the same row ranges of what it holds and compares.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    digests: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -72,8 +62,11 @@ class Policy(Protocol):
         """
         ...
 
-    def weights(self, bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
-        """All weights under their HF names, gathered a bucket at a time, in the same order on every rank."""
+    def pieces(self) -> list[Piece]:
+        """What this rank holds of every weight, under HF checkpoint names; views that an update changes.
+
+        The same names and boxes in the same order at every call.
+        """
         ...
 
     def take_over(self, other: "Policy") -> None:
@@ -84,12 +77,12 @@ class Policy(Protocol):
         """Bytes this rank holds on its device, by owner: parameters, gradients, optimizer."""
         ...
 
-    def offload(self) -> None:
-        """Parameters and optimizer state to the host."""
+    def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
+        """Gradients and optimizer state off the device, and the parameters unless told to leave them."""
         ...
 
     def onload(self) -> None:
-        """And back to the device."""
+        """All that is away back to the device, where it was."""
         ...
 
     def save(self, folder: Path) -> None:

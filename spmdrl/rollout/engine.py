@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from spmdrl.policy.contract import Bucket
+import torch
+
+from spmdrl.rollout.needs import Needs
+from spmdrl.spmd.reshard import Entry
 
 Owner = Literal["weights", "kv_cache"]
 Finish = Literal["stop", "length", "abort"]
@@ -46,6 +49,10 @@ class Completion:
     finish: Finish
     version: int | None
     """Weight version it was sampled from; None: aborted while the weights were being replaced."""
+    experts: torch.Tensor | None = None
+    """int16 [n, W], where routing is replayed: the experts of each token of prompt and response but the last, layer by
+    layer (`policy.routing.Experts`), -1 where a token was not run. None also for one that was cut off where the engine
+    tells them at the end."""
 
 
 class Engine(Protocol):
@@ -72,11 +79,14 @@ class Engine(Protocol):
         """Stop these requests; their tokens so far come back with finish `abort`."""
         ...
 
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
-        """Take over weights; sampling is refused until the last bucket is in and verified. Collective.
+    def needs(self, entries: list[Entry]) -> Needs:
+        """Which part of each tensor this rank of the engine reads when it loads them. Collective over the engine."""
+        ...
 
-        Raises:
-            CorruptWeightsError: a bucket's digest is not its sender's.
+    def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+        """Take over weights; sampling is refused until the last bucket is in. Collective over the engine.
+
+        buckets: HF names with tensors that are whole in shape, and filled where `needs` says. They are read only.
         """
         ...
 
@@ -93,7 +103,7 @@ class Engine(Protocol):
         ...
 
     def held_words(self) -> int | None:
-        """Sum of all weight words it holds (`policy.weights.word_sum`), or None if its layout does not allow it."""
+        """Sum of the weight words that `needs` counts (`spmd.digest.word_sum`), or None if it cannot say."""
         ...
 
     def close(self) -> None:

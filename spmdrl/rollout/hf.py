@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.policy.contract import DTYPES, Bucket
+from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import build_model, resolve
-from spmdrl.policy.weights import word_sum
+from spmdrl.policy.routing import Routers
 from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_version
-from spmdrl.rollout.transfer import verified
+from spmdrl.rollout.needs import Needs
+from spmdrl.spmd.digest import word_sum
 from spmdrl.spmd.mesh import World
+from spmdrl.spmd.reshard import Entry
 from spmdrl.spmd.seeds import uniform
+from spmdrl.spmd.storage import Parked, Place, moves, storage_bytes
 
 
 class Group:
@@ -33,6 +36,8 @@ class Group:
         self.temperature = torch.tensor([r.temperature for r in requests], device=device)
         self.top_p = torch.tensor([r.top_p for r in requests], device=device)
         self.cache: Any = None
+        self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
+        """Of each request, int16 [tokens, W] of every step, where routing is recorded."""
 
 
 class HFEngine:
@@ -46,6 +51,11 @@ class HFEngine:
         folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, "sdpa").to(world.device).eval()
         self.model.requires_grad_(False)
+        for p in self.model.parameters():
+            # A parameter that is still a page of its file has no memory that could be given back.
+            p.data = p.data if p.untyped_storage().resizable() else p.data.clone()
+        self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
+        self.parked: Parked | None = None
         # Softmax in float32 at least, as the trainer's head does.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.version: int | None = None
@@ -83,6 +93,10 @@ class HFEngine:
         if group.cache is None:
             group.cache = DynamicCache(config=self.model.config)
         out = self.model(input_ids=group.inputs, past_key_values=group.cache, use_cache=True, logits_to_keep=1)
+        if self.routers:
+            taken = self.routers.take().flatten(1)
+            for row, experts in zip(group.live, taken.split(group.inputs.shape[1]), strict=True):
+                group.experts[row].append(experts)
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
         tokens, logp = sample(out.logits[:, -1].to(self.upcast), group, position)
         stopped = torch.isin(tokens, self.stop).tolist()
@@ -113,7 +127,8 @@ class HFEngine:
         group.cache.batch_select_indices(index)
 
     def _completion(self, group: Group, row: int, finish: Finish) -> Completion:
-        return Completion(group.requests[row].key, group.tokens[row], group.logp[row], finish, self.version)
+        experts = torch.cat(group.experts[row]) if group.experts[row] else None
+        return Completion(group.requests[row].key, group.tokens[row], group.logp[row], finish, self.version, experts)
 
     def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
         """See the contract."""
@@ -136,40 +151,52 @@ class HFEngine:
                 self.groups.remove(group)
         return out
 
+    def needs(self, entries: list[Entry]) -> Needs:
+        """See the contract."""
+        return Needs([(i, entry.box) for i, entry in enumerate(entries)], [True] * len(entries))
+
     @torch.no_grad()
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+    def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """See the contract."""
         self.version = None
+        self.wake("weights")
         parameters = dict(self.model.named_parameters())
         for bucket in buckets:
-            for name, tensor in verified(bucket).items():
-                if parameters[name].numel() == 0:
-                    parameters[name].data = torch.empty_like(tensor)
+            for name, tensor in bucket.items():
                 parameters[name].copy_(tensor)
         self.model.tie_weights()
         self.version = version
 
     def sleep(self, level: int) -> None:
-        """See the contract. Caches live only while a group samples; level 2 frees the weights."""
+        """See the contract. Caches live only while a group samples."""
         self.groups, self.waiting = [], []
+        place: Place = "gone" if level == 2 else "host"
         if level == 2:
             self.version = None
-            for p in self.model.parameters():
-                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+            if self.parked:
+                self.parked.forget()
+        if level and not self.parked and moves(place, self.world.device):
+            self.parked = Parked(self.model.parameters(), place, self.world.device)
 
     def wake(self, what: Owner) -> None:
-        """See the contract. Freed weights come back with the next push."""
+        """See the contract."""
+        if what == "weights" and self.parked:
+            self.parked.bring_back()
+            self.parked = None
 
     def bytes_by_owner(self) -> dict[str, int]:
         """See the contract."""
-        held = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        device = self.world.device.type
         layers = [layer for g in self.groups if g.cache is not None for layer in g.cache.layers]
-        cached = sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
-        return {"engine weights": held, "KV cache": cached}
+        cached = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
+        return {
+            "engine weights": storage_bytes(self.model.parameters(), device),
+            "KV cache": storage_bytes(cached, device),
+        }
 
     def held_words(self) -> int | None:
         """See the contract."""
-        return word_sum(self.model.parameters())
+        return None if self.parked else word_sum(self.model.parameters())
 
     def close(self) -> None:
         """See the contract."""

@@ -1,66 +1,99 @@
-"""New weights into the engine: bucket by bucket, with a version and digests taken on both sides (law 5)."""
+"""New weights into the engine: each rank gets what its engine reads, with a version and checksums on both sides (law 5).
 
-from collections.abc import Iterable, Iterator
+From any layout of the trainer to any of the engine ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy says
+which pieces a rank holds, the engine which parts it reads, and `spmd/reshard.py` moves the difference.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from spmdrl.policy.contract import Bucket, Policy
-from spmdrl.policy.weights import shard_digests, word_sum
+from spmdrl.policy.contract import Policy
 from spmdrl.rollout.engine import Engine
-
-
-class CorruptWeightsError(RuntimeError):
-    """What arrived is not what was sent."""
+from spmdrl.rollout.needs import Needs
+from spmdrl.spmd.digest import word_sum
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.reshard import CorruptWeightsError, Entry, Reshard, catalogue, inside
 
 
 @dataclass
 class PushReport:
-    """Bytes of weights an engine took and the version they made."""
+    """What one push brought to this rank."""
 
     version: int
     bytes: int
+    """That its engine reads here."""
+    received: int
+    """That came from other ranks, checksums included."""
     deep: bool
     """True when the engine's own memory was compared too."""
 
 
-def verified(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, once each shard's digest equals the one its owner took before sending.
+class Transfer:
+    """The way from a policy to its engines, planned at the first push."""
 
-    Raises:
-        CorruptWeightsError: names the tensor and the shard.
-    """
-    for name, tensor in bucket.tensors.items():
-        sent = bucket.digests[name]
-        got = shard_digests(tensor, len(sent))
-        wrong = torch.nonzero(sent.cpu() != got.cpu()).flatten().tolist()
+    def __init__(
+        self, world: World, policy: Policy | None, engine: Engine | None, dtype: torch.dtype, bucket_bytes: int
+    ):
+        """policy, engine: None on ranks that do not train, or do not sample. dtype: of the engine."""
+        self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
+        self.bucket_bytes = bucket_bytes
+        self.plan: Reshard | None = None
+        self.entries: list[Entry] = []
+        self.needs = Needs()
+
+    def _pieces(self):
+        return self.policy.pieces() if self.policy else []
+
+    def _plan(self) -> Reshard:
+        """Who holds what, and who reads what. Collective."""
+        pieces, world = self._pieces(), self.world
+        self.entries = catalogue(pieces, world.host_group)
+        if self.engine:
+            self.needs = self.engine.needs(self.entries)
+        return Reshard(
+            self.entries,
+            pieces,
+            self.needs.boxes,
+            world.host_group,
+            world.device,
+            self.dtype,
+            self.bucket_bytes,
+        )
+
+    def push(self, version: int) -> PushReport:
+        """Bring every engine to the policy's version. Collective over all ranks.
+
+        Raises:
+            CorruptWeightsError: checksums differ, or the engine's memory does not hold what was pushed.
+        """
+        if self.plan is None:
+            self.plan = self._plan()
+        pieces = self._pieces()
+        if self.engine is None:
+            for _ in self.plan.run(pieces):
+                pass
+            return PushReport(version, 0, self.plan.received_bytes, False)
+        engine, sent_words = self.engine, 0
+        deep = self.needs.exact and engine.held_words() is not None
+        parts: dict[str, list] = {}
+        for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
+            if counted:
+                parts.setdefault(self.entries[i].name, []).append(box)
+
+        def summed() -> Iterator[dict[str, torch.Tensor]]:
+            nonlocal sent_words
+            assert self.plan is not None
+            for tensors in self.plan.run(pieces):
+                if deep:
+                    sent_words += word_sum(inside(x, box) for name, x in tensors.items() for box in parts.get(name, ()))
+                yield tensors
+
+        engine.load(summed(), version)
+        wrong = deep and engine.held_words() != sent_words % (1 << 64)
         if wrong:
-            raise CorruptWeightsError(
-                f"weights changed on their way to the engine: {name}, shard(s) {wrong}; "
-                "the engine keeps no version and will not sample"
-            )
-    return bucket.tensors
-
-
-def push(policy: Policy, engine: Engine, dtype: torch.dtype, bucket_bytes: int) -> PushReport:
-    """Bring the engine to the policy's version. Collective.
-
-    Raises:
-        CorruptWeightsError: digests differ, or the engine's memory does not hold what was pushed.
-    """
-    size, sent_words = 0, 0
-    deep = engine.held_words() is not None
-
-    def counted(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        nonlocal size, sent_words
-        for bucket in buckets:
-            size += sum(t.numel() * t.element_size() for t in bucket.tensors.values())
-            if deep:
-                sent_words += word_sum(bucket.tensors.values())
-            yield bucket
-
-    engine.load(counted(policy.weights(bucket_bytes, dtype)), policy.version)
-    if deep and engine.held_words() != sent_words % (1 << 64):
-        engine.version = None
-        raise CorruptWeightsError(f"the engine's memory does not hold version {policy.version} after the push")
-    return PushReport(policy.version, size, deep)
+            engine.version = None
+            raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
+        return PushReport(version, self.plan.needed_bytes, self.plan.received_bytes, deep)

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.policy.contract import Bucket
+from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import resolve
-from spmdrl.policy.weights import word_sum
+from spmdrl.policy.routing import FREE, experts_of
 from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
-from spmdrl.rollout.transfer import verified
+from spmdrl.rollout.needs import Needs, watched_load
+from spmdrl.spmd.digest import word_sum
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
+from spmdrl.spmd.reshard import Entry
+from spmdrl.spmd.storage import Parked, storage_bytes
 
 log = logging.getLogger("spmdrl")
 
@@ -56,6 +59,35 @@ def _keep_plain_linears() -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = plain
 
 
+def _keep_plain_experts() -> dict[int, torch.Tensor]:
+    """Keep expert weights loadable in place; returns the kernel's own copies of them, to be cleared at every load.
+
+    The CPU build packs them into its kernel's layout in a parameter of the same shape, so that weights loaded over it
+    later are silently wrong.
+    """
+    from vllm._custom_ops import cpu_prepack_moe_weight
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    run, packed = CPUUnquantizedExperts.apply, {}
+
+    def pack(experts, weight: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
+        """parts: projections that lie end to end along `dim`, each padded to the width that the kernel wants."""
+        size = experts._padded_intermediate_size(experts.moe_config) - weight.shape[dim] // parts
+        if size:
+            pads = [torch.nn.functional.pad(w, (0, 0) * (2 - dim) + (0, size)) for w in weight.chunk(parts, dim)]
+            weight = torch.cat(pads, dim)
+        return cpu_prepack_moe_weight(weight, experts.isa)
+
+    def apply(self, output, hidden_states, w1, w2, *args, **kwargs):
+        if id(w1) not in packed:
+            packed[id(w1)], packed[id(w2)] = pack(self, w1, 2, 1), pack(self, w2, 1, 2)
+        return run(self, output, hidden_states, packed[id(w1)], packed[id(w2)], *args, **kwargs)
+
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = apply
+    return packed
+
+
 def _name_shared_memory(token: str) -> list[str]:
     """Give the shared memory of a CPU build's TP group a name of this run's own; returns the names as they are made.
 
@@ -87,11 +119,24 @@ def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str) -> int:
 
 
 class VLLMEngine:
-    """The Engine contract (`engine.py`) on vLLM."""
+    """The Engine contract (`engine.py`) on vLLM.
+
+    Routing replay is written against vLLM 0.32's sources and has not run: its CPU build cannot tell the experts.
+    """
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
-        self.world, self.cfg = world, cfg.rollout
+        self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
+        self.counted: list[str] = []
         self.on_cpu = world.device.type == "cpu"
+        self.packed_experts: dict[int, torch.Tensor] = {}
+        self.experts: Any = None
+        if cfg.rollout.routing_replay:
+            if self.on_cpu:
+                raise ValueError(
+                    "--rollout.routing-replay: vLLM's CPU build does not tell which experts it chose (that takes its "
+                    "Triton model runner); take --rollout.engine hf"
+                )
+            self.experts = experts_of(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
         self.capacity = cfg.rollout.max_sequences
         self.stop_tokens = sorted(stop_tokens)
         self.version: int | None = None
@@ -113,11 +158,13 @@ class VLLMEngine:
         # Any: below here is vLLM's inside, which its public types do not describe.
         self.engine: Any = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
-        self.kv_bytes: dict[int, tuple] = {}
+        self.cache: Parked | None = None
+        self.weights: Parked | None = None
 
     def _build(self, cfg: Config):
         if self.on_cpu:
             _keep_plain_linears()
+            self.packed_experts = _keep_plain_experts()
         from transformers import AutoConfig
         from vllm import LLM
 
@@ -136,6 +183,11 @@ class VLLMEngine:
                 "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
                 "enable_sleep_mode": cfg.rollout.sleep_level > 0,
             }
+            if getattr(config, "num_experts_per_tok", None):
+                # Other kernels lay experts out anew at start, and weights loaded in place would be read in that layout.
+                options["moe_backend"] = "triton"
+            if self.experts:
+                options["enable_return_routed_experts"] = True
         if cfg.rollout.tp > 1:
             options["distributed_executor_backend"] = "external_launcher"
         try:
@@ -202,8 +254,14 @@ class VLLMEngine:
             logp.extend(row[token].logprob for token, row in zip(part.token_ids, part.logprobs, strict=True))
             if output.finished:
                 del self.partial[name]
-                done.append(Completion(request.key, tokens, logp, part.finish_reason, self.version))
+                experts = self._routed(part, len(request.prompt) + len(tokens) - 1) if self.experts else None
+                done.append(Completion(request.key, tokens, logp, part.finish_reason, self.version, experts))
         return done
+
+    def _routed(self, part: Any, rows: int) -> torch.Tensor:
+        """`Completion.experts` of a finished output, which tells of every decoder layer, [n, layers, K]."""
+        told = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
+        return torch.cat([told, told.new_full((rows - len(told), told.shape[1]), FREE)])
 
     def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
         """See the contract."""
@@ -213,12 +271,24 @@ class VLLMEngine:
         cut = [self.partial.pop(n) for n in names]
         return [Completion(request.key, tokens, logp, "abort", self.version) for request, tokens, logp in cut]
 
+    def needs(self, entries: list[Entry]) -> Needs:
+        """See the contract."""
+        dtype = DTYPES[self.dtype]
+        needs = watched_load(self.model.load_weights, ((entry.name, entry.shape) for entry in entries), dtype)
+        self.counted = [
+            name
+            for name, p in self.model.named_parameters()
+            if needs.exact and p.untyped_storage().data_ptr() not in needs.uncounted
+        ]
+        return needs
+
     @torch.no_grad()
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+    def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """See the contract."""
         self.version = None
         for bucket in buckets:
-            self.model.load_weights(iter(verified(bucket).items()))
+            self.model.load_weights(iter(bucket.items()))
+        self.packed_experts.clear()
         # Cached prefixes belong to the old weights, and nothing else would tell.
         self.llm.reset_prefix_cache()
         self.version = version
@@ -230,34 +300,32 @@ class VLLMEngine:
         if level == 2:
             # Also when it sleeps at level 1 already.
             self.version = None
+            if self.on_cpu and not self.weights:
+                self.weights = Parked(self.model.parameters(), "gone", self.world.device)
         if level == 0 or not self.kv_awake:
             return
         self.llm.reset_prefix_cache()
+        self.kv_awake = False
         if self.on_cpu:
-            self._release_cpu_cache()
+            # vLLM's sleep mode is for GPUs. Weights of level 1 are in host memory as they are.
+            self.cache = Parked(self.runner.kv_caches, "gone", self.world.device)
         else:
             self.llm.sleep(level=level)
             self.weights_awake = False
-        self.kv_awake = False
-
-    def _release_cpu_cache(self) -> None:
-        """Really free the cache: every alias of its storages stays valid at size zero."""
-        self.kv_bytes = {}
-        for tensor in self.runner.kv_caches:
-            storage = tensor.untyped_storage()
-            if storage.nbytes():
-                self.kv_bytes[id(storage)] = (storage, storage.nbytes())
-                storage.resize_(0)
 
     def wake(self, what: Owner) -> None:
         """See the contract."""
-        if what == "weights" and not self.weights_awake:
-            self.llm.wake_up(tags=["weights"])
-            self.weights_awake = True
+        if what == "weights":
+            if self.weights:
+                self.weights.bring_back()
+                self.weights = None
+            if not self.weights_awake:
+                self.llm.wake_up(tags=["weights"])
+                self.weights_awake = True
         if what == "kv_cache" and not self.kv_awake:
-            if self.on_cpu:
-                for storage, size in self.kv_bytes.values():
-                    storage.resize_(size)
+            if self.cache:
+                self.cache.bring_back()
+                self.cache = None
                 for tensor in self.runner.kv_caches:
                     tensor.zero_()
             else:
@@ -265,14 +333,19 @@ class VLLMEngine:
             self.kv_awake = True
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract."""
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters()) if self.weights_awake else 0
-        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.runner.kv_caches)}
-        return {"engine weights": weights, "KV cache": sum(storages.values()) if self.kv_awake else 0}
+        """See the contract. vLLM's sleep on a GPU leaves storages their sizes: it unmaps the memory beneath them."""
+        device = self.world.device.type
+        return {
+            "engine weights": storage_bytes(self.model.parameters(), device) if self.weights_awake else 0,
+            "KV cache": storage_bytes(self.runner.kv_caches, device) if self.kv_awake else 0,
+        }
 
     def held_words(self) -> int | None:
-        """See the contract. A TP shard holds a part, so only whole engines answer."""
-        return word_sum(self.model.parameters()) if self.cfg.tp == 1 else None
+        """See the contract."""
+        if not self.counted or self.weights:
+            return None
+        parameters = dict(self.model.named_parameters())
+        return word_sum(parameters[name] for name in self.counted)
 
     def close(self) -> None:
         """See the contract. vLLM's shutdown destroys the default process group: this is the run's last call."""

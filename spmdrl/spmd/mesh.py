@@ -20,7 +20,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 
 @dataclass(frozen=True)
 class Roles:
-    """Which ranks train, score and sample. `colocated`: all of them do all three; `split`: disjoint sets, in this order.
+    """Which ranks train, score and sample. `colocated`: all do all three; `split`: disjoint sets, in this order.
 
     Scorers hold the frozen models; without ranks of their own these live with the trainers.
     """
@@ -51,6 +51,10 @@ class World:
     roles: Roles
     rollout_group: dist.ProcessGroup
     """Host-side group of all ranks that sample (on others: of those that do not)."""
+    training_group: dist.ProcessGroup
+    """Host-side group of all ranks that train (on others: of those that do not)."""
+    role_group: dist.ProcessGroup
+    """Host-side group of the ranks that do what this one does: all of them unless the placement is `split`."""
     mesh: DeviceMesh
     """Training axes, over the ranks that train."""
     rollout_mesh: DeviceMesh
@@ -237,20 +241,20 @@ def world_from_group(
     rollout = _mesh(kind, roles.samplers, {"engine": len(roles.samplers) // rollout_tp, "tp": rollout_tp})
     host = dist.new_group(backend="gloo", timeout=wait)
     assert isinstance(host, dist.ProcessGroup)
-    rollout_group = host
-    if roles.split:
-        # Every rank makes every group.
-        sides = [roles.samplers, tuple(r for r in range(size) if r not in roles.samplers)]
-        both = [dist.new_group(ranks, backend="gloo", timeout=wait) for ranks in sides]
-        rollout_group = both[rank not in roles.samplers]
-        assert isinstance(rollout_group, dist.ProcessGroup)
+    # Every rank makes every group.
+    rollout_group = _side(roles.samplers, host, wait)
+    training_group = _side(roles.trainers, host, wait)
+    role_group = rollout_group if rank in roles.samplers else training_group
+    if roles.scorers not in (roles.trainers, roles.samplers):
+        scorers = _side(roles.scorers, host, wait)
+        role_group = scorers if rank in roles.scorers else role_group
     store = dist.PrefixStore("spmdrl", dist.distributed_c10d._get_default_store())
     meshes = [m for m in (mesh, shard_mesh, rollout) if m.get_coordinate() is not None]
     for group in {g for m in meshes for g in m.get_all_groups()}:
         # Meshes give theirs the library's own limit, half an hour on gloo.
         dist.distributed_c10d._set_pg_timeout(wait, group)
     return World(
-        *(rank, size, local_rank, device, host, store, roles, rollout_group),
+        *(rank, size, local_rank, device, host, store, roles, rollout_group, training_group, role_group),
         *(mesh, rollout, shard_mesh, data_group, holders),
     )
 
@@ -267,6 +271,19 @@ def scoring_world(world: World, wait: timedelta) -> World:
     mesh, shard_mesh = (make(world.device.type, ranks, sizes) for make in (_mesh, _shard_mesh))
     data_group, holders = _data_group(mesh, wait)
     return replace(world, mesh=mesh, shard_mesh=shard_mesh, data_group=data_group, holders=holders)
+
+
+def _side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
+    """Host-side group of some ranks, on the others that of the others. Collective over all of them."""
+    size = dist.get_world_size()
+    if len(ranks) == size:
+        return host
+    sides = [ranks, tuple(r for r in range(size) if r not in ranks)]
+    # Every rank makes every group.
+    both = [dist.new_group(side, backend="gloo", timeout=wait) for side in sides]
+    mine = both[dist.get_rank() not in ranks]
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
 
 
 def _mesh(kind: str, ranks: tuple[int, ...], sizes: dict[str, int]) -> DeviceMesh:

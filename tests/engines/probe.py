@@ -163,9 +163,12 @@ class Probe:
         self.policy.version += 1
 
     def push(self) -> None:
-        from spmdrl.rollout.transfer import push
+        from spmdrl.rollout.transfer import Transfer
 
-        self.facts["pushed_bytes"] = push(self.policy, self.engine, self.dtype, 1 << 20).bytes
+        if self.transfer is None or self.transfer.engine is not self.engine:
+            self.transfer = Transfer(self.run.world, self.policy, self.engine, self.dtype, 1 << 20)
+        report = self.transfer.push(self.policy.version)
+        self.facts |= {"pushed_bytes": report.bytes, "received_bytes": report.received, "deep": report.deep}
 
     def awake(self) -> None:
         self.engine.wake("weights")

@@ -18,7 +18,7 @@ VOCAB = 8
 
 def world_of_one() -> World:
     """An engine of one rank asks its world for the device only."""
-    return World(0, 1, 0, CPU, None, None, None, None, None)
+    return World(0, 1, 0, CPU, *[None] * 9)
 
 
 def make(path: str, stop=(2,), dtype: str = "float32", capacity: int = 64) -> HFEngine:

@@ -1,0 +1,68 @@
+"""Checksums of tensors: one that is taken on both sides of a journey, one that does not ask how tensors are fused."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+import xxhash
+
+_LANES = 4096
+"""Words that share one weight by row in a digest's sum."""
+_BY_ROW = 2 * 0x9E3779B1
+"""Factor of the weights by row: even, so that the weight of every word (its column's plus its row's) stays odd."""
+
+
+def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
+    """The tensor's bytes as the widest integers that divide them: int64, int32, int16 or uint8 [n].
+
+    widest: bytes of the widest integer to use. The width depends on the number of bytes alone, not on where they lie.
+    """
+    # Not view(-1): a single element may have any stride, and then its bytes cannot be viewed.
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    for dtype, width in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
+        if width <= widest and flat.numel() % width == 0:
+            # A view wants an aligned start, which a range of rows of another tensor may not have.
+            return (flat if flat.storage_offset() % width == 0 else flat.clone()).view(dtype)
+    return flat
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as one int64, a scalar on its device: xxh3 on a CPU, `weighted_sum` elsewhere."""
+    if tensor.device.type != "cpu":
+        return weighted_sum(tensor)
+    value = xxhash.xxh3_64_intdigest(words(tensor, 1).numpy().data)
+    return torch.tensor(value - (1 << 64) if value >> 63 else value)
+
+
+def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Position-weighted sum of the tensor's bytes modulo 2**64: int64 scalar, on the tensor's device.
+
+    Words of at most 32 bits under odd weights, summed in 64 bits: any one changed element changes it, its sign bit
+    too, and so do two exchanged ones.
+    """
+    w = words(tensor, 4)
+    whole = w.numel() // _LANES * _LANES
+    total = torch.zeros((), dtype=torch.int64, device=w.device)
+    if whole:
+        grid = w[:whole].view(-1, _LANES)
+        total += (grid.sum(0, dtype=torch.int64) * _odd(_LANES, w.device)).sum()
+        total += (grid.sum(1, dtype=torch.int64) * _odd(len(grid), w.device)).sum() * _BY_ROW
+    if w.numel() > whole:
+        total += (w[whole:].long() * _odd(w.numel() - whole, w.device)).sum() * 0x85EBCA77
+    return total
+
+
+@lru_cache(maxsize=256)
+def _odd(n: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.int64, device=device) * 2 + 1
+
+
+def word_sum(tensors: Iterable[torch.Tensor]) -> int:
+    """Sum of all words of all tensors modulo 2**64: the same for a model whose engine fuses q, k, v or gate and up.
+
+    A second check beside the digests: it is taken from what the engine holds, not from what it was handed.
+    """
+    total = 0
+    for tensor in tensors:
+        total += int(words(tensor).sum(dtype=torch.int64)) if tensor.numel() else 0
+    return total % (1 << 64)

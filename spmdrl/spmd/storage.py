@@ -1,0 +1,212 @@
+"""Tensors off their device and back: the bytes go to host memory, to a file, or nowhere.
+
+A storage is emptied where it is (`resize_(0)`) and filled again later, so every tensor, view and DTensor shard over it
+stays valid: FSDP2's parameters, tied weights and an optimizer's moments need no `module.to()` and notice nothing.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Literal
+
+import torch
+
+log = logging.getLogger("spmdrl")
+
+Place = Literal["host", "disk", "gone"]
+"""Where parked bytes are. `host` is pinned memory beside a GPU; `disk` a file without a name, which ends with the
+process; `gone` keeps none, and what comes back is undefined."""
+
+PIECE = 64 << 20
+"""Bytes of one host buffer. A power of two, to which torch would round pinned memory up anyway."""
+WORTH_TRIMMING = 32 << 20
+"""Smaller amounts stay with the allocator, which is about to need them again."""
+
+
+def moves(place: str, device: torch.device) -> bool:
+    """True if parking at `place` takes anything off `device`: a CPU's memory is the host's already."""
+    return place in ("disk", "gone") or (place == "host" and device.type != "cpu")
+
+
+def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> list[torch.UntypedStorage]:
+    """Each storage on that type of device once, empty ones left out; a DTensor stands for its local shard."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        # The attribute: `to_local()` makes a node of autograd's, and this runs over every tensor at every phase.
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        if storage.nbytes() and storage.device.type == device_type:
+            found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor | None], device_type: str) -> int:
+    """Bytes that these tensors hold on that type of device; what is parked counts as nothing."""
+    return sum(storage.nbytes() for storage in storages_of(tensors, device_type))
+
+
+class Parked:
+    """Storages of some tensors, emptied. Nothing may read or write the tensors until `bring_back()`."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None], place: Place, device: torch.device):
+        """Copy the bytes to `place` and give their memory back to the device.
+
+        Args:
+            tensors: those on another type of device, and those parked already, are passed over.
+            place: where the bytes go.
+            device: where the tensors live.
+
+        Raises:
+            OSError: the folder for temporary files cannot hold them; the tensors are as they were.
+        """
+        self.place, self.device = place, device
+        storages = storages_of(tensors, device.type)
+        # From here on also what is still to be brought back, the last one first.
+        self.waiting: list[tuple[torch.UntypedStorage, int, int]] = []
+        total = 0
+        for storage in storages:
+            assert storage.resizable(), "only memory that torch allocated itself can be given back"
+            self.waiting.append((storage, storage.nbytes(), total))
+            total += storage.nbytes()
+        self.tape = _tape(place, total, device) if total else None
+        if self.tape:
+            for storage, _, offset in self.waiting:
+                self.tape.write(offset, _raw(storage))
+        if device.type == "cuda":
+            # Copies are done, and FSDP's other streams with what they read.
+            torch.cuda.synchronize(device)
+        for storage in storages:
+            storage.resize_(0)
+        give_back(device, total)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are off the device."""
+        return sum(size for _, size, _ in self.waiting)
+
+    def bring_back(self) -> None:
+        """Allocate every storage again and fill it, unless its bytes are gone.
+
+        Raises:
+            RuntimeError: the device has no room (torch's own error). What is back is back; call again for the rest.
+        """
+        while self.waiting:
+            storage, size, offset = self.waiting[-1]
+            storage.resize_(size)
+            if self.tape:
+                self.tape.read(offset, _raw(storage))
+            self.waiting.pop()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.tape = None
+
+    def forget(self) -> None:
+        """Drop the copy: the bytes are gone."""
+        self.tape, self.place = None, "gone"
+
+
+def give_back(device: torch.device, size: int) -> None:
+    """Have the allocator hand `size` bytes that were just freed back to the device.
+
+    glibc keeps blocks below its mmap threshold (see `environment.keep_freed_memory`): 600 MiB in tensors of 1 MiB
+    stay resident without the trim, which takes 0.03 s for them.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif size >= WORTH_TRIMMING:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _raw(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The bytes of a storage, uint8 [nbytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _memory(raw: torch.Tensor) -> memoryview:
+    """Bytes of a tensor on the CPU. Through `numpy()` its storage would never be resizable again."""
+    return memoryview((ctypes.c_uint8 * len(raw)).from_address(raw.data_ptr())).cast("B")
+
+
+def _pieces(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """(buffer, place in it, place in the bytes, length) of each part of [offset, offset + size)."""
+    done = 0
+    while done < size:
+        buffer, start = divmod(offset + done, PIECE)
+        length = min(size - done, PIECE - start)
+        yield buffer, start, done, length
+        done += length
+
+
+class _Host:
+    """Host memory in buffers of PIECE bytes."""
+
+    def __init__(self, total: int, pinned: bool):
+        sizes = [min(PIECE, total - start) for start in range(0, total, PIECE)]
+        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+
+    def write(self, offset: int, raw: torch.Tensor) -> None:
+        for buffer, start, at, n in _pieces(offset, len(raw)):
+            self.buffers[buffer][start : start + n].copy_(raw[at : at + n], non_blocking=True)
+
+    def read(self, offset: int, raw: torch.Tensor) -> None:
+        for buffer, start, at, n in _pieces(offset, len(raw)):
+            raw[at : at + n].copy_(self.buffers[buffer][start : start + n], non_blocking=True)
+
+
+class _Disk:
+    """A file in the folder for temporary files that has no name, so that it ends with the process however that ends."""
+
+    def __init__(self, total: int, pinned: bool):
+        folder = scratch_folder()
+        self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this object is)
+        try:
+            os.posix_fallocate(self.file.fileno(), 0, total)
+        except OSError as error:
+            self.file.close()
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            raise OSError(
+                error.errno,
+                f"{folder} has no room for the {total / 2**30:.2f} GiB that `--policy.offload disk` or "
+                "`--reference.offload disk` parks there: point TMPDIR at a larger disk",
+            ) from error
+        self.bounce = torch.empty(min(PIECE, total), dtype=torch.uint8, pin_memory=True) if pinned else None
+
+    def write(self, offset: int, raw: torch.Tensor) -> None:
+        for _, _, at, n in _pieces(offset, len(raw)):
+            part = raw[at : at + n]
+            if self.bounce is not None:
+                part = self.bounce[:n].copy_(part)
+            view = _memory(part)
+            while len(view):
+                done = os.pwrite(self.file.fileno(), view, offset + at + n - len(view))
+                view = view[done:]
+
+    def read(self, offset: int, raw: torch.Tensor) -> None:
+        for _, _, at, n in _pieces(offset, len(raw)):
+            part = raw[at : at + n] if self.bounce is None else self.bounce[:n]
+            view = _memory(part)
+            while len(view):
+                done = os.preadv(self.file.fileno(), [view], offset + at + n - len(view))
+                assert done, "the file is as long as what was written"
+                view = view[done:]
+            if self.bounce is not None:
+                raw[at : at + n].copy_(part)
+
+
+def _tape(place: Place, total: int, device: torch.device) -> _Host | _Disk | None:
+    pinned = device.type != "cpu"
+    return None if place == "gone" else (_Host if place == "host" else _Disk)(total, pinned)
+
+
+def scratch_folder() -> str:
+    """$TMPDIR where it is set; else /var/tmp, which is on a disk where /tmp may be memory; else what Python takes."""
+    if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
+        return "/var/tmp"
+    return tempfile.gettempdir()

@@ -1,0 +1,268 @@
+"""Split placement: ranks that train, score and sample apart learn what they learn together, and staleness is bounded."""
+
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.compose import compose
+from spmdrl.config.checks import check, plan_lines
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.schema import ParallelConfig
+from spmdrl.run import Run
+from spmdrl.spmd.mesh import world_from_group
+from spmdrl.tracking.metrics import Timer
+from spmdrl.train import train
+from tests.ranks.cases import config
+from tests.ranks.demo import STEPS, Interrupted, demo, metrics, train_demo, untimed
+from tests.ranks.harness import RankError, run_ranks
+
+
+def split(rollout: int, scoring: int = 0, **axes) -> dict:
+    return {"placement": "split", "rollout_ranks": rollout, "scoring_ranks": scoring} | axes
+
+
+def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: int = 0, fail_at: int = -1) -> dict:
+    """The demo under split placement: for each step that this rank sampled (step, version, tokens' versions)."""
+    world = world_from_group(ParallelConfig(**parallel), 1, torch.device("cpu"), world.rank, timedelta(seconds=60))
+    Path(folder).mkdir(exist_ok=True)
+    run = Run(demo(folder, **sections | {"parallel": parallel}), world, Timer(), None)
+    seen, sample, save = [], run.ahead.sample, run.checkpoint
+
+    def watched(step, carried):
+        if step == fail_at:
+            raise ValueError("the reward is broken")
+        done = sample(step, carried)
+        versions = {v for t in done.trajectories for v in t.versions[t.mask].tolist()}
+        prompts = sorted({(t.position, t.prompt) for t in done.trajectories})
+        seen.append((step, run.memory.version, sorted(versions), prompts))
+        return done
+
+    def then_die(step):
+        save(step)
+        if step + 1 == stop_after:
+            raise Interrupted
+
+    run.ahead.sample, run.checkpoint = watched, then_die
+    with suppress(Interrupted):
+        train(run)
+    run.close()
+    models = {name: type(model).__name__ for name, model in run.models.named()}
+    return {
+        "seen": seen,
+        "models": models,
+        "engine": run.engine is not None,
+        "draws": run.draws,
+        "start": run.start_step,
+    }
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one") / "run"
+    run_ranks(train_demo, 1, str(folder), {})
+    return untimed(metrics(folder))
+
+
+def same(a: dict, b: dict, names, within: float) -> None:
+    for name in names:
+        assert abs(a[name] - b[name]) <= within * max(1.0, abs(a[name])), (a["step"], name, a[name], b[name])
+
+
+POLICY, REMOTE = {"policy": "FsdpPolicy", "reference": "FsdpPolicy"}, {"reference": "RemotePolicy"}
+LAYOUTS = {
+    "1 + 1": (split(1), [POLICY, {}]),
+    "2 + 2": (split(2), [POLICY] * 2 + [{}] * 2),
+    "2 + 1 + 1": (split(1, 1), [POLICY | REMOTE] * 2 + [REMOTE, {}]),
+    "sp 2 + 2 + 1": (split(1, 2, sp=2), [POLICY | REMOTE] * 2 + [REMOTE] * 2 + [{}]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_split_learns_what_colocated_does(layout, colocated, tmp_path):
+    parallel, models = LAYOUTS[layout]
+    got = run_ranks(split_demo, len(models), str(tmp_path / "run"), parallel, {})
+    assert [rank["models"] for rank in got] == models
+    assert [rank["engine"] for rank in got] == [not m for m in models]
+    rows = untimed(metrics(tmp_path / "run"))
+    assert len(rows) == STEPS
+    for a, b in zip(colocated, rows, strict=True):
+        assert a.keys() | {"rollout/staleness"} == b.keys()
+        same(a, b, a.keys() - {"microbatches"}, 1e-6)
+        assert b["rollout/staleness"] == 0 and b["kl/mean"] > 0
+    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert len(samples) == 4 * STEPS
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_stale_samples_are_as_old_as_staleness_says(ranks, staleness, colocated, tmp_path):
+    sections = {"rollout": {"staleness": staleness}}
+    got = run_ranks(split_demo, ranks, str(tmp_path / "run"), split(ranks - 1), sections)
+    for rank in got[1:]:
+        # (step, what the engine held, what its tokens say): by the weights of step k - staleness.
+        want = [(k, max(k - staleness, 0), [max(k - staleness, 0)]) for k in range(STEPS)]
+        assert [row[:3] for row in rank["seen"]] == want
+    assert not got[0]["seen"] and {rank["draws"] for rank in got} == {8 * STEPS}
+    rows = untimed(metrics(tmp_path / "run"))
+    assert [row["rollout/staleness"] for row in rows] == [min(k, staleness) for k in range(STEPS)]
+    assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[0]["loss"] == pytest.approx(colocated[0]["loss"], abs=1e-6)
+    assert rows[1]["loss"] != pytest.approx(colocated[1]["loss"], abs=1e-6)
+    # The engine's logp is of older weights, and evaluation of those of its step.
+    assert rows[1]["logp_diff/max"] > 1e-4 > rows[0]["logp_diff/max"]
+    assert rows[2]["eval/accuracy"] > 0 and "eval/accuracy" not in rows[1]
+    run_ranks(split_demo, ranks, str(tmp_path / "again"), split(ranks - 1), sections)
+    assert untimed(metrics(tmp_path / "again")) == rows
+
+
+def test_stale_samples_are_corrected_unless_told_otherwise():
+    stale = {"parallel": split(1), "rollout": {"staleness": 1}}
+    assert compose(config()).correction == "none"
+    assert compose(config(parallel=split(1))).correction == "none"
+    assert compose(config(**stale)).correction == "tis_token"
+    assert compose(config(**stale, correction={"kind": "none"})).correction == "none"
+    assert compose(config(**stale, correction={"kind": "icepop"})).correction == "icepop"
+    assert compose(config(**stale, algo={"old_logp": "rollout"})).correction == "none"
+    assert compose(config(rollout={"oversample": 2.0, "partial_steps": 1})).correction == "tis_token"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_resume_draws_again_what_was_sampled_ahead(staleness, tmp_path):
+    sections = {
+        "rollout": {"staleness": staleness},
+        "checkpoint": {"every": 1, "keep": 1, "at_end": False},
+        "optimizer": {"lr": 3e-4, "clip_grad_norm": 1.0},
+    }
+    folder = str(tmp_path / "run")
+    before = run_ranks(split_demo, 2, folder, split(1), sections, 3)
+    assert [row[0] for row in before[1]["seen"]] == list(range(3 + staleness))
+    after = run_ranks(split_demo, 2, folder, split(1), sections)
+    assert [rank["start"] for rank in after] == [3, 3] and [rank["draws"] for rank in after] == [8 * STEPS] * 2
+    # The same prompts whoever samples them; step 4 by the weights of step 3, which the new run began with.
+    whole = run_ranks(split_demo, 2, str(tmp_path / "whole"), split(1), sections)
+    prompts = {row[0]: row[3] for row in whole[1]["seen"]}
+    assert all(prompts[row[0]] == row[3] for row in before[1]["seen"] + after[1]["seen"])
+    assert [row[:2] for row in after[1]["seen"]] == [(3, 3), (4, 4 - staleness)]
+    rows = untimed(metrics(folder))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    if not staleness:
+        for a, b in zip(untimed(metrics(tmp_path / "whole")), rows, strict=True):
+            same(a, b, a.keys(), 1e-6)
+
+
+EXPERIENCE = {
+    "filter": {"filter": {"keep": "mixed"}},
+    "replay": {"filter": {"replay_steps": 2}, "correction": {"kind": "none"}},
+    "resampled": {"filter": {"resample": "best_random"}},
+    "greedy": {"algo": {"preset": "remax", "kl_coef": 0.05, "updates_per_step": 2}},
+    "partial": {"rollout": {"oversample": 1.5, "partial_steps": 1, "temperature": 2.0}},
+}
+
+
+@pytest.mark.parametrize("name", EXPERIENCE)
+def test_layout_all_kinds_of_experience_work_split(name, tmp_path):
+    base = {"run": {"steps": 3}, "eval": {"every": 0}}
+    sections = base | EXPERIENCE[name]
+    run_ranks(train_demo, 1, str(tmp_path / "one"), sections)
+    got = run_ranks(split_demo, 2, str(tmp_path / "run"), split(1), sections)
+    one, rows = untimed(metrics(tmp_path / "one")), untimed(metrics(tmp_path / "run"))
+    for a, b in zip(one, rows, strict=True):
+        same(a, b, a.keys() - {"microbatches"}, 1e-5)
+    ahead = sections | {"rollout": sections.get("rollout", {}) | {"staleness": 1}}
+    late = run_ranks(split_demo, 3, str(tmp_path / "ahead"), split(2), ahead)
+    for rank in late[1:]:
+        assert [row[:2] for row in rank["seen"]] == [(0, 0), (1, 0), (2, 1)]
+    rows = untimed(metrics(tmp_path / "ahead"))
+    assert len(rows) == 3 and late[0]["draws"] == late[1]["draws"] and all(abs(row["loss"]) < 100 for row in rows)
+    if name == "filter":
+        assert late[0]["draws"] >= 24 and all(row["filter/rounds"] >= 1 for row in rows)
+    if name == "partial":
+        assert max(row["rollout/staleness"] for row in rows) > 0 and got[0]["draws"] > 24
+
+
+OTHERS = {
+    "critic and reward model": {
+        "algo": {"preset": "ppo", "updates_per_step": 2, "kl_coef": 0.05},
+        "reward": {"model": "classifier", "model_coef": 0.5},
+        "safety": {"cost_model": "classifier", "limit": 0.1},
+    },
+    "process rewards": {"algo": {"preset": "prime", "kl_coef": 0.0, "updates_per_step": 2}, "filter": {"keep": ""}},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layout_other_models_answer_from_their_own_ranks(name, tmp_path):
+    from tests.ranks.cases import config as _  # noqa: F401
+
+    folder = str(tmp_path / "classifier")
+    classifier(folder)
+    sections = {"run": {"steps": 2}, "eval": {"every": 0}} | {
+        section: {k: folder if v == "classifier" else v for k, v in values.items()}
+        for section, values in OTHERS[name].items()
+    }
+    run_ranks(train_demo, 1, str(tmp_path / "one"), sections)
+    got = run_ranks(split_demo, 4, str(tmp_path / "run"), split(1, 1), sections)
+    assert set(got[2]["models"].values()) == {"RemotePolicy"} and not got[3]["models"]
+    for a, b in zip(untimed(metrics(tmp_path / "one")), untimed(metrics(tmp_path / "run")), strict=True):
+        same(a, b, a.keys() - {"microbatches"}, 1e-5)
+
+
+def classifier(folder: str) -> None:
+    """The demo's policy with a head of one label."""
+    from transformers import AutoModelForSequenceClassification
+
+    from spmdrl.policy.load import load_tokenizer, resolve
+
+    source = resolve("tiny", False)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(folder)
+    load_tokenizer(source, False).save_pretrained(folder)
+
+
+def test_a_sampler_that_fails_ends_the_job_by_name(tmp_path):
+    sections = {"rollout": {"staleness": 1}, "eval": {"every": 0}}
+    with pytest.raises(RankError, match="rank 1 of 2: ValueError: the reward is broken"):
+        run_ranks(split_demo, 2, str(tmp_path / "run"), split(1), sections, 0, 2)
+
+
+BAD = [
+    (4, {"parallel": split(0)}, ["--parallel.rollout-ranks 0", "needs ranks that sample"]),
+    (2, {"parallel": split(2)}, ["--parallel.rollout-ranks 2", "none of the 2 ranks of the job to train"]),
+    (4, {"parallel": split(2, 2)}, ["--parallel.rollout-ranks 2", "2 that score leave none of the 4"]),
+    (4, {"parallel": {"rollout_ranks": 1}}, ["--parallel.rollout-ranks 1", "--parallel.placement split"]),
+    (4, {"parallel": {"scoring_ranks": 1}}, ["--parallel.scoring-ranks 1", "--parallel.placement split"]),
+    (4, {"rollout": {"staleness": 1}}, ["--rollout.staleness 1", "--parallel.placement split"]),
+    (4, {"parallel": split(3), "rollout": {"tp": 2, "engine": "vllm"}}, ["--rollout.tp 2", "3 ranks that sample"]),
+    (4, {"parallel": split(2, dp_shard=4)}, ["--parallel.dp-shard 4", "there train 2 ranks", "2 or -1"]),
+    (4, {"parallel": split(1, sp=2)}, ["--parallel.sp 2", "must divide the 3 ranks that train"]),
+    (4, {"parallel": split(1), "run": {"lockstep_debug": True}}, ["--run.lockstep-debug", "colocated"]),
+    (
+        4,
+        {"parallel": split(1, 1), "reference": {"refresh_every": 2}},
+        ["--parallel.scoring-ranks 1", "--reference.refresh-every 0"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "sections", "parts"), BAD)
+def test_a_placement_that_cannot_be_is_refused_in_one_line(ranks, sections, parts):
+    with pytest.raises(ConfigError) as error:
+        check(config(**sections), ranks)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 2 and all(part in lines[1] for part in parts), lines
+
+
+def test_scorers_without_a_frozen_model_are_refused(tmp_path):
+    sections = {"algo": {"kl_coef": 0.0, "updates_per_step": 2}}
+    with pytest.raises(RankError, match="--parallel.scoring-ranks 1: this run has no frozen model"):
+        run_ranks(split_demo, 3, str(tmp_path / "run"), split(1, 1), sections)
+
+
+def test_the_plan_says_who_does_what():
+    plan = plan_lines(config(parallel=split(4, 1, sp=1), rollout={"tp": 2, "staleness": 1, "engine": "vllm"}), 8)
+    assert plan[0] == "ranks    8 = 3 to train (dp_shard 3), 1 for frozen models, 4 to sample (1 step ahead)"
+    assert "2 engines of 2 ranks" in plan[1]

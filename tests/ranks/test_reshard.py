@@ -1,0 +1,159 @@
+"""Weights cut one way and wanted another: every byte arrives once, and a changed one is refused."""
+
+import itertools
+
+import pytest
+import torch
+
+from spmdrl.rollout.needs import watched_load
+from spmdrl.spmd import reshard
+from spmdrl.spmd.reshard import CorruptWeightsError, Piece, Reshard, catalogue, cut, inside, size
+from tests.ranks.harness import run_ranks
+
+SHAPES = [(7, 6), (5,), (1, 3), (12, 4), (3,), (2, 3, 5), (10001,), (1,), (96, 48)]
+"""Rows that 2, 3 and 4 ranks cannot share evenly, ranks left without a row."""
+
+
+def whole() -> dict[str, torch.Tensor]:
+    """The same on every rank."""
+    g = torch.Generator().manual_seed(4)
+    return {f"t{i}": torch.randn(*shape, generator=g) for i, shape in enumerate(SHAPES)}
+
+
+def shares(shape: tuple[int, ...], ranks: int, dim: int) -> list:
+    """A box for each rank: equal ranges of one dimension, as torch.chunk cuts."""
+    step = -(-shape[dim] // ranks)
+    edges = [(min(i * step, shape[dim]), min((i + 1) * step, shape[dim])) for i in range(ranks)]
+    return [tuple(edge if d == dim else (0, n) for d, n in enumerate(shape)) for edge in edges]
+
+
+def held_by(rank: int, sources: int, copies: int) -> list[Piece]:
+    """Row shards over the first `sources` ranks, `copies` times."""
+    if rank >= sources * copies:
+        return []
+    pieces = []
+    for name, x in whole().items():
+        box = shares(tuple(x.shape), sources, 0)[rank % sources]
+        if size(box):
+            pieces.append(Piece(name, tuple(x.shape), box, inside(x, box).clone()))
+    return pieces
+
+
+def moved(world, sources, copies, targets, dim):
+    """Row shards to shards of `dim` over the last `targets` ranks; bfloat16 and float32, buckets of many sizes."""
+    pieces = held_by(world.rank, sources, copies)
+    place = world.rank - (world.size - targets)
+    entries, out = catalogue(pieces, world.host_group), []
+    needs = []
+    for i, entry in enumerate(entries):
+        box = shares(entry.shape, targets, min(dim, len(entry.shape) - 1))[place] if place >= 0 else ()
+        if place >= 0 and size(box):
+            needs.append((i, box))
+    for dtype, nbytes in itertools.product((torch.float32, torch.bfloat16), (1, 500, 1 << 30)):
+        plan = Reshard(entries, pieces, needs, world.host_group, world.device, dtype, nbytes)
+        for _ in range(2):
+            got = {name: x for bucket in plan.run(pieces) for name, x in bucket.items()}
+            want = {name: x.to(dtype) for name, x in whole().items()}
+            out.append(set(got) == {entries[i].name for i, _ in needs})
+            out += [torch.equal(inside(got[entries[i].name], b), inside(want[entries[i].name], b)) for i, b in needs]
+        here = sum(size(cut(p.box, b) or ((0, 0),)) for i, b in needs for p in pieces if p.name == entries[i].name)
+        payload = sum(size(b) for _, b in needs) - here
+        out.append(plan.needed_bytes == sum(size(b) for _, b in needs) * dtype.itemsize)
+        out.append(payload * dtype.itemsize <= plan.received_bytes <= payload * dtype.itemsize + 64 * len(needs) * 4)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("n", "sources", "copies", "targets"), [(1, 1, 1, 1), (2, 2, 1, 2), (4, 2, 1, 2), (4, 2, 2, 4), (3, 3, 1, 2)]
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_reshard_brings_every_box_and_no_more(n, sources, copies, targets, dim):
+    for result in run_ranks(moved, n, sources, copies, targets, dim):
+        assert len(result) >= 12 and all(result)
+
+
+def lacking(world):
+    pieces = held_by(world.rank, 2, 1)[1:]
+    entries = catalogue(held_by(world.rank, 2, 1), world.host_group)
+    try:
+        Reshard(entries, pieces, [(0, entries[0].box)], world.host_group, world.device, torch.float32, 1 << 20)
+    except ValueError as error:
+        return str(error)
+
+
+def test_reshard_names_what_nobody_holds():
+    assert run_ranks(lacking, 2) == ["t0: no rank holds all of ((0, 7), (0, 6))"] * 2
+
+
+def flipped(world, bit):
+    """One bit of one bucket changes between the ranks."""
+    pieces = held_by(world.rank, 2, 1)
+    entries = catalogue(pieces, world.host_group)
+    needs = [(i, entry.box) for i, entry in enumerate(entries)]
+    plan = Reshard(entries, pieces, needs, world.host_group, world.device, torch.bfloat16, 300)
+    finish = plan._finish
+
+    def tampered(flight, own):
+        for work in flight.works:
+            work.wait()
+        flight.works = []
+        if flight.bucket is plan.buckets[-1]:
+            for message in flight.inbox.values():
+                message[-reshard.ALIGN] ^= bit
+        return finish(flight, own)
+
+    plan._finish = tampered
+    try:
+        for _ in plan.run(pieces):
+            pass
+    except CorruptWeightsError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("bit", [1, 128])
+def test_stale_one_flipped_bit_is_refused_by_name(bit):
+    for rank, message in enumerate(run_ranks(flipped, 2, bit)):
+        assert "weights changed on their way to the engine: t" in message and f"from rank {1 - rank}" in message
+
+
+class Layer(torch.nn.Module):
+    """An engine's layer on one of two ranks: q, k, v fused and cut by rows, o by columns, a bias of odd size."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.qkv = torch.nn.Parameter(torch.zeros(8, 6))
+        self.o = torch.nn.Parameter(torch.zeros(8, 4))
+        self.bias = torch.nn.Parameter(torch.zeros(3))
+        self.norm = torch.nn.Parameter(torch.zeros(8))
+
+    def load_weights(self, named):
+        places = {"q": (0, 4), "k": (4, 2), "v": (6, 2)}
+        for name, x in named:
+            if name in places:
+                at, rows = places[name]
+                self.qkv.data[at : at + rows].copy_(x.narrow(0, self.rank * rows, rows))
+            elif name == "o":
+                self.o.data.copy_(x[:, 4 * self.rank : 4 * self.rank + 4])
+            elif name == "turned":
+                self.o.data.copy_(x.t()[:, :4] * 2)
+            else:
+                getattr(self, name).data.copy_(x)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_needs_are_what_the_loader_reads(rank):
+    layer = Layer(rank)
+    shapes = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "o": (8, 8), "bias": (3,), "norm": (8,)}
+    needs = watched_load(layer.load_weights, shapes.items(), torch.float32)
+    rows = [((r, r + n), (0, 6)) for r, n in ((rank * 4, 4), (rank * 2, 2), (rank * 2, 2))]
+    columns = ((0, 8), (rank * 4, rank * 4 + 4))
+    assert needs.boxes == [*zip(range(3), rows, strict=True), (3, columns), (4, ((0, 3),)), (5, ((0, 8),))]
+    assert needs.exact and needs.counted == [True, True, True, True, False, True]
+    assert needs.uncounted == {layer.bias.untyped_storage().data_ptr()}
+    assert all((p == 0).all() for p in layer.parameters())  # nothing was loaded
+
+
+def test_needs_of_a_loader_that_computes_are_what_it_reads():
+    needs = watched_load(Layer(0).load_weights, [("turned", (4, 8))], torch.float32)
+    assert needs.boxes == [(0, ((0, 4), (0, 8)))] and not needs.exact
