@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from spmdrl.config.checks import sglang_python
 from spmdrl.config.schema import Config
-from spmdrl.policy.contract import Bucket
 from spmdrl.policy.load import resolve
 from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
-from spmdrl.rollout.sglang_process import Broadcast, Process, SharedMemory
-from spmdrl.rollout.transfer import CorruptWeightsError, verified
+from spmdrl.rollout.needs import Needs
+from spmdrl.rollout.sglang_process import Broadcast, Process, SharedMemory, answers
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
+from spmdrl.spmd.reshard import Box, CorruptWeightsError, Entry
 
 CPU_KV_BYTES = 256 << 20
 """Most that an engine on a CPU takes for its KV cache unless told otherwise."""
@@ -110,21 +110,25 @@ class SGLangEngine:
                     f"SGLang could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or lower "
                     "--rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
                 ) from error
-        facts = self._share(self.process.facts if self.process else None)
-        self.held = dict(zip(("weights", "kv_cache"), facts[2 * world.engine_tp_rank :][:2], strict=True))
+        facts = self._answer(self.process.facts if self.process else None)
+        self.held = dict(zip(("weights", "kv_cache"), facts, strict=True))
+        self.parts: dict[str, list[Box]] = {}
 
     def _tp_group(self, cfg: Config) -> dist.ProcessGroup | None:
-        """Host-side group of the ranks of this engine. Collective."""
+        """Host-side group of the ranks of this engine. Collective over those who sample."""
         if cfg.rollout.tp == 1:
             return None
-        hosts = all_gather_text(os.uname().nodename, self.world.host_group)
+        hosts = dict(
+            zip(self.world.roles.samplers, all_gather_text(os.uname().nodename, self.world.rollout_group), strict=True)
+        )
         mine = None
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
                 raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
-            # Every rank makes every group.
-            group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=cfg.run.timeout))
-            mine = group if self.world.rank in ranks else mine
+            if self.world.rank in ranks:
+                # Made by its members alone: there may be ranks that have no engine.
+                limit = timedelta(seconds=cfg.run.timeout)
+                mine = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
         return cast(dist.ProcessGroup, mine)
 
     def _share(self, value: Any) -> Any:
@@ -137,6 +141,10 @@ class SGLangEngine:
         raw = torch.frombuffer(data, dtype=torch.uint8) if self.process else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(raw, group=self.group, group_src=0)
         return json.loads(raw.numpy().tobytes())
+
+    def _answer(self, said: list[int] | None) -> list[int]:
+        """Of what the engine's processes said, what this rank's own did. Collective over the engine."""
+        return answers(self._share(said))[self.world.engine_tp_rank]
 
     def submit(self, request: Request) -> None:
         """See the contract."""
@@ -191,8 +199,26 @@ class SGLangEngine:
         self.backlog += [c for c in done if c.key not in keys]
         return [cut_short(c) for c in done if c.key in keys]
 
+    def needs(self, entries: list[Entry]) -> Needs:
+        """See the contract."""
+        told = json.dumps([(entry.name, entry.shape) for entry in entries])
+        exact, *rows = self._answer(self.process.call("ask", question=f"needs {told}") if self.process else None)
+        needs = Needs(exact=bool(exact))
+        while rows:
+            index, counted, dims = rows[:3]
+            sides = rows[3 : 3 + 2 * dims]
+            needs.boxes.append((index, tuple(zip(sides[::2], sides[1::2], strict=True))))
+            needs.counted.append(bool(counted))
+            self.parts.setdefault(entries[index].name, []).append(needs.boxes[-1][1])
+            rows = rows[3 + 2 * dims :]
+        if isinstance(self.transport, Broadcast) and self.cfg.tp > 1:
+            # The first rank sends whole tensors to all processes.
+            whole = [(i, entry.box) for i, entry in enumerate(entries)] if self.process else []
+            return Needs(whole, [False] * len(whole))
+        return needs
+
     @torch.no_grad()
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+    def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """See the contract."""
         self.version = None
         # Their tokens are of the old weights, and no prefix of them may outlive those.
@@ -200,19 +226,35 @@ class SGLangEngine:
         if self.process:
             self.process.call("begin")
         for bucket in buckets:
-            if not self.process:
-                verified(bucket)
-                continue
             try:
-                self.transport.push(self.process, bucket)
-            except CorruptWeightsError:
-                raise
+                self._send(bucket)
             except RuntimeError as error:
                 raise CorruptWeightsError(f"{error}; the engine keeps no version and will not sample") from error
         if self.process:
             self.process.call("end")
-            self.transport.done()
+        self.transport.done()
         self.version = version
+
+    def _send(self, tensors: dict[str, torch.Tensor]) -> None:
+        """One bucket to the processes. Collective over the engine."""
+        if isinstance(self.transport, Broadcast):
+            if self.process and tensors:
+                self.transport.push(self.process, tensors)
+            return
+        order = self.transport.put(tensors, self.parts)
+        orders = [order]
+        if self.group is not None:
+            orders = [json.loads(text) for text in all_gather_text(json.dumps(order), self.group)]
+        error = None
+        if self.process and any(o["entries"] for o in orders):
+            try:
+                self.process.call("load", workers=orders)
+            except RuntimeError as e:
+                error = str(e)
+        # The others may write their next bucket only when this one was read, and fail with the first.
+        error = self._share(error)
+        if error:
+            raise RuntimeError(error)
 
     def sleep(self, level: int) -> None:
         """See the contract."""
@@ -242,12 +284,8 @@ class SGLangEngine:
         }
 
     def held_words(self) -> int | None:
-        """See the contract. A TP shard holds a part, so only whole engines answer."""
-        if self.cfg.tp > 1 or not self.process:
-            return None
-        if "weights" in self.asleep:
-            return 0
-        high, low = self.process.call("ask", question="words")
+        """See the contract."""
+        high, low = self._answer(self.process.call("ask", question="words") if self.process else None)
         return (high << 32) + low
 
     def close(self) -> None:

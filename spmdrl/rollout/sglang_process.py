@@ -24,8 +24,7 @@ import xxhash
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spmdrl.policy.contract import Bucket
-from spmdrl.rollout.transfer import verified
+from spmdrl.spmd.reshard import Box, inside
 from spmdrl.spmd.failure import named_exit
 
 log = logging.getLogger("spmdrl")
@@ -40,10 +39,10 @@ class EngineDiedError(RuntimeError):
     """The engine's process is gone."""
 
 
-def entries(bucket: Bucket) -> list[dict]:
-    """Name, type and shape of a bucket's tensors, and where each begins when they lie end to end."""
+def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
+    """Name, type and shape of tensors, and where each begins when they lie end to end."""
     out, at = [], 0
-    for name, tensor in bucket.tensors.items():
+    for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         out.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "at": at, "bytes": tensor.nbytes})
         at += -(-tensor.nbytes // ALIGN) * ALIGN
@@ -55,33 +54,41 @@ def hash_of(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def answers(flat: list[int]) -> list[list[int]]:
+    """What each of the engine's processes said, of numbers that stand behind their counts."""
+    out = []
+    while flat:
+        out.append(flat[1 : 1 + flat[0]])
+        flat = flat[1 + flat[0] :]
+    return out
+
+
 class SharedMemory:
-    """Weights through memory without a name, which the engine's processes map; nothing is left when a job is killed."""
+    """Weights through memory without a name, which the engine's process of this rank maps; nothing is left when a job is
+    killed. What the engine does not read is not written, and takes no memory.
+    """
 
     def __init__(self):
         self.fd = os.memfd_create("spmdrl-weights")
-        self.size = 0
 
-    def push(self, process: "Process", bucket: Bucket) -> None:
-        """One bucket. Raises CorruptWeightsError here, RuntimeError when the engine read other bytes."""
-        told = entries(bucket)
-        self.size = max(self.size, told[-1]["at"] + told[-1]["bytes"])
-        os.ftruncate(self.fd, self.size)
-        flat = torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
-        there = {}
-        for entry, (name, tensor) in zip(told, bucket.tensors.items(), strict=True):
-            part = flat[entry["at"] : entry["at"] + entry["bytes"]]
-            there[name] = part.view(tensor.dtype).view(tensor.shape)
-            there[name].copy_(tensor)
-            entry["hash"] = hash_of(part)
-        # The copy is verified, with the digests that the weights' owners took.
-        verified(Bucket(there, bucket.digests))
-        process.call("load", file=f"/proc/{os.getpid()}/fd/{self.fd}", entries=told)
+    def put(self, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> dict:
+        """One bucket; returns what its reader has to know. parts: of each tensor, what is read."""
+        told = entries(tensors)
+        os.ftruncate(self.fd, 0)
+        if told:
+            nbytes = told[-1]["at"] + told[-1]["bytes"]
+            os.ftruncate(self.fd, nbytes)
+            flat = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
+        for entry, (name, tensor) in zip(told, tensors.items(), strict=True):
+            there = flat[entry["at"] : entry["at"] + entry["bytes"]].view(tensor.dtype).view(tensor.shape)
+            for box in parts[name]:
+                inside(there, box).copy_(inside(tensor, box))
+            entry["parts"] = [[box, hash_of(inside(tensor, box))] for box in parts[name]]
+        return {"file": f"/proc/{os.getpid()}/fd/{self.fd}", "entries": told}
 
     def done(self) -> None:
         """Give the memory back to the system."""
         os.ftruncate(self.fd, 0)
-        self.size = 0
 
 
 class Broadcast:
@@ -107,18 +114,18 @@ class Broadcast:
         process.answer()
         return cast(dist.ProcessGroup, group)
 
-    def push(self, process: "Process", bucket: Bucket) -> None:
-        """One bucket. Raises CorruptWeightsError here, RuntimeError when the engine received other bytes."""
+    def push(self, process: "Process", tensors: dict[str, torch.Tensor]) -> None:
+        """One bucket. Raises RuntimeError when the engine received other bytes."""
         self.group = self.group or self._join(process)
-        told = entries(bucket)
-        for entry, tensor in zip(told, verified(bucket).values(), strict=True):
+        told = entries(tensors)
+        for entry, tensor in zip(told, tensors.values(), strict=True):
             entry["hash"] = hash_of(tensor)
         process.send("receive", entries=told)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         # The lockstep recorder knows this program's ranks only.
         with _disable_current_modes():
-            for tensor in bucket.tensors.values():
+            for tensor in tensors.values():
                 self.group.broadcast([tensor.contiguous()], options).wait()
         process.answer()
 

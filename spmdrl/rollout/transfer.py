@@ -77,7 +77,7 @@ class Transfer:
                 pass
             return PushReport(version, 0, self.plan.received_bytes, False)
         engine, sent_words = self.engine, 0
-        deep = self.needs.exact and engine.held_words() is not None
+        deep = self.needs.exact and any(self.needs.counted)
         parts: dict[str, list] = {}
         for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
             if counted:
@@ -92,8 +92,8 @@ class Transfer:
                 yield tensors
 
         engine.load(summed(), version)
-        wrong = deep and engine.held_words() != sent_words % (1 << 64)
-        if wrong:
+        held = engine.held_words() if deep else None
+        if held is not None and held != sent_words % (1 << 64):
             engine.version = None
             raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
-        return PushReport(version, self.plan.needed_bytes, self.plan.received_bytes, deep)
+        return PushReport(version, self.plan.needed_bytes, self.plan.received_bytes, held is not None)

@@ -19,6 +19,7 @@ from spmdrl.policy.load import resolve
 from spmdrl.policy.routing import FREE, experts_of
 from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
 from spmdrl.rollout.needs import Needs, watched_load
+from spmdrl.rollout.vllm_world import world_of
 from spmdrl.spmd.digest import word_sum
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
@@ -147,8 +148,9 @@ class VLLMEngine:
         rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")
         shared = []
         if self.on_cpu and cfg.rollout.tp > 1:
-            shared = _name_shared_memory(all_gather_text(secrets.token_hex(8), world.host_group)[0])
-        self.llm = self._build(cfg)
+            shared = _name_shared_memory(all_gather_text(secrets.token_hex(8), world.rollout_group)[0])
+        with world_of(world.roles.samplers):
+            self.llm = self._build(cfg)
         for name in set(shared):
             # All ranks of the group have mapped it: without a name it goes with the last of them, however that ends.
             Path(f"/dev/shm/{name}_{world.engine_tp_rank}").unlink(missing_ok=True)

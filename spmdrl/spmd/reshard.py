@@ -112,8 +112,6 @@ def _gather_boxes(boxes: list[tuple[int, Box]], entries: list[Entry], group) -> 
 class Bucket:
     """One bucket as this rank sees it; regions stand in the same order on both sides."""
 
-    needed: list[int] = field(default_factory=list)
-    """Tensors of which this rank gets a part."""
     send: dict[int, list[tuple[int, Box]]] = field(default_factory=dict)
     """Rank -> (own piece, region)."""
     receive: dict[int, list[tuple[int, Box]]] = field(default_factory=dict)
@@ -190,7 +188,6 @@ class Reshard:
 
     def _plan_own(self, bucket: Bucket, i: int, box: Box, holders: dict[Box, list[int]], own) -> None:
         """How this rank gets one of its boxes."""
-        bucket.needed.append(i)
         covered = 0
         for source, ranks in holders.items():
             region = cut(source, box)
@@ -208,6 +205,8 @@ class Reshard:
     def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
         """The tensors that this rank needs, bucket by bucket: whole in shape, filled inside the boxes. Collective.
 
+        Every rank gets as many buckets, some of them empty.
+
         pieces: the same as at the start, with the values of this moment. A tensor that this rank holds whole, in the
         right type, comes as it is: it is to be read only.
 
@@ -219,9 +218,9 @@ class Reshard:
         for bucket in self.buckets:
             flights.append(self._start(bucket, pieces))
             if len(flights) > 1:
-                yield from self._finish(flights.popleft(), pieces)
+                yield self._finish(flights.popleft(), pieces)
         while flights:
-            yield from self._finish(flights.popleft(), pieces)
+            yield self._finish(flights.popleft(), pieces)
 
     @torch.no_grad()
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
@@ -245,7 +244,7 @@ class Reshard:
         return Flight(bucket, works, inbox, outbox)
 
     @torch.no_grad()
-    def _finish(self, flight: Flight, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
+    def _finish(self, flight: Flight, pieces: list[Piece]) -> dict[str, torch.Tensor]:
         for work in flight.works:
             work.wait()
         bucket, whole = flight.bucket, {}
@@ -266,8 +265,7 @@ class Reshard:
                         "the engine keeps no version and will not sample"
                     )
                 inside(self._space(whole, entry.name, entry.shape), region).copy_(part)
-        if bucket.needed:
-            yield whole
+        return whole
 
     def _space(self, whole: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Room for a tensor. Of memory that nothing is written to, a CPU takes none."""

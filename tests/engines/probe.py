@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -41,6 +42,7 @@ class Probe:
         from spmdrl.tracking.metrics import Timer
 
         self.cfg, self.facts = cfg, facts
+        self.transfer: Any = None
         setup_logging(cfg.run.dir, 0)
         world = start(cfg.parallel, cfg.rollout.tp, "cpu", 60.0)
         # Not the value that vLLM would write.
@@ -100,9 +102,14 @@ class Probe:
     @torch.no_grad()
     def refresh_hf(self) -> None:
         """Exactly the weights that a push sends, into the independent model."""
-        state = {}
-        for bucket in self.policy.weights(1 << 20, self.dtype):
-            state |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+        # All ranks hold the same weights where a probe has several: whole tensors come from a plan of their own.
+        from spmdrl.spmd.reshard import Reshard, catalogue
+
+        world, pieces = self.run.world, self.policy.pieces()
+        entries = catalogue(pieces, world.host_group)
+        needs = [(i, entry.box) for i, entry in enumerate(entries)]
+        plan = Reshard(entries, pieces, needs, world.host_group, world.device, self.dtype, 1 << 20)
+        state = {name: tensor.clone() for bucket in plan.run(pieces) for name, tensor in bucket.items()}
         missing, unexpected = self.hf.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
         self.hf.tie_weights()
@@ -219,25 +226,26 @@ def corrupt(p: Probe) -> dict:
     """A bit that turns on the way; a tensor that never reaches the engine's memory."""
     prompt = p.prompts(1)[0]
     p.awake()
-    true_weights = p.policy.weights
+    load = p.engine.load
 
-    def turned(bucket_bytes, dtype):
-        for i, bucket in enumerate(true_weights(bucket_bytes, dtype)):
-            if i == 1:
-                name, tensor = list(bucket.tensors.items())[-1]
-                tensor = tensor.clone()
-                tensor.view(-1).view(torch.uint8)[5] ^= 1
-                bucket.tensors[name] = tensor
-                turned.name = name
-            yield bucket
+    def turned(buckets, version):
+        def given():
+            for i, bucket in enumerate(buckets):
+                if i == 1:
+                    name, tensor = list(bucket.items())[-1]
+                    bucket[name] = tensor.clone()
+                    bucket[name].view(-1).view(torch.uint8)[5] ^= 1
+                yield bucket
+
+        load(given(), version)
 
     facts = {}
-    p.policy.weights = turned
+    p.engine.load = turned
     p.policy.version += 1
-    facts["turned bit"], facts["name"] = outcome(p.push), turned.name
+    facts["turned bit"] = outcome(p.push)
     facts["version"] = p.engine.version
     facts["submit"] = outcome(lambda: p.engine.submit(p.request(prompt)))
-    p.policy.weights = true_weights
+    p.engine.load = load
     p.push()
     load = p.engine.model.load_weights
     p.engine.model.load_weights = lambda pairs: load((n, t) for n, t in pairs if "layers.1.mlp.down_proj" not in n)
@@ -274,6 +282,40 @@ def sleep_memory(p: Probe) -> dict:
         "same": before == greedy(),
         "greedy": before,
     }
+
+
+def memory(p: Probe) -> dict:
+    """Level 2 in a run's own phases, and a wake of half a GiB where there is room for a quarter."""
+    import resource
+
+    memory, prompt = p.run.memory, p.prompts(1)[0]
+    facts: dict = {"held": []}
+
+    def cycle(level: int) -> None:
+        memory.cfg = replaced(p.cfg, rollout={"sleep_level": level})
+        with memory.training_phase():
+            held = p.engine.bytes_by_owner()
+            facts["held"].append([level, held["engine weights"], held["KV cache"], p.engine.version])
+            places = {row.owner: row.place for row in memory.table()}
+            facts["held"][-1] += [places["engine weights"], places["KV cache"]]
+
+    with memory.rollout_phase():
+        before = p.drain([p.request(prompt, temperature=0.0)])[0, 0].tokens
+        facts["awake"] = list(p.engine.bytes_by_owner().values())
+    for level in (1, 2):
+        cycle(level)
+        with memory.rollout_phase():
+            facts[f"same after {level}"] = p.drain([p.request(prompt, temperature=0.0)])[0, 0].tokens == before
+    cycle(1)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), hard))
+    facts["no room"] = outcome(lambda: memory.rollout_phase().__enter__())
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    facts["refuses"] = outcome(lambda: p.engine.submit(p.request(prompt)))
+    with memory.rollout_phase():
+        facts["with room"] = p.drain([p.request(prompt, temperature=0.0)])[0, 0].tokens == before
+    return facts
 
 
 def abort(p: Probe) -> dict:
@@ -350,7 +392,7 @@ def tied(cfg: Config, facts: dict) -> None:
     """The model that ships here: 5 real updates, then every refusal, sleep, abort and seed."""
     p = Probe(replaced(cfg, rollout=rollout(kv_cache_gib=0.5), optimizer={"lr": 3e-4}), facts)
     p.train(p.prompts(16))
-    for part in (stale, corrupt, sleep_memory, abort, neighbours):
+    for part in (stale, corrupt, sleep_memory, memory, abort, neighbours):
         facts[part.__name__] = part(p)
 
 

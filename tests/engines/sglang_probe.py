@@ -33,12 +33,12 @@ def samples(p: Probe) -> dict:
     from spmdrl.policy.load import resolve
     from spmdrl.rollout.build import stop_tokens
     from spmdrl.rollout.hf import HFEngine
-    from spmdrl.rollout.transfer import push
+    from spmdrl.rollout.transfer import Transfer
 
     p.awake()
     stop = stop_tokens(resolve(p.cfg.model.path), p.run.tokenizer)
     hf = HFEngine(p.cfg, p.run.world, stop)
-    push(p.policy, hf, DTYPES[p.cfg.model.dtype], 1 << 20)
+    Transfer(p.run.world, p.policy, hf, DTYPES[p.cfg.model.dtype], 1 << 20).push(p.policy.version)
     kinds = {"greedy": (0.0, 1.0), "T 1": (1.0, 1.0), "T 1.7": (1.7, 1.0), "top-p": (1.0, 0.6)}
     requests = []
     for place, (temperature, top_p) in enumerate(kinds.values()):
@@ -71,45 +71,47 @@ def corrupt(p: Probe) -> dict:
     prompt = p.prompts(1)[0]
     p.awake()
     facts = {}
-    weights, call = p.policy.weights, p.engine.process.call
+    load, call = p.engine.load, p.engine.process.call
 
-    def turned(bucket_bytes, dtype):
-        for bucket in weights(bucket_bytes, dtype):
-            name, tensor = list(bucket.tensors.items())[-1]
-            bucket.tensors[name] = tensor.clone()
-            bucket.tensors[name].view(-1).view(torch.uint8)[5] ^= 1
-            facts["name"] = name
-            yield bucket
+    def turned(buckets, version):
+        def given():
+            for bucket in buckets:
+                name, tensor = list(bucket.items())[-1]
+                bucket[name] = tensor.clone()
+                bucket[name].view(-1).view(torch.uint8)[5] ^= 1
+                yield bucket
+
+        load(given(), version)
 
     def meddle(do, **what):
         if do == "load":
-            with open(what["file"], "r+b") as f:
-                f.seek(what["entries"][1]["at"] + 3)
+            (order,) = what["workers"]
+            with open(order["file"], "r+b") as f:
+                f.seek(order["entries"][1]["at"] + 3)
                 byte = f.read(1)[0]
                 f.seek(-1, 1)
                 f.write(bytes([byte ^ 1]))
-            facts["name in memory"] = what["entries"][1]["name"]
+            facts["name in memory"] = order["entries"][1]["name"]
         return call(do, **what)
 
     def attempt(name: str) -> None:
         p.shake(0.05)
         facts[name] = [outcome(p.push), p.engine.version, outcome(lambda: p.engine.submit(p.request(prompt)))]
 
-    p.policy.weights = turned
+    p.engine.load = turned
     attempt("turned bit")
-    p.policy.weights = weights
+    p.engine.load = load
     p.engine.process.call = meddle
     attempt("turned in memory")
     p.engine.process.call = call
-    lost = sglang_process.SharedMemory.push
+    lost = sglang_process.SharedMemory.put
 
-    def without(self, process, bucket):
-        bucket.tensors = {k: v for k, v in bucket.tensors.items() if "layers.1.mlp.down_proj" not in k}
-        lost(self, process, bucket)
+    def without(self, tensors, parts):
+        return lost(self, {k: v for k, v in tensors.items() if "layers.1.mlp.down_proj" not in k}, parts)
 
-    sglang_process.SharedMemory.push = without
+    sglang_process.SharedMemory.put = without
     attempt("lost tensor")
-    sglang_process.SharedMemory.push = lost
+    sglang_process.SharedMemory.put = lost
     p.push()
     facts["mended"] = outcome(lambda: p.drain([p.request(prompt)]))
     facts["agreement after"] = p.agree(p.prompts(4))

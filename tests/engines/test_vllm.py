@@ -74,7 +74,7 @@ def test_stale_engine_refuses(measured):
 
 def test_stale_after_a_corrupt_bucket(measured):
     facts = measured["tied"]["corrupt"]
-    assert facts["turned bit"].startswith("CorruptWeightsError") and facts["name"] in facts["turned bit"]
+    assert facts["turned bit"].startswith("CorruptWeightsError: the engine's memory does not hold version")
     assert facts["version"] is None and facts["submit"].startswith("StaleEngineError: the engine holds no weights")
     assert facts["lost tensor"].startswith("CorruptWeightsError"), "what the engine holds is what counts"
     assert facts["version after lost tensor"] is None
@@ -88,6 +88,26 @@ def test_sleep_gives_the_kv_cache_back(measured):
     assert 500 <= held <= 512 and facts["kv_bytes"] == [facts["kv_bytes"][0], 0, facts["kv_bytes"][0]], facts
     assert awake - asleep > 0.9 * held and abs(again - awake) < 0.1 * held, facts
     assert facts["same"] and len(set(map(tuple, facts["greedy"]))) > 4, facts
+
+
+def test_sleep_levels_in_a_run(measured):
+    facts = measured["tied"]["memory"]
+    weights, cache = facts["awake"]
+    assert weights > 1 << 20 and cache > 500 << 20
+    one, two, _ = facts["held"]
+    assert one[:3] == [1, weights, 0] and one[3] is not None and one[4:] == ["device", "gone"], "a CPU is the host"
+    assert two == [2, 0, 0, None, "gone", "gone"], "what it wakes with has to be pushed"
+    assert facts["same after 1"] and facts["same after 2"]
+
+
+def test_wake_without_memory_names_the_flags(measured):
+    facts = measured["tied"]["memory"]
+    message = facts["no room"]
+    assert message.startswith("NoRoomError: no room for the KV cache (0.50 GiB asked for). Held in GiB: "), message
+    assert "gone: KV cache 0." in message and "device: engine weights 0.00 GiB" in message, message
+    flags = message.split("help most: ")[1].split("; ")
+    assert flags[0] == "--rollout.kv_cache_gib 0.25" and "--policy.offload disk" in flags and len(flags) == 3, message
+    assert facts["refuses"].startswith("StaleEngineError") and facts["with room"]
 
 
 def test_abort_returns_the_tokens_so_far(measured):

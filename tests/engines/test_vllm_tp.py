@@ -22,16 +22,22 @@ FLAGS = argv(
     f"--rollout.assignment static --eval.every {STEPS} --eval.prompts 32 --eval.temperature 0 --checkpoint.no-at-end "
     "--tracking.trackers jsonl --run.timeout 60"
 )
-LAYOUTS = {"one rank": (0, 1), "one engine on two ranks": (2, 2), "two engines": (2, 1)}
+LAYOUTS = {
+    "one rank": (0, 1, ""),
+    "one engine on two ranks": (2, 2, ""),
+    "two engines": (2, 1, ""),
+    # vLLM takes the default process group for its own; here a rank of it has no engine.
+    "one engine on the last two of three": (3, 2, "--parallel.placement split --parallel.rollout_ranks 2"),
+}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict:
     """metrics.jsonl by layout."""
     out = {"before": set(map(str, Path("/dev/shm").iterdir()))}
-    for name, (ranks, tp) in LAYOUTS.items():
+    for name, (ranks, tp, more) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("run")
-        succeed([*FLAGS, "--rollout.tp", tp, "--run.dir", folder], 120, ranks=ranks)
+        succeed([*FLAGS, *argv(more), "--rollout.tp", tp, "--run.dir", folder], 120, ranks=ranks)
         out[name] = metrics(folder)
     return out
 

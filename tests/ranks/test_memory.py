@@ -40,14 +40,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def big_folder(folder, tmp_path_factory):
-    """54M parameters: 216 MB in float32."""
-    from transformers import AutoConfig, Qwen2ForCausalLM
+def big_folder(tmp_path_factory):
+    """33M parameters: 128 MiB in float32, and 256 of moments."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     path = tmp_path_factory.mktemp("big")
-    sizes = dict(vocab_size=2048, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)
+    sizes = dict(vocab_size=2048, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2)
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(AutoConfig.from_pretrained(folder, **sizes))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+        )
     model.to_empty(device="cpu")
     with torch.no_grad():
         for p in model.parameters():
@@ -103,18 +105,18 @@ def test_parked_disk_without_room_leaves_the_tensors(monkeypatch):
 
 
 def test_parked_bring_back_goes_on_after_a_refusal():
-    tensors = [torch.full((20 * MIB,), float(i)) for i in range(3)]
+    tensors = [torch.full((6 * MIB,), float(i)) for i in range(3)]
     parked = Parked(tensors, "disk", CPU)
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as f:
         size = int(f.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + 100 * MIB, before[1]))  # room for one of 80 MiB
+    resource.setrlimit(resource.RLIMIT_AS, (size + 40 * MIB, before[1]))  # room for one of 24 MiB
     try:
         with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
             parked.bring_back()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert out_of_memory(caught.value) and requested_bytes(caught.value) == 80 * MIB
+    assert out_of_memory(caught.value) and requested_bytes(caught.value) == 24 * MIB
     parked.bring_back()
     assert [x.unique().tolist() for x in tensors] == [[0.0], [1.0], [2.0]]
 
@@ -128,15 +130,17 @@ def test_requested_bytes_are_read_off_the_message():
 
 
 def small_blocks(world):
-    """600 blocks that glibc keeps once they are freed, as a run on a CPU has it set: [bytes, rss before, off, on]."""
+    """360 blocks that glibc keeps once they are freed, as a run on a CPU has it set: [bytes, rss before, off, on]."""
     keep_freed_memory()
-    blocks = [torch.ones(256, 1024) for _ in range(300)] + [torch.ones(100_000 + 64 * i) for i in range(300)]
+    blocks = [torch.ones(256, 1024) for _ in range(120)] + [torch.ones(100_000 + 64 * i) for i in range(240)]
     meter, seen = Meter(CPU), []
     seen.append(meter.lap()[0])
-    parked = Parked(blocks, "disk", CPU)
+    parked = Parked(blocks, "gone", CPU)
     size = parked.bytes
     seen.append(meter.lap()[0])
     parked.bring_back()
+    for block in blocks:
+        block.fill_(2.0)
     return [size, *seen, meter.lap()[0]]
 
 
@@ -241,7 +245,7 @@ class Recorder:
 
 
 def phases(world, folder, place):
-    """Two steps of a policy of 216 MB with its reference; what was on the device at each of the engine's moments."""
+    """Two steps of a policy of 128 MiB with its reference; what was on the device at each of the engine's moments."""
     keep_freed_memory()
     cfg = config(
         model={"path": folder},
@@ -286,7 +290,7 @@ def test_phases_go_in_the_order_that_bounds_the_peak(measured):
     assert [event for event, _ in log] == ["weights", "push", "kv_cache", "sleep"]
     held = dict(log)
     parameters = held["weights"]["policy parameters"]
-    assert parameters > BIG
+    assert parameters > BIG / 2
     # What the push does not read has left before the engine's weights come, the parameters before the KV cache.
     for event in ("weights", "push"):
         assert held[event] == {"policy parameters": parameters, "policy opt": 0, "reference": 0, "KV": 0}, event
@@ -303,12 +307,12 @@ def test_table_agrees_with_resident_memory(measured):
         told, seen = rows[b][0] - rows[a][0], rows[b][1] - rows[a][1]
         limit = max(0.05 * abs(told), 12 * MIB)
         assert abs(told - seen) < limit, (a, b, told / MIB, seen / MIB)
-    assert abs(rows["trainer off"][0] - rows["pushed"][0]) > BIG and rows["training"][0] > 4 * BIG
+    assert rows["rollout"][0] > BIG and rows["training"][0] > 2.5 * BIG
     assert {rows[name][0] for name in ("trainer off", "engine asleep")} == {0}
     # Nothing on the way from the push to the KV cache took more than its two ends.
     assert rows["rollout"][2] - rows["rollout"][1] < 0.05 * rows["rollout"][0]
     at = places["rollout"]
-    assert at["policy optimizer"] == ("disk", at["policy optimizer"][1]) and at["policy optimizer"][1] > 2 * BIG
+    assert at["policy optimizer"] == ("disk", at["policy optimizer"][1]) and at["policy optimizer"][1] > BIG
     assert at["KV cache"] == ("device", 256 * MIB) and places["engine asleep"]["KV cache"] == ("gone", 256 * MIB)
     assert metrics["memory/policy_optimizer_gib"] == at["policy optimizer"][1] / GIB
     assert metrics["memory/KV_cache_gib"] == 0 and metrics["memory/peak_gib"] * GIB >= rows["training"][1]
@@ -364,10 +368,10 @@ def out_of_room_in_training(memory) -> str:
 
 def test_wake_without_memory_is_answered_by_the_table_and_three_flags(big_folder):
     [(wake, works, back, training, norm)] = run_ranks(starved, 1, big_folder)
-    assert wake.startswith("no room for the engine's weights (0.24 GiB asked for)") and works and norm == [0.25], wake
-    assert "gone: engine weights 0.1" in wake and "device: policy parameters 0.2" in wake, wake
+    assert wake.startswith("no room for the engine's weights (0.13 GiB asked for)") and works and norm == [0.25], wake
+    assert "gone: engine weights 0." in wake and "policy parameters 0.13 GiB" in wake, wake
     assert "as the system counts. What would help most: --policy.offload disk; a larger --rollout.tp" in wake
-    assert back.startswith("no room for the policy (0.24") and "disk: policy parameters 0." in back, back
+    assert back.startswith("no room for the policy (0.") and "disk: policy parameters 0." in back, back
     assert "device: engine weights 0." in back and "--rollout.sleep_level 1" in back, back
     assert training.startswith("no room for training (1.00 GiB asked for)"), training
     for message in (wake, back, training):

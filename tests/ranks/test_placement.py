@@ -90,7 +90,9 @@ def test_layout_split_learns_what_colocated_does(layout, colocated, tmp_path):
     assert len(rows) == STEPS
     for a, b in zip(colocated, rows, strict=True):
         assert a.keys() | {"rollout/staleness"} == b.keys()
-        same(a, b, a.keys() - {"microbatches"}, 1e-6)
+        # The largest difference of two engines is rounding alone.
+        same(a, b, a.keys() - {"microbatches", "logp_diff/max"}, 1e-6)
+        assert b["logp_diff/max"] < 1e-5
         assert b["rollout/staleness"] == 0 and b["kl/mean"] > 0
     samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 4 * STEPS

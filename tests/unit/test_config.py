@@ -185,7 +185,8 @@ def test_nearest_prefers_the_last_part_of_a_name():
         (["--optimizer.betas", "0.9"], ["--optimizer.betas", "2 values"]),
         (["--rollout.sleep-level", "9"], ["--rollout.sleep-level", "9", "'0', '1', '2'"]),
         (["--run.device", "gpu"], ["--run.device", "gpu", "cuda"]),
-        (["--policy.offload", "maybe"], ["--policy.offload", "true or false", "maybe"]),
+        (["--policy.share-prompts", "maybe"], ["--policy.share-prompts", "true or false", "maybe"]),
+        (["--policy.offload", "true"], ["--policy.offload", "true", "'none', 'host', 'disk'"]),
         (["run.steps=5"], ["run.steps=5", "--run.steps 5"]),
         (["--config"], ["--config", "YAML"]),
         (["--config", "/nonexistent/x.yaml"], ["--config /nonexistent/x.yaml", "No such file"]),
@@ -422,7 +423,7 @@ def test_plan_multiplies_out():
 def test_written_yaml_reads_back_equal_and_in_order(yaml_file):
     given = (
         "--run.name 5 --optimizer.lr 1e-5 --algo.clip-high 0.28 --reference.enabled off --tracking.trackers jsonl "
-        "--data.template=null --data.prefill=#no --policy.offload --run.steps 7 --data.system=yes"
+        "--data.template=null --data.prefill=#no --policy.activation-checkpointing --run.steps 7 --data.system=yes"
     )
     config = load(*given.split())
     config.data.system = "two\nlines: with – colon"

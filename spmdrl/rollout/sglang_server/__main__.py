@@ -143,12 +143,12 @@ class Server:
         self.check(await self.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all"), None))
         self.updating = True
 
-    async def load(self, file: str, entries: list[dict]) -> None:
-        """One bucket from memory."""
+    async def load(self, workers: list[dict]) -> None:
+        """One bucket from memory: for each process the file and what lies in it."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        order = json.dumps({"file": file, "entries": entries}).encode()
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[order] * self.tp, flush_cache=False)
+        orders = [json.dumps(order).encode() for order in workers]
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=orders, flush_cache=False)
         self.check(await self.tokenizer_manager.update_weights_from_tensor(request, None))
 
     async def join(self, host: str, port: int, backend: str) -> None:

@@ -4,11 +4,20 @@ import json
 import mmap
 import re
 from functools import lru_cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from draws import install_sampler
+
+# By its path: beside it lie files that have the names of packages.
+_spec = spec_from_file_location("needs", Path(__file__).parents[1] / "needs.py")
+assert _spec and _spec.loader
+_needs = module_from_spec(_spec)
+_spec.loader.exec_module(_needs)
+watched_load = _needs.watched_load
 
 
 def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
@@ -27,18 +36,24 @@ def hash_of(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def all_sound(named: list[tuple[str, torch.Tensor]], hashes: list[int], group) -> str:
-    """What is wrong with the bytes that the engine's processes hold, alike on all of them; empty: nothing."""
-    wrong = [i for i, ((_, tensor), sent) in enumerate(zip(named, hashes, strict=True)) if hash_of(tensor) != sent]
-    first = torch.tensor([wrong[0] if wrong else -1])
-    torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MAX, group=group)
-    return f"{named[int(first)][0]} arrived with other bytes than were sent" if int(first) >= 0 else ""
+def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
+    """What is wrong with the bytes that the engine's processes hold, alike on all of them; empty: nothing.
+
+    parts: name, what this process reads, and its hash on the other side.
+    """
+    wrong = next((name for name, tensor, sent in parts if hash_of(tensor) != sent), "")
+    said: list = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(said, wrong, group=group)
+    first = next((name for name in said if name), "")
+    return f"{first} arrived with other bytes than were sent" if first else ""
 
 
-def word_sum(model: torch.nn.Module) -> int:
-    """`policy.weights.word_sum` of all parameters."""
+def word_sum(model: torch.nn.Module, uncounted: frozenset[str]) -> int:
+    """`spmd.digest.word_sum` of the parameters but these."""
     total = 0
-    for p in model.parameters():
+    for name, p in model.named_parameters():
+        if name in uncounted:
+            continue
         flat = p.detach().contiguous().reshape(-1).view(torch.uint8)
         for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
             if flat.numel() % dtype.itemsize == 0:
@@ -57,7 +72,7 @@ class Held:
 
     def __init__(self, runner: Any):
         buffers = [value for name, value in vars(runner.token_to_kv_pool).items() if re.fullmatch("k?v?_buffer", name)]
-        self.runner = runner
+        self.runner, self.uncounted = runner, frozenset()
         self.parts = {
             "weights": storages(runner.model.parameters()),
             "kv_cache": storages(tensor for layers in buffers for tensor in layers or ()),
@@ -69,12 +84,32 @@ class Held:
         for storage, size in zip(self.parts[name], self.sizes[name], strict=True):
             storage.resize_(size if there else 0)
 
-    def facts(self, group) -> list[float]:
-        """Bytes of weights and of KV cache of every process, then the word sum of this one in two halves."""
-        mine = torch.tensor([sum(self.sizes["weights"]), sum(self.sizes["kv_cache"])])
-        everyone = [torch.zeros_like(mine) for _ in range(torch.distributed.get_world_size(group))]
-        torch.distributed.all_gather(everyone, mine, group=group)
-        return [float(x) for row in everyone for x in row.tolist()]
+    def facts(self) -> list[float]:
+        """Bytes of weights and of KV cache of this process."""
+        return [sum(self.sizes["weights"]), sum(self.sizes["kv_cache"])]
+
+    def words(self) -> list[float]:
+        """The word sum in two halves, which floats hold exactly."""
+        words = word_sum(self.runner.model, self.uncounted)
+        return [words >> 32, words & 0xFFFFFFFF]
+
+    def needs(self, told: list) -> list[float]:
+        """What this process reads of tensors with these names and shapes: `exact`, then rows: tensor, counted, box."""
+        dtype = next(self.runner.model.parameters()).dtype
+        found = watched_load(self.runner.model.load_weights, [(name, tuple(shape)) for name, shape in told], dtype)
+        named = self.runner.model.named_parameters()
+        self.uncounted = frozenset(n for n, p in named if p.untyped_storage().data_ptr() in found.uncounted)
+        rows: list[float] = [found.exact]
+        for (index, box), counted in zip(found.boxes, found.counted, strict=True):
+            rows += [index, counted, len(box), *(x for pair in box for x in pair)]
+        return rows
+
+
+def of_all(mine: list[float], group) -> list[float]:
+    """What every process of the engine says, one after the other, each behind its length."""
+    said: list = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(said, mine, group=group)
+    return [float(x) for one in said for x in (len(one), *one)]
 
 
 def install_memory(on_cpu: bool) -> None:
@@ -83,6 +118,7 @@ def install_memory(on_cpu: bool) -> None:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
     from sglang.srt.managers.tp_worker import BaseTpWorker
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.runtime_context import get_parallel
 
     held = lru_cache(maxsize=1)(Held)
     update, release, resume = (
@@ -93,13 +129,18 @@ def install_memory(on_cpu: bool) -> None:
     expected: dict[str, Any] = {}
 
     def deserialize_own_rank(self, payloads):
-        order = json.loads(payloads[0])
-        return read(order["file"], order["entries"])
+        order = json.loads(payloads[get_parallel().tp_rank])
+        return read(order["file"], order["entries"]) if order["entries"] else []
 
     def update_weights_from_tensor(self, request):
-        order = json.loads(request.serialized_named_tensors[0])
-        named = read(order["file"], order["entries"])
-        wrong = all_sound(named, [e["hash"] for e in order["entries"]], self.tp_cpu_group)
+        order = json.loads(request.serialized_named_tensors[get_parallel().tp_rank])
+        named = dict(read(order["file"], order["entries"])) if order["entries"] else {}
+        parts = [
+            (e["name"], named[e["name"]][tuple(slice(*side) for side in box)], sent)
+            for e in order["entries"]
+            for box, sent in e["parts"]
+        ]
+        wrong = all_sound(parts, self.tp_cpu_group)
         if wrong:
             return UpdateWeightsFromTensorReqOutput(success=False, message=wrong)
         return update(self, request)
@@ -108,7 +149,8 @@ def install_memory(on_cpu: bool) -> None:
 
     def receive_weights_from_distributed(self, **what):
         named = receive(self, **what)
-        wrong = all_sound(named, expected.pop("hashes"), expected.pop("group"))
+        hashes = expected.pop("hashes")
+        wrong = all_sound([(*n, h) for n, h in zip(named, hashes, strict=True)], expected.pop("group"))
         if wrong:
             raise RuntimeError(wrong)
         return named
@@ -116,14 +158,11 @@ def install_memory(on_cpu: bool) -> None:
     def get_weights_by_name(self, request):
         question, _, rest = request.name.partition(" ")
         mine = held(self.tp_worker.model_runner)
-        if question == "facts":
-            value = mine.facts(self.tp_cpu_group)
-        elif question == "words":
-            words = word_sum(mine.runner.model)
-            value = [float(words >> 32), float(words & 0xFFFFFFFF)]
-        else:
+        if question == "expect":
             expected.update(hashes=json.loads(rest), group=self.tp_cpu_group)
-            value = []
+            return GetWeightsByNameReqOutput(parameter=[])
+        answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[question]()
+        value = of_all(answer, self.tp_cpu_group)
         return GetWeightsByNameReqOutput(parameter=value)
 
     def release_memory_occupation(self, request):
