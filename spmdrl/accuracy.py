@@ -34,12 +34,12 @@ def evaluation_round(cfg: Config, prompts: list[Prompt], version: int, name: str
 
 
 def evaluate_round(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World) -> dict[str, float]:
-    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k. Collective."""
+    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k. Collective over samplers."""
     done = collect(round_, engine, grader, tokenizer, world, Timer()).trajectories
     # A sample without a score (--filter.bad-sample skip) is not right.
     scores = [[t.position, 0.0 if math.isnan(t.reward) else t.reward] for t in done]
     scores_n2 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2)
-    rows = torch.cat([part.cpu() for part in all_gather_rows(scores_n2.to(world.device), world.group)])
+    rows = torch.cat(all_gather_rows(scores_n2, world.rollout_group))
     right = (rows[:, 1] >= 1.0).double()
     prompts, samples = len(round_.prompts), round_.samples
     per_prompt = torch.zeros(prompts, dtype=torch.float64).index_add_(0, rows[:, 0].long(), right)

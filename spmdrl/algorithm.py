@@ -44,6 +44,8 @@ class Algorithm:
     """Normaliser of `seq-mean-token-sum-norm`: the longest response."""
     old_logp: str
     """`update`: the update's own first pass; `policy`: a pass before; `rollout`: the engine's."""
+    correction: str
+    """Kind of importance weights of engine against trainer, see `algos/correction.py`."""
     skip_zero_advantage: bool
     needs: frozenset[str]
     """What a step has to know beside the samples: reference, critic, cost, cost_critic, process, greedy, logp,
@@ -193,8 +195,8 @@ class Algorithm:
         """Importance weights of engine against trainer, [T]; None where none are asked for."""
         cfg = self.cfg.correction
         weights_T = None
-        if cfg.kind != "none":
-            weights_T = correction_weights_T(cfg.kind, trainer_T, rollout_T, mask_T, seq_T, cfg.low, cfg.high)
+        if self.correction != "none":
+            weights_T = correction_weights_T(self.correction, trainer_T, rollout_T, mask_T, seq_T, cfg.low, cfg.high)
         if cfg.reject_low is not None or cfg.reject_high is not None:
             kept_B = reject_sequences(trainer_T, rollout_T, mask_T, seq_T, cfg.reject_low, cfg.reject_high)
             kept_T = kept_B[seq_T].to(trainer_T.dtype)

@@ -118,7 +118,7 @@ def find_resume(root: Path, world: World) -> Path | None:
 def save(root: Path, step: int, models: Models, state: dict, world: World, keep: int) -> Path:
     """Write `root/step_<step>` and point `latest` at it. Collective.
 
-    state: JSON-able, the same on every rank. keep: how many newest checkpoints stay.
+    state: JSON-able, rank 0 writes its own. keep: how many newest checkpoints stay.
     """
     final, temporary = root / f"step_{step}", root / f".incomplete-step_{step}"
     if world.is_first:
@@ -126,7 +126,8 @@ def save(root: Path, step: int, models: Models, state: dict, world: World, keep:
         (temporary / "state").mkdir(parents=True)
         (temporary / "state" / "run.json").write_text(json.dumps(state, indent=1))
     dist.barrier(group=world.host_group)
-    models.policy.save(temporary)
+    if models.policy:
+        models.policy.save(temporary)
     for name, model in models.saved().items():
         model.save(temporary / name)
     dist.barrier(group=world.host_group)
@@ -160,7 +161,8 @@ def load(folder: Path, models: Models) -> dict:
             f"{folder} holds no {', '.join(missing)}, which this run's algorithm trains: resume with the settings it "
             "was made with, or choose another --run.dir and start from its model with --model.path"
         )
-    models.policy.load(folder)
+    if models.policy:
+        models.policy.load(folder)
     for name, model in models.saved().items():
         model.load(folder / name)
     return json.loads((folder / "state" / "run.json").read_text())

@@ -25,6 +25,8 @@ class Part:
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Weight version that sampled each token."""
+    experts: torch.Tensor | None = None
+    """int16 [n, W], of the first n tokens of prompt and response, as in `Completion.experts`."""
     finish: str = ""
     """Empty while it is not done."""
 
@@ -187,6 +189,10 @@ def _extend(part: Part, completion: Completion, round_: Round) -> None:
     part.tokens += completion.tokens
     part.logp += completion.logp
     part.versions += [round_.version] * len(completion.tokens)
+    if completion.experts is not None:
+        # An earlier part's tokens ran again, by later weights: what counts is how their logp came about.
+        known = completion.experts[:0] if part.experts is None else part.experts
+        part.experts = torch.cat([known, completion.experts[len(known) :]])
     if not aborted:
         part.finish = completion.finish
 
@@ -232,13 +238,27 @@ def _trajectory(round_: Round, group: Group, sample: int, rewards: dict[tuple[in
         parts=reward.parts,
         baseline=rewards[group.position, round_.samples].score if round_.greedy else 0.0,
         versions=torch.tensor(before + part.versions),
+        experts=_experts(group, sample),
     )
 
 
+def _experts(group: Group, sample: int) -> torch.Tensor | None:
+    """`Trajectory.experts` of a sample. Its prompt's are those of the group's first one, so that it can be shared."""
+    own, prompt = group.parts[sample].experts, len(group.prompt.tokens)
+    if own is None:
+        return None
+    first = group.parts[0].experts
+    out = own.new_full((prompt + len(group.parts[sample].tokens), own.shape[1]), -1)
+    out[: len(own)] = own
+    if first is not None:
+        out[:prompt] = first[:prompt]
+    return out
+
+
 def carried_total(groups: Iterable[Group], world: World) -> int:
-    """Groups that all engines go on with. Collective."""
+    """Groups that all engines go on with. Collective over those who sample."""
     mine = len(list(groups)) if world.engine_tp_rank == 0 else 0
     count = torch.tensor([mine])
     if world.size > 1:
-        dist.all_reduce(count, group=world.host_group)
+        dist.all_reduce(count, group=world.rollout_group)
     return int(count)

@@ -22,6 +22,7 @@ def compose(cfg: Config) -> Algorithm:
     algo, process, safety = cfg.algo, cfg.process_reward, cfg.safety
     advantage, loss = load_function(algo.advantage, ADVANTAGES), load_function(algo.loss, LOSSES)
     wanted = needs(cfg, advantage)
+    source = old_logp(cfg, wanted)
     values = vars(algo) | {"kl_coef": algo.cov_kl_coef, "weights": part_weights(algo.part_weights)}
     for_advantage = values | {"process_coef": process.process_coef, "outcome_coef": process.outcome_coef}
     return Algorithm(
@@ -33,7 +34,8 @@ def compose(cfg: Config) -> Algorithm:
         select=SELECTIONS.get(algo.loss),
         aggregation=aggregation(cfg),
         horizon=float(cfg.rollout.max_new_tokens),
-        old_logp=old_logp(cfg, wanted),
+        old_logp=source,
+        correction=correction(cfg, source),
         # A user's own loss may have terms that no advantage multiplies.
         skip_zero_advantage=algo.skip_zero_advantage
         and algo.loss in LOSSES
@@ -82,6 +84,15 @@ def old_logp(cfg: Config, wanted: frozenset[str]) -> str:
     in_reward = "reference" in wanted and algo.kl_in == "reward"
     before = in_reward or wanted & {"logp", "collision"} or algo.loss in SELECTIONS
     return "policy" if algo.updates_per_step > 1 or before else "update"
+
+
+def correction(cfg: Config, source: str) -> str:
+    """`--correction.kind`, or whether samples may be stale. source: of old_logp, as `old_logp` returns it."""
+    if cfg.correction.kind != "auto":
+        return cfg.correction.kind
+    stale = cfg.rollout.staleness or cfg.rollout.partial_steps
+    # Against the engine's own logp the loss's ratio is the correction already.
+    return "tis_token" if stale and source != "rollout" else "none"
 
 
 def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:

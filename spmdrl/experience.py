@@ -1,6 +1,7 @@
 """One step's experience: rounds of sampling until the filter has enough prompts, then replay and resampling."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,12 +29,47 @@ class Experience:
 
     trajectories: list[Trajectory]
     drawn: int = 0
-    """Prompts that it took from the line, over all ranks."""
+    """Prompts that it took from the line, over all ranks; known to those who sample."""
     carried: list[Group] = field(default_factory=list)
     """Groups that were cut short on this rank's engine, for the next step."""
     bad_samples: int = 0
     """Left out on this rank because a reward or logp was not finite."""
     stats: Metrics = field(default_factory=Metrics)
+
+
+class Ahead:
+    """The experience of one step after the other, each sampled when it is asked for, or before that.
+
+    What counts the prompts and what was cut short belong to the sampling, which is as far as `staleness` steps ahead.
+    So the experience of step k comes from the weights that step max(k - staleness, first) began with.
+    """
+
+    def __init__(
+        self, sample: Callable[[int, list[Group]], Experience], staleness: int, first: int, steps: int, draws: int
+    ):
+        """sample: (step, groups that were cut short before) -> its experience. steps: of the run; draws: before."""
+        self.sample, self.staleness, self.step, self.steps, self.draws = sample, staleness, first, steps, draws
+        self.carried: list[Group] = []
+        self.ready: deque[Experience] = deque()
+
+    def take(self, step: int) -> Experience:
+        """What was sampled for this step. Collective over those who sample."""
+        if not self.ready:
+            self._next()
+        assert self.step - len(self.ready) == step, "one step after the other"
+        return self.ready.popleft()
+
+    def look_ahead(self, step: int) -> None:
+        """Sample what may be sampled by the weights of this step. Collective over those who sample."""
+        while self.step <= step + self.staleness and self.step < self.steps:
+            self._next()
+
+    def _next(self) -> None:
+        done = self.sample(self.step, self.carried)
+        self.step += 1
+        self.draws += done.drawn
+        self.carried = done.carried
+        self.ready.append(done)
 
 
 def fill(
@@ -45,9 +81,9 @@ def fill(
     carried: list[Group],
     step: int,
 ) -> Experience:
-    """Sample until a step has its prompts; without a filter, once. Collective.
+    """Sample until a step has its prompts; without a filter, once. Collective over those who sample.
 
-    Every rank goes round as often: what is counted is what all ranks kept (law 1). Of the prompts kept, those drawn
+    All of them go round as often: what is counted is what all ranks kept (law 1). Of the prompts kept, those drawn
     first are taken, so which rank sampled them plays no part; the rest is dropped and counted.
 
     Args:
@@ -83,7 +119,7 @@ def fill(
         check_parts(usable, cfg)
         kept += passing(usable, keep, cfg.filter) if keep else usable
         mine = torch.tensor(sorted({t.position for t in kept}), dtype=torch.int64)
-        positions = torch.cat([part[:, 0].cpu() for part in all_gather_rows(mine[:, None], world.host_group)])
+        positions = torch.cat([part[:, 0].cpu() for part in all_gather_rows(mine[:, None], world.rollout_group)])
         if not keep or len(positions) >= wanted:
             break
     else:
@@ -103,7 +139,7 @@ def fill(
         leader = world.engine_tp_rank == 0
         tokens = sum(len(part.tokens) for group in cut for part in group.parts.values()) * leader
         stale = sum(int((t.versions[t.mask] < round_.version).sum()) for t in taken if t.versions is not None)
-        counts = all_reduce(torch.tensor([len(cut) * leader, tokens, stale]), "sum", world.host_group).tolist()
+        counts = all_reduce(torch.tensor([len(cut) * leader, tokens, stale]), "sum", world.rollout_group).tolist()
         for name, count in zip(("cut_prompts", "cut_tokens", "stale_tokens"), counts, strict=True):
             out.stats.add(f"rollout/{name}", count)
         out.stats.add("rollout/surplus_prompts", len(positions) - len(chosen))

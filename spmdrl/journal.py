@@ -9,6 +9,7 @@ from spmdrl.config.dump import to_dict
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.metrics import Metrics
@@ -91,6 +92,30 @@ def describe(stats: Metrics, batch: Batch, part_names: tuple[str, ...]) -> None:
     stats.add("response_length/cut", cut.mean() if n else 0.0, n)
     stats.add("advantage/nonzero", (batch.seq["advantage"] != 0).double().mean() if n else 0.0, n)
     stats.add_sum("tokens", batch.n_tokens)
+
+
+def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
+    """Add how many versions older than `version`, where the update begins, sampled tokens are."""
+    mask_T = batch.token["mask"]
+    age_T = (version - batch.token["version"][mask_T]).double()
+    stats.add("rollout/staleness", age_T.mean(), len(age_T))
+
+
+def told(values: dict[str, float], world: World) -> dict[str, float]:
+    """Numbers of the ranks that train, score and sample together, on every rank. Collective under `split`.
+
+    values: alike on ranks that do the same. Of a name that several have, what those say who train, else who sample;
+    of memory the most.
+    """
+    if not world.roles.split:
+        return values
+    texts = all_gather_text(json.dumps(values), world.host_group)
+    out: dict[str, float] = {}
+    for ranks in (world.roles.scorers, world.roles.samplers, world.roles.trainers):
+        said = json.loads(texts[ranks[0]])
+        memory = {k: max(v, out.get(k, 0.0)) for k, v in said.items() if k.startswith("memory/")}
+        out |= said | memory
+    return out
 
 
 def with_rates(values: dict[str, float]) -> dict[str, float]:

@@ -80,6 +80,20 @@ def score(
     return metrics
 
 
+def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> None:
+    """What a rank does while others `score` that has frozen models and trains nothing: answer for each, in that order.
+
+    Collective. batch: empty, with the columns that the others' have.
+    """
+    for judge in (models.reward_model, models.cost_model):
+        if judge:
+            judge.values(batch)
+    for name, model in (("reference", models.reference), ("process", models.process_reference)):
+        if name in algo.needs:
+            assert model is not None, "the run builds what `needs` names"
+            model.logprobs(batch, temperature)
+
+
 def learn(
     batch: Batch, models: Models, algo: Algorithm, step: int, temperature: float, group: Group, device: torch.device
 ) -> Metrics:

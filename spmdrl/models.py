@@ -1,20 +1,33 @@
-"""Every model of a run besides the engine: which ones an algorithm needs, and where each starts."""
+"""Every model of a run besides the engine: which ones an algorithm needs, where each starts, on which ranks it is."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.load import check_same_tokens
-from spmdrl.spmd.mesh import World
+from spmdrl.policy.remote import RemotePolicy
+from spmdrl.spmd.mesh import World, scoring_world
+
+log = logging.getLogger("spmdrl")
 
 
 @dataclass
 class Models:
-    """The policy and its company. None: the algorithm does not need it."""
+    """The policy and its company. None: the algorithm does not need it, or it is not on this rank.
 
-    policy: Policy
+    What learns is on the ranks that train. What is frozen is with it, or on ranks of its own: then those who train hold
+    a `RemotePolicy`, and so do those who score, who answer it.
+    """
+
+    policy: Any
+    """The Policy that learns; None on a rank that does not train."""
     reference: Policy | None = None
     """Of the KL term; a teacher, in distillation."""
     critic: Policy | None = None
@@ -48,21 +61,38 @@ class Models:
 
 
 def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
-    """Build what an algorithm needs (see `compose.needs`). Collective.
+    """Build what an algorithm needs (see `compose.needs`) of what belongs on this rank. Collective.
 
     Raises:
         ValueError: a folder that is missing or does not fit its role.
     """
     from spmdrl.policy.fsdp import FsdpPolicy
+    from spmdrl.policy.lora import BaseOf
 
     total = cfg.run.steps * cfg.algo.updates_per_step
+    any_frozen = needs & {"reference", "process"} or cfg.reward.model or cfg.safety.cost_model
+    if cfg.parallel.scoring_ranks and not any_frozen:
+        log.warning(
+            "--parallel.scoring-ranks %d: this run has no frozen model (no KL, teacher, reward or cost model), so "
+            "these ranks have nothing to do",
+            cfg.parallel.scoring_ranks,
+        )
+    scoring = scoring_world(world, timedelta(seconds=cfg.run.timeout))
 
-    def trained(path: str, lr: float, head: str) -> Policy:
+    def trained(path: str, lr: float, head: str) -> Policy | None:
+        if not world.trains:
+            return None
         optimizer = dataclasses.replace(cfg.optimizer, lr=lr)
         return FsdpPolicy(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
 
-    def frozen(path: str, head: str = "lm") -> Policy:
-        return FsdpPolicy(cfg, world, 0, trainable=False, path=path, head=head)  # type: ignore[arg-type]
+    def frozen(path: str, head: str = "lm") -> Any:
+        model = None
+        if world.scores:
+            model = FsdpPolicy(cfg, scoring, 0, trainable=False, path=path, head=head)  # type: ignore[arg-type]
+        if scoring is world or world.samples:
+            return model
+        answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
+        return RemotePolicy(model, world, scoring.holders, answers, cfg.policy.share_prompts and head != "score")
 
     others = {
         "--reference.path": cfg.reference.path,
@@ -74,9 +104,12 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     for flag, path in others.items():
         if path:
             check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
-    models = Models(FsdpPolicy(cfg, world, total))
+    replay = cfg.rollout.routing_replay
+    models = Models(FsdpPolicy(cfg, world, total, routing_replay=replay, adapt=True) if world.trains else None)
     if "reference" in needs:
-        models.reference = frozen(cfg.reference.path)
+        start = cfg.reference.path in ("", cfg.model.path)
+        free = cfg.lora.rank and start and scoring is world
+        models.reference = BaseOf(models.policy) if free else frozen(cfg.reference.path)
     models.keep_reference = cfg.reference.refresh_every > 0
     if "critic" in needs:
         models.critic = trained(cfg.critic.path, cfg.critic.lr, "value")

@@ -16,24 +16,25 @@ from spmdrl import checkpoint
 from spmdrl.accuracy import evaluate_round, evaluation_round
 from spmdrl.algorithm import Algorithm
 from spmdrl.algos.filters import FILTERS
-from spmdrl.collect import Round, collect
+from spmdrl.collect import Group, Round, collect
 from spmdrl.compose import compose, load_function
 from spmdrl.config.checks import plan_lines
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.load import Loaded
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch, from_trajectories, share_out
+from spmdrl.data.batch import Batch, from_trajectories, share_out, to_trajectories
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.sampler import drawn_indices
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.environment import keep_freed_memory
-from spmdrl.experience import Experience, Replay, fill
-from spmdrl.journal import Journal, describe, with_rates
-from spmdrl.learn import steer
+from spmdrl.experience import Ahead, Experience, Replay, fill
+from spmdrl.journal import Journal, describe, describe_age, told, with_rates
+from spmdrl.learn import serve, steer
 from spmdrl.memory import Memory
 from spmdrl.models import build_models
 from spmdrl.policy.load import load_tokenizer, resolve
+from spmdrl.policy.routing import experts_of
 from spmdrl.rewards.load import load_reward
 from spmdrl.rollout.build import build_engine, context_length, stop_tokens
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
@@ -64,7 +65,7 @@ class Run:
         self.algo: Algorithm = compose(cfg)
         self.keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
         self.replay = Replay(cfg.filter, cfg.rollout.prompts_per_step)
-        self.draws, self.carried = 0, []
+        self.draws = 0
         self.note("loading tokenizer and prompts")
         model_folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
@@ -79,17 +80,22 @@ class Run:
         self.eval_prompts = None
         if cfg.data.eval and cfg.eval.every:
             self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts)
-        self.grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop")
+        self.grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop") if world.samples else None
         self.timeouts_seen = 0
         self.part_names: tuple[str, ...] = ()
+        self.experts_width = 0
+        if cfg.rollout.routing_replay:
+            # Of every rank: one without samples needs the column too.
+            self.experts_width = experts_of(model_folder, cfg.model.trust_remote_code).width
         self.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
         self.models = build_models(cfg, world, self.algo.needs)
         self.policy = self.models.policy
         self.start_step = self._resume()
+        self.ahead = Ahead(self._sample, cfg.rollout.staleness, self.start_step, cfg.run.steps, self.draws)
         stop = stop_tokens(model_folder, self.tokenizer)
         self.note(f"starting engine {cfg.rollout.engine}")
-        self.engine = build_engine(cfg, world, stop)
-        self.memory = Memory(cfg, self.models, self.engine, timer)
+        self.engine = build_engine(cfg, world, stop) if world.samples else None
+        self.memory = Memory(cfg, self.models, self.engine, timer, world)
         self.journal = Journal(cfg, world, self.folder, console, self.tokenizer, self.start_step)
         self.eval_metrics: dict[str, float] = {}
         self.step_began = time.perf_counter()
@@ -122,8 +128,9 @@ class Run:
                 f"{found} was made with --run.seed {state['seed']}, this run asks for {self.cfg.run.seed}; resume with "
                 "that seed, or choose another --run.dir"
             )
-        self.policy.version = state["version"]
-        self.policy.updates_done = state["updates_done"]
+        if self.policy:
+            self.policy.version = state["version"]
+            self.policy.updates_done = state["updates_done"]
         for name, model in self.models.trained().items():
             model.updates_done = state["trained"][name]
         self.algo.state |= state["algorithm"]
@@ -140,30 +147,47 @@ class Run:
             yield step
 
     def experience(self, step: int) -> Experience:
-        """Sample and grade what this step learns from. Collective."""
-        done = fill(
+        """What this step learns from, sampled and graded here unless that was done ahead. Collective over samplers.
+
+        Nothing on a rank that does not sample.
+        """
+        return self.ahead.take(step) if self.world.samples else Experience([])
+
+    def stand_by(self, step: int, batch: Batch) -> Metrics:
+        """What a rank that does not train does while others do. Collective over ranks of its kind.
+
+        It samples the steps to come, or answers for the frozen models; what it has to tell stands in `log` anyway.
+        """
+        if self.world.samples:
+            self.ahead.look_ahead(step)
+        else:
+            with self.timer("logp"):
+                serve(batch, self.models, self.algo, self.temperature)
+        return Metrics()
+
+    def _sample(self, step: int, carried: list[Group]) -> Experience:
+        assert self.engine and self.grader, "this rank samples"
+        engine, grader = self.engine, self.grader
+        return fill(
             lambda before, prompts: self.round(step, before, prompts),
-            lambda round_: collect(round_, self.engine, self.grader, self.tokenizer, self.world, self.timer),
+            lambda round_: collect(round_, engine, grader, self.tokenizer, self.world, self.timer),
             self.keep,
             self.cfg,
             self.world,
-            self.carried,
+            carried,
             step,
         )
-        self.draws += done.drawn
-        self.carried = done.carried
-        return done
 
     def round(self, step: int, before: int, prompts: int) -> Round:
         """A round of `prompts` prompts, after `before` in this step; the same on every rank, for every world size."""
-        cfg, first = self.cfg.rollout, self.draws + before
+        cfg, first = self.cfg.rollout, self.ahead.draws + before
         drawn = drawn_indices(len(self.prompts), first, prompts, self.cfg.run.seed)
         return Round(
             f"train/{self.start_step}/{step}/{before}",
             [self.prompts.prompts[i] for i in drawn],
             cfg.samples_per_prompt,
             (self.cfg.run.seed, step),
-            self.policy.version,
+            self.memory.version,
             cfg.max_new_tokens,
             cfg.temperature,
             cfg.top_p,
@@ -180,7 +204,7 @@ class Run:
         texts = all_gather_text("\n".join(names), self.world.host_group)
         self.part_names = tuple(sorted({name for text in texts for name in text.splitlines()}))
         prompts, seed = self.cfg.rollout.prompts_per_step, self.cfg.run.seed
-        batch = from_trajectories(trajectories, self.part_names)
+        batch = from_trajectories(trajectories, self.part_names, self.experts_width)
         rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
         batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
         batch.seq["work"] = batch.lengths
@@ -201,33 +225,46 @@ class Run:
         if not due or self.eval_prompts is None:
             return
         with self.timer("eval"):
-            name = f"{self.start_step}/{step}/{force}"
-            round_ = evaluation_round(self.cfg, self.eval_prompts.prompts, self.policy.version, name)
-            self.eval_metrics = evaluate_round(round_, self.engine, self.grader, self.tokenizer, self.world)
+            if self.engine and self.grader:
+                name = f"{self.start_step}/{step}/{force}"
+                round_ = evaluation_round(self.cfg, self.eval_prompts.prompts, self.memory.version, name)
+                self.eval_metrics = evaluate_round(round_, self.engine, self.grader, self.tokenizer, self.world)
+            self.eval_metrics = told(self.eval_metrics, self.world)
 
     # ── after a step ─────────────────────────────────────────────────────────
 
-    def log(self, step: int, batch: Batch, done: Experience, scored: Metrics, stats: Metrics) -> None:
+    def log(self, step: int, batch: Batch, done: Experience, stats: Metrics) -> None:
         """Reduce this step's numbers over ranks and write them. Collective."""
-        stats.merge(scored)
+        world, rollout = self.world, self.cfg.rollout
         stats.merge(done.stats)
-        describe(stats, batch, self.part_names)
-        counts = torch.tensor([self.grader.timeouts - self.timeouts_seen, done.bad_samples])
-        self.timeouts_seen = self.grader.timeouts
-        timeouts, bad = all_reduce(counts, "sum", self.world.host_group).tolist()
-        stats.add("reward/timeouts", timeouts)
-        if self.cfg.filter.bad_sample == "skip":
-            stats.add("filter/bad_samples", bad)
-        for owner, size in self.memory.table().items():
-            stats.add_max(f"memory/{owner.replace(' ', '_')}_gib", size / 2**30)
+        timeouts = self.grader.timeouts if self.grader else 0
+        drawn = done.drawn * (world.rank == world.roles.samplers[0])
+        counts = torch.tensor([timeouts - self.timeouts_seen, done.bad_samples, drawn])
+        self.timeouts_seen = timeouts
+        timeouts, bad, drawn = all_reduce(counts, "sum", world.host_group).tolist()
+        # Of the steps that were learnt from: what was sampled ahead is sampled again after a resume.
+        self.draws += drawn
+        if world.trains:
+            describe(stats, batch, self.part_names)
+            if world.roles.split or rollout.oversample > 1:
+                describe_age(stats, batch, self.memory.version)
+            stats.add("reward/timeouts", timeouts)
+            if self.cfg.filter.bad_sample == "skip":
+                stats.add("filter/bad_samples", bad)
+        for name, gib in self.memory.metrics().items():
+            stats.add_max(name, gib)
         for name, seconds in self.timer.flush().items():
             stats.add(name, seconds)
         stats.add_max("time/step", time.perf_counter() - self.step_began)
-        values = with_rates(stats.reduce(lambda x, op: all_reduce(x, op, self.group), self.world.device))
-        values |= self.eval_metrics | {"version": self.policy.version}
+        if world.trains:
+            values = with_rates(stats.reduce(lambda x, op: all_reduce(x, op, self.group), world.device))
+            values |= {"version": self.policy.version}
+        else:
+            values = stats.reduce(lambda x, op: all_reduce(x, op, world.role_group))
+        values = told(values, world) | self.eval_metrics
         self.eval_metrics = {}
-        steer(self.algo, values, self.cfg.rollout.prompts_per_step * self.cfg.rollout.samples_per_prompt)
-        self.journal.step(step + 1, values, done.trajectories)
+        steer(self.algo, values, rollout.prompts_per_step * rollout.samples_per_prompt)
+        self.journal.step(step + 1, values, to_trajectories(batch) if world.roles.split else done.trajectories)
 
     def checkpoint(self, step: int) -> None:
         """Save if it is due. Collective."""
@@ -237,7 +274,8 @@ class Run:
         if not (last or (cfg.every and done % cfg.every == 0)):
             return
         with self.timer("checkpoint"):
-            state = {
+            # Rank 0 writes it, which trains.
+            state = self.policy and {
                 "step": done,
                 "version": self.policy.version,
                 "updates_done": self.policy.updates_done,
@@ -255,7 +293,7 @@ class Run:
         if self.cfg.eval.every and self.eval_prompts is not None:
             with self.memory.rollout_phase():
                 self.evaluate(done, force=True)
-            self.journal.numbers(done, self.eval_metrics | {"version": self.policy.version})
+            self.journal.numbers(done, self.eval_metrics | {"version": self.memory.version})
             lines.append("  ".join(f"{k} {v:.3f}" for k, v in self.eval_metrics.items()))
         latest = self.folder / "checkpoints" / "latest"
         lines.append(
@@ -268,7 +306,8 @@ class Run:
     def close(self) -> None:
         """Close files and processes."""
         self.journal.close()
-        self.grader.close()
+        if self.grader:
+            self.grader.close()
 
 
 @contextmanager

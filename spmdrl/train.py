@@ -2,8 +2,8 @@
 
 The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring
 says so). Left out of this page: how the parts are built (`run.py`), what a phase moves on and off the device
-(`memory.py`), the formulas (`algos/`), where experience comes from (`experience.py`, `collect.py`), and what every
-model of a run does with it (`learn.py`).
+(`memory.py`), the formulas (`algos/`), where experience comes from (`experience.py`, `collect.py`), what every model
+of a run does with it (`learn.py`), and what those do meanwhile who only sample or score (`Run.stand_by`).
 """
 
 from spmdrl.config.load import load_or_exit
@@ -22,13 +22,17 @@ def train(run) -> None:
         with run.memory.training_phase():
             with run.timer("exchange"):
                 batch = balance(run.pack(done.trajectories, step), run.world)
-            with run.timer("logp"):
-                scored = score(batch, run.models, run.algo, run.temperature, run.group, run.world.device)
-            with run.timer("advantage"):
-                batch = run.algo.advantages(batch, run.group, run.world.device)
-            with run.timer("update"):
-                stats = learn(batch, run.models, run.algo, step, run.temperature, run.group, run.world.device)
-        run.log(step, batch, done, scored, stats)
+            if run.world.trains:
+                with run.timer("logp"):
+                    stats = score(batch, run.models, run.algo, run.temperature, run.group, run.world.device)
+                with run.timer("advantage"):
+                    batch = run.algo.advantages(batch, run.group, run.world.device)
+                with run.timer("update"):
+                    learnt = learn(batch, run.models, run.algo, step, run.temperature, run.group, run.world.device)
+                    stats.merge(learnt)
+            else:
+                stats = run.stand_by(step, batch)
+        run.log(step, batch, done, stats)
         run.checkpoint(step)
     run.finish()
 

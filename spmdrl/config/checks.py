@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.fields import ConfigError, flag, get, nearest
+from spmdrl.config.placement import placement_problems, ranks_line, role_problems, samplers, shown, trainers
 from spmdrl.config.rules import RULES
 from spmdrl.config.schema import Config
 
 TRACKERS = ("jsonl", "tensorboard", "wandb")
+VLLM_RANK = 512
+"""Largest rank of an adapter inside vLLM 0.32 (`vllm.config.lora.MaxLoRARanks`)."""
 GROUP_BASELINES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_k", "gdpo", "prime"),
     *("optimal_token_baseline", "gigpo", "win_rate"),
@@ -40,11 +43,16 @@ def check(config: Config, world_size: int) -> None:
     ]
     bad = {problem.split(" ", 1)[0] for problem in problems}
     # What holds between settings is only asked of settings that are valid alone, so that one mistake is one line.
+    roles = role_problems(config, world_size)
     if not any(name.startswith("--parallel.") for name in bad):
-        problems += _parallel_problems(config, world_size)
+        problems += roles or _parallel_problems(config, trainers(config, world_size))
     problems += [
         line
-        for line in _rollout_problems(config, world_size) + _algo_problems(config) + _other_problems(config)
+        for line in _rollout_problems(config, 0 if roles else samplers(config, world_size))
+        + _algo_problems(config)
+        + _lora_problems(config)
+        + _other_problems(config)
+        + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
     ]
     if problems:
@@ -63,6 +71,7 @@ def axis_product(config: Config) -> int:
 
 
 def _parallel_problems(config: Config, world_size: int) -> list[str]:
+    """world_size: ranks that train."""
     axes, problems = config.parallel, []
     if config.policy.backend == "fsdp":
         problems = [
@@ -78,14 +87,15 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
             axis = max(("dp_replicate", "sp", "tp", "pp"), key=lambda name: getattr(axes, name))
             problems.append(
                 f"--parallel.{axis.replace('_', '-')} {getattr(axes, axis)}: the axes but dp_shard multiply to {rest}, "
-                f"which must divide the {world_size} ranks of the job"
+                f"which must divide {shown(config, world_size, 'train')}"
             )
         return problems
     if rest * axes.dp_shard != world_size:
         fits = f"{world_size // rest} or -1" if world_size % rest == 0 else "-1 with axes that divide the ranks"
         problems.append(
             f"--parallel.dp-shard {axes.dp_shard}: the axes multiply to {rest * axes.dp_shard} "
-            f"but the job has {world_size} ranks; dp-shard could be {fits}"
+            f"but {'the job has' if config.parallel.placement == 'colocated' else 'there train'} {world_size} ranks; "
+            f"dp-shard could be {fits}"
         )
     elif axes.dp_shard % axes.ep:
         problems.append(f"--parallel.ep {axes.ep}: must divide dp_shard {axes.dp_shard}")
@@ -102,16 +112,10 @@ def sglang_python() -> Path | None:
 
 
 def _rollout_problems(config: Config, world_size: int) -> list[str]:
+    """world_size: ranks that sample; 0 where it is not known."""
     rollout, problems = config.rollout, []
-    if rollout.tp > 1:
-        if world_size % rollout.tp:
-            problems.append(f"--rollout.tp {rollout.tp}: must divide the {world_size} ranks of the job")
-        if rollout.engine == "hf":
-            problems.append(
-                f"--rollout.tp {rollout.tp}: the hf engine takes 1; or choose --rollout.engine vllm or sglang"
-            )
-        elif rollout.engine == "auto" and importlib.util.find_spec("vllm") is None:
-            problems.append(f"--rollout.tp {rollout.tp}: must be 1 for the hf engine; vLLM is not installed")
+    if rollout.tp > 1 and world_size % rollout.tp:
+        problems.append(f"--rollout.tp {rollout.tp}: must divide {shown(config, world_size, 'sample')}")
     if rollout.engine == "sglang":
         if sglang_python() is None:
             problems.append(
@@ -119,6 +123,11 @@ def _rollout_problems(config: Config, world_size: int) -> list[str]:
             )
         if config.model.dtype == "float64":
             problems.append("--model.dtype float64: SGLang has none; take float32, or --rollout.engine hf")
+        if rollout.routing_replay:
+            problems.append(
+                "--rollout.routing-replay True: SGLang's experts are not asked for here; take --rollout.engine vllm on "
+                "GPUs, or hf"
+            )
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     if rollout.partial_steps and rollout.oversample == 1:
         problems.append(
@@ -136,6 +145,35 @@ def _rollout_problems(config: Config, world_size: int) -> list[str]:
             f"so at least {longest} (max_prompt_tokens {rollout.max_prompt_tokens} + "
             f"max_new_tokens {rollout.max_new_tokens})"
         )
+    return problems
+
+
+def _lora_problems(config: Config) -> list[str]:
+    lora, engine, problems = config.lora, config.rollout.engine, []
+    if not lora.rank:
+        return problems
+    shown = f"--lora.rank {lora.rank}"
+    if importlib.util.find_spec("peft") is None:
+        problems.append(f"{shown}: PEFT is not installed; run ./launch/install.sh, or take 0")
+    if not lora.targets:
+        problems.append("--lora.targets: name linear layers of the model, or all-linear")
+    if config.reference.refresh_every:
+        problems.append(
+            f"--reference.refresh-every {config.reference.refresh_every}: with adapters the reference is the model "
+            "without them, which stays as it is; take 0"
+        )
+    if engine == "auto":
+        engine = "hf" if importlib.util.find_spec("vllm") is None or config.model.dtype == "float64" else "vllm"
+    if lora.push == "adapter" and engine == "sglang":
+        problems.append("--lora.push adapter: SGLang takes full weights only; take --lora.push merged")
+    if lora.push == "adapter" and engine == "hf" and config.rollout.tp > 1:
+        problems.append(f"--rollout.tp {config.rollout.tp}: the hf engine divides no adapters; take --lora.push merged")
+    if lora.push == "adapter" and config.rollout.quantization != "none":
+        problems.append(
+            f"--rollout.quantization {config.rollout.quantization}: not beside adapters; take --lora.push merged"
+        )
+    if lora.push == "adapter" and engine == "vllm" and lora.rank > VLLM_RANK:
+        problems.append(f"{shown}: vLLM holds adapters of rank {VLLM_RANK} at most; take --lora.push merged")
     return problems
 
 
@@ -202,7 +240,7 @@ def _algo_problems(config: Config) -> list[str]:
             "--algo.advantage optimal_token_baseline: needs a pass of the policy before the update; leave out "
             "--filter.replay-steps and --algo.old-logp rollout"
         )
-    if correction.kind != "none" and old_logp == "rollout" and algo.loss not in ("reinforce", "gpg"):
+    if correction.kind not in ("none", "auto") and old_logp == "rollout" and algo.loss not in ("reinforce", "gpg"):
         problems.append(
             f"--correction.kind {correction.kind}: with --algo.old-logp rollout the ratio of {algo.loss} is the "
             "correction already; take none, or old-logp policy"
@@ -244,6 +282,9 @@ def _range_problems(config: Config) -> list[str]:
             problems.append(f"{flag(low_name)} {low}: must not be above {flag(high_name)} {high}")
     if correction.kind.startswith("tis") and correction.low is not None:
         problems.append(f"--correction.low {correction.low}: {correction.kind} truncates from above only; take icepop")
+    if correction.kind == "auto" and (correction.low is not None or correction.high is not None):
+        bound = "low" if correction.low is not None else "high"
+        problems.append(f"--correction.{bound} {getattr(correction, bound)}: name the --correction.kind that it bounds")
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if algo.kl_controller == "adaptive" and algo.kl_horizon < samples / 5:
         problems.append(
@@ -309,8 +350,8 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
     one rank; shorter ones pack tighter.
     """
     rollout, axes, updates = config.rollout, config.parallel, config.algo.updates_per_step
-    shard = axes.dp_shard if axes.dp_shard != -1 else world_size // axis_product(config)
-    engines = world_size // rollout.tp
+    shard = axes.dp_shard if axes.dp_shard != -1 else trainers(config, world_size) // axis_product(config)
+    engines = samplers(config, world_size) // rollout.tp
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     data_ranks = axes.dp_replicate * shard
@@ -321,7 +362,7 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
     sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shard, "sp": axes.sp, "tp": axes.tp}
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
     return [
-        f"ranks    {world_size} = {mesh}" + (f", ep {axes.ep}" if axes.ep > 1 else ""),
+        f"ranks    {ranks_line(config, world_size, mesh + (f', ep {axes.ep}' if axes.ep > 1 else ''))}",
         f"rollout  {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt:,} samples = "
         f"{sequences:,} sequences a step; {_count(engines, 'engine')} of {_count(rollout.tp, 'rank')}, "
         f"{_count(sequences / engines, 'sequence')} each",

@@ -86,8 +86,9 @@ class AlgoConfig:
 class CorrectionConfig:
     """Importance weights for the difference between engine and trainer (rollout_logp against old_logp)."""
 
-    kind: Literal["none", "tis_token", "tis_sequence", "icepop", "mis_token", "mis_sequence"] = "none"
-    """Truncated (tis) or masked (mis, icepop) importance sampling, by token or by sequence."""
+    kind: Literal["auto", "none", "tis_token", "tis_sequence", "icepop", "mis_token", "mis_sequence"] = "auto"
+    """Truncated (tis) or masked (mis, icepop) importance sampling, by token or by sequence. `auto`: tis_token where
+    samples come from older weights (rollout.staleness, rollout.partial_steps), else none."""
     low: float | None = None
     """Ratios below count nothing (icepop, mis). None: the method's own."""
     high: float | None = None

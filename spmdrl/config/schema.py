@@ -115,8 +115,24 @@ class PolicyConfig:
     `eager`: plain softmax."""
     share_prompts: bool = True
     """Run the prompt of a group's samples once, in forward and backward; changes speed and memory, never the result."""
-    offload: bool = False
-    """Move parameters and optimizer (the critic's too) to host memory while the engine samples."""
+    offload: Literal["none", "host", "disk"] = "none"
+    """Where parameters and optimizer (the critic's too) are while the engine samples: `none` leaves them, `host` is
+    pinned host memory (on a CPU: no move), `disk` a temporary file in $TMPDIR or /var/tmp."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters on the policy, which then train alone; a KL's reference is the model without them."""
+
+    rank: int = 0
+    """Rank of the adapters. 0: none, every weight trains."""
+    alpha: int = 16
+    """What they add is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Linear layers of the decoder that get one, such as `q_proj v_proj`; `all-linear`: all of them."""
+    push: Literal["adapter", "merged"] = "adapter"
+    """What engines get: the adapters alone, beside weights that are pushed once, or the full model with them added in
+    (any engine, and the only way for sglang)."""
 
 
 @dataclass
@@ -129,8 +145,8 @@ class ReferenceConfig:
     """Which model, as `--model.path`; a teacher, for distillation. Empty: the starting model."""
     refresh_every: int = 0
     """Take over the policy's weights every N steps. 0: never."""
-    offload: bool = False
-    """Keep frozen models in host memory while the engine samples."""
+    offload: Literal["none", "host", "disk"] = "none"
+    """Where frozen models are while the engine samples, as `--policy.offload`."""
 
 
 @dataclass
@@ -140,7 +156,7 @@ class RolloutConfig:
     engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
     """Sampler. `auto`: vLLM when installed, else the HF engine. `sglang`: after `launch/install.sh --sglang`."""
     tp: int = 1
-    """Ranks that share one engine; must divide the world size."""
+    """Ranks that share one engine; must divide the ranks that sample."""
     prompts_per_step: int = 32
     """Prompts in one step over all ranks."""
     samples_per_prompt: int = 8
@@ -168,11 +184,24 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     """Share of a GPU that vLLM or SGLang may take while awake."""
     staleness: int = 0
-    """Under `split`: steps that sampling runs ahead, so the oldest weights that a sample may come from. 1: the experience
-    of step k + 1 is sampled while step k trains, by the weights step k began with."""
+    """Under `split`: steps that sampling runs ahead, which bounds the age of its weights. 1: the experience of step k+1
+    is sampled while step k trains, by the weights that step k began with."""
+    routing_replay: bool = False
+    """Mixture of experts: train every token with the experts that the engine sent it to (R3); not with sglang, nor with
+    vLLM on a CPU."""
     sleep_level: Literal[0, 1, 2] = 1
-    """Between rollouts: 0 stays awake, 1 gives back the KV cache (and parks weights in host memory on GPU), 2 drops
-    weights too."""
+    """Between rollouts: 0 stays awake, 1 gives back the KV cache (and parks weights in host memory on GPU), 2 gives
+    back both, so that every wake needs a push."""
+    deterministic: bool = False
+    """Samples do not depend on what runs beside them: batch-invariant kernels in vLLM and SGLang (GPU; slower), one
+    sequence at a time in the HF engine."""
+    quantization: Literal["none", "int8", "fp8"] = "none"
+    """8-bit weights in the engine: `fp8` in vLLM and SGLang (GPU), either one in the HF engine. The trainer's weights are
+    others then, so it turns the rollout correction on."""
+    logp_diff_warn: float = 0.1
+    """Warn when the engine's logp is off the trainer's by more, in the mean of a step. 0: never."""
+    logp_diff_stop: float = 1.0
+    """And end the job: engine and trainer do not hold the same model. 0: never."""
     push_bucket_mib: int = 256
     """Largest bucket of a weight push."""
     enforce_eager: bool = False
@@ -277,6 +306,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

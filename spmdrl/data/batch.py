@@ -22,7 +22,8 @@ KEYS = ("position", "sample")
 class Batch:
     """B sequences, T tokens, sorted by (position, sample).
 
-    lengths: int64 [B]. token: name -> [T]; always holds tokens, version (int64), mask (bool), rollout_logp (float32).
+    lengths: int64 [B]. token: name -> [T]; always holds tokens, version (int64), mask (bool), rollout_logp (float32);
+    where routing is replayed experts (int16 [T, W], see `Trajectory`).
     seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward, baseline (float64).
     """
 
@@ -91,10 +92,13 @@ class Batch:
         )
 
 
-def from_trajectories(trajectories: list[Trajectory], part_names: tuple[str, ...] = ()) -> Batch:
+def from_trajectories(
+    trajectories: list[Trajectory], part_names: tuple[str, ...] = (), experts_width: int = 0
+) -> Batch:
     """Pack trajectories in sample order; an empty list gives an empty batch with every column.
 
-    part_names: reward parts kept as `part/<name>` columns. They must be the same on every rank.
+    part_names: reward parts kept as `part/<name>` columns. experts_width: columns of `Trajectory.experts`, kept as
+    `token["experts"]`; 0: not kept. Both must be the same on every rank.
     """
     ordered = sorted(trajectories, key=lambda t: (t.position, t.sample))
 
@@ -110,6 +114,17 @@ def from_trajectories(trajectories: list[Trajectory], part_names: tuple[str, ...
         "rollout_logp": pack(lambda t: t.rollout_logp, torch.float32),
         "version": pack(lambda t: t.versions if t.versions is not None else t.mask * t.version, torch.int64),
     }
+    if experts_width:
+        unknown = torch.full((0, experts_width), -1, dtype=torch.int16)
+        token["experts"] = torch.cat(
+            [
+                unknown,
+                *(
+                    unknown.new_full((len(t.tokens), experts_width), -1) if t.experts is None else t.experts
+                    for t in ordered
+                ),
+            ]
+        )
     seq = {
         name: column(getattr(t, name) for t in ordered) for name in ("prompt", "sample", "position", "version", "turns")
     }
@@ -119,6 +134,19 @@ def from_trajectories(trajectories: list[Trajectory], part_names: tuple[str, ...
     for name in part_names:
         seq[f"part/{name}"] = column((t.parts.get(name, 0.0) for t in ordered), torch.float64)
     return Batch(column(len(t.tokens) for t in ordered), token, seq)
+
+
+def to_trajectories(batch: Batch) -> list[Trajectory]:
+    """Its sequences one by one, those without a token in the loss left out; for a look at them."""
+    lengths = batch.lengths.tolist()
+    columns = [batch.token[name].split(lengths) for name in ("tokens", "mask", "rollout_logp")]
+    names = ("prompt", "sample", "position", "version", "finish", "reward")
+    rows = zip(*columns, *(batch.seq[name].tolist() for name in names), strict=True)
+    return [
+        Trajectory(prompt, sample, position, tokens, mask, logp, version, FINISH_REASONS[finish], reward=reward)
+        for tokens, mask, logp, prompt, sample, position, version, finish, reward in rows
+        if bool(mask.any())
+    ]
 
 
 def to_table(batch: Batch) -> Table:
@@ -140,12 +168,21 @@ def from_table(table: Table) -> Batch:
 def balance(batch: Batch, world: World) -> Batch:
     """Give every data position the same amount of work in every optimizer step. Collective over the world.
 
-    Any rank may bring sequences, each of them once; the ranks of a position (`World.holders`) return the same share.
+    Any rank may bring sequences, each of them once; the ranks of a position (`World.holders`) return the same share,
+    and ranks that hold none an empty batch.
     Which optimizer step uses a sequence stands in `seq["update"]`, and what it costs there in `seq["work"]` (int64):
     both come from data, and only the second one is free to be an estimate (law 2). Where prompts are shared,
     `seq["common"]` (int64) is the part of that work that samples of a prompt on one rank do once.
     """
-    positions, copies = world.holders.shape
+    return deal(batch, world.holders, world.group, world.device)
+
+
+def deal(batch: Batch, holders: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device) -> Batch:
+    """`balance` over the ranks of a group. Collective.
+
+    holders: int64 [data positions, copies], group ranks. device: where collectives of the group want their tensors.
+    """
+    positions, copies = holders.shape
     table = to_table(batch)
     # They travel in the keys, so that every rank plans alike.
     shared = "common" in batch.seq
@@ -158,10 +195,10 @@ def balance(batch: Batch, world: World) -> Batch:
     def assign(rows: torch.Tensor) -> torch.Tensor:
         position, _, share, work, common = rows[::copies, : len(KEYS) + 3].unbind(1)
         if not shared:
-            return world.holders[assign_balanced(work, share, positions)].flatten()
-        return world.holders[assign_groups(work, share, position, common, positions)].flatten()
+            return holders[assign_balanced(work, share, positions)].flatten()
+        return holders[assign_groups(work, share, position, common, positions)].flatten()
 
-    received, _ = exchange(table, assign, world.group, world.device)
+    received, _ = exchange(table, assign, group, device)
     return from_table(received)
 
 

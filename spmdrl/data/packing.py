@@ -22,7 +22,7 @@ def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
     lengths = batch.lengths.tolist()
     if not share or len(batch) < 2:
         return [Unit([i], n) for i, n in enumerate(lengths)]
-    trunk_of, sizes = trunks(batch.token["tokens"], batch.lengths, batch.token["mask"])
+    trunk_of, sizes = trunks(batch.token["tokens"], batch.lengths, batch.token["mask"], batch.token.get("experts"))
     units: list[Unit] = []
     for i, (trunk, size, length) in enumerate(zip(trunk_of, sizes, lengths, strict=True)):
         more = length - size

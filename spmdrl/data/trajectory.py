@@ -37,8 +37,11 @@ class Trajectory:
     """Reward of the greedy response to the same prompt, where one was sampled."""
     versions: torch.Tensor | None = None
     """int64 [L], weight version that sampled each token; None: `version` did all."""
+    experts: torch.Tensor | None = None
+    """int16 [L, W], the experts that each token was sent to, layer by layer; -1 where that is not known, as of the last
+    token. W: `policy.routing.Experts.width`."""
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further per-token tensors [L] (routed experts and the like)."""
+    """Further per-token tensors [L]."""
 
     def __post_init__(self):
         assert len(self.tokens) == len(self.mask) == len(self.rollout_logp), "a trajectory's tensors share one length"

@@ -39,11 +39,15 @@ def prompt_lengths(lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tenso
     return lengths_B.scatter_reduce(0, seq_T[mask_T], inside_T[mask_T], "amin")
 
 
-def trunks(tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> tuple[list[int], list[int]]:
+def trunks(
+    tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor, experts_T: torch.Tensor | None = None
+) -> tuple[list[int], list[int]]:
     """([B] the trunk of each sequence, numbered from 0; [B] its length). Only neighbours share a trunk.
 
     A sequence without a sampled token is all trunk but its last token, so that every sequence has a branch.
+    experts_T: [T, ...] where routing is replayed; then a trunk's tokens go to the same experts too.
     """
+    columns_T = [tokens_T] if experts_T is None else [tokens_T, experts_T]
     starts, lengths = (torch.cumsum(lengths_B, 0) - lengths_B).tolist(), lengths_B.tolist()
     first_B = prompt_lengths(lengths_B, mask_T).tolist()
     trunk_of: list[int] = []
@@ -54,7 +58,7 @@ def trunks(tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor
         same = (
             i > 0
             and size == sizes[leader]
-            and torch.equal(tokens_T[start : start + size], tokens_T[starts[leader] : starts[leader] + size])
+            and all(torch.equal(x[start : start + size], x[starts[leader] : starts[leader] + size]) for x in columns_T)
         )
         if not same:
             leader = i
@@ -63,9 +67,11 @@ def trunks(tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor
     return trunk_of, sizes
 
 
-def plan_tree(tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> Tree | None:
-    """The tree of a pack; None where no two neighbours have a prompt in common. Host tensors."""
-    trunk_of, sizes = trunks(tokens_T, lengths_B, mask_T)
+def plan_tree(
+    tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor, experts_T: torch.Tensor | None = None
+) -> Tree | None:
+    """The tree of a pack; None where no two neighbours have a prompt in common. Host tensors; see `trunks`."""
+    trunk_of, sizes = trunks(tokens_T, lengths_B, mask_T, experts_T)
     count = trunk_of[-1] + 1 if trunk_of else 0
     if count == len(trunk_of):
         return None

@@ -58,6 +58,8 @@ class Packing:
     kind: str
     part: TokenSlice
     """Which of the tokens this rank's layers hold; attention itself sees all of them."""
+    experts: torch.Tensor | None = None
+    """[S, L, K] of those tokens: the experts that routers must choose (`routing.py`)."""
 
 
 def plan_packing(

@@ -30,6 +30,9 @@ Loss = Callable[[Batch, torch.Tensor, torch.Tensor, dict], LossResult]
 Prepare = Callable[[Batch, int], dict]
 """(this rank's sequences of one optimizer step, the step's place in the update) -> what its micro-batches share."""
 
+Part = Literal["model", "base", "adapter"]
+"""What of a policy travels: the full model, adapters added in; the model beneath them; they alone."""
+
 Head = Literal["lm", "value", "score"]
 """What a model says of a token: logp and entropy; the value of the state before it; a score of all up to it."""
 
@@ -62,10 +65,13 @@ class Policy(Protocol):
         """
         ...
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self, part: Part = "model") -> list[Piece]:
         """What this rank holds of every weight, under HF checkpoint names; views that an update changes.
 
         The same names and boxes in the same order at every call.
+
+        part: of a policy with adapters, the full `model` with them in it (computed anew at every call), the `base` as
+        it was, or the `adapter` weights alone. Others have the first two, which are the same.
         """
         ...
 

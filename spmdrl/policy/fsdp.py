@@ -9,28 +9,32 @@ averaged) over ranks, so neither the packing nor the number of ranks enters the 
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
-from spmdrl.policy import attention
-from spmdrl.policy.contract import DTYPES, Bucket, Head, Loss, Prepare
+from spmdrl.policy import attention, lora
+from spmdrl.policy.contract import DTYPES, Head, Loss, Part, Prepare
+from spmdrl.policy.experts import Layout
 from spmdrl.policy.heads import PackedLM, PackedScalar, Second
-from spmdrl.policy.load import build_model, load_tokenizer, resolve
+from spmdrl.policy.load import build_model, decoder_layers, load_tokenizer, resolve
 from spmdrl.policy.optimizer import learning_rate, make_optimizer
+from spmdrl.policy.routing import Routers
 from spmdrl.policy.ulysses import check_model, check_same
-from spmdrl.policy.weights import SafetensorsWriter, gathered_buckets, read_into
+from spmdrl.policy.weights import SafetensorsWriter, pieces_of, read_into
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.mesh import World
+from spmdrl.spmd.reshard import Piece, Reshard, catalogue
+from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
 
 
@@ -43,7 +47,8 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
 
     direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
     """
-    mesh, master = world.shard_mesh, next(model.parameters()).dtype
+    # What trains, where that is not all of it, is in the master type.
+    mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
     )
@@ -61,18 +66,6 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
                 module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
-def decoder_layers(hf: Any) -> list[nn.Module]:
-    """The repeated blocks of a HF model: the longest ModuleList.
-
-    Raises:
-        ValueError: a model without one.
-    """
-    lists = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"{type(hf).__name__} has no list of layers to shard; --policy.backend fsdp needs one")
-    return list(max(lists, key=len))
-
-
 class FsdpPolicy:
     """The Policy contract (`contract.py`) on FSDP2."""
 
@@ -85,6 +78,8 @@ class FsdpPolicy:
         path: str = "",
         head: Head = "lm",
         optimizer: OptimizerConfig | None = None,
+        routing_replay: bool = False,
+        adapt: bool = False,
     ):
         """Build and shard one model. Collective.
 
@@ -96,6 +91,8 @@ class FsdpPolicy:
             path: as `--model.path`; empty takes that one.
             head: `lm`, `value` (a critic; a head that the folder lacks starts at 0) or `score` (a reward model).
             optimizer: None takes `cfg.optimizer`.
+            routing_replay: send tokens to the experts that `token["experts"]` names (`routing.py`).
+            adapt: train the adapters that `cfg.lora` describes, where its rank is not 0, and nothing else (`lora.py`).
 
         Raises:
             ValueError: a model that cannot train here; the message names the path.
@@ -107,12 +104,19 @@ class FsdpPolicy:
         check_model(self.folder, cfg.model.trust_remote_code, world.sp_size)
         self.compute = DTYPES[cfg.model.dtype]
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
-        kept = self.master if trainable else self.compute
+        adapt = adapt and cfg.lora.rank > 0
+        kept = self.master if trainable and not adapt else self.compute
         hf = build_model(self.folder, kept, cfg.model.trust_remote_code, attention.register(), head)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{path}: an output head with a bias is not supported")
         if cfg.policy.activation_checkpointing and trainable:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.routers = Routers(hf) if routing_replay else None
+        self.layout = Layout(hf)
+        # PEFT's settings of the adapters; None without any.
+        self.adapters: Any = None
+        if adapt:
+            self.adapters = lora.attach(hf, cfg.lora, cfg.run.seed, self.master)
         kind, sp = cfg.policy.attention, world.sp_group
         # Any: fully_shard adds methods, and the parameters become DTensors.
         share = cfg.policy.share_prompts and head != "score"
@@ -120,13 +124,20 @@ class FsdpPolicy:
             PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head == "score", sp, share)
         )
         self.model.train(trainable)
-        self.model.requires_grad_(trainable)
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(trainable and (not adapt or lora.is_adapter(name)))
         # The lockstep recorder wants to see collectives, which direct sends are not.
         shard(self.model, world, self.compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
         self.model.to(world.device)
+        # Routing biases and the like: every rank holds them whole.
+        kept = self.model.hf.state_dict().keys()
+        self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in kept]
         self.total_updates, self.updates_done, self.version = total_updates, 0, 0
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
-        self.on_device = True
+        # As they are when sharded: while the root is gathered, the model shows plain tensors in their place.
+        self.shards: list[Any] = list(self.model.parameters())
+        self.away: list[Parked] = []
+        self.parameters_away = False
 
     # ── forward ──────────────────────────────────────────────────────────────
 
@@ -145,12 +156,16 @@ class FsdpPolicy:
 
     def _forward(self, batch: Batch, temperature: float, second: Second = "entropy"):
         """The head's two tensors [T]; a rank with nothing to do runs a stand-in so that its shards still travel."""
+        assert not self.away, "offloaded: memory.training_phase brings it back"
         device, real = self.world.device, len(batch) > 0
         tokens_T = batch.token["tokens"] if real else torch.zeros(2, dtype=torch.int64)
         lengths_B = batch.lengths if real else torch.tensor([2])
         mask_T = batch.token["mask"] if real else torch.tensor([False, True])
+        replayed = {}
+        if self.routers and real:
+            replayed["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
         # One line for both: ranks that run it together stand at the same place for the lockstep recorder.
-        logp, entropy = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature, second)
+        logp, entropy = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature, second, **replayed)
         if real:
             return logp, entropy
         # Zero times the sum keeps the graph, and with it FSDP's backward.
@@ -175,6 +190,16 @@ class FsdpPolicy:
     def values(self, batch: Batch) -> torch.Tensor:
         """See the contract."""
         return self.logprobs(batch, 1.0)[0]
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """In here the model runs as the frozen one that its adapters started from, experts free to be chosen."""
+        routers, self.routers = self.routers, None
+        try:
+            with lora.without_adapters(self.model):
+                yield
+        finally:
+            self.routers = routers
 
     # ── update ───────────────────────────────────────────────────────────────
 
@@ -244,12 +269,15 @@ class FsdpPolicy:
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
     def named_weights(self) -> list[tuple[str, DTensor]]:
-        """HF name and shard of every parameter; tied ones once."""
-        # A forward that no backward followed leaves the root gathered: plain parameters, not shards.
-        for module in self.model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
-        return [(name.removeprefix("hf."), p) for name, p in self.model.named_parameters()]
+        """HF name and shard of every parameter; tied ones once. Adapters have the names of PEFT's files."""
+        assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
+        self._reshard()
+        return [(lora.plain_name(name.removeprefix("hf.")), p) for name, p in self.model.named_parameters()]
+
+    def _parts(self) -> tuple[list[tuple[str, DTensor]], list[tuple[str, DTensor]]]:
+        """`named_weights` in two: the model's own, and its adapters."""
+        named = self.named_weights()
+        return [x for x in named if not lora.is_adapter(x[0])], [x for x in named if lora.is_adapter(x[0])]
 
     @torch.no_grad()
     def take_over(self, other: Any) -> None:
@@ -262,46 +290,52 @@ class FsdpPolicy:
                 )
             into.to_local().copy_(p.to_local())
 
-    def weights(self, bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
+    def pieces(self, part: Part = "model") -> list[Piece]:
         """See the contract."""
-        yield from gathered_buckets(self.named_weights(), bucket_bytes, dtype)
+        base, adapters = self._parts()
+        buffers = pieces_of(self.buffers, self.layout, exact=True)
+        scale = self.adapters.lora_alpha / self.adapters.r if self.adapters else 1.0
+        if part == "adapter":
+            return lora.adapter_pieces(adapters, scale, self.layout)
+        if part == "base" or not adapters:
+            return pieces_of(base, self.layout) + buffers
+        return lora.merged_pieces(base, adapters, scale, self.layout, self.world) + buffers
+
+    def _held(self) -> dict[str, list[torch.Tensor | None]]:
+        states = self.optimizer.state.values() if self.optimizer else []
+        return {
+            "parameters": list(self.shards),
+            "gradients": [p.grad for p in self.shards],
+            "optimizer": [x for state in states for x in state.values() if torch.is_tensor(x)],
+        }
 
     def bytes_by_owner(self) -> dict[str, int]:
         """See the contract. On a CPU the device is the host."""
+        return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self._held().items()}
 
-        def held(tensors) -> int:
-            local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
-            return sum(t.numel() * t.element_size() for t in local if t.device.type == self.world.device.type)
-
-        states = self.optimizer.state.values() if self.optimizer else []
-        return {
-            "parameters": held(self.model.parameters()),
-            "gradients": held(p.grad for p in self.model.parameters()),
-            "optimizer": held(x for state in states for x in state.values() if torch.is_tensor(x)),
-        }
-
-    def _move(self, device: torch.device) -> None:
+    def _reshard(self) -> None:
+        """Back to shards: a forward that no backward followed leaves the root gathered, as plain parameters."""
         for module in self.model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
-        self.model.to(device)
-        for state in self.optimizer.state.values() if self.optimizer else []:
-            for key, value in state.items():
-                if torch.is_tensor(value) and value.dim():
-                    state[key] = value.to(device)
 
-    def offload(self) -> None:
-        """See the contract."""
-        if self.on_device and self.world.device.type == "cuda":
-            self._move(torch.device("cpu"))
-            torch.cuda.empty_cache()
-        self.on_device = False
+    def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
+        """See the contract. On a CPU `host` moves nothing."""
+        if not moves(place, self.world.device):
+            return
+        self._reshard()
+        leaving = [x for kind, xs in self._held().items() if parameters or kind != "parameters" for x in xs]
+        parked = Parked(leaving, place, self.world.device)
+        if parked.bytes:
+            self.away.append(parked)
+            self.parameters_away |= parameters
 
     def onload(self) -> None:
         """See the contract."""
-        if not self.on_device and self.world.device.type == "cuda":
-            self._move(self.world.device)
-        self.on_device = True
+        while self.away:
+            self.away[-1].bring_back()
+            self.away.pop()
+        self.parameters_away = False
 
     def save(self, folder: Path) -> None:
         """See the contract."""
@@ -318,24 +352,51 @@ class FsdpPolicy:
                 self.model.hf.generation_config.save_pretrained(target)
             load_tokenizer(self.folder, self.cfg.model.trust_remote_code).save_pretrained(target)
         writer = SafetensorsWriter(target)
-        for bucket in self.weights(256 << 20, self.master):
-            writer.add(bucket.tensors)
+        for tensors in self._on_first(self.pieces()):
+            writer.add(tensors)
         writer.close()
+        if self.adapters:
+            tensors, base = {}, self._base_facts()
+            for bucket in self._on_first(lora.file_pieces(self._parts()[1])):
+                tensors |= bucket
+            if target:
+                lora.write_adapter(folder / "adapter", self.adapters, tensors, base)
         if self.optimizer is None:
             return
         dcp.save(
             {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)},
             checkpoint_id=str(folder / "state" / "optimizer"),
+            process_group=self.world.training_group,
         )
+
+    def _on_first(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
+        """Whole tensors in the master type, bucket by bucket, on rank 0; nothing on the others. Collective."""
+        group = self.world.role_group
+        entries = catalogue(pieces, group)
+        needs = [(i, entry.box) for i, entry in enumerate(entries)] if self.world.is_first else []
+        return Reshard(entries, pieces, needs, group, self.world.device, self.master, 256 << 20).run(pieces)
+
+    def _base_facts(self) -> dict:
+        """Which weights the adapters belong to. Collective."""
+        total = all_reduce(lora.element_sum(self._parts()[0]), "sum", self.world.shard_group)
+        return {"path": str(self.cfg.model.path), "sum": int(total)}
 
     def load(self, folder: Path) -> None:
         """See the contract."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-        read_into(self.named_weights(), folder / "model")
+        base, adapters = self._parts()
+        if self.adapters:
+            lora.read_adapter(adapters, folder / "adapter", self.adapters)
+            lora.check_base(folder / "adapter", self._base_facts())
+            base = []
+        elif (folder / "adapter").exists():
+            raise ValueError(f"{folder} holds adapters: resume with its --lora.rank, or choose another --run.dir")
+        read_into(base + self.buffers, folder / "model", self.layout)
         if self.optimizer is None:
             return
         state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
-        dcp.load(state, checkpoint_id=str(folder / "state" / "optimizer"))
+        where, group = str(folder / "state" / "optimizer"), self.world.training_group
+        dcp.load(state, checkpoint_id=where, process_group=group)
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])

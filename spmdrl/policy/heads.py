@@ -12,6 +12,7 @@ from torch import nn
 
 from spmdrl.data.tree import plan_tree
 from spmdrl.policy.attention import plan_packing, plan_tree_packing
+from spmdrl.policy.routing import FREE
 from spmdrl.policy.ulysses import TokenSlice
 from spmdrl_kernels import collision_probability, linear_logprob
 
@@ -27,16 +28,21 @@ class Trunk:
         self.hf, self.attention, self.group, self.share = hf, attention, group, share
 
     def __call__(
-        self, tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor, before: bool
+        self,
+        tokens_T: torch.Tensor,
+        lengths_B: torch.Tensor,
+        mask_T: torch.Tensor,
+        before: bool,
+        experts_TLK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
         """Tokens under the mask that this rank answers for, int64 [n]; the state of each [n, D]; the slice.
 
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: the state before a token, which predicts
-        it, instead of the one after it.
+        it, instead of the one after it. experts_TLK: what routers must choose, FREE where they may (`routing.py`).
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
-        tree = plan_tree(tokens_T, lengths_B, mask_T) if self.share else None
+        tree = plan_tree(tokens_T, lengths_B, mask_T, experts_TLK) if self.share else None
         rows = torch.nonzero(mask_T).flatten()
         if tree is None:
             packing = plan_packing(lengths_B, device, self.attention, self.group)
@@ -45,7 +51,11 @@ class Trunk:
         else:
             packing = plan_tree_packing(tree, device, self.attention, self.group)
             tokens_T, positions, inside = tokens_T[tree.keep], tree.positions, tree.place[rows - int(before)]
+            experts_TLK = None if experts_TLK is None else experts_TLK[tree.keep]
         part = packing.part
+        if experts_TLK is not None:
+            # What pads a slice is free to choose.
+            packing.experts = part.mine(experts_TLK.to(device) - FREE) + FREE
         states = self.hf.base_model(
             input_ids=part.mine(tokens_T.to(device))[None],
             position_ids=part.mine(positions.to(device))[None],
@@ -87,14 +97,15 @@ class PackedLM(nn.Module):
         mask_T: torch.Tensor,
         temperature: float,
         second: Second = "entropy",
+        experts_TLK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
         tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: what the
-        second tensor holds.
+        second tensor holds. experts_TLK: [T, L, K], what the routers must choose, FREE (-1) where they may.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, before=True)
+        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK)
         targets = tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
         logp, other = linear_logprob(

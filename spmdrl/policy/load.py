@@ -208,11 +208,15 @@ def build_model(
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    # transformers' kernels for experts have no float64.
+    kernels = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
         loaded: Any = kind.from_pretrained(
             folder,
             **({} if head == "lm" else {"num_labels": 1}),
-            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+            **kernels,
+            dtype=dtype,
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
             use_safetensors=True,
@@ -229,6 +233,20 @@ def build_model(
         names = ", ".join(wrong[:4])
         raise ValueError(f"the weights in {folder} do not fit its config.json: missing or misshapen {names}")
     return model
+
+
+def decoder_layers(hf: Any) -> "list[torch.nn.Module]":
+    """The repeated blocks of a HF model: the longest ModuleList.
+
+    Raises:
+        ValueError: a model without one.
+    """
+    from torch import nn
+
+    lists = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(hf).__name__} has no list of layers to shard; --policy.backend fsdp needs one")
+    return list(max(lists, key=len))
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

@@ -68,9 +68,9 @@ class TokenSlice:
         self.start = 0 if group is None else dist.get_group_rank(group, dist.get_rank()) * self.size
 
     def mine(self, x_T: torch.Tensor) -> torch.Tensor:
-        """[T] -> [S]; zeros on padding."""
+        """[T, ...] -> [S, ...]; zeros on padding."""
         part = x_T[self.start : self.start + self.size]
-        return F.pad(part, (0, self.size - len(part)))
+        return F.pad(part, (0, 0) * (part.dim() - 1) + (0, self.size - len(part)))
 
     def within(self, row_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of some rows of the pack are in this rank's slice, int64 [m], and where in it, int64 [m].

@@ -1,13 +1,15 @@
 """Weights leave and enter a sharded model here: pieces of a Shard(0) model, HF safetensors."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from spmdrl.spmd.reshard import Piece
+from spmdrl.policy.experts import Layout, whole
+from spmdrl.spmd.reshard import Box, Piece
 
 
 def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
@@ -16,21 +18,36 @@ def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
     return min(index * size, rows), min((index + 1) * size, rows)
 
 
-def pieces_of(named: list[tuple[str, DTensor]]) -> list[Piece]:
-    """What this rank holds of a Shard(0) model: a range of rows of every tensor; nothing where it has no row."""
-    out = []
-    for name, param in named:
-        mesh, shape = param.device_mesh, tuple(param.shape)
-        # The last mesh dimension shards; under HSDP the one before it replicates.
-        rows = shard_rows(shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
-        if rows[1] > rows[0]:
-            out.append(Piece(name, shape, (rows, *((0, n) for n in shape[1:])), param.detach().to_local()))
-    return out
+def shard_box(param: torch.Tensor) -> Box:
+    """What this rank holds of a Shard(0) parameter; all of a plain tensor."""
+    if not isinstance(param, DTensor):
+        return whole(param.shape)
+    # The last mesh dimension shards; under HSDP the one before it replicates.
+    mesh = param.device_mesh
+    rows = shard_rows(param.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+    return (rows, *whole(param.shape[1:]))
+
+
+def local(param: torch.Tensor) -> torch.Tensor:
+    """This rank's part, without gradient."""
+    return param.detach().to_local() if isinstance(param, DTensor) else param.detach()
+
+
+def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:
+    """What this rank holds of a Shard(0) model as parts of checkpoint tensors; nothing where it has no row.
+
+    exact: as in `Piece`.
+    """
+    return [
+        Piece(slot.name, slot.shape, slot.box, local(param)[slot.index], exact)
+        for name, param in named
+        for slot in layout.slots(name, tuple(param.shape), shard_box(param))
+    ]
 
 
 @torch.no_grad()
-def read_into(named: list[tuple[str, DTensor]], folder: Path) -> None:
-    """Fill this rank's shards from HF safetensors, reading only the rows it owns.
+def read_into(named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout) -> None:
+    """Fill this rank's shards from HF safetensors, reading only what it owns.
 
     Raises:
         ValueError: a parameter that the folder does not hold, or one of another shape.
@@ -40,8 +57,8 @@ def read_into(named: list[tuple[str, DTensor]], folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"] if index.exists() else None
     handles: dict[str, Any] = {}
-    for name, param in named:
-        file = files.get(name, "") if files else "model.safetensors"
+    for piece in pieces_of(named, layout):
+        name, file = piece.name, files.get(piece.name, "") if files else "model.safetensors"
         if not file:
             raise ValueError(f"{folder}: no tensor {name}; the folder is of another model")
         if file not in handles:
@@ -49,12 +66,9 @@ def read_into(named: list[tuple[str, DTensor]], folder: Path) -> None:
         if name not in handles[file].keys():  # noqa: SIM118 (safe_open has no __contains__)
             raise ValueError(f"{folder}/{file}: no tensor {name}; the folder is of another model")
         view = handles[file].get_slice(name)
-        if tuple(view.get_shape()) != tuple(param.shape):
-            raise ValueError(f"{folder}: {name} has shape {view.get_shape()}, the model wants {tuple(param.shape)}")
-        mesh = param.device_mesh
-        a, b = shard_rows(param.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
-        if b > a:
-            param.to_local().copy_(view[a:b])
+        if tuple(view.get_shape()) != piece.shape:
+            raise ValueError(f"{folder}: {name} has shape {view.get_shape()}, the model wants {piece.shape}")
+        piece.tensor.copy_(view[tuple(slice(a, b) for a, b in piece.box)] if piece.box else view[...])
 
 
 class SafetensorsWriter:

@@ -23,6 +23,14 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
         ValueError: an engine that is not installed, or one that cannot do what the config asks.
     """
     name = engine_name(cfg)
+    check_tp(cfg, name)
+    kind, on_cpu = cfg.rollout.quantization, world.device.type == "cpu"
+    if name != "hf" and kind != "none" and (kind != "fp8" or on_cpu):
+        raise ValueError(f"--rollout.quantization {kind}: {name} takes fp8, on a GPU; or take --rollout.engine hf")
+    if name != "hf" and cfg.rollout.deterministic and on_cpu:
+        raise ValueError(
+            f"--rollout.deterministic: {name}'s batch-invariant kernels want a GPU; take --rollout.engine hf here"
+        )
     if name == "vllm":
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(
@@ -38,6 +46,29 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
     from spmdrl.rollout.hf import HFEngine
 
     return HFEngine(cfg, world, stop)
+
+
+def check_tp(cfg: Config, engine: str) -> None:
+    """ValueError unless the model's attention heads can be divided over the ranks of an engine."""
+    from transformers import AutoConfig
+
+    from spmdrl.policy.load import resolve
+
+    folder, tp = resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.rollout.tp
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    heads = getattr(config, "num_attention_heads", tp)
+    kv = getattr(config, "num_key_value_heads", None) or heads
+
+    def fits(n: int) -> bool:
+        # vLLM and SGLang copy KV heads where there are more ranks than those.
+        return heads % n == 0 and (kv % n == 0 or (engine != "hf" and n % kv == 0))
+
+    if not fits(tp):
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+        raise ValueError(
+            f"--rollout.tp {tp}: {cfg.model.path} has {heads} attention heads and {kv} key-value heads, which {tp} "
+            f"ranks cannot share; {engine} takes {sizes}"
+        )
 
 
 def stop_tokens(folder: Path, tokenizer) -> set[int]:

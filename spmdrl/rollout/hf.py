@@ -8,16 +8,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from spmdrl.config.schema import Config
 from spmdrl.policy.contract import DTYPES
+from spmdrl.policy.experts import Layout
 from spmdrl.policy.load import build_model, resolve
+from spmdrl.policy.lora import attach, plain_name, pushed_parts
 from spmdrl.policy.routing import Routers
 from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_version
+from spmdrl.rollout.hf_tp import divide
 from spmdrl.rollout.needs import Needs
+from spmdrl.rollout.quantize import quantize
 from spmdrl.spmd.digest import word_sum
 from spmdrl.spmd.mesh import World
-from spmdrl.spmd.reshard import Entry
+from spmdrl.spmd.reshard import Box, Entry, inside, size
 from spmdrl.spmd.seeds import uniform
 from spmdrl.spmd.storage import Parked, Place, moves, storage_bytes
 
@@ -45,12 +50,22 @@ class HFEngine:
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
         self.world = world
-        self.capacity = cfg.rollout.max_sequences
+        self.capacity, self.deterministic = cfg.rollout.max_sequences, cfg.rollout.deterministic
         self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
         self.dtype = DTYPES[cfg.model.dtype]
         folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, "sdpa").to(world.device).eval()
+        if "adapter" in pushed_parts(cfg):
+            attach(self.model, cfg.lora, cfg.run.seed, self.dtype, scaled=True)
         self.model.requires_grad_(False)
+        self.group: dist.ProcessGroup | None = None
+        self.boxes: dict[str, Box] = {}
+        if cfg.rollout.tp > 1:
+            self.group = world.rollout_mesh.get_group("tp")
+            self.boxes = divide(self.model, world.engine_tp_rank, self.group)
+        self.quantized = {}
+        if cfg.rollout.quantization != "none":
+            self.quantized = quantize(self.model, cfg.rollout.quantization)
         for p in self.model.parameters():
             # A parameter that is still a page of its file has no memory that could be given back.
             p.data = p.data if p.untyped_storage().resizable() else p.data.clone()
@@ -58,6 +73,11 @@ class HFEngine:
         self.parked: Parked | None = None
         # Softmax in float32 at least, as the trainer's head does.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.counted: list[torch.Tensor] = []
+        self.odd: set[int] = set()
+        self.places: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
+        """Checkpoint name -> name in `tensors` and the part of it."""
         self.version: int | None = None
         self.waiting: list[Request] = []
         self.groups: list[Group] = []
@@ -82,7 +102,9 @@ class HFEngine:
 
     def _start(self) -> None:
         length = len(self.waiting[0].prompt)
-        alike = [r for r in self.waiting if len(r.prompt) == length][: self.capacity]
+        # Alone, a row cannot come out otherwise beside other neighbours.
+        together = 1 if self.deterministic else self.capacity
+        alike = [r for r in self.waiting if len(r.prompt) == length][:together]
         taken = {r.key for r in alike}
         self.waiting = [r for r in self.waiting if r.key not in taken]
         self.groups.append(Group(alike, self.world.device))
@@ -99,6 +121,11 @@ class HFEngine:
                 group.experts[row].append(experts)
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
         tokens, logp = sample(out.logits[:, -1].to(self.upcast), group, position)
+        if self.group is not None:
+            # The first rank decides: a logit that rounds otherwise must not part the ranks.
+            both = torch.stack([tokens.double(), logp.double()])
+            dist.broadcast(both, group=self.group, group_src=0)
+            tokens, logp = both[0].long(), both[1].to(logp.dtype)
         stopped = torch.isin(tokens, self.stop).tolist()
         done, keep = [], []
         for i, (row, token, lp) in enumerate(zip(group.live, tokens.tolist(), logp.tolist(), strict=True)):
@@ -153,17 +180,38 @@ class HFEngine:
 
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""
-        return Needs([(i, entry.box) for i, entry in enumerate(entries)], [True] * len(entries))
+        # What a checkpoint holds: parameters, tied ones once, and persistent buffers (routing biases).
+        scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
+        kept = self.model.state_dict().keys()
+        buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
+        parameters = {plain_name(n): p for n, p in self.model.named_parameters() if n not in scales}
+        tensors = self.tensors = parameters | buffers
+        self.places = Layout(self.model).places((name, tuple(x.shape)) for name, x in tensors.items())
+        boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
+        # Parts that do not end at whole words have no sum of their own, and those of another type another.
+        held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
+        counted = [
+            x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
+            for x, (i, box) in zip(held, boxes, strict=True)
+        ]
+        # Asked once for each part that travels.
+        self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
+        self.counted = [x for x in tensors.values() if id(x) not in self.odd]
+        return Needs(boxes, [id(x) not in self.odd for x in held])
 
     @torch.no_grad()
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """See the contract."""
         self.version = None
         self.wake("weights")
-        parameters = dict(self.model.named_parameters())
         for bucket in buckets:
             for name, tensor in bucket.items():
-                parameters[name].copy_(tensor)
+                if name in self.quantized:
+                    self.quantized[name].take(inside(tensor, self.boxes[name]) if name in self.boxes else tensor)
+                    continue
+                parameter, index = self.places[name]
+                part = inside(tensor, self.boxes[name]) if name in self.boxes else tensor
+                self.tensors[parameter][index].copy_(part)
         self.model.tie_weights()
         self.version = version
 
@@ -196,7 +244,7 @@ class HFEngine:
 
     def held_words(self) -> int | None:
         """See the contract."""
-        return None if self.parked else word_sum(self.model.parameters())
+        return None if self.parked else word_sum(self.counted)
 
     def close(self) -> None:
         """See the contract."""

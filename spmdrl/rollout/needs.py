@@ -70,7 +70,7 @@ class Watch(TorchDispatchMode):
         if into is None:
             self.needs.exact = False
         # Sums are of words of 8 bytes: a part that does not begin and end with one has no sum of its own.
-        elif into.numel() * into.element_size() % 8 or into.storage_offset() * into.element_size() % 8:
+        elif into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype:
             self.odd.add(self.into[-1])
 
     def done(self) -> Needs:
@@ -82,17 +82,16 @@ class Watch(TorchDispatchMode):
 
 def watched_load(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
-    tensors: Iterable[tuple[str, tuple[int, ...]]],
-    dtype: torch.dtype,
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
 ) -> Needs:
-    """What `load` reads of tensors with these names and shapes; the model it fills stays as it is.
+    """What `load` reads of tensors with these names, shapes and types; the model it fills stays as it is.
 
     The watched tensors are on the CPU and nothing is written to them or read, so they take no memory.
     """
     watch = Watch()
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, (name, shape) in enumerate(tensors):
+        for index, (name, shape, dtype) in enumerate(tensors):
             tensor = torch.empty(shape, dtype=dtype)
             watch.watch(index, tensor)
             yield name, tensor

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from spmdrl.config.checks import sglang_python
 from spmdrl.config.schema import Config
+from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import resolve
 from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
 from spmdrl.rollout.needs import Needs
@@ -86,7 +87,7 @@ class SGLangEngine:
     """The Engine contract (`engine.py`) on SGLang."""
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
-        self.world, self.cfg = world, cfg.rollout
+        self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
         self.on_cpu = world.device.type == "cpu"
         self.capacity = cfg.rollout.max_sequences
         self.version: int | None = None
@@ -125,10 +126,10 @@ class SGLangEngine:
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
                 raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
-            if self.world.rank in ranks:
-                # Made by its members alone: there may be ranks that have no engine.
-                limit = timedelta(seconds=cfg.run.timeout)
-                mine = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
+            # Made by its members: there may be ranks that have no engine and are not here.
+            limit = timedelta(seconds=cfg.run.timeout)
+            group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
+            mine = group if self.world.rank in ranks else mine
         return cast(dist.ProcessGroup, mine)
 
     def _share(self, value: Any) -> Any:
@@ -201,7 +202,8 @@ class SGLangEngine:
 
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""
-        told = json.dumps([(entry.name, entry.shape) for entry in entries])
+        types = {e.name: str(e.dtype or DTYPES[self.dtype]).removeprefix("torch.") for e in entries}
+        told = json.dumps([(e.name, e.shape, types[e.name]) for e in entries])
         exact, *rows = self._answer(self.process.call("ask", question=f"needs {told}") if self.process else None)
         needs = Needs(exact=bool(exact))
         while rows:

@@ -24,8 +24,8 @@ import xxhash
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spmdrl.spmd.reshard import Box, inside
 from spmdrl.spmd.failure import named_exit
+from spmdrl.spmd.reshard import Box, inside
 
 log = logging.getLogger("spmdrl")
 
@@ -64,8 +64,9 @@ def answers(flat: list[int]) -> list[list[int]]:
 
 
 class SharedMemory:
-    """Weights through memory without a name, which the engine's process of this rank maps; nothing is left when a job is
-    killed. What the engine does not read is not written, and takes no memory.
+    """Weights through memory without a name, which the engine's process of this rank maps.
+
+    Nothing is left when a job is killed. What the engine does not read is not written, and takes no memory.
     """
 
     def __init__(self):

@@ -1,21 +1,21 @@
-"""New weights into the engine: each rank gets what its engine reads, with a version and checksums on both sides (law 5).
+"""New weights into the engine: each rank gets what its engine reads, with checksums on both sides (law 5).
 
-From any layout of the trainer to any of the engine ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy says
-which pieces a rank holds, the engine which parts it reads, and `spmd/reshard.py` moves the difference.
+From any layout of the trainer to any of the engine ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy
+says which pieces a rank holds, the engine which parts it reads, and `spmd/reshard.py` moves the difference.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from spmdrl.policy.contract import Policy
+from spmdrl.policy.contract import Part, Policy
 from spmdrl.rollout.engine import Engine
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.digest import word_sum
+from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import World
-from spmdrl.spmd.reshard import CorruptWeightsError, Entry, Reshard, catalogue, inside
+from spmdrl.spmd.reshard import CorruptWeightsError, Entry, Piece, Reshard, catalogue, inside
 
 
 @dataclass
@@ -31,37 +31,65 @@ class PushReport:
     """True when the engine's own memory was compared too."""
 
 
+@dataclass
+class Route:
+    """How one part of a policy travels."""
+
+    plan: Reshard
+    entries: list[Entry]
+    needs: Needs
+    """Of this rank's engine."""
+    words: int = 0
+    """Sum of those that the last push brought of what is counted."""
+
+    @property
+    def counted(self) -> dict[str, list]:
+        """Boxes of which sums are compared, by tensor."""
+        found: dict[str, list] = {}
+        for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
+            if counted:
+                found.setdefault(self.entries[i].name, []).append(box)
+        return found
+
+
 class Transfer:
     """The way from a policy to its engines, planned at the first push."""
 
     def __init__(
-        self, world: World, policy: Policy | None, engine: Engine | None, dtype: torch.dtype, bucket_bytes: int
+        self,
+        world: World,
+        policy: Policy | None,
+        engine: Engine | None,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        parts: tuple[Part, ...] = ("model",),
     ):
-        """policy, engine: None on ranks that do not train, or do not sample. dtype: of the engine."""
+        """policy, engine: None on ranks that do not train, or do not sample. dtype: of the engine.
+
+        parts: what the engine holds of a policy. Of several, all but the last are pushed only while an engine has no
+        weights.
+        """
         self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
-        self.bucket_bytes = bucket_bytes
-        self.plan: Reshard | None = None
-        self.entries: list[Entry] = []
-        self.needs = Needs()
+        self.bucket_bytes, self.parts = bucket_bytes, parts
+        self.routes: dict[Part, Route] = {}
 
-    def _pieces(self):
-        return self.policy.pieces() if self.policy else []
+    def _pieces(self, part: Part) -> list[Piece]:
+        return self.policy.pieces(part) if self.policy else []
 
-    def _plan(self) -> Reshard:
+    def _route(self, part: Part) -> Route:
         """Who holds what, and who reads what. Collective."""
-        pieces, world = self._pieces(), self.world
-        self.entries = catalogue(pieces, world.host_group)
-        if self.engine:
-            self.needs = self.engine.needs(self.entries)
-        return Reshard(
-            self.entries,
-            pieces,
-            self.needs.boxes,
-            world.host_group,
-            world.device,
-            self.dtype,
-            self.bucket_bytes,
-        )
+        pieces, world = self._pieces(part), self.world
+        entries = catalogue(pieces, world.host_group)
+        needs = self.engine.needs(entries) if self.engine else Needs()
+        plan = Reshard(entries, pieces, needs.boxes, world.host_group, world.device, self.dtype, self.bucket_bytes)
+        return Route(plan, entries, needs)
+
+    def _due(self) -> tuple[Part, ...]:
+        """What has to travel. Collective."""
+        if len(self.routes) < len(self.parts) or len(self.parts) == 1:
+            return self.parts
+        empty = torch.tensor([int(self.engine is not None and self.engine.version is None)])
+        return self.parts if int(all_reduce(empty, "max", self.world.host_group)) else self.parts[-1:]
 
     def push(self, version: int) -> PushReport:
         """Bring every engine to the policy's version. Collective over all ranks.
@@ -69,31 +97,34 @@ class Transfer:
         Raises:
             CorruptWeightsError: checksums differ, or the engine's memory does not hold what was pushed.
         """
-        if self.plan is None:
-            self.plan = self._plan()
-        pieces = self._pieces()
+        due = self._due()
+        for part in due:
+            if part not in self.routes:
+                self.routes[part] = self._route(part)
+        routes = list(self.routes.values())
+        deep = all(r.needs.exact for r in routes) and any(any(r.needs.counted) for r in routes)
+
+        def travel() -> Iterator[dict[str, torch.Tensor]]:
+            for part in due:
+                route = self.routes[part]
+                counted, route.words = route.counted, 0
+                for tensors in route.plan.run(self._pieces(part)):
+                    if deep:
+                        boxes = (inside(x, box) for name, x in tensors.items() for box in counted.get(name, ()))
+                        route.words += word_sum(boxes)
+                    yield tensors
+
+        held = None
         if self.engine is None:
-            for _ in self.plan.run(pieces):
+            for _ in travel():
                 pass
-            return PushReport(version, 0, self.plan.received_bytes, False)
-        engine, sent_words = self.engine, 0
-        deep = self.needs.exact and any(self.needs.counted)
-        parts: dict[str, list] = {}
-        for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
-            if counted:
-                parts.setdefault(self.entries[i].name, []).append(box)
-
-        def summed() -> Iterator[dict[str, torch.Tensor]]:
-            nonlocal sent_words
-            assert self.plan is not None
-            for tensors in self.plan.run(pieces):
-                if deep:
-                    sent_words += word_sum(inside(x, box) for name, x in tensors.items() for box in parts.get(name, ()))
-                yield tensors
-
-        engine.load(summed(), version)
-        held = engine.held_words() if deep else None
-        if held is not None and held != sent_words % (1 << 64):
-            engine.version = None
-            raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
-        return PushReport(version, self.plan.needed_bytes, self.plan.received_bytes, held is not None)
+        else:
+            self.engine.load(travel(), version)
+            held = self.engine.held_words() if deep else None
+            # Of the engine's whole memory: what was not pushed this time must be there still.
+            if held is not None and held != sum(r.words for r in routes) % (1 << 64):
+                self.engine.version = None
+                raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
+        plans = [self.routes[part].plan for part in due]
+        needed = sum(p.needed_bytes for p in plans) if self.engine else 0
+        return PushReport(version, needed, sum(p.received_bytes for p in plans), held is not None)

@@ -1,13 +1,15 @@
 """vLLM inside the training process, one engine per rollout TP group, driven step by step.
 
 All the ways in which vLLM's internals are touched stand in this file: where the model object is, how weights are
-loaded in place, and how a CPU build gives its KV cache back.
+loaded in place, and how a CPU build gives its KV cache back. Only its groups among ranks without it are apart, in
+`vllm_world.py`.
 """
 
 import logging
 import os
 import secrets
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import torch
 from spmdrl.config.schema import Config
 from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import resolve
+from spmdrl.policy.lora import adapter_entries, pushed_parts
 from spmdrl.policy.routing import FREE, experts_of
 from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
 from spmdrl.rollout.needs import Needs, watched_load
+from spmdrl.rollout.vllm_lora import Adapters, lora_options
 from spmdrl.rollout.vllm_world import world_of
 from spmdrl.spmd.digest import word_sum
 from spmdrl.spmd.exchange import all_gather_text
@@ -162,6 +166,7 @@ class VLLMEngine:
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         self.cache: Parked | None = None
         self.weights: Parked | None = None
+        self.adapters = Adapters(self.runner, cfg) if "adapter" in pushed_parts(cfg) else None
 
     def _build(self, cfg: Config):
         if self.on_cpu:
@@ -192,6 +197,8 @@ class VLLMEngine:
                 options["enable_return_routed_experts"] = True
         if cfg.rollout.tp > 1:
             options["distributed_executor_backend"] = "external_launcher"
+        if "adapter" in pushed_parts(cfg):
+            options |= lora_options(cfg, config, self.on_cpu)
         try:
             return LLM(
                 model=str(folder),
@@ -241,7 +248,8 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self.engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
+        adapter = self.adapters.request if self.adapters else None
+        self.engine.add_request(name, {"prompt_token_ids": request.prompt}, params, lora_request=adapter)
         self.partial[name] = (request, [], [])
 
     def poll(self) -> list[Completion]:
@@ -275,8 +283,11 @@ class VLLMEngine:
 
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""
+        if adapter_entries(entries):
+            assert self.adapters, "adapters are pushed to an engine that was built for them"
+            return self.adapters.needs(entries)
         dtype = DTYPES[self.dtype]
-        needs = watched_load(self.model.load_weights, ((entry.name, entry.shape) for entry in entries), dtype)
+        needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
         self.counted = [
             name
             for name, p in self.model.named_parameters()
@@ -284,12 +295,21 @@ class VLLMEngine:
         ]
         return needs
 
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """vLLM's own loader."""
+        with self.adapters.unwrapped() if self.adapters else nullcontext():
+            self.model.load_weights(iter(tensors))
+
     @torch.no_grad()
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """See the contract."""
         self.version = None
+        if self.adapters:
+            self.adapters.taken = {}
         for bucket in buckets:
-            self.model.load_weights(iter(bucket.items()))
+            self._load((self.adapters.take(bucket) if self.adapters else bucket).items())
+        if self.adapters:
+            self.adapters.install()
         self.packed_experts.clear()
         # Cached prefixes belong to the old weights, and nothing else would tell.
         self.llm.reset_prefix_cache()
@@ -336,9 +356,9 @@ class VLLMEngine:
 
     def bytes_by_owner(self) -> dict[str, int]:
         """See the contract. vLLM's sleep on a GPU leaves storages their sizes: it unmaps the memory beneath them."""
-        device = self.world.device.type
+        device, adapters = self.world.device.type, self.adapters.buffers() if self.adapters else []
         return {
-            "engine weights": storage_bytes(self.model.parameters(), device) if self.weights_awake else 0,
+            "engine weights": storage_bytes([*self.model.parameters(), *adapters], device) if self.weights_awake else 0,
             "KV cache": storage_bytes(self.runner.kv_caches, device) if self.kv_awake else 0,
         }
 
@@ -347,7 +367,8 @@ class VLLMEngine:
         if not self.counted or self.weights:
             return None
         parameters = dict(self.model.named_parameters())
-        return word_sum(parameters[name] for name in self.counted)
+        words = word_sum(parameters[name] for name in self.counted)
+        return (words + (self.adapters.words() if self.adapters else 0)) % (1 << 64)
 
     def close(self) -> None:
         """See the contract. vLLM's shutdown destroys the default process group: this is the run's last call."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.spmd.mesh import apart_from_default
+
 
 class _Shown:
     """A module with some of its names replaced."""
@@ -33,7 +35,8 @@ def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
 
     def new_group(members=None, **options):
         chosen = list(ranks) if members is None else [ranks[i] for i in members]
-        return dist.new_group(chosen, use_local_synchronization=True, **options)
+        with apart_from_default():
+            return dist.new_group(chosen, use_local_synchronization=True, **options)
 
     shown = _Shown(
         dist,

@@ -5,6 +5,8 @@ NCCL (GPU) or gloo (CPU); small host-side agreement always runs on a gloo group 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -273,14 +275,30 @@ def scoring_world(world: World, wait: timedelta) -> World:
     return replace(world, mesh=mesh, shard_mesh=shard_mesh, data_group=data_group, holders=holders)
 
 
+@contextmanager
+def apart_from_default() -> Iterator[None]:
+    """Groups made inside are not split off the default group's NCCL communicator.
+
+    torch splits where a device is bound to it, and then ranks that are not in a group take part in making it: someone
+    waits for ever where the group's own are on gloo, or where the others are not asked at all.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
 def _side(ranks: tuple[int, ...], host: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
     """Host-side group of some ranks, on the others that of the others. Collective over all of them."""
     size = dist.get_world_size()
     if len(ranks) == size:
         return host
     sides = [ranks, tuple(r for r in range(size) if r not in ranks)]
-    # Every rank makes every group.
-    both = [dist.new_group(side, backend="gloo", timeout=wait) for side in sides]
+    with apart_from_default():
+        # Every rank makes every group.
+        both = [dist.new_group(side, backend="gloo", timeout=wait) for side in sides]
     mine = both[dist.get_rank() not in ranks]
     assert isinstance(mine, dist.ProcessGroup)
     return mine

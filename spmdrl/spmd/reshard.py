@@ -39,6 +39,8 @@ class Piece:
     """Of the whole tensor."""
     box: Box
     tensor: torch.Tensor
+    exact: bool = False
+    """It travels in its own type: routing biases, which rounded would choose other experts."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Entry:
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """Of one that keeps its own; None for what is cast."""
 
     @property
     def box(self) -> Box:
@@ -75,15 +79,17 @@ def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.T
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
     """All tensors of which any rank of a host-side group holds a part, alike on every rank. Collective."""
-    mine = {p.name: list(p.shape) for p in pieces}
+    mine = {p.name: [str(p.tensor.dtype).removeprefix("torch.") if p.exact else "", *p.shape] for p in pieces}
     text = json.dumps(mine)
     marks = torch.cat(all_gather_rows(torch.tensor([[hash_of(text)]]), group))[:, 0].tolist()
     # Ranks that hold parts of the same tensors say it once.
     first = marks.index(hash_of(text)) == dist.get_group_rank(group, dist.get_rank())
-    found: dict[str, list[int]] = {}
+    found: dict[str, list] = {}
     for said in all_gather_text(text if first else "{}", group):
         found |= json.loads(said)
-    return [Entry(name, tuple(shape)) for name, shape in found.items()]
+    return [
+        Entry(name, tuple(shape), getattr(torch, dtype) if dtype else None) for name, (dtype, *shape) in found.items()
+    ]
 
 
 def hash_of(text: str) -> int:
@@ -152,16 +158,17 @@ class Reshard:
             needs: (tensor, box) that this rank wants; boxes may overlap.
             host_group: all ranks that take part, on the host. Tensors travel between them on the default group.
             device: where the tensors are.
-            dtype: floating tensors are cast to it before they travel.
+            dtype: tensors are cast to it before they travel, but for those that keep their own.
             bucket_bytes: whole tensors of at most so many bytes travel at a time (a larger one alone).
 
         Raises:
             ValueError: a part that is needed and that no rank holds.
         """
-        self.entries, self.dtype, self.device = entries, dtype, device
+        self.entries, self.device = entries, device
+        self.dtypes = [entry.dtype or dtype for entry in entries]
         self.me, ranks = dist.get_rank(), dist.get_process_group_ranks(host_group)
-        index = {entry.name: i for i, entry in enumerate(entries)}
-        self.bucket_of = _bucket_places(entries, torch.empty((), dtype=dtype).element_size(), bucket_bytes)
+        self.index = index = {entry.name: i for i, entry in enumerate(entries)}
+        self.bucket_of = _bucket_places(entries, dtype.itemsize, bucket_bytes)
         self.buckets = [Bucket() for _ in range(1 + max(self.bucket_of, default=-1))]
         held = _gather_boxes([(index[p.name], p.box) for p in pieces], entries, host_group)
         wanted = _gather_boxes(_merged(needs), entries, host_group)
@@ -183,7 +190,8 @@ class Reshard:
                     region = cut(source, box)
                     if region and chosen(holders[i][source], rank) == self.me:
                         bucket.send.setdefault(rank, []).append((n, region))
-        self.needed_bytes = sum(size(box) for _, box in wanted[ranks.index(self.me)]) * dtype.itemsize
+        mine = wanted[ranks.index(self.me)]
+        self.needed_bytes = sum(size(box) * self.dtypes[i].itemsize for i, box in mine)
         self.received_bytes = 0
 
     def _plan_own(self, bucket: Bucket, i: int, box: Box, holders: dict[Box, list[int]], own) -> None:
@@ -226,18 +234,22 @@ class Reshard:
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
         operations, outbox, inbox = [], [], {}
         cache: dict[tuple[int, Box], torch.Tensor] = {}
+        # Once for all who want a part: some are computed when they are looked at.
+        held = {n: pieces[n].tensor for regions in bucket.send.values() for n in dict(regions)}
         for rank, regions in bucket.send.items():
-            out = torch.empty(message_bytes(regions, self.dtype), dtype=torch.uint8, device=self.device)
-            digests, parts = _layout(out, regions, self.dtype)
+            kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
+            out = torch.empty(message_bytes(kinds), dtype=torch.uint8, device=self.device)
+            digests, parts = _layout(out, kinds)
             for (n, region), part, place in zip(regions, parts, range(len(regions)), strict=True):
-                part.copy_(inside(pieces[n].tensor, region, pieces[n].box))
+                part.copy_(inside(held[n], region, pieces[n].box))
                 if (n, region) not in cache:
                     cache[n, region] = digest(part)
                 digests[place] = cache[n, region]
             outbox.append(out)
             operations.append(dist.P2POp(dist.isend, out, rank))
         for rank, regions in bucket.receive.items():
-            inbox[rank] = torch.empty(message_bytes(regions, self.dtype), dtype=torch.uint8, device=self.device)
+            nbytes = message_bytes((self.dtypes[i], box) for i, box in regions)
+            inbox[rank] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self.received_bytes += inbox[rank].numel()
             operations.append(dist.P2POp(dist.irecv, inbox[rank], rank))
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -250,13 +262,15 @@ class Reshard:
         bucket, whole = flight.bucket, {}
         for n, region in bucket.own:
             piece = pieces[n]
-            if region == tuple((0, s) for s in piece.shape) and piece.tensor.dtype == self.dtype:
-                whole[piece.name] = piece.tensor.contiguous()
+            i = self.index[piece.name]
+            tensor = piece.tensor
+            if region == self.entries[i].box and tensor.dtype == self.dtypes[i]:
+                whole[piece.name] = tensor.contiguous()
             else:
-                part = inside(self._space(whole, piece.name, piece.shape), region)
-                part.copy_(inside(piece.tensor, region, piece.box))
+                part = inside(self._space(whole, i), region)
+                part.copy_(inside(tensor, region, piece.box))
         for rank, regions in bucket.receive.items():
-            digests, parts = _layout(flight.inbox[rank], regions, self.dtype)
+            digests, parts = _layout(flight.inbox[rank], [(self.dtypes[i], box) for i, box in regions])
             for (i, region), part, sent in zip(regions, parts, digests.tolist(), strict=True):
                 entry = self.entries[i]
                 if int(digest(part)) != sent:
@@ -264,14 +278,15 @@ class Reshard:
                         f"weights changed on their way to the engine: {entry.name} {list(region)} from rank {rank}; "
                         "the engine keeps no version and will not sample"
                     )
-                inside(self._space(whole, entry.name, entry.shape), region).copy_(part)
+                inside(self._space(whole, i), region).copy_(part)
         return whole
 
-    def _space(self, whole: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
         """Room for a tensor. Of memory that nothing is written to, a CPU takes none."""
-        if name not in whole:
-            whole[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return whole[name]
+        entry = self.entries[i]
+        if entry.name not in whole:
+            whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
+        return whole[entry.name]
 
 
 def chosen(ranks: list[int], receiver: int) -> int:
@@ -279,10 +294,10 @@ def chosen(ranks: list[int], receiver: int) -> int:
     return receiver if receiver in ranks else ranks[receiver % len(ranks)]
 
 
-def message_bytes(regions: Iterable[tuple[int, Box]], dtype: torch.dtype) -> int:
+def message_bytes(regions: Iterable[tuple[torch.dtype, Box]]) -> int:
     """Of one message: digests, then the regions."""
     regions = list(regions)
-    return aligned(HEADER * len(regions)) + sum(aligned(size(box) * dtype.itemsize) for _, box in regions)
+    return aligned(HEADER * len(regions)) + sum(aligned(size(box) * dtype.itemsize) for dtype, box in regions)
 
 
 def aligned(n: int) -> int:
@@ -290,10 +305,10 @@ def aligned(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-def _layout(message: torch.Tensor, regions: list[tuple[int, Box]], dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _layout(message: torch.Tensor, regions: list[tuple[torch.dtype, Box]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A message's digests (int64 [regions]) and its regions, as views."""
     at, parts = aligned(HEADER * len(regions)), []
-    for _, box in regions:
+    for dtype, box in regions:
         nbytes = size(box) * dtype.itemsize
         parts.append(message[at : at + nbytes].view(dtype).view([b - a for a, b in box]))
         at += aligned(nbytes)

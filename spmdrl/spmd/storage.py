@@ -6,16 +6,14 @@ stays valid: FSDP2's parameters, tied weights and an optimizer's moments need no
 
 import ctypes
 import errno
-import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Literal
 
 import torch
-
-log = logging.getLogger("spmdrl")
 
 Place = Literal["host", "disk", "gone"]
 """Where parked bytes are. `host` is pinned memory beside a GPU; `disk` a file without a name, which ends with the
@@ -210,3 +208,21 @@ def scratch_folder() -> str:
     if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
         return "/var/tmp"
     return tempfile.gettempdir()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True for an allocator's refusal: torch's on GPU and CPU, vLLM's at wake, Python's, the system's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = ("out of memory", "can't allocate memory", "cannot allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(w in str(error).lower() for w in words)
+
+
+def requested_bytes(error: BaseException) -> int:
+    """What the allocator was asked for, as its message tells it; 0 if it does not."""
+    text = str(error)
+    if found := re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE):
+        return int(found[1])
+    if found := re.search(r"tried to allocate ([\d.]+) ([KMG])iB", text, re.IGNORECASE):
+        return int(float(found[1]) * (1 << {"K": 10, "M": 20, "G": 30}[found[2].upper()]))
+    return 0

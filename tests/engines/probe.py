@@ -103,15 +103,22 @@ class Probe:
     def refresh_hf(self) -> None:
         """Exactly the weights that a push sends, into the independent model."""
         # All ranks hold the same weights where a probe has several: whole tensors come from a plan of their own.
+        from spmdrl.policy.experts import Layout
         from spmdrl.spmd.reshard import Reshard, catalogue
 
         world, pieces = self.run.world, self.policy.pieces()
         entries = catalogue(pieces, world.host_group)
         needs = [(i, entry.box) for i, entry in enumerate(entries)]
         plan = Reshard(entries, pieces, needs, world.host_group, world.device, self.dtype, 1 << 20)
-        state = {name: tensor.clone() for bucket in plan.run(pieces) for name, tensor in bucket.items()}
-        missing, unexpected = self.hf.load_state_dict(state, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+        parameters = dict(self.hf.named_parameters())
+        places = Layout(self.hf).places([(name, tuple(p.shape)) for name, p in parameters.items()])
+        seen = set()
+        for bucket in plan.run(pieces):
+            for checkpoint_name, tensor in bucket.items():
+                name, index = places[checkpoint_name]
+                parameters[name][index].copy_(tensor)
+                seen.add(checkpoint_name)
+        assert seen == set(places), set(places) - seen
         self.hf.tie_weights()
 
     def agree(self, prompts: list[list[int]], temperature: float = 1.0) -> dict:
@@ -165,15 +172,19 @@ class Probe:
     def shake(self, size: float) -> None:
         """Other weights, by a lot: what was cached before is wrong now."""
         generator = torch.Generator().manual_seed(5)
-        for _, p in self.local_weights():
-            p.mul_(1 + size * torch.randn(p.shape, generator=generator))
+        for name, p in self.local_weights():
+            # Beneath adapters nothing changes.
+            if not self.cfg.lora.rank or "lora_" in name:
+                p.mul_(1 + size * torch.randn(p.shape, generator=generator))
         self.policy.version += 1
 
     def push(self) -> None:
+        from spmdrl.policy.lora import pushed_parts
         from spmdrl.rollout.transfer import Transfer
 
         if self.transfer is None or self.transfer.engine is not self.engine:
-            self.transfer = Transfer(self.run.world, self.policy, self.engine, self.dtype, 1 << 20)
+            parts = pushed_parts(self.cfg)
+            self.transfer = Transfer(self.run.world, self.policy, self.engine, self.dtype, 1 << 20, parts)
         report = self.transfer.push(self.policy.version)
         self.facts |= {"pushed_bytes": report.bytes, "received_bytes": report.received, "deep": report.deep}
 
@@ -399,17 +410,12 @@ def tied(cfg: Config, facts: dict) -> None:
 def untied(cfg: Config, facts: dict) -> None:
     """A random model with a long context and its own output head."""
     folder = Path(cfg.run.dir)
-    reward = folder / "reward.py"
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return solution_str.count('a') / 8\n"
-    )
     p = Probe(
         replaced(
             cfg,
             model={"path": str(random_qwen2(folder / "model"))},
             optimizer={"lr": 1e-3},
-            reward={"function": str(reward)},
+            reward={"function": str(counting_reward(folder / "reward.py"))},
             rollout=rollout(max_prompt_tokens=400, max_new_tokens=16),
             data={"train": str(long_prompts(folder / "long.jsonl"))},
         ),
@@ -425,14 +431,131 @@ def bf16(cfg: Config, facts: dict) -> None:
     p.train(p.prompts(16))
 
 
+def experts(cfg: Config, facts: dict) -> None:
+    """A mixture of experts, which the CPU build would have packed into a layout of its own."""
+    folder = Path(cfg.run.dir)
+    model = random_model(
+        folder / "model",
+        "Qwen3Moe",
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+    )
+    p = Probe(
+        replaced(
+            cfg,
+            model={"path": str(model)},
+            run={"steps": 3},
+            optimizer={"lr": 1e-3},
+            reward={"function": str(counting_reward(folder / "reward.py"))},
+            rollout=rollout(max_new_tokens=16),
+        ),
+        facts,
+    )
+    p.train(p.prompts(8))
+    p.shake(0.3)
+    p.awake()
+    facts["shaken"] = p.agree(p.prompts(8))
+
+
+def lora(cfg: Config, facts: dict, push: str = "adapter") -> None:
+    """Adapters of a rank that vLLM has to pad, on some of the layers that it fuses, pushed by themselves."""
+    folder = Path(cfg.run.dir)
+    p = Probe(
+        replaced(
+            cfg,
+            model={"path": str(random_qwen2(folder / "model"))},
+            run={"steps": 4},
+            lora={
+                "rank": 6,
+                "alpha": 10,
+                "targets": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+                "push": push,
+            },
+            optimizer={"lr": 2e-2},
+            reward={"function": str(counting_reward(folder / "reward.py"))},
+            rollout=rollout(max_prompt_tokens=400, max_new_tokens=16),
+            data={"train": str(long_prompts(folder / "long.jsonl"))},
+        ),
+        facts,
+    )
+    p.train(p.prompts(4))
+    p.awake()
+    pushed = p.run.memory.last_push
+    named = p.local_weights()
+    adapters = sum(x.numel() * 4 for name, x in named if "lora_" in name)
+    facts["bytes"] = {"adapters": adapters, "all": sum(x.numel() * 4 for _, x in named), "pushed": pushed.bytes}
+    facts["deep"] = pushed.deep
+    if push == "merged":
+        return
+    facts["prefix_cache"] = prefix_cache(p)
+    facts["stale"] = stale(p)
+    facts["after_stale"] = p.agree(p.prompts(4))
+    facts["corrupt_adapter"] = corrupt_adapter(p)
+
+
+def lora_merged(cfg: Config, facts: dict) -> None:
+    """The same, added into the weights that are pushed."""
+    lora(cfg, facts, "merged")
+
+
+def corrupt_adapter(p: Probe) -> dict:
+    """A bit of an adapter that turns, an adapter that stays behind, a weight beneath that changed unseen."""
+    facts, load = {}, p.engine.load
+
+    def tampered(change):
+        def loading(buckets, version):
+            load((change(dict(bucket)) for bucket in buckets), version)
+
+        return loading
+
+    def turned(bucket):
+        name = next(iter(bucket))
+        bucket[name] = bucket[name].clone()
+        bucket[name].view(-1).view(torch.uint8)[5] ^= 1
+        return bucket
+
+    for how, change in {"turned bit": turned, "lost": lambda b: dict(list(b.items())[2:])}.items():
+        p.engine.load = tampered(change)
+        p.shake(0.3)
+        facts[how], facts[f"version after {how}"] = outcome(p.push), p.engine.version
+        p.engine.load = load
+        p.push()
+    with torch.no_grad():
+        weight = next(x for name, x in p.engine.model.named_parameters() if "o_proj.base_layer.weight" in name)
+        weight.view(-1)[7] += 1
+    p.shake(0.3)
+    facts["beneath"] = outcome(p.push)
+    p.push()
+    return facts | {"mended": p.agree(p.prompts(4))}
+
+
+def counting_reward(path: Path) -> Path:
+    """A reward that random tokens get now and then."""
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return solution_str.count('a') / 8\n"
+    )
+    return path
+
+
 def random_qwen2(folder: Path) -> Path:
     """2 layers of head_dim 32, 1,024 positions, untied; wide enough an initialisation that tokens differ in p."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    return random_model(folder, "Qwen2")
+
+
+def random_model(folder: Path, family: str, **changes) -> Path:
+    """A small random model of a family of transformers, with the tokenizer of the one that ships here."""
+    import transformers
 
     from spmdrl.policy.load import TINY
 
     torch.manual_seed(3)
-    config = Qwen2Config(
+    values = dict(
         vocab_size=47,
         hidden_size=64,
         intermediate_size=128,
@@ -446,7 +569,8 @@ def random_qwen2(folder: Path) -> Path:
         eos_token_id=2,
         pad_token_id=0,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    config = getattr(transformers, f"{family}Config")(**values | changes)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((TINY / name).read_bytes())
     return folder
@@ -462,7 +586,14 @@ def long_prompts(path: Path) -> Path:
     return path
 
 
-SCENARIOS = {"tied": tied, "untied": untied, "bf16": bf16}
+SCENARIOS = {
+    "tied": tied,
+    "untied": untied,
+    "bf16": bf16,
+    "experts": experts,
+    "lora": lora,
+    "lora_merged": lora_merged,
+}
 
 
 def preload() -> None:

@@ -17,15 +17,16 @@ pytestmark = [
 FP32 = 1e-4
 """Largest |dlogp| in float32: engine, transformers and trainer (FIELD-NOTES: 1e-5 seen)."""
 MODELS = ["tied", "untied"]
+SCENARIOS = [*MODELS, "bf16", "experts"]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict:
     """Facts by scenario."""
     root = tmp_path_factory.mktemp("facts")
-    ended = run([root, "tied", "untied", "bf16"], 280, module="tests.engines.probe")
+    ended = run([root, *SCENARIOS], 280, module="tests.engines.probe")
     files = {file.stem: json.loads(file.read_text()) for file in root.glob("*.json")}
-    assert ended.rc == 0 and set(files) == {"tied", "untied", "bf16"}, ended.show()
+    assert ended.rc == 0 and set(files) == set(SCENARIOS), ended.show()
     for name, facts in files.items():
         assert "failed" not in facts, f"{name}: {facts['failed']}\n{ended.show()}"
         assert facts["engine"] == "VLLMEngine"
@@ -40,6 +41,16 @@ def test_parity_of_engine_trainer_and_transformers_after_each_of_5_updates(measu
     assert facts["moved"] > 1e-3, "the updates must have changed the weights"
     for row in facts["agreement"]:
         assert row["tokens"] >= 40 and row["spread"] > 0.1, f"samples that are all alike prove nothing: {row}"
+        for pair in ("engine_hf", "engine_trainer", "trainer_hf"):
+            assert row[pair] < FP32, row
+
+
+def test_parity_of_a_mixture_of_experts(measured):
+    """vLLM's CPU build packs expert weights at start; what is loaded later must reach its kernel."""
+    facts = measured["experts"]
+    assert [row["version"] for row in facts["agreement"]] == [0, 1, 2] and facts["moved"] > 1e-3
+    for row in [*facts["agreement"], facts["shaken"]]:
+        assert row["tokens"] >= 40 and row["spread"] > 0.1, row
         for pair in ("engine_hf", "engine_trainer", "trainer_hf"):
             assert row[pair] < FP32, row
 

@@ -30,7 +30,7 @@ def test_packed_logp_on_gpu_equals_cpu():
         torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("extra", [[], ["--policy.offload", "true", "--model.dtype", "bfloat16"]])
+@pytest.mark.parametrize("extra", [[], ["--policy.offload", "host", "--model.dtype", "bfloat16"]])
 def test_demo_runs_on_gpu(tmp_path, extra):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     command = [

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spmdrl.rollout.transfer import Transfer
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.lockstep import Lockstep, LockstepError
 from spmdrl.spmd.queue import PromptQueue
@@ -91,8 +92,7 @@ def right_program(world):
     with Lockstep(world.store, timeout=20.0) as recorder:
         # Few enough sequences that some rank runs the stand-in while others run real ones.
         update_once(cfg, world, policy, reference, synthetic_batch(prompts=1, samples=3))
-        for bucket in policy.weights(1 << 16, torch.float32):
-            assert bucket.tensors
+        assert Transfer(world, policy, None, torch.float32, 1 << 16).push(0).bytes == 0
         all_gather_text("x" * world.rank, world.host_group)
         all_gather_rows(torch.zeros(world.rank, 2), dist.group.WORLD)
         queue = PromptQueue(world, 9, "right", "queue")

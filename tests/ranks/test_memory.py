@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from spmdrl.environment import keep_freed_memory
-from spmdrl.memory import GIB, Holding, Memory, NoRoomError, out_of_memory, requested_bytes
+from spmdrl.memory import GIB, Holding, Memory, NoRoomError
 from spmdrl.models import Models
 from spmdrl.rollout.hf import HFEngine
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.meter import Meter
-from spmdrl.spmd.storage import PIECE, Parked, scratch_folder, storage_bytes
+from spmdrl.spmd.storage import PIECE, Parked, out_of_memory, requested_bytes, scratch_folder, storage_bytes
 from spmdrl.tracking.metrics import Timer
 from tests.ranks.cases import (
     build_policy,

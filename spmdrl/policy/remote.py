@@ -1,0 +1,81 @@
+"""A frozen model on ranks of its own: those that train ask, those that score answer.
+
+Tokens go to the scorers by exchange, every sequence once, balanced by length; the numbers come back to all ranks that
+hold the sequence. Both sides make the same calls in the same order (`learn.score`, `learn.serve`).
+"""
+
+import torch
+
+from spmdrl.data.batch import KEYS, Batch, deal
+from spmdrl.data.tree import prompt_lengths
+from spmdrl.policy.contract import Policy
+from spmdrl.policy.heads import Second
+from spmdrl.spmd.exchange import Table, exchange, select
+from spmdrl.spmd.mesh import World
+
+HOST = torch.device("cpu")
+
+
+class RemotePolicy:
+    """`logprobs` and `values` of the Policy contract (`contract.py`) for a model that lies on other ranks.
+
+    Every method that communicates is collective over trainers and scorers.
+    """
+
+    version = updates_done = 0
+
+    def __init__(self, model: Policy | None, world: World, scorers: torch.Tensor, dtype: torch.dtype, share: bool):
+        """Nothing is sent yet.
+
+        Args:
+            model: the model itself on a rank that scores, None on one that trains.
+            world: of all ranks; its holders are those that train.
+            scorers: int64 [data positions, 1], the ranks that score.
+            dtype: of the answers.
+            share: the model runs a prompt once for the samples that have it, so they had better stay together.
+        """
+        self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
+
+    def logprobs(
+        self, batch: Batch, temperature: float, second: Second = "entropy"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the contract. A scorer passes an empty batch and gets nothing back."""
+        asked = deal(self._question(batch), self.scorers, self.world.rollout_group, HOST)
+        answers: tuple[torch.Tensor, ...] = (torch.zeros(0), torch.zeros(0))
+        if self.model is not None:
+            answers = self.model.logprobs(asked, temperature, second)
+        logp_T, second_T = self._answer(asked, [x_T.to(self.dtype) for x_T in answers])
+        return logp_T, second_T
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        """See the contract."""
+        return self.logprobs(batch, 1.0)[0]
+
+    def _question(self, batch: Batch) -> Batch:
+        """What the scorers have to know of this rank's sequences; of copies, the first holder's alone."""
+        place = torch.nonzero(self.world.holders == self.world.rank)
+        origin, copy = (int(x) for x in place[0]) if len(place) else (0, 0)
+        index_B = torch.arange(len(batch))
+        seq = {name: batch.seq[name] for name in KEYS}
+        seq |= {"origin": torch.full_like(index_B, origin), "index": index_B}
+        seq |= {"update": torch.zeros_like(index_B), "work": batch.lengths}
+        if self.share:
+            seq["common"] = torch.minimum(prompt_lengths(batch.lengths, batch.token["mask"]), batch.lengths - 1)
+        token = {name: batch.token[name] for name in ("tokens", "mask")}
+        return Batch(batch.lengths, token, seq).select(index_B[: len(batch) if copy == 0 else 0])
+
+    def _answer(self, asked: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Numbers [T] of `asked` back to where its sequences came from, in that batch's order."""
+        copies = self.world.holders.shape[1]
+        table = Table(torch.stack([asked.seq["origin"], asked.seq["index"]], 1))
+        for i, x_T in enumerate(numbers):
+            table.lengths[str(i)], table.values[str(i)] = asked.lengths, x_T
+        table = select(table, torch.arange(len(table)).repeat_interleave(copies))
+        back, _ = exchange(
+            table, lambda rows: self.world.holders[rows[::copies, 0]].flatten(), self.world.rollout_group, HOST
+        )
+        return list(back.values.values())
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract: what this rank holds of it."""
+        return self.model.bytes_by_owner() if self.model else {}

@@ -1,0 +1,80 @@
+"""The HF engine over two ranks: the same samples as on one, each rank with its part of the weights."""
+
+import pytest
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.rollout.build import check_tp
+from spmdrl.rollout.engine import Request
+from spmdrl.rollout.hf import HFEngine
+from spmdrl.rollout.transfer import Transfer
+from tests.ranks.cases import build_policy, config, small_model
+from tests.ranks.harness import run_ranks
+
+
+def drain(engine, requests) -> dict:
+    done = {}
+    for request in requests:
+        engine.submit(request)
+    while len(done) < len(requests):
+        done |= {c.key: (c.tokens, c.logp) for c in engine.poll()}
+    return done
+
+
+def sampled(world, folder, tp, quantization="none", deterministic=False):
+    """(samples, bytes of weights, push report) after a push of other weights than the folder's."""
+    cfg = config(
+        model={"path": folder, "dtype": "float64"},
+        rollout={"tp": tp, "quantization": quantization, "deterministic": deterministic},
+    )
+    policy, engine = build_policy(cfg, world), HFEngine(cfg, world, {2})
+    with torch.no_grad():
+        for name, p in policy.named_weights():
+            p.mul_(1.1) if "norm" not in name else None
+    report = Transfer(world, policy, engine, torch.float64, 1 << 14).push(0)
+    requests = [
+        Request((i, s), [3 + i, 5, 7 + s][: 2 + i % 2], 91 + 7 * i + s, 0, 6, t)
+        for i in range(4)
+        for s, t in enumerate((0.0, 1.0, 1.5))
+    ]
+    own = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    return drain(engine, requests), own, report
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
+def test_layout_hf_engine_over_two_ranks_samples_the_same(folder):
+    ((want, whole, _),) = run_ranks(sampled, 1, folder, 1)
+    for got, own, report in run_ranks(sampled, 2, folder, 2, rollout_tp=2):
+        assert got.keys() == want.keys()
+        for key, (tokens, logp) in want.items():
+            assert got[key][0] == tokens and got[key][1] == pytest.approx(logp, abs=1e-10), key
+        assert own < 0.75 * whole and report.deep
+        assert report.bytes == own and report.received < 1.1 * own
+
+
+@pytest.mark.parametrize(("kind", "worst"), [("int8", 0.15), ("fp8", 0.6)])
+def test_quantized_engine_is_near_the_trainer_and_small(folder, kind, worst):
+    ((want, whole, _),) = run_ranks(sampled, 1, folder, 1)
+    ((got, own, report),) = run_ranks(sampled, 1, folder, 1, kind)
+    first = [abs(got[key][1][0] - logp[0]) for key, (tokens, logp) in want.items() if got[key][0][0] == tokens[0]]
+    assert len(first) >= 8 and 0 < max(first) < worst
+    assert own < 0.4 * whole and report.deep  # of what is not rounded
+
+
+def test_layout_deterministic_hf_engine_is_the_same_in_any_company(folder):
+    ((alone, *_),) = run_ranks(sampled, 1, folder, 1, "none", True)
+    ((together, *_),) = run_ranks(sampled, 1, folder, 1)
+    for key, (tokens, logp) in alone.items():
+        assert together[key][0] == tokens and together[key][1] == pytest.approx(logp, abs=1e-12)
+
+
+@pytest.mark.parametrize(("engine", "tp", "fits"), [("hf", 3, "1, 2"), ("hf", 4, "1, 2"), ("vllm", 3, "1, 2, 4")])
+def test_tp_that_does_not_fit_the_heads_is_refused(folder, engine, tp, fits):
+    cfg = Config()
+    cfg.model.path, cfg.rollout.tp = folder, tp
+    with pytest.raises(ValueError, match=f"has 4 attention heads and 2 key-value heads.*; {engine} takes {fits}$"):
+        check_tp(cfg, engine)
