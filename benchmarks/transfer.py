@@ -116,8 +116,10 @@ def world_of(rank: int, ranks: int, tp: int, folder: str):
     from datetime import timedelta
 
     from spmdrl.config.schema import ParallelConfig
+    from spmdrl.environment import keep_freed_memory
     from spmdrl.spmd.mesh import world_from_group
 
+    keep_freed_memory()  # as a run on CPUs does
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -222,9 +224,8 @@ def main() -> None:
         (row,) = ranks_of(colocated, 1, dtype, bucket, times)
         row |= {"case": f"135M {dtype}", "ratio": row["seconds"] / row["copy"]}
         rows.append(row)
-        print(
-            f"{row['case']:24} {row['needed'] / 2**20:7.0f} {row['seconds']:8.4f} {row['copy']:8.4f} {row['ratio']:6.2f}"
-        )
+        mib = row["needed"] / 2**20
+        print(f"{row['case']:24} {mib:7.0f} {row['seconds']:8.4f} {row['copy']:8.4f} {row['ratio']:6.2f}")
         targets.append((f"push-{dtype}-over-copy", row["ratio"], 2.0))
     print(f"\n{'resharding':24} {'needs':>7} {'gets':>7} {'gets/needs':>10} {'push s':>8} {'copy s':>8}   (MiB a rank)")
     worst = 0.0

@@ -107,9 +107,11 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     replay = cfg.rollout.routing_replay
     models = Models(FsdpPolicy(cfg, world, total, routing_replay=replay, adapt=True) if world.trains else None)
     if "reference" in needs:
-        start = cfg.reference.path in ("", cfg.model.path)
-        free = cfg.lora.rank and start and scoring is world
-        models.reference = BaseOf(models.policy) if free else frozen(cfg.reference.path)
+        if cfg.lora.rank and cfg.reference.path in ("", cfg.model.path) and scoring is world:
+            free: Any = BaseOf(models.policy) if models.policy else None
+            models.reference = free
+        else:
+            models.reference = frozen(cfg.reference.path)
     models.keep_reference = cfg.reference.refresh_every > 0
     if "critic" in needs:
         models.critic = trained(cfg.critic.path, cfg.critic.lr, "value")

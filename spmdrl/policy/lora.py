@@ -135,7 +135,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model beneath the adapters, exactly: they are not run."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
     # Not enable_adapters(): that flips requires_grad, which a sharded model was built with.
     for layer in layers:
         layer._disable_adapters = True

@@ -30,7 +30,7 @@ def shard_box(param: torch.Tensor) -> Box:
 
 def local(param: torch.Tensor) -> torch.Tensor:
     """This rank's part, without gradient."""
-    return param.detach().to_local() if isinstance(param, DTensor) else param.detach()
+    return (param.to_local() if isinstance(param, DTensor) else param).detach()
 
 
 def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:

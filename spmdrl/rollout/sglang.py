@@ -63,7 +63,10 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
             "mem_fraction_static": rollout.gpu_memory_utilization,
             "enable_memory_saver": rollout.sleep_level > 0,
             "enable_weights_cpu_backup": rollout.sleep_level == 1,
+            "enable_deterministic_inference": rollout.deterministic,
         }
+        if rollout.quantization != "none":
+            values["quantization"] = rollout.quantization
     if world.device.type == "cpu" or rollout.kv_cache_gib:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -8,8 +8,8 @@ loaded in place, and how a CPU build gives its KV cache back. Only its groups am
 import logging
 import os
 import secrets
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,8 @@ class VLLMEngine:
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
         self.kv_awake = self.weights_awake = True
         _environment(world.device)
+        if cfg.rollout.deterministic:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         # vLLM reseeds torch and rewrites LOCAL_WORLD_SIZE; both belong to the run.
         rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")
         shared = []
@@ -190,6 +192,8 @@ class VLLMEngine:
                 "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
                 "enable_sleep_mode": cfg.rollout.sleep_level > 0,
             }
+            if cfg.rollout.quantization != "none":
+                options["quantization"] = cfg.rollout.quantization
             if getattr(config, "num_experts_per_tok", None):
                 # Other kernels lay experts out anew at start, and weights loaded in place would be read in that layout.
                 options["moe_backend"] = "triton"
@@ -286,6 +290,9 @@ class VLLMEngine:
         if adapter_entries(entries):
             assert self.adapters, "adapters are pushed to an engine that was built for them"
             return self.adapters.needs(entries)
+        if self.cfg.quantization != "none":
+            # vLLM rounds a layer when all of it has come; what it reads is not known.
+            return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
         needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
         self.counted = [
@@ -294,6 +301,18 @@ class VLLMEngine:
             if needs.exact and p.untyped_storage().data_ptr() not in needs.uncounted
         ]
         return needs
+
+    @contextmanager
+    def _rounding(self) -> Iterator[None]:
+        """With 8-bit weights, what is loaded inside is rounded anew (GPU only; written from vLLM's sources)."""
+        if self.cfg.quantization == "none":
+            yield
+            return
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+        yield
+        finalize_layerwise_reload(self.model, self.runner.model_config)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """vLLM's own loader."""
@@ -306,8 +325,9 @@ class VLLMEngine:
         self.version = None
         if self.adapters:
             self.adapters.taken = {}
-        for bucket in buckets:
-            self._load((self.adapters.take(bucket) if self.adapters else bucket).items())
+        with self._rounding():
+            for bucket in buckets:
+                self._load((self.adapters.take(bucket) if self.adapters else bucket).items())
         if self.adapters:
             self.adapters.install()
         self.packed_experts.clear()
@@ -324,6 +344,7 @@ class VLLMEngine:
             self.version = None
             if self.on_cpu and not self.weights:
                 self.weights = Parked(self.model.parameters(), "gone", self.world.device)
+                self.packed_experts.clear()
         if level == 0 or not self.kv_awake:
             return
         self.llm.reset_prefix_cache()

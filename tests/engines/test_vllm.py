@@ -17,7 +17,8 @@ pytestmark = [
 FP32 = 1e-4
 """Largest |dlogp| in float32: engine, transformers and trainer (FIELD-NOTES: 1e-5 seen)."""
 MODELS = ["tied", "untied"]
-SCENARIOS = [*MODELS, "bf16", "experts"]
+LORA = ["lora", "lora_merged"] if find_spec("peft") else []
+SCENARIOS = [*MODELS, "bf16", "experts", *LORA]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,36 @@ def test_parity_of_a_mixture_of_experts(measured):
         assert row["tokens"] >= 40 and row["spread"] > 0.1, row
         for pair in ("engine_hf", "engine_trainer", "trainer_hf"):
             assert row[pair] < FP32, row
+
+
+@pytest.mark.skipif(not LORA, reason="PEFT is not installed")
+@pytest.mark.parametrize("push", ["lora", "lora_merged"])
+def test_parity_of_adapters_after_each_of_3_updates(measured, push):
+    """transformers runs the full weights; vLLM the adapters beside them, or the same full weights."""
+    facts = measured[push]
+    assert [row["version"] for row in facts["agreement"]] == [0, 1, 2, 3] and facts["moved"] > 1e-2
+    for row in facts["agreement"]:
+        assert row["tokens"] >= 40 and row["spread"] > 0.1, row
+        for pair in ("engine_hf", "engine_trainer", "trainer_hf"):
+            assert row[pair] < FP32, row
+    size = facts["bytes"]
+    assert size["pushed"] == (size["adapters"] if push == "lora" else size["all"] - size["adapters"]) and facts["deep"]
+
+
+@pytest.mark.skipif(not LORA, reason="PEFT is not installed")
+def test_stale_adapters_are_refused_and_their_prefixes_dropped(measured):
+    facts = measured["lora"]
+    cache = facts["prefix_cache"]
+    assert min(cache["prompt_tokens"]) > 128
+    assert cache["with reset"]["engine_hf"] < FP32 and cache["with reset again"]["engine_hf"] < FP32, cache
+    assert cache["without reset"]["engine_hf"] > 20 * FP32, cache
+    assert facts["stale"]["version after level 2"] is None and facts["stale"]["after a push"] == "no error"
+    assert facts["after_stale"]["engine_hf"] < FP32, "after level 2 the weights beneath are pushed again"
+    wrong = facts["corrupt_adapter"]
+    for how in ("turned bit", "lost", "beneath"):
+        assert wrong[how].startswith("CorruptWeightsError: the engine's memory does not hold version"), wrong
+    assert wrong["version after turned bit"] is None and wrong["version after lost"] is None
+    assert wrong["mended"]["engine_hf"] < FP32, wrong
 
 
 def test_parity_in_bf16_is_small_on_average(measured):

@@ -1,0 +1,60 @@
+"""A run whose samples are greedy and written down, for `test_matrix.py`: under torchrun, with the flags of a run.
+
+    torchrun --nproc-per-node 2 -m tests.engines.matrix --rollout.tp 2 --run.dir /tmp/run ...
+
+It is `spmdrl.train` with two stand-ins. Requests are greedy: at temperature 0 every engine must say the same, where a
+draw at the edge of two tokens need not come out alike. And sample k of a prompt may be k steps longer than sample 0:
+greedy samples of equal length would be one sample, and GRPO's advantages of them cancel.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+from spmdrl.config.load import load_or_exit
+from spmdrl.environment import prepare
+
+SHORTER = 2
+"""Tokens by which each sample of a prompt is cut before the next one."""
+
+
+def stand_ins() -> None:
+    """Replace what the module's text names, and gather every step's samples on rank 0, in the run folder."""
+    from spmdrl.collect import Round
+    from spmdrl.run import Run
+    from spmdrl.spmd.exchange import all_gather_text
+
+    request, pack = Round.request, Run.pack
+
+    def greedy(round_, group, sample):
+        asked = request(round_, group, sample)
+        shorter = SHORTER * (round_.samples - 1 - sample)
+        return replace(asked, temperature=0.0, max_new_tokens=asked.max_new_tokens - shorter)
+
+    def written(run, trajectories, step):
+        mine = [(t.position, t.sample, t.tokens.tolist(), t.finish) for t in trajectories]
+        rows = sorted(
+            row for text in all_gather_text(json.dumps(mine), run.world.host_group) for row in json.loads(text)
+        )
+        if run.world.is_first:
+            with open(run.folder / "greedy.jsonl", "a") as file:
+                file.write(json.dumps(rows) + "\n")
+        return pack(run, trajectories, step)
+
+    Round.request, Run.pack = greedy, written
+
+
+def main() -> None:
+    """As `spmdrl.train.main`."""
+    loaded = load_or_exit(sys.argv[1:])
+    prepare()
+    from spmdrl.run import open_run
+    from spmdrl.train import train
+
+    stand_ins()
+    with open_run(loaded) as run:
+        train(run)
+
+
+if __name__ == "__main__":
+    main()
