@@ -15,12 +15,14 @@ from tests.e2e.runner import argv, metrics, succeed
 pytestmark = pytest.mark.timeout(600)
 STEPS, PROMPTS, SAMPLES = 5, 8, 4
 LOSS, NORM, LOGP = 1e-4, 1e-3, 1e-4
-"""Largest |difference| of losses and entropies, relative difference of gradient norms, and |dlogp|, in float32."""
+"""Largest |difference| of losses, KL and entropies, relative difference of gradient norms, and |dlogp|, in float32."""
 FLAGS = argv(
     f"--run.steps {STEPS} --rollout.prompts_per_step {PROMPTS} --rollout.samples_per_prompt {SAMPLES} "
     "--rollout.max_prompt_tokens 16 --rollout.max_new_tokens 8 --rollout.assignment static --model.dtype float32 "
-    "--optimizer.lr 1e-3 --eval.every 0 --checkpoint.no-at-end --tracking.trackers jsonl --run.timeout 60"
+    "--algo.aggregation token-mean --algo.kl_coef 0.04 --optimizer.lr 1e-3 --eval.every 0 --checkpoint.no-at-end "
+    "--tracking.trackers jsonl --run.timeout 60"
 )
+"""A mean over tokens: over sequences, the loss of GRPO's first update on its samples is 0 whatever they are."""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = sum(a == b for a, b in zip(solution_str, ground_truth))
@@ -68,11 +70,11 @@ def differences(one: tuple[list, list], other: tuple[list, list]) -> list[str]:
     for step, (a, b) in enumerate(zip(one[0], other[0], strict=True), 1):
         wrong = [(x[:2], x[2:], y[2:]) for x, y in zip(a, b, strict=True) if x != y]
         out += [f"step {step}: {len(wrong)} of {len(a)} samples differ, the first: {wrong[0]}"] if wrong else []
-    bounds = {"loss": LOSS, "entropy/mean": LOSS, "reward/mean": 1e-9, "grad_norm": NORM}
+    bounds = {"loss": LOSS, "kl/mean": LOSS, "entropy/mean": LOSS, "reward/mean": 1e-9, "grad_norm": NORM}
     for a, b in zip(one[1], other[1], strict=True):
         for name, bound in bounds.items():
             gap = abs(a[name] - b[name]) / (abs(a[name]) if name == "grad_norm" else 1.0)
-            out += [f"step {a['step']}: {name} {a[name]} and {b[name]}"] if not gap <= bound else []
+            out += [] if gap <= bound else [f"step {a['step']}: {name} {a[name]} and {b[name]}"]
     return out
 
 
@@ -90,19 +92,12 @@ def test_parity_of_runs_that_learn_something(cell):
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(len(step) == PROMPTS * SAMPLES for step in samples)
     assert all(len({tuple(tokens) for _, _, tokens, _ in step}) > 2 * PROMPTS for step in samples), "lengths differ"
-    assert all(abs(row["loss"]) > 100 * LOSS and row["grad_norm"] > 0.1 for row in rows), rows
+    assert all(abs(row["loss"]) > 10 * LOSS and row["grad_norm"] > 0.1 for row in rows), rows
     assert {finish for step in samples for *_, finish in step} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("more", ["--optimizer.lr 1.05e-3", "--run.seed 1"])
-def test_parity_is_lost_by_another_run(cell, more):
-    """The check can fail: a learning rate 5% higher is seen from the second step on."""
-    found = differences(cell("hf", 1, "colocated"), cell("hf", 1, "colocated", more))
-    assert {line.split(": ")[1].split()[0] for line in found} >= {"loss", "entropy/mean", "grad_norm"}, found
-
-
-def test_parity_is_lost_by_an_engine_that_is_not_pushed_to(cell):
-    """Samples of the first step's weights in every step: they differ, so the policy's greedy samples do change."""
-    samples = cell("hf", 1, "colocated")[0]
-    prompts = [{tuple(tokens[:6]) for _, _, tokens, _ in step} for step in samples]
-    assert all(a.isdisjoint(b) for a, b in zip(prompts, prompts[1:], strict=False))
+def test_parity_is_lost_by_another_learning_rate(cell):
+    """The check can fail: 5% more is seen, in what is computed and in what is sampled from it."""
+    found = differences(cell("hf", 1, "colocated"), cell("hf", 1, "colocated", "--optimizer.lr 1.05e-3"))
+    for name in ("samples differ", "loss", "entropy/mean", "grad_norm"):
+        assert any(name in line for line in found), (name, found)
