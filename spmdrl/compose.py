@@ -87,12 +87,16 @@ def old_logp(cfg: Config, wanted: frozenset[str]) -> str:
 
 
 def correction(cfg: Config, source: str) -> str:
-    """`--correction.kind`, or whether samples may be stale. source: of old_logp, as `old_logp` returns it."""
+    """`--correction.kind`, or whether samples may come from other weights than the trainer's.
+
+    source: of old_logp, as `old_logp` returns it.
+    """
     if cfg.correction.kind != "auto":
         return cfg.correction.kind
-    stale = cfg.rollout.staleness or cfg.rollout.partial_steps
+    rollout = cfg.rollout
+    other = rollout.staleness or rollout.partial_steps or rollout.quantization != "none"
     # Against the engine's own logp the loss's ratio is the correction already.
-    return "tis_token" if stale and source != "rollout" else "none"
+    return "tis_token" if other and source != "rollout" else "none"
 
 
 def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:

@@ -101,6 +101,41 @@ def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
     stats.add("rollout/staleness", age_T.mean(), len(age_T))
 
 
+def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
+    """What to tell of a step whose engine reported other logp than the trainer's; empty where they agree.
+
+    A mean that is not a number is above every threshold, and a threshold of 0 is none. step: counted from 1; values:
+    reduced, so that every rank comes to the same end.
+
+    Raises:
+        ValueError: above `--rollout.logp-diff-stop`.
+    """
+    rollout, found = cfg.rollout, values.get("logp_diff/mean")
+    if found is None:
+        return ""
+    reasons = {
+        f"--rollout.quantization {rollout.quantization}": rollout.quantization != "none",
+        f"--rollout.staleness {rollout.staleness}": rollout.staleness,
+        f"--rollout.partial-steps {rollout.partial_steps}": rollout.partial_steps,
+        f"--model.dtype {cfg.model.dtype}": cfg.model.dtype == "bfloat16",
+    }
+    why = ", ".join(reason for reason, given in reasons.items() if given)
+    why = f"what sets them apart by intent here is {why}" if why else "no setting of this run sets them apart"
+    says = f"step {step}: |logp of engine - logp of trainer| is {found:.4g} in the mean, above"
+    if rollout.logp_diff_stop and not found <= rollout.logp_diff_stop:
+        raise ValueError(
+            f"{says} --rollout.logp-diff-stop {rollout.logp_diff_stop:g}: engine and trainer do not hold the same "
+            f"model; {why}. Compare with --rollout.engine hf, look at grad_norm of the steps before, or raise the "
+            "threshold (0: never stop)"
+        )
+    if rollout.logp_diff_warn and not found <= rollout.logp_diff_warn:
+        return (
+            f"{says} --rollout.logp-diff-warn {rollout.logp_diff_warn:g}: {why}; look at logp_diff/max and mismatch/* "
+            "in metrics.jsonl, and at --correction.kind"
+        )
+    return ""
+
+
 def told(values: dict[str, float], world: World) -> dict[str, float]:
     """Numbers of the ranks that train, score and sample together, on every rank. Collective under `split`.
 

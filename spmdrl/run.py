@@ -29,14 +29,14 @@ from spmdrl.data.trajectory import Trajectory
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.environment import keep_freed_memory
 from spmdrl.experience import Ahead, Experience, Replay, fill
-from spmdrl.journal import Journal, describe, describe_age, told, with_rates
+from spmdrl.journal import Journal, check_mismatch, describe, describe_age, told, with_rates
 from spmdrl.learn import serve, steer
 from spmdrl.memory import Memory
 from spmdrl.models import build_models
 from spmdrl.policy.load import load_tokenizer, resolve
 from spmdrl.policy.routing import experts_of
 from spmdrl.rewards.load import load_reward
-from spmdrl.rollout.build import build_engine, context_length, stop_tokens
+from spmdrl.rollout.build import build_engine, check_engine, context_length, stop_tokens
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.failure import named_exit
 from spmdrl.spmd.lockstep import lockstep
@@ -68,6 +68,7 @@ class Run:
         self.draws = 0
         self.note("loading tokenizer and prompts")
         model_folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+        check_engine(cfg, world.device.type == "cpu")
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
         context = context_length(model_folder, cfg.model.trust_remote_code)
         if context <= cfg.rollout.max_new_tokens:
@@ -107,6 +108,12 @@ class Run:
         log.info(text)
         if self.console:
             self.console.note(text)
+
+    def warn(self, text: str) -> None:
+        """The same, as a warning."""
+        log.warning(text, extra={"file_only": True})
+        if self.console:
+            self.console.note(f"warning: {text}")
 
     def _prompts(self, spec: str, room: int, limit: int) -> PromptSet:
         prompts = load_prompts(spec, self.cfg.data, self.tokenizer, room, limit)
@@ -265,6 +272,9 @@ class Run:
         self.eval_metrics = {}
         steer(self.algo, values, rollout.prompts_per_step * rollout.samples_per_prompt)
         self.journal.step(step + 1, values, to_trajectories(batch) if world.roles.split else done.trajectories)
+        # Once the step is written down: its numbers are what there is to look at.
+        if warning := check_mismatch(step + 1, values, self.cfg):
+            self.warn(warning)
 
     def checkpoint(self, step: int) -> None:
         """Save if it is due. Collective."""

@@ -196,8 +196,7 @@ class RolloutConfig:
     """Samples do not depend on what runs beside them: batch-invariant kernels in vLLM and SGLang (GPU; slower), one
     sequence at a time in the HF engine."""
     quantization: Literal["none", "int8", "fp8"] = "none"
-    """8-bit weights in the engine: `fp8` in vLLM and SGLang (GPU), either one in the HF engine. The trainer's weights are
-    others then, so it turns the rollout correction on."""
+    """8-bit weights in the engine: `fp8` in vLLM and SGLang (GPU), either one in the HF engine."""
     logp_diff_warn: float = 0.1
     """Warn when the engine's logp is off the trainer's by more, in the mean of a step. 0: never."""
     logp_diff_stop: float = 1.0

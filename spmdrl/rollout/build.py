@@ -16,26 +16,31 @@ def engine_name(cfg: Config) -> str:
     return "vllm" if usable else "hf"
 
 
-def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
-    """Start the engine. Collective.
+def check_engine(cfg: Config, on_cpu: bool) -> None:
+    """What can be known before anything is built, of the engine and of the model's folder.
 
     Raises:
         ValueError: an engine that is not installed, or one that cannot do what the config asks.
     """
     name = engine_name(cfg)
     check_tp(cfg, name)
-    kind, on_cpu = cfg.rollout.quantization, world.device.type == "cpu"
+    kind = cfg.rollout.quantization
     if name != "hf" and kind != "none" and (kind != "fp8" or on_cpu):
         raise ValueError(f"--rollout.quantization {kind}: {name} takes fp8, on a GPU; or take --rollout.engine hf")
     if name != "hf" and cfg.rollout.deterministic and on_cpu:
         raise ValueError(
             f"--rollout.deterministic: {name}'s batch-invariant kernels want a GPU; take --rollout.engine hf here"
         )
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "--rollout.engine vllm: vLLM is not installed; run launch/install.sh, or use --rollout.engine hf"
+        )
+
+
+def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
+    """Start the engine, of settings that passed `check_engine`. Collective over the ranks that sample."""
+    name = engine_name(cfg)
     if name == "vllm":
-        if importlib.util.find_spec("vllm") is None:
-            raise ValueError(
-                "--rollout.engine vllm: vLLM is not installed; run launch/install.sh, or use --rollout.engine hf"
-            )
         from spmdrl.rollout.vllm import VLLMEngine
 
         return VLLMEngine(cfg, world, stop)

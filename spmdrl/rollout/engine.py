@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from spmdrl.config.schema import Config
+from spmdrl.policy.load import resolve
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.reshard import Entry
 
@@ -68,6 +70,7 @@ class Engine(Protocol):
 
         Raises:
             StaleEngineError: its version is not the engine's.
+            ValueError: prompt and response may be longer than the engine's longest sequence.
         """
         ...
 
@@ -118,4 +121,25 @@ def check_version(request: Request, version: int | None) -> None:
         raise StaleEngineError(
             f"the engine holds {held}, the trainer is at version {request.version}: "
             "push the weights (rollout.transfer.push) before sampling"
+        )
+
+
+def longest_sequence(cfg: Config) -> int:
+    """Tokens of prompt and response together that an engine is built for."""
+    from transformers import AutoConfig
+
+    trust = cfg.model.trust_remote_code
+    config = AutoConfig.from_pretrained(resolve(cfg.model.path, trust), trust_remote_code=trust).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or 1 << 30
+    return min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, positions)
+
+
+def check_length(request: Request, longest: int) -> None:
+    """ValueError where an engine would cut a response short without a word, or fail by its own."""
+    prompt, new = len(request.prompt), request.max_new_tokens
+    if prompt + new > longest:
+        raise ValueError(
+            f"request {request.key} has {prompt} prompt tokens and asks for up to {new} new ones; the engine's longest "
+            f"sequence is {longest}: raise --rollout.max_prompt_tokens or lower --rollout.max_new_tokens (together at "
+            "most what the model's positions hold)"
         )

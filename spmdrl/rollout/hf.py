@@ -16,7 +16,7 @@ from spmdrl.policy.experts import Layout
 from spmdrl.policy.load import build_model, resolve
 from spmdrl.policy.lora import attach, plain_name, pushed_parts
 from spmdrl.policy.routing import Routers
-from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_version
+from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_length, check_version, longest_sequence
 from spmdrl.rollout.hf_tp import divide
 from spmdrl.rollout.needs import Needs
 from spmdrl.rollout.quantize import quantize
@@ -50,7 +50,8 @@ class HFEngine:
 
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
         self.world = world
-        self.capacity, self.deterministic = cfg.rollout.max_sequences, cfg.rollout.deterministic
+        self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
+        self.deterministic = cfg.rollout.deterministic
         self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
         self.dtype = DTYPES[cfg.model.dtype]
         folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
@@ -85,6 +86,7 @@ class HFEngine:
     def submit(self, request: Request) -> None:
         """See the contract."""
         check_version(request, self.version)
+        check_length(request, self.longest)
         self.waiting.append(request)
 
     @torch.inference_mode()

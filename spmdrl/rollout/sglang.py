@@ -19,7 +19,15 @@ from spmdrl.config.checks import sglang_python
 from spmdrl.config.schema import Config
 from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import resolve
-from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
+from spmdrl.rollout.engine import (
+    Completion,
+    Owner,
+    Request,
+    StaleEngineError,
+    check_length,
+    check_version,
+    longest_sequence,
+)
 from spmdrl.rollout.needs import Needs
 from spmdrl.rollout.sglang_process import Broadcast, Process, SharedMemory, answers
 from spmdrl.spmd.exchange import all_gather_text
@@ -40,8 +48,7 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
 
     rollout = cfg.rollout
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
-    positions = getattr(config, "max_position_embeddings", 1 << 30)
-    longest = min(rollout.max_prompt_tokens + rollout.max_new_tokens, positions) + SPARE_TOKENS
+    longest = longest_sequence(cfg) + SPARE_TOKENS
     values: dict[str, Any] = {
         "model_path": str(folder),
         "trust_remote_code": cfg.model.trust_remote_code,
@@ -92,7 +99,7 @@ class SGLangEngine:
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
         self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
         self.on_cpu = world.device.type == "cpu"
-        self.capacity = cfg.rollout.max_sequences
+        self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
         self.version: int | None = None
         self.asleep: set[str] = set()
         self.running: dict[str, tuple[int, int]] = {}
@@ -153,6 +160,7 @@ class SGLangEngine:
     def submit(self, request: Request) -> None:
         """See the contract."""
         check_version(request, self.version)
+        check_length(request, self.longest)
         if self.asleep:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
         # SGLang aborts whatever begins with the name: none may be the beginning of another.

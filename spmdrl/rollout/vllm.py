@@ -20,7 +20,15 @@ from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import resolve
 from spmdrl.policy.lora import adapter_entries, pushed_parts
 from spmdrl.policy.routing import FREE, experts_of
-from spmdrl.rollout.engine import Completion, Owner, Request, StaleEngineError, check_version
+from spmdrl.rollout.engine import (
+    Completion,
+    Owner,
+    Request,
+    StaleEngineError,
+    check_length,
+    check_version,
+    longest_sequence,
+)
 from spmdrl.rollout.needs import Needs, watched_load
 from spmdrl.rollout.vllm_lora import Adapters, lora_options
 from spmdrl.rollout.vllm_world import world_of
@@ -142,7 +150,7 @@ class VLLMEngine:
                     "Triton model runner); take --rollout.engine hf"
                 )
             self.experts = experts_of(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
-        self.capacity = cfg.rollout.max_sequences
+        self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
         self.stop_tokens = sorted(stop_tokens)
         self.version: int | None = None
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
@@ -179,13 +187,9 @@ class VLLMEngine:
 
         folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
-        longest = min(
-            cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens,
-            getattr(config, "max_position_embeddings", 1 << 30),
-        )
         kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
         if not kv_bytes and self.on_cpu:
-            kv_bytes = cpu_kv_bytes(config, self.capacity, longest, cfg.model.dtype)
+            kv_bytes = cpu_kv_bytes(config, self.capacity, self.longest, cfg.model.dtype)
         options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
         if not self.on_cpu:
             options |= {
@@ -211,7 +215,7 @@ class VLLMEngine:
                 seed=0,
                 enforce_eager=cfg.rollout.enforce_eager or self.on_cpu,
                 skip_tokenizer_init=True,
-                max_model_len=longest,
+                max_model_len=self.longest,
                 max_num_seqs=self.capacity,
                 logprobs_mode="processed_logprobs",
                 trust_remote_code=cfg.model.trust_remote_code,
@@ -236,6 +240,7 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         check_version(request, self.version)
+        check_length(request, self.longest)
         if not self.kv_awake:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
         name = f"{request.key[0]}.{request.key[1]}"

@@ -1,0 +1,315 @@
+"""A step with a long tail of response lengths: fixed assignment against the queue, over-sampling and partial rollouts.
+
+    python benchmarks/longtail.py [--quick] [--json FILE] [--engine vllm] [--ranks 2] [--settings static partial]
+
+The program itself trains (`spmdrl.train.train`, one engine a rank, real updates and pushes); only the length of each
+response is imposed, as a random policy does not end by itself in any way that could be chosen: a stop token ends
+nothing, and sample s of the prompt drawn p-th may have `length(p, s)` tokens, over as many steps as it takes. So every
+setting meets the same prompts with the same lengths. They are log-normal with standard deviation 1 in log2 e units,
+half of the variance the prompt's and half the sample's own, the median a twelfth of `max_new_tokens`: most are short,
+the mean is 0.13 of the longest, and a few are cut at the limit, as DAPO's are at 20,480 tokens
+(https://arxiv.org/abs/2503.14476).
+
+All settings run in one call, one after the other on the same engine and policy, in turns over `--rounds`. The first
+steps of a setting fill what is carried, and are not counted. That short responses end first makes over-sampling alone
+train on shorter ones: what counts is tokens trained on per second, which stands beside the step's time. vLLM batches
+continuously; the HF engine samples one prompt length at a time, so that carried responses stand in line.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = {
+    "static": dict(assignment="static", oversample=1.0, partial_steps=0),
+    "queue": dict(assignment="queue", oversample=1.0, partial_steps=0),
+    "oversample": dict(assignment="queue", oversample=1.5, partial_steps=0),
+    "partial": dict(assignment="queue", oversample=1.5, partial_steps=3),
+}
+TITLES = {"oversample": "queue, oversample 1.5", "partial": "queue, oversample 1.5, partial 3"}
+GOAL = 1.5
+SPREAD, OWN, MEDIAN = 1.0, 0.5, 1 / 12
+"""Standard deviation of the log of a length, the share of its variance that is the sample's own, and the median as a
+share of the longest."""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return solution_str.count("a") / (1 + len(solution_str))
+"""
+
+
+def length(position: int, sample: int, longest: int) -> int:
+    """Tokens of a response, drawn by what it is and not by where it runs."""
+    prompt, own = (random.Random(key).gauss(0, 1) for key in (f"{position}", f"{position}.{sample}"))
+    exponent = SPREAD * (math.sqrt(1 - OWN) * prompt + math.sqrt(OWN) * own)
+    return max(1, min(longest, round(MEDIAN * longest * math.exp(exponent))))
+
+
+def random_model(folder: Path) -> Path:
+    """The tiny policy's shape, random, with room for longer responses."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tiny = ROOT / "spmdrl" / "assets" / "tiny"
+    values = json.loads((tiny / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**values)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny / name).read_bytes())
+    return folder
+
+
+class Watched:
+    """An engine whose requests have the length drawn for them, and what it did in a step."""
+
+    def __init__(self, engine, longest: int):
+        self.engine, self.longest, self.tokens, self.running = engine, longest, 0, 0
+        self.polls: list[tuple[int, float]] = []
+        """(sequences submitted and not done, seconds) of every step of the engine."""
+        self.submit_, self.poll_, self.abort_ = engine.submit, engine.poll, engine.abort
+        engine.submit, engine.poll, engine.abort = self.submit, self.poll, self.abort
+
+    def submit(self, request) -> None:
+        """What a continued response has already is not in its limit any more."""
+        before = self.longest - request.max_new_tokens
+        request.max_new_tokens = length(*request.key, self.longest) - before
+        assert request.max_new_tokens > 0, "what is complete is not asked for again"
+        self.running += 1
+        self.submit_(request)
+
+    def poll(self) -> list:
+        """Timed."""
+        began, running = time.perf_counter(), self.running
+        done = self.poll_()
+        self.polls.append((running, time.perf_counter() - began))
+        return self._count(done)
+
+    def abort(self, keys) -> list:
+        """Counted."""
+        return self._count(self.abort_(keys))
+
+    def _count(self, done: list) -> list:
+        self.tokens += sum(len(completion.tokens) for completion in done)
+        self.running -= len(done)
+        return done
+
+
+def side(folder: Path, args) -> None:
+    """One rank: every setting in turns; writes what its engine did."""
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR"}
+    import torch
+
+    torch.set_num_threads(1)
+    from spmdrl.config.load import Loaded, from_command_line
+    from spmdrl.experience import Ahead
+    from spmdrl.run import open_run
+    from spmdrl.train import train
+
+    flags = {
+        "run.dir": folder / "run",
+        "model.path": folder / "model",
+        "reward.function": folder / "reward.py",
+        "rollout.engine": args.engine,
+        "rollout.prompts_per_step": args.prompts,
+        "rollout.samples_per_prompt": args.samples,
+        "rollout.max_sequences": args.sequences,
+        "rollout.max_prompt_tokens": 32,
+        "rollout.max_new_tokens": args.longest,
+        "data.eval": "",
+        "eval.every": 0,
+        "checkpoint.at_end": "false",
+        "tracking.samples": 0,
+        "tracking.trackers": "jsonl",
+        "tracking.console": "plain",
+        # Versions move, as they do in a run; the policy need not.
+        "optimizer.lr": 1e-6,
+    }
+    config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
+    rows = []
+    with open_run(Loaded(config)) as run:
+        run.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
+        run.engine.stop_tokens = []
+        watched, experience = Watched(run.engine, args.longest), run.experience
+
+        def seen(step: int):
+            watched.tokens, watched.polls = 0, []
+            done = experience(step)
+            carried = sum(len(part.tokens) for group in done.carried for part in group.parts.values())
+            rows.append({"sampled": watched.tokens, "carried": carried, "polls": watched.polls})
+            return done
+
+        run.experience = seen
+        for turn in range(args.rounds * len(args.settings)):
+            setting = SETTINGS[args.settings[turn % len(args.settings)]]
+            for name, value in setting.items():
+                setattr(run.cfg.rollout, name, value)
+            # Each turn draws the same prompts from the first on; its steps have numbers of their own.
+            run.start_step, run.cfg.run.steps, run.draws = turn * args.steps, (turn + 1) * args.steps, 0
+            run.ahead = Ahead(run._sample, 0, run.start_step, run.cfg.run.steps, 0)
+            train(run)
+        (folder / f"rank_{run.world.rank}.json").write_text(json.dumps(rows))
+        torch.distributed.barrier(group=run.world.host_group)
+
+
+def median_ms(polls: list[tuple[int, float]], low: float, high: float) -> float:
+    """Of a step of the engine with so many sequences running."""
+    return 1000 * statistics.median([s for n, s in polls if low < n <= high] or [math.nan])
+
+
+def summary(name: str, lines: list[dict], ranks: list[list[dict]], args) -> dict:
+    """One setting. lines: its steps in metrics.jsonl; ranks: what each engine said of them; a turn is `args.steps`."""
+    counted = [i for i in range(len(lines)) if i % args.steps >= args.skip]
+    kept, sequences = [lines[i] for i in counted], args.prompts * args.samples
+    trained = sum(row["response_length/mean"] * sequences for row in kept)
+    seconds = sum(row["time/step"] for row in kept)
+    carried = [sum(rank[i]["carried"] for rank in ranks) for i in range(len(lines))]
+    # What was carried into a step and out of it was not sampled for nothing.
+    dropped = sum(
+        sum(rank[i]["sampled"] for rank in ranks)
+        + (carried[i - 1] if i % args.steps else 0)
+        - carried[i]
+        - lines[i]["response_length/mean"] * sequences
+        for i in counted
+    )
+    polls = [poll for rank in ranks for i in counted for poll in rank[i]["polls"]]
+    return {
+        "setting": name,
+        "step_s": statistics.median(row["time/step"] for row in kept),
+        "step_mean_s": seconds / len(kept),
+        "rollout_s": statistics.median(row["time/rollout"] for row in kept),
+        "update_s": statistics.median(row["time/update"] for row in kept),
+        "trained_tokens_per_s": trained / seconds,
+        "mean_length": trained / sequences / len(kept),
+        "longest": max(row["response_length/max"] for row in kept),
+        "stale_share": sum(row.get("rollout/stale_tokens", 0) for row in kept) / trained,
+        "dropped_share": dropped / trained,
+        "engine_steps": len(polls) / len(ranks) / len(kept),
+        "engine_step_ms_few": median_ms(polls, 0, args.sequences / 8),
+        "engine_step_ms_full": median_ms(polls, args.sequences * 3 / 4, math.inf),
+        "steps": len(kept),
+    }
+
+
+def engine_of(wanted: str) -> str:
+    """`auto` resolved, as the program does."""
+    return ("vllm" if find_spec("vllm") else "hf") if wanted == "auto" else wanted
+
+
+def default_ranks() -> int:
+    """Two on a CPU, one for each GPU."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def measure(args) -> dict[str, dict]:
+    """Start the ranks, and read what they wrote."""
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        random_model(folder / "model")
+        (folder / "reward.py").write_text(REWARD)
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"}
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        told = [word for name in NUMBERS for word in (f"--{name}", str(getattr(args, name)))]
+        told += ["--engine", args.engine, "--settings", *args.settings, "--side", work]
+        with open(folder / "log", "w") as log:
+            command = [*launch, __file__, *told]
+            done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+        ranks = [folder / f"rank_{rank}.json" for rank in range(args.ranks)]
+        if done.returncode or not all(file.exists() for file in ranks):
+            raise RuntimeError(f"the run ends with:\n{(folder / 'log').read_text()[-3000:]}")
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        each = [json.loads(file.read_text()) for file in ranks]
+    out = {}
+    for place, name in enumerate(args.settings):
+        turns = range(place, args.rounds * len(args.settings), len(args.settings))
+        steps = [i for turn in turns for i in range(turn * args.steps, (turn + 1) * args.steps)]
+        out[name] = summary(name, [lines[i] for i in steps], [[rank[i] for i in steps] for rank in each], args)
+    return out
+
+
+NUMBERS = ("ranks", "prompts", "samples", "sequences", "longest", "steps", "skip", "rounds")
+
+
+def main() -> None:
+    """Print a table and the target; write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="responses of up to 256 tokens, one turn of 8 steps")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--engine", choices=("auto", "vllm", "hf"), default="auto")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--ranks", type=int, default=0, help="0: two on a CPU, one for each GPU")
+    parser.add_argument("--prompts", type=int, default=16, help="a step, over all ranks")
+    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
+    parser.add_argument("--sequences", type=int, default=32, help="that an engine runs at a time")
+    parser.add_argument("--longest", type=int, default=0, help="tokens of the longest response. 0: 512, quick 256")
+    parser.add_argument("--steps", type=int, default=0, help="of one turn of a setting. 0: 16, quick 8")
+    parser.add_argument("--skip", type=int, default=4, help="first steps of a turn, which are not counted")
+    parser.add_argument("--rounds", type=int, default=0, help="turns of each setting. 0: 2, quick 1")
+    parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    args.engine, args.ranks = engine_of(args.engine), args.ranks or default_ranks()
+    for name, full, quick in (("longest", 512, 256), ("steps", 16, 8), ("rounds", 2, 1)):
+        setattr(args, name, getattr(args, name) or (quick if args.quick else full))
+    if args.side:
+        return side(args.side, args)
+    drawn = sorted(length(p, s, args.longest) for p in range(args.prompts * args.steps) for s in range(args.samples))
+    share = {q: drawn[int(q / 100 * len(drawn))] for q in (50, 90, 99)}
+    print(
+        f"{args.ranks} ranks, engine {args.engine}, {args.prompts} prompts x {args.samples} samples, "
+        f"{args.sequences} sequences an engine; lengths: mean {statistics.mean(drawn):.0f}, "
+        + ", ".join(f"{q}% up to {n}" for q, n in share.items())
+        + f", {sum(n == args.longest for n in drawn) / len(drawn):.1%} cut at {args.longest}"
+    )
+    rows = measure(args)
+    print(
+        f"{'setting':<33}{'step s':>8}{'rollout s':>10}{'update s':>9}{'tokens/s':>9}{'length':>8}{'stale':>7}"
+        f"{'dropped':>9}{'engine steps':>13}{'ms few/full':>13}"
+    )
+    for name, row in rows.items():
+        print(
+            f"{TITLES.get(name, name):<33}{row['step_s']:>8.3f}{row['rollout_s']:>10.3f}{row['update_s']:>9.3f}"
+            f"{row['trained_tokens_per_s']:>9.0f}{row['mean_length']:>8.1f}{row['stale_share']:>7.1%}"
+            f"{row['dropped_share']:>9.1%}{row['engine_steps']:>13.0f}"
+            f"{row['engine_step_ms_few']:>7.1f}/{row['engine_step_ms_full']:.1f}"
+        )
+    ratios = {}
+    if "static" in rows:
+        for name in [name for name in rows if name != "static"]:
+            ratios[name] = {
+                "step_time": rows["static"]["step_s"] / rows[name]["step_s"],
+                "trained_tokens_per_s": rows[name]["trained_tokens_per_s"] / rows["static"]["trained_tokens_per_s"],
+            }
+            print(
+                f"static against {name}: step {ratios[name]['step_time']:.2f} times as fast, "
+                f"{ratios[name]['trained_tokens_per_s']:.2f} times the trained tokens a second"
+            )
+    if "partial" in ratios:
+        ratio = ratios["partial"]["step_time"]
+        print(f"target longtail-step-time {ratio:.2f} {GOAL} {'ok' if ratio >= GOAL else 'miss'}")
+    if args.json:
+        import torch
+
+        about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        about |= {"torch": torch.__version__, "engine": args.engine, "date": time.strftime("%Y-%m-%d")}
+        about |= {name: getattr(args, name) for name in NUMBERS} | {"lengths": share}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"about": about, "settings": rows, "ratios": ratios}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
