@@ -49,12 +49,19 @@ class Layout:
         backwards = [t.reverse_transform() for t in known[::-1] if _expressible(t)]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
         self.converters = [t for t in backwards if isinstance(t, WeightConverter)]
+        self.asked: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
 
     def slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
         """What the shard `box` of the parameter `name` (whole shape `shape`) consists of; empty for an empty box.
 
         A parameter that no expert is packed in gives one slot, all of the shard.
         """
+        if (name, shape, box) not in self.asked:
+            # Every push asks the same.
+            self.asked[name, shape, box] = self._slots(name, shape, box)
+        return self.asked[name, shape, box]
+
+    def _slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
         if not prod(hi - lo for lo, hi in box):
             return []
         from transformers.core_model_loading import rename_source_key

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmdrl.policy.experts import Layout, whole
@@ -22,15 +24,21 @@ def shard_box(param: torch.Tensor) -> Box:
     """What this rank holds of a Shard(0) parameter; all of a plain tensor."""
     if not isinstance(param, DTensor):
         return whole(param.shape)
+    return _shard_box(param.device_mesh, tuple(param.shape))
+
+
+@lru_cache(maxsize=4096)
+def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
     # The last mesh dimension shards; under HSDP the one before it replicates.
-    mesh = param.device_mesh
-    rows = shard_rows(param.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
-    return (rows, *whole(param.shape[1:]))
+    rows = shard_rows(shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+    return (rows, *whole(shape[1:]))
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
     """This rank's part, without gradient."""
-    return (param.to_local() if isinstance(param, DTensor) else param).detach()
+    # A local tensor that was made under no_grad has nothing to detach from.
+    with torch.no_grad():
+        return param.to_local() if isinstance(param, DTensor) else param.detach()
 
 
 def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:

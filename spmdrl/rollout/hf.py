@@ -214,7 +214,6 @@ class HFEngine:
                 parameter, index = self.places[name]
                 part = inside(tensor, self.boxes[name]) if name in self.boxes else tensor
                 self.tensors[parameter][index].copy_(part)
-        self.model.tie_weights()
         self.version = version
 
     def sleep(self, level: int) -> None:

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +18,10 @@ log = logging.getLogger("spmdrl")
 
 USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors whose message says what to change; their traceback goes to the log file only."""
+
+
+speaking = threading.Event()
+"""This rank has an error of its own to tell."""
 
 
 def first_to_fail() -> bool:
@@ -35,22 +41,74 @@ def tell_torchrun(message: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": extra}}, f)
 
 
+def leave_when_told(phase: Callable[[], str], before_exit: Callable[[], None]) -> Callable[[], None]:
+    """From here on SIGTERM ends this process at once, with exit code 143, and one rank says in which phase that was.
+
+    torchrun sends it to all who are left when a rank was killed. A thread waits for it: the rank may sit in a
+    collective, where Python runs no handler. Main thread only; forked processes have what was there before. Returns
+    what ends it.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    before: list[tuple] = [(handler, signal.set_wakeup_fd(write, warn_on_full_buffer=False))]
+
+    def give_back() -> None:
+        if before:
+            handler, fd = before.pop()
+            signal.signal(signal.SIGTERM, handler)
+            signal.set_wakeup_fd(fd)
+            os.close(write)
+
+    os.register_at_fork(after_in_child=give_back)
+    threading.Thread(target=_leave, args=(read, phase, before_exit), daemon=True, name="SIGTERM").start()
+    return give_back
+
+
+def _leave(read: int, phase: Callable[[], str], before_exit: Callable[[], None]) -> None:
+    told = b"-"
+    while told and signal.SIGTERM not in told:
+        told = os.read(read, 64)
+    if not told or speaking.is_set():
+        return
+    message = (
+        f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} was ended by SIGTERM in phase "
+        f"{phase() or 'start'}: another rank is lost (torchrun names it below), or the job was cancelled"
+    )
+    log.error(message.removeprefix("spmdrl: "), extra={"file_only": True})
+    with suppress(Exception):
+        before_exit()
+    # The store answers nobody while this rank itself waits for something in it.
+    first: list[bool] = []
+    asking = threading.Thread(target=lambda: first.append(first_to_fail()), daemon=True)
+    asking.start()
+    asking.join(1.0)
+    if first != [False]:
+        print(message, file=sys.stderr, flush=True)
+    os._exit(143)
+
+
 @contextmanager
 def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Turn any exception into the end of the whole job, with rank, host, phase and cause in one last line.
 
     The process leaves without cleaning up: destructors of a broken group may wait for ranks that are gone. torchrun
-    then ends the other ranks. Exit code 1, 130 for Ctrl-C.
+    then ends the other ranks. Exit code 1, 130 for Ctrl-C, 143 for SIGTERM.
     """
+    in_main = threading.current_thread() is threading.main_thread()
+    give_back = leave_when_told(phase, before_exit) if in_main else lambda: None
     try:
         yield
+        give_back()
     except KeyboardInterrupt:
         before_exit()
         sys.stdout.flush()
         os._exit(130)
     except SystemExit:
+        give_back()
         raise
     except BaseException as error:
+        speaking.set()
         # Every rank keeps its own story; the console gets one, below.
         log.error("failed in phase %s\n%s", phase(), traceback.format_exc(), extra={"file_only": True})
         with suppress(Exception):

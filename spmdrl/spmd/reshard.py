@@ -24,6 +24,8 @@ DIMS = 5
 ALIGN = 16
 HEADER = 8
 """Bytes of a digest."""
+KEPT_FROM = 32 << 20
+"""Bytes of a block that glibc maps afresh every time it is asked for, and page faults cost more than what is written."""
 
 
 class CorruptWeightsError(RuntimeError):
@@ -71,6 +73,8 @@ def cut(one: Box, other: Box) -> Box | None:
 
 def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
     """The view of a box; origin: the box that the tensor itself is, None for a whole tensor."""
+    if box == origin:
+        return tensor
     for dim, (a, b) in enumerate(box):
         start = a - (origin[dim][0] if origin else 0)
         tensor = tensor.narrow(dim, start, b - a)
@@ -131,10 +135,32 @@ class Flight:
     """A bucket on its way."""
 
     bucket: Bucket
-    works: list
-    inbox: dict[int, torch.Tensor]
-    outbox: list[torch.Tensor]
-    """Kept until they have left."""
+    blocks: list[torch.Tensor] = field(default_factory=list)
+    """Memory that it takes."""
+    works: list = field(default_factory=list)
+    inbox: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Store:
+    """Memory of buckets. A CPU keeps large blocks from one run to the next; a GPU's allocator does by itself."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, flight: Flight, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], until the flight is over."""
+        kept = self.free.get(nbytes)
+        block = kept.pop() if kept else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        flight.blocks.append(block)
+        return block
+
+    def over(self, flight: Flight) -> None:
+        """Its memory is free for others."""
+        for block in flight.blocks:
+            if self.device.type == "cpu" and block.numel() >= KEPT_FROM:
+                self.free.setdefault(block.numel(), []).append(block)
+        flight.blocks = []
 
 
 class Reshard:
@@ -164,7 +190,7 @@ class Reshard:
         Raises:
             ValueError: a part that is needed and that no rank holds.
         """
-        self.entries, self.device = entries, device
+        self.entries, self.store = entries, Store(device)
         self.dtypes = [entry.dtype or dtype for entry in entries]
         self.me, ranks = dist.get_rank(), dist.get_process_group_ranks(host_group)
         self.index = index = {entry.name: i for i, entry in enumerate(entries)}
@@ -213,7 +239,7 @@ class Reshard:
     def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
         """The tensors that this rank needs, bucket by bucket: whole in shape, filled inside the boxes. Collective.
 
-        Every rank gets as many buckets, some of them empty.
+        Every rank gets as many buckets, some of them empty. A bucket's memory is its own until the next is asked for.
 
         pieces: the same as at the start, with the values of this moment. A tensor that this rank holds whole, in the
         right type, comes as it is: it is to be read only.
@@ -226,34 +252,35 @@ class Reshard:
         for bucket in self.buckets:
             flights.append(self._start(bucket, pieces))
             if len(flights) > 1:
-                yield self._finish(flights.popleft(), pieces)
+                yield self._finish(flights[0], pieces)
+                self.store.over(flights.popleft())
         while flights:
-            yield self._finish(flights.popleft(), pieces)
+            yield self._finish(flights[0], pieces)
+            self.store.over(flights.popleft())
 
     @torch.no_grad()
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
-        operations, outbox, inbox = [], [], {}
+        flight, operations = Flight(bucket), []
         cache: dict[tuple[int, Box], torch.Tensor] = {}
         # Once for all who want a part: some are computed when they are looked at.
         held = {n: pieces[n].tensor for regions in bucket.send.values() for n in dict(regions)}
         for rank, regions in bucket.send.items():
             kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
-            out = torch.empty(message_bytes(kinds), dtype=torch.uint8, device=self.device)
+            out = self.store.take(flight, message_bytes(kinds))
             digests, parts = _layout(out, kinds)
             for (n, region), part, place in zip(regions, parts, range(len(regions)), strict=True):
                 part.copy_(inside(held[n], region, pieces[n].box))
                 if (n, region) not in cache:
                     cache[n, region] = digest(part)
                 digests[place] = cache[n, region]
-            outbox.append(out)
             operations.append(dist.P2POp(dist.isend, out, rank))
         for rank, regions in bucket.receive.items():
             nbytes = message_bytes((self.dtypes[i], box) for i, box in regions)
-            inbox[rank] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self.received_bytes += inbox[rank].numel()
-            operations.append(dist.P2POp(dist.irecv, inbox[rank], rank))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return Flight(bucket, works, inbox, outbox)
+            flight.inbox[rank] = self.store.take(flight, nbytes)
+            self.received_bytes += nbytes
+            operations.append(dist.P2POp(dist.irecv, flight.inbox[rank], rank))
+        flight.works = dist.batch_isend_irecv(operations) if operations else []
+        return flight
 
     @torch.no_grad()
     def _finish(self, flight: Flight, pieces: list[Piece]) -> dict[str, torch.Tensor]:
@@ -267,7 +294,7 @@ class Reshard:
             if region == self.entries[i].box and tensor.dtype == self.dtypes[i]:
                 whole[piece.name] = tensor.contiguous()
             else:
-                part = inside(self._space(whole, i), region)
+                part = inside(self._space(flight, whole, i), region, self.entries[i].box)
                 part.copy_(inside(tensor, region, piece.box))
         for rank, regions in bucket.receive.items():
             digests, parts = _layout(flight.inbox[rank], [(self.dtypes[i], box) for i, box in regions])
@@ -278,14 +305,15 @@ class Reshard:
                         f"weights changed on their way to the engine: {entry.name} {list(region)} from rank {rank}; "
                         "the engine keeps no version and will not sample"
                     )
-                inside(self._space(whole, i), region).copy_(part)
+                inside(self._space(flight, whole, i), region, entry.box).copy_(part)
         return whole
 
-    def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+    def _space(self, flight: Flight, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
         """Room for a tensor. Of memory that nothing is written to, a CPU takes none."""
-        entry = self.entries[i]
+        entry, dtype = self.entries[i], self.dtypes[i]
         if entry.name not in whole:
-            whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
+            block = self.store.take(flight, size(entry.box) * dtype.itemsize)
+            whole[entry.name] = block.view(dtype).view(entry.shape)
         return whole[entry.name]
 
 

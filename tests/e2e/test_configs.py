@@ -32,6 +32,8 @@ GSM8K_SMALL = argv(
     "--rollout.max_new_tokens 16 --rollout.max_sequences 8 --policy.max_tokens_per_microbatch 1024 --eval.prompts 2 "
     "--eval.every 2 --checkpoint.every 0 --checkpoint.no-at-end"
 )
+RANKS = {"gsm8k_grpo_split.yaml": 8}
+"""Of a file that says of some ranks what they do; torchrun would tell each of them so."""
 ADDITION_SMALL = argv(
     "--config configs/smollm2_addition.yaml --run.steps 2 --rollout.prompts_per_step 2 --rollout.samples_per_prompt 4 "
     "--eval.every 0 --checkpoint.no-at-end"
@@ -43,7 +45,8 @@ def test_config_dry_run_shows_what_would_run_and_touches_nothing(name, tmp_path)
     """The printed config reads back as the same config; "" is the demo."""
     folder = tmp_path / "run"
     flags = ["--config", ROOT / "configs" / name] if name else []
-    ended = succeed([*flags, "--run.dir", folder, "--dry-run"], 60, cwd=tmp_path)
+    world = {"RANK": "0", "WORLD_SIZE": str(RANKS[name])} if name in RANKS else {}
+    ended = succeed([*flags, "--run.dir", folder, "--dry-run"], 60, cwd=tmp_path, env=world)
     assert not folder.exists() and not (tmp_path / "runs").exists()
     text = "\n".join(ended.out)
     config, plan = text[: text.index("\nranks ")], text[text.index("\nranks ") :]
