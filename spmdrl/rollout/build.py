@@ -7,6 +7,9 @@ from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import Engine
 from spmdrl.spmd.mesh import World
 
+VLLM_TEMPERATURE = (0.01, 2.0)
+"""What vLLM 0.32 samples at (`vllm.sampling_params`): below, it takes the bound without a word; above, it refuses."""
+
 
 def engine_name(cfg: Config) -> str:
     """`auto` resolved: vLLM where it is installed and can hold the model's type, else the HF engine."""
@@ -31,6 +34,12 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
         raise ValueError(
             f"--rollout.deterministic: {name}'s batch-invariant kernels want a GPU; take --rollout.engine hf here"
         )
+    for flag, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
+        if name == "vllm" and not (temperature == 0 or VLLM_TEMPERATURE[0] <= temperature <= VLLM_TEMPERATURE[1]):
+            raise ValueError(
+                f"--{flag}.temperature {temperature:g}: vllm takes {VLLM_TEMPERATURE[0]:g} to {VLLM_TEMPERATURE[1]:g}, "
+                "or 0 for greedy where that is allowed; or take --rollout.engine hf"
+            )
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "--rollout.engine vllm: vLLM is not installed; run launch/install.sh, or use --rollout.engine hf"
@@ -54,7 +63,7 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 
 
 def check_tp(cfg: Config, engine: str) -> None:
-    """ValueError unless the model's attention heads can be divided over the ranks of an engine."""
+    """ValueError unless the model's attention heads, and a dense model's MLPs, can be divided over an engine's ranks."""
     from transformers import AutoConfig
 
     from spmdrl.policy.load import resolve
@@ -63,16 +72,19 @@ def check_tp(cfg: Config, engine: str) -> None:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
     heads = getattr(config, "num_attention_heads", tp)
     kv = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "intermediate_size", None)
+    if not isinstance(width, int) or getattr(config, "num_experts_per_tok", None):
+        width = 0
 
     def fits(n: int) -> bool:
         # vLLM and SGLang copy KV heads where there are more ranks than those.
-        return heads % n == 0 and (kv % n == 0 or (engine != "hf" and n % kv == 0))
+        return heads % n == 0 and width % n == 0 and (kv % n == 0 or (engine != "hf" and n % kv == 0))
 
     if not fits(tp):
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
         raise ValueError(
-            f"--rollout.tp {tp}: {cfg.model.path} has {heads} attention heads and {kv} key-value heads, which {tp} "
-            f"ranks cannot share; {engine} takes {sizes}"
+            f"--rollout.tp {tp}: {cfg.model.path} has {heads} attention heads and {kv} key-value heads"
+            f"{f', and MLPs {width} wide' if width % tp else ''}, which {tp} ranks cannot share; {engine} takes {sizes}"
         )
 
 

@@ -15,7 +15,7 @@ from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.digest import word_sum
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import World
-from spmdrl.spmd.reshard import CorruptWeightsError, Entry, Piece, Reshard, catalogue, inside
+from spmdrl.spmd.reshard import Box, CorruptWeightsError, Entry, Piece, Reshard, catalogue, inside
 
 
 @dataclass
@@ -42,14 +42,18 @@ class Route:
     words: int = 0
     """Sum of those that the last push brought of what is counted."""
 
-    @property
-    def counted(self) -> dict[str, list]:
-        """Boxes of which sums are compared, by tensor."""
-        found: dict[str, list] = {}
+    def __post_init__(self):
+        self.counted: dict[str, list[tuple[Box, Box]]] = {}
+        """Boxes of which sums are compared, by tensor, and the box of the tensor."""
         for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
             if counted:
-                found.setdefault(self.entries[i].name, []).append(box)
-        return found
+                self.counted.setdefault(self.entries[i].name, []).append((box, self.entries[i].box))
+
+    def count(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Add what a bucket brings."""
+        self.words += word_sum(
+            inside(x, box, origin) for name, x in tensors.items() for box, origin in self.counted.get(name, ())
+        )
 
 
 class Transfer:
@@ -107,11 +111,10 @@ class Transfer:
         def travel() -> Iterator[dict[str, torch.Tensor]]:
             for part in due:
                 route = self.routes[part]
-                counted, route.words = route.counted, 0
+                route.words = 0
                 for tensors in route.plan.run(self._pieces(part)):
                     if deep:
-                        boxes = (inside(x, box) for name, x in tensors.items() for box in counted.get(name, ()))
-                        route.words += word_sum(boxes)
+                        route.count(tensors)
                     yield tensors
 
         held = None

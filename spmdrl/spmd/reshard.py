@@ -25,7 +25,7 @@ ALIGN = 16
 HEADER = 8
 """Bytes of a digest."""
 KEPT_FROM = 32 << 20
-"""Bytes of a block that glibc maps afresh every time it is asked for, and page faults cost more than what is written."""
+"""Bytes of a block that glibc maps afresh every time it is asked for; its page faults cost more than its contents."""
 
 
 class CorruptWeightsError(RuntimeError):

@@ -269,6 +269,48 @@ def corrupt(p: Probe) -> dict:
     return facts
 
 
+def limits(p: Probe) -> dict:
+    """Requests of the engine's longest sequence and of one token more."""
+    p.awake()
+    longest = p.engine.longest
+    prompt = (p.prompts(1)[0] * longest)[: longest - 3]
+    over = p.request(prompt, new=4)
+    facts: dict = {"longest": longest, "one more": outcome(lambda: p.engine.submit(over))}
+    # Had any of it been queued, it would come back here.
+    facts["aborted"] = [c.key for c in p.engine.abort([over.key])]
+    done = p.drain([p.request(prompt, sample=i, seed=70 + i, new=3) for i in range(4)])
+    facts["whole"] = sorted({c.finish for c in done.values()} | {len(c.tokens) for c in done.values()}, key=str)
+    return facts
+
+
+def interrupted(p: Probe) -> dict:
+    """A push that stops between two buckets; the next one mends it."""
+    prompt = p.prompts(1)[0]
+    p.awake()
+    load, facts = p.engine.load, {}
+
+    def half(buckets, version):
+        def given():
+            for i, bucket in enumerate(buckets):
+                if i == 1:
+                    raise ConnectionError("the other node is gone")
+                yield bucket
+
+        load(given(), version)
+
+    p.shake(0.05)
+    p.engine.load = half
+    facts["push"], facts["version"] = outcome(p.push), p.engine.version
+    p.engine.load = load
+    facts["refuses"] = outcome(lambda: p.engine.submit(p.request(prompt)))
+    p.policy.version -= 1
+    facts["refuses the old one"] = outcome(lambda: p.engine.submit(p.request(prompt)))
+    p.policy.version += 1
+    p.push()
+    facts["mended"] = p.agree(p.prompts(4))
+    return facts
+
+
 def sleep_memory(p: Probe) -> dict:
     """Bytes that the KV cache really gives back, and what the engine says after."""
     me = psutil.Process()
@@ -403,7 +445,7 @@ def tied(cfg: Config, facts: dict) -> None:
     """The model that ships here: 5 real updates, then every refusal, sleep, abort and seed."""
     p = Probe(replaced(cfg, rollout=rollout(kv_cache_gib=0.5), optimizer={"lr": 3e-4}), facts)
     p.train(p.prompts(16))
-    for part in (stale, corrupt, sleep_memory, memory, abort, neighbours):
+    for part in (stale, limits, corrupt, interrupted, sleep_memory, memory, abort, neighbours):
         facts[part.__name__] = part(p)
 
 

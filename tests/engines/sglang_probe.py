@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from spmdrl.config.schema import Config
-from tests.engines.probe import Probe, neighbours, outcome, replaced, stale
+from tests.engines.probe import Probe, interrupted, limits, neighbours, outcome, replaced, stale
 
 
 def processes(p: Probe) -> list[psutil.Process]:
@@ -197,7 +197,7 @@ def measure(folder: Path, facts: dict) -> None:
         facts,
     )
     p.train(p.prompts(16))
-    for part in (samples, neighbours, stale, sleep_memory, abort, corrupt):
+    for part in (samples, neighbours, stale, limits, sleep_memory, abort, corrupt, interrupted):
         facts[part.__name__] = part(p)
     facts["killed"], facts["left behind"] = killed(p)
 

@@ -87,6 +87,25 @@ def test_stale_after_a_corrupt_push(facts, case):
 
 
 @installed
+def test_a_request_longer_than_the_context_is_refused_and_leaves_nothing(facts):
+    facts = facts["limits"]
+    longest = facts["longest"]
+    told = f"ValueError: request (0, 0) has {longest - 3} prompt tokens and asks for up to 4 new ones"
+    assert facts["one more"].startswith(told) and f"longest sequence is {longest}" in facts["one more"], facts
+    assert facts["aborted"] == [] and facts["whole"] and {*facts["whole"]} <= {1, 2, 3, "length", "stop"}, facts
+    assert longest == 128, "what the model's positions hold, not what the settings ask for"
+
+
+@installed
+def test_stale_after_an_interrupted_push(facts):
+    facts = facts["interrupted"]
+    assert facts["push"] == "ConnectionError: the other node is gone" and facts["version"] is None
+    for case in ("refuses", "refuses the old one"):
+        assert facts[case].startswith("StaleEngineError: the engine holds no weights"), facts
+    assert facts["mended"]["engine_hf"] < FP32, facts
+
+
+@installed
 def test_sleep_gives_memory_back(facts):
     slept = facts["sleep_memory"]
     (weights, cache), *later = slept["held"]
