@@ -63,7 +63,7 @@ class Shards:
                 box = (rows, *((0, n) for n in shape[1:]))
                 self.held.append(Piece(name, shape, box, torch.randn([b - a for a, b in box])))
 
-    def pieces(self):
+    def pieces(self, part: str = "model"):
         """See `policy.contract`."""
         return self.held
 

@@ -63,7 +63,7 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 
 
 def check_tp(cfg: Config, engine: str) -> None:
-    """ValueError unless the model's attention heads, and a dense model's MLPs, can be divided over an engine's ranks."""
+    """ValueError unless the model's heads, and a dense model's MLPs, can be divided over the ranks of an engine."""
     from transformers import AutoConfig
 
     from spmdrl.policy.load import resolve

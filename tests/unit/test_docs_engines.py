@@ -1,4 +1,4 @@
-"""docs/engines.md, docs/placement.md and the README's tree say what is so: settings, files, tests, metrics, messages."""
+"""docs/engines.md, docs/placement.md and the README's tree say what is so: settings, files, tests, metrics, words."""
 
 import ast
 import re
