@@ -88,7 +88,7 @@ class CorrectionConfig:
 
     kind: Literal["auto", "none", "tis_token", "tis_sequence", "icepop", "mis_token", "mis_sequence"] = "auto"
     """Truncated (tis) or masked (mis, icepop) importance sampling, by token or by sequence. `auto`: tis_token where
-    samples come from older weights (rollout.staleness, rollout.partial_steps), else none."""
+    samples come from other weights (rollout.staleness, rollout.partial_steps, rollout.quantization), else none."""
     low: float | None = None
     """Ratios below count nothing (icepop, mis). None: the method's own."""
     high: float | None = None

@@ -32,6 +32,12 @@ def first_to_fail() -> bool:
     return True
 
 
+def lost_peer(error: BaseException) -> bool:
+    """A collective broke because another rank is gone, or the store with it."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
 def tell_torchrun(message: str) -> None:
     """Put the message into the banner that torchrun prints after ours, in torch.distributed.elastic's error file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -108,9 +114,13 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
         give_back()
         raise
     except BaseException as error:
-        speaking.set()
         # Every rank keeps its own story; the console gets one, below.
         log.error("failed in phase %s\n%s", phase(), traceback.format_exc(), extra={"file_only": True})
+        if lost_peer(error):
+            # The cause stands elsewhere. Where torchrun saw it, SIGTERM is on its way, and `_leave` has the last word;
+            # a rank that left before that would be named as the root cause.
+            time.sleep(2)
+        speaking.set()
         with suppress(Exception):
             before_exit()
         if first_to_fail():

@@ -52,8 +52,8 @@ class Ended:
     def ours(self) -> str:
         """stderr without what torchrun's agent adds when a worker fails."""
         text = re.sub(
-            r"^Traceback \(most recent call last\):\n(?:  .*\n)+torch\.distributed\.elastic\S*ChildFailedError:.*?\n"
-            r"=+\n.*?\n=+$",
+            r"^Traceback \(most recent call last\):\n(?:  [^\n]*\n)+"
+            r"torch\.distributed\.elastic\S*ChildFailedError:.*?\n=+\n.*?\n=+$",
             "",
             "\n".join(self.err),
             flags=re.DOTALL | re.MULTILINE,

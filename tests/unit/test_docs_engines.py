@@ -48,7 +48,7 @@ def literals() -> list[str]:
 def timed() -> set[str]:
     """Phases that are timed: `timer("push")`."""
     return {
-        node.args[0].value
+        str(node.args[0].value)
         for tree in modules().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
