@@ -6,6 +6,7 @@ policy's, the policy's parameters leave, and only then the KV cache is allocated
 the trainer comes back. Under split placement a rank has the one or the other, and nothing moves but the push.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from spmdrl.spmd.mesh import World
 from spmdrl.spmd.meter import Meter
 from spmdrl.spmd.storage import give_back, moves, out_of_memory, requested_bytes
 from spmdrl.tracking.metrics import Timer
+
+log = logging.getLogger("spmdrl")
 
 GIB = 1 << 30
 Phase = Literal["rollout", "training"]
@@ -144,7 +147,10 @@ class Memory:
             stale = bool(all_reduce(lacks, "max", self.world.host_group))
         self.version = version
         if stale:
+            first = self.last_push is None
             self.last_push = self.transfer.push(version)
+            if first and self.engine and not self.last_push.deep:
+                log.info("the engine's own memory is not summed after a push: what is sent is checked on its way only")
             # Its buckets were freed, and the KV cache comes next.
             give_back(self.world.device, self.last_push.bytes)
 
@@ -260,7 +266,7 @@ class Memory:
                 options.append((max(rest, learns) / 3, "--policy.activation_checkpointing true"))
             if not cfg.policy.reshard_after_forward:
                 options.append((learns / 4, "--policy.reshard_after_forward true"))
-        options.append((0, f"more ranks for --parallel.dp_shard than {self.world.size}"))
+        options.append((0, f"more ranks for --parallel.dp_shard than {len(self.world.roles.trainers)}"))
         options.append((0, f"--rollout.push_bucket_mib below {cfg.rollout.push_bucket_mib}"))
         if cfg.model.dtype != "bfloat16":
             options.append((0, "--model.dtype bfloat16"))

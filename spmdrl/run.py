@@ -242,6 +242,10 @@ class Run:
 
     def log(self, step: int, batch: Batch, done: Experience, stats: Metrics) -> None:
         """Reduce this step's numbers over ranks and write them. Collective."""
+        with self.timer("log"):
+            self._log(step, batch, done, stats)
+
+    def _log(self, step: int, batch: Batch, done: Experience, stats: Metrics) -> None:
         world, rollout = self.world, self.cfg.rollout
         stats.merge(done.stats)
         timeouts = self.grader.timeouts if self.grader else 0

@@ -116,18 +116,17 @@ def _rollout_problems(config: Config, world_size: int) -> list[str]:
     rollout, problems = config.rollout, []
     if rollout.tp > 1 and world_size % rollout.tp:
         problems.append(f"--rollout.tp {rollout.tp}: must divide {shown(config, world_size, 'sample')}")
-    if rollout.engine == "sglang":
-        if sglang_python() is None:
-            problems.append(
-                "--rollout.engine sglang: SGLang is not installed; run ./launch/install.sh --sglang, or take vllm or hf"
-            )
-        if config.model.dtype == "float64":
-            problems.append("--model.dtype float64: SGLang has none; take float32, or --rollout.engine hf")
-        if rollout.routing_replay:
-            problems.append(
-                "--rollout.routing-replay True: SGLang's experts are not asked for here; take --rollout.engine vllm on "
-                "GPUs, or hf"
-            )
+    if rollout.engine == "sglang" and sglang_python() is None:
+        problems.append(
+            "--rollout.engine sglang: SGLang is not installed; run ./launch/install.sh --sglang, or take vllm or hf"
+        )
+    if rollout.engine in ("sglang", "vllm") and config.model.dtype == "float64":
+        problems.append(f"--model.dtype float64: {rollout.engine} has none; take float32, or --rollout.engine hf")
+    if rollout.engine == "sglang" and rollout.routing_replay:
+        problems.append(
+            "--rollout.routing-replay True: SGLang's experts are not asked for here; take --rollout.engine vllm on "
+            "GPUs, or hf"
+        )
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     if rollout.partial_steps and rollout.oversample == 1:
         problems.append(

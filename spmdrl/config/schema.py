@@ -185,7 +185,8 @@ class RolloutConfig:
     """Share of a GPU that vLLM or SGLang may take while awake."""
     staleness: int = 0
     """Under `split`: steps that sampling runs ahead, which bounds the age of its weights. 1: the experience of step k+1
-    is sampled while step k trains, by the weights that step k began with."""
+    is sampled while step k trains, by the weights that step k began with. More evens out
+    single slow steps only: all ranks end every step together."""
     routing_replay: bool = False
     """Mixture of experts: train every token with the experts that the engine sent it to (R3); not with sglang, nor with
     vLLM on a CPU."""
