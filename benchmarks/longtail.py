@@ -35,11 +35,11 @@ SETTINGS = {
     "static": dict(assignment="static", oversample=1.0, partial_steps=0),
     "queue": dict(assignment="queue", oversample=1.0, partial_steps=0),
     "oversample": dict(assignment="queue", oversample=1.5, partial_steps=0),
-    "partial": dict(assignment="queue", oversample=1.5, partial_steps=3),
+    "partial": dict(assignment="queue", oversample=2.0, partial_steps=3),
 }
-TITLES = {"oversample": "queue, oversample 1.5", "partial": "queue, oversample 1.5, partial 3"}
+TITLES = {"oversample": "queue, oversample 1.5", "partial": "queue, oversample 2, partial 3"}
 GOAL = 1.5
-SPREAD, OWN, MEDIAN = 1.0, 0.5, 1 / 12
+SPREAD, OWN, MEDIAN = 1.3, 0.5, 1 / 12
 """Standard deviation of the log of a length, the share of its variance that is the sample's own, and the median as a
 share of the longest."""
 REWARD = """
@@ -252,9 +252,9 @@ def main() -> None:
     parser.add_argument("--engine", choices=("auto", "vllm", "hf"), default="auto")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--ranks", type=int, default=0, help="0: two on a CPU, one for each GPU")
-    parser.add_argument("--prompts", type=int, default=16, help="a step, over all ranks")
+    parser.add_argument("--prompts", type=int, default=8, help="a step, over all ranks")
     parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--sequences", type=int, default=32, help="that an engine runs at a time")
+    parser.add_argument("--sequences", type=int, default=64, help="that an engine runs at a time")
     parser.add_argument("--longest", type=int, default=0, help="tokens of the longest response. 0: 512, quick 256")
     parser.add_argument("--steps", type=int, default=0, help="of one turn of a setting. 0: 16, quick 8")
     parser.add_argument("--skip", type=int, default=4, help="first steps of a turn, which are not counted")

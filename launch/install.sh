@@ -82,10 +82,11 @@ make_sglang() { # every step by && : called from `stage`, a failed one would not
         # Its CUDA libraries are other ones than vLLM's: nothing is shared.
         .venv/bin/python -m venv .venv-sglang && PIP_PYTHON=.venv-sglang/bin/python add -r launch/locks/sglang.txt
     else
-        # What it lacks; everything else it finds in .venv, and what has no build for a CPU in launch/stubs.
+        # What it lacks; everything else it finds in .venv, and what has no build for a CPU in launch/stubs. Megatron, which
+        # it would import for its debugging tools, is kept out of its sight.
         .venv/bin/python -m venv --without-pip .venv-sglang &&
             PIP_PYTHON=.venv-sglang/bin/python add --no-deps -r launch/locks/sglang.txt &&
-            printf '%s\n' "$PWD"/.venv/lib/python3.*/site-packages "$PWD/launch/stubs" >"$(echo .venv-sglang/lib/python3.*/site-packages)/spmdrl.pth"
+            printf '%s\n' "$PWD"/.venv/lib/python3.*/site-packages "$PWD/launch/stubs" "import sys; sys.modules['megatron'] = None" >"$(echo .venv-sglang/lib/python3.*/site-packages)/spmdrl.pth"
     fi &&
         .venv-sglang/bin/python -c 'import importlib.metadata as m, orjson, torch; m.version("sglang")' &&
         mkdir .venv-sglang/.spmdrl && echo "$sglang_hash" >.venv-sglang/.spmdrl/sglang

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,9 @@ def test_bad_tp_names_the_heads_and_what_fits(engine, tp, changes, fits, tmp_pat
 
 def test_bad_tp_ends_the_job_before_an_engine_is_built(tmp_path):
     folder = model_of(tmp_path / "model", num_attention_heads=3, num_key_value_heads=3)
-    ended = run([*QUICK, *argv("--rollout.tp 2 --model.path"), folder, "--run.dir", tmp_path / "run"], 100, ranks=2)
+    ended = run(
+        [*QUICK, *argv("--rollout.tp 2 --model.path"), str(folder), "--run.dir", tmp_path / "run"], 100, ranks=2
+    )
     message = refused(ended, "phase start", "ValueError: --rollout.tp 2:", "3 attention heads", "hf takes 1")
     assert "Traceback" not in ended.ours and len(message.splitlines()) == 1, ended.show()
     assert not any(line.startswith(("building", "starting")) for line in ended.out), ended.show()
@@ -129,7 +132,8 @@ def test_bad_temperature_of_an_engine_is_found_at_the_start(sections, flag):
 def test_bad_request_longer_than_the_context_is_refused_by_submit():
     """The hf engine; vLLM and SGLang are asked the same in tests/engines."""
     cfg = config(rollout={"max_prompt_tokens": 10, "max_new_tokens": 6})
-    engine = HFEngine(cfg, World(0, 1, 0, torch.device("cpu"), *[None] * 9), {2})
+    nothing: list[Any] = [None] * 9
+    engine = HFEngine(cfg, World(0, 1, 0, torch.device("cpu"), *nothing), {2})
     engine.load([], 0)
     with pytest.raises(ValueError, match=r"request \(0, 0\) has 11 prompt tokens and asks for up to 6 .* 16:"):
         engine.submit(Request((0, 0), [5] * 11, 1, 0, 6))

@@ -1,0 +1,76 @@
+"""What arguments have to be; each error says what to change."""
+
+import math
+
+import torch
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_linear(hidden_TD, weight_VD, targets_T, temperature, mask_T) -> None:
+    """Shapes, dtypes and devices of what `linear_logprob` takes."""
+    shapes = f"hidden {tuple(hidden_TD.shape)}, weight {tuple(weight_VD.shape)}, targets {tuple(targets_T.shape)}"
+    if hidden_TD.ndim != 2 or weight_VD.ndim != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
+        raise ValueError(f"expected hidden [T, D] and weight [V, D], got {shapes}")
+    if hidden_TD.dtype not in DTYPES or weight_VD.dtype != hidden_TD.dtype:
+        raise ValueError(
+            f"hidden and weight must share one float dtype (fp16, bf16, fp32, fp64), got {hidden_TD.dtype} and "
+            f"{weight_VD.dtype}: cast one of them"
+        )
+    if weight_VD.device != hidden_TD.device:
+        raise ValueError(f"hidden and weight must share one device, got {hidden_TD.device} and {weight_VD.device}")
+    check_rows("hidden", hidden_TD, targets_T, temperature, mask_T)
+
+
+def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
+    """What stands beside the rows of a tensor: one target each, a temperature or one each, a mask."""
+    tokens, device = len(rows_TX), rows_TX.device
+    if targets_T.shape != (tokens,):
+        raise ValueError(f"expected one target per row of {name}, got {tuple(targets_T.shape)} for {tokens} rows")
+    if targets_T.dtype != torch.int64:
+        raise ValueError(f"targets must be int64, got {targets_T.dtype}")
+    if targets_T.device != device:
+        raise ValueError(f"{name} and targets must share one device, got {device} and {targets_T.device}")
+    if isinstance(temperature, torch.Tensor):
+        if temperature.shape not in ((), (tokens,)) or not temperature.is_floating_point():
+            raise ValueError(
+                f"temperature must be a number or floats [T] ({tokens} here), "
+                f"got {tuple(temperature.shape)} {temperature.dtype}"
+            )
+        if temperature.device != device:
+            raise ValueError(f"{name} and temperature must share one device, got {device} and {temperature.device}")
+        if temperature.requires_grad:
+            raise ValueError("temperature has no gradient here: detach it")
+    elif not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    if mask_T is not None and (mask_T.shape != (tokens,) or mask_T.dtype != torch.bool or mask_T.device != device):
+        raise ValueError(
+            f"mask must be bool [T] ({tokens} here) on {device}, got {tuple(mask_T.shape)} {mask_T.dtype} "
+            f"on {mask_T.device}"
+        )
+
+
+def check_settings(softcap, sizes: dict[str, int | None]) -> None:
+    """Softcap and sizes of the work."""
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be positive and finite, or None for off, got {softcap}")
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def check_values(targets_T, temperature, vocab: int) -> None:
+    """Values of targets and temperatures: one pass over [T], one wait for the device."""
+    if not targets_T.numel():
+        return
+    bounds = [x.double() for x in torch.aminmax(targets_T)]
+    if isinstance(temperature, torch.Tensor):
+        bounds += [x.double() for x in torch.aminmax(temperature)]
+    low, high, *heat = torch.stack(bounds).tolist()
+    if low < 0 or high >= vocab:
+        raise ValueError(
+            f"targets must lie in [0, {vocab}), got values from {int(low)} to {int(high)}: "
+            "leave masked positions out by mask, or give them any valid token"
+        )
+    if heat and not (heat[0] > 0 and math.isfinite(heat[1])):
+        raise ValueError(f"temperature must be positive and finite, got values from {heat[0]} to {heat[1]}")

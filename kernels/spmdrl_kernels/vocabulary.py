@@ -1,0 +1,83 @@
+"""Which part of the vocabulary this rank holds, and how sums over parts become sums over all of it."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+MAX, SUM, SECOND, TARGET = range(4)
+"""Rows of a state [4, T], sums over the columns seen so far of logits y (capped, over temperature): their maximum m;
+sum of e^(y-m); sum of e^(y-m) (y-m) for the entropy, or of e^(2(y-m)) for the collision probability; y of the target.
+"""
+
+
+def new_state(tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """State [4, tokens] before any column."""
+    state_4T = torch.zeros(4, tokens, dtype=dtype, device=device)
+    # Half of the lowest number: differences to it stay finite, and their exp is 0.
+    state_4T[MAX] = torch.finfo(dtype).min / 2
+    return state_4T
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Columns [start, start + size) of `total`, the first `size` rows of this rank's weight; the rest never counts."""
+
+    start: int
+    size: int
+    total: int
+    group: dist.ProcessGroup | None
+
+    def merge_(self, state_4T: torch.Tensor, second: str) -> None:
+        """States of the ranks' parts to that of the whole vocabulary. Two collectives, however many tokens."""
+        if self.group is None or not state_4T.shape[1]:
+            return
+        top_T = state_4T[MAX].clone()
+        dist.all_reduce(top_T, dist.ReduceOp.MAX, group=self.group)
+        rescale_(state_4T, top_T, second)
+        dist.all_reduce(state_4T[SUM:], group=self.group)
+
+    def sum_(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place."""
+        if self.group is not None and value.numel():
+            dist.all_reduce(value, group=self.group)
+        return value
+
+
+def rescale_(state_4T: torch.Tensor, top_T: torch.Tensor, second: str) -> None:
+    """The same sums, relative to another maximum."""
+    gap_T = state_4T[MAX] - top_T
+    factor_T = gap_T.exp()
+    if second == "entropy":
+        state_4T[SECOND].addcmul_(gap_T, state_4T[SUM]).mul_(factor_T)
+    elif second == "collision":
+        state_4T[SECOND].mul_(factor_T.square())
+    state_4T[SUM].mul_(factor_T)
+    state_4T[MAX].copy_(top_T)
+
+
+def open_vocabulary(
+    rows: int, targets_T: torch.Tensor, valid_vocab: int | None, group: dist.ProcessGroup | None
+) -> Vocabulary:
+    """The part of a rank that holds `rows` rows, parts in the order of the group's ranks. Collective.
+
+    ValueError where ranks of the group hold different targets, or valid_vocab does not fit.
+    """
+    sizes, rank = [rows], 0
+    if group is not None:
+        rank = dist.get_rank(group)
+        mine = torch.stack([targets_T.new_tensor(rows), targets_T.new_tensor(len(targets_T)), targets_T.sum()])
+        facts = mine.new_empty(dist.get_world_size(group) * 3)
+        dist.all_gather_into_tensor(facts, mine, group=group)
+        facts = facts.view(-1, 3).tolist()
+        if any(fact[1:] != facts[0][1:] for fact in facts):
+            raise ValueError(
+                f"ranks of one vocabulary group must pass the same tokens, got {[fact[1] for fact in facts]} targets "
+                f"that sum to {[fact[2] for fact in facts]}"
+            )
+        sizes = [fact[0] for fact in facts]
+    total, start = sum(sizes), sum(sizes[:rank])
+    if valid_vocab is not None and not 1 <= valid_vocab <= total:
+        raise ValueError(f"valid_vocab must lie in [1, {total}], the rows of the weight over all ranks: {valid_vocab}")
+    valid = total if valid_vocab is None else valid_vocab
+    return Vocabulary(start, min(max(valid - start, 0), rows), valid, group if len(sizes) > 1 else None)

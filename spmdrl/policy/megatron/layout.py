@@ -1,0 +1,104 @@
+"""How a Megatron policy is divided over ranks, and whether a model can be divided so."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of Megatron's axes; what they leave of the ranks is data parallelism."""
+
+    tp: int = 1
+    """Heads, feed-forward columns and the vocabulary."""
+    cp: int = 1
+    """Tokens of each sequence (the `sp` axis of the mesh)."""
+    pp: int = 1
+    """Layers."""
+    virtual_stages: int = 1
+    """Parts of the model that a rank of a pipeline holds, in turn with the others."""
+    ep: int = 1
+    """Experts; inside what tp, cp and data parallelism make up."""
+    etp: int = 1
+    """Columns of each expert."""
+    sequence_parallel: bool = True
+    """Between the tensor-parallel parts of a layer, tokens are divided over tp; no effect at tp 1."""
+
+    @property
+    def sp(self) -> bool:
+        """Tokens are divided over tp between its parts of a layer."""
+        return self.sequence_parallel and self.tp > 1
+
+
+def check_ranks(layout: Layout, ranks: int) -> None:
+    """Whether the axes fit a number of ranks.
+
+    Raises:
+        ValueError: they do not; the message names the flag and values that would do.
+    """
+    dense, experts = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp
+    if ranks % dense:
+        raise ValueError(
+            f"--parallel.tp {layout.tp} x --parallel.cp {layout.cp} x --parallel.pp {layout.pp} = {dense} does not "
+            f"divide {ranks} ranks"
+        )
+    if ranks % experts:
+        fits = [n for n in divisors(ranks // layout.pp) if not (ranks // layout.pp) % (n * layout.etp)]
+        raise ValueError(
+            f"--parallel.ep {layout.ep} x --parallel.etp {layout.etp} x --parallel.pp {layout.pp} = {experts} does not "
+            f"divide {ranks} ranks; --parallel.ep may be {some(fits) or 'nothing with this --parallel.etp'}"
+        )
+    if layout.virtual_stages > 1 and layout.pp == 1:
+        raise ValueError(f"--parallel.virtual-stages {layout.virtual_stages} needs --parallel.pp of at least 2")
+
+
+def check_model(layout: Layout, settings: dict) -> None:
+    """Whether a model can be divided so; settings: keyword arguments of its TransformerConfig (`families.py`).
+
+    Raises:
+        ValueError: it cannot; the message names the flag and values that would do.
+    """
+    experts = settings.get("num_moe_experts") or 0
+    mla = settings.get("multi_latent_attention", False)
+    heads = settings["num_attention_heads"]
+    tp = [("attention heads", heads)]
+    if not mla:
+        tp.append(("key-value heads", settings.get("num_query_groups") or heads))
+    if not experts or 0 in as_list(settings.get("moe_layer_freq", 1)):
+        tp.append(("feed-forward columns", settings["ffn_hidden_size"]))
+    if settings.get("moe_shared_expert_intermediate_size"):
+        tp.append(("columns of the shared experts", settings["moe_shared_expert_intermediate_size"]))
+    for what, count in tp:
+        divides("--parallel.tp", layout.tp, what, count)
+    layers = settings["num_layers"]
+    divides("--parallel.pp", layout.pp, "layers", layers)
+    divides("--parallel.virtual-stages", layout.virtual_stages, "layers of a pipeline rank", layers // layout.pp)
+    if experts:
+        divides("--parallel.ep", layout.ep, "experts", experts)
+        divides("--parallel.etp", layout.etp, "columns of an expert", settings["moe_ffn_hidden_size"])
+    elif layout.ep > 1 or layout.etp > 1:
+        raise ValueError(
+            f"--parallel.ep {layout.ep}, --parallel.etp {layout.etp}: the model has no experts; leave both at 1"
+        )
+    if layout.tp > 1 and not layout.sequence_parallel and (experts or mla):
+        # Megatron refuses the first; with the second it sums gradients of latents and rotary keys over tp wrongly.
+        raise ValueError("a mixture of experts, or latent attention, over --parallel.tp needs sequence parallelism")
+
+
+def divides(flag: str, size: int, what: str, count: int) -> None:
+    """ValueError with the values that would do, unless size divides count."""
+    if count % size:
+        raise ValueError(f"{flag} {size}: the model has {count} {what}; {flag} may be {some(divisors(count))}")
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def some(values: list[int]) -> str:
+    """The first few, for a message."""
+    return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")
+
+
+def as_list(value: int | list[int]) -> list[int]:
+    """A list, or one of a single value."""
+    return value if isinstance(value, list) else [value]
