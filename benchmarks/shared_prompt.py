@@ -93,7 +93,7 @@ def measure(hf, group: int, prompt: int, response: int, repeats: int, device: to
 def main() -> None:
     """Print a table and one line per target; write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
+    parser.add_argument("--quick", action="store_true", help="groups of 8 alone, once")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--model", default="", help="as --model.path; empty: a random Llama")
     parser.add_argument("--dtype", default="float32")

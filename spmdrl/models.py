@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import Config
+from spmdrl.policy.backends import backend
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.load import check_same_tokens
 from spmdrl.policy.remote import RemotePolicy
@@ -66,8 +67,9 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     Raises:
         ValueError: a folder that is missing or does not fit its role.
     """
-    from spmdrl.policy.fsdp import FsdpPolicy
     from spmdrl.policy.lora import BaseOf
+
+    make = backend(cfg.policy.backend)
 
     total = cfg.run.steps * cfg.algo.updates_per_step
     any_frozen = needs & {"reference", "process"} or cfg.reward.model or cfg.safety.cost_model
@@ -83,12 +85,12 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         if not world.trains:
             return None
         optimizer = dataclasses.replace(cfg.optimizer, lr=lr)
-        return FsdpPolicy(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
+        return make(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
 
     def frozen(path: str, head: str = "lm") -> Any:
         model = None
         if world.scores:
-            model = FsdpPolicy(cfg, scoring, 0, trainable=False, path=path, head=head)  # type: ignore[arg-type]
+            model = make(cfg, scoring, 0, trainable=False, path=path, head=head)  # type: ignore[arg-type]
         if scoring is world or world.samples:
             return model
         answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
@@ -105,7 +107,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         if path:
             check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
-    models = Models(FsdpPolicy(cfg, world, total, routing_replay=replay, adapt=True) if world.trains else None)
+    models = Models(make(cfg, world, total, routing_replay=replay, adapt=True) if world.trains else None)
     if "reference" in needs:
         if cfg.lora.rank and cfg.reference.path in ("", cfg.model.path) and scoring is world:
             free: Any = BaseOf(models.policy) if models.policy else None

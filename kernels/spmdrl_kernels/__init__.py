@@ -1,5 +1,7 @@
-"""Kernels of spmdrl. Each has a plain-torch twin in `reference.py`, which is also what runs where there is no GPU."""
+"""Log-probabilities, entropies and losses of language models without the logits [T, V]. See kernels/README.md."""
 
+from spmdrl_kernels.chunked import chunked_loss
 from spmdrl_kernels.linear import collision_probability, linear_logprob
+from spmdrl_kernels.logits import token_logprob
 
-__all__ = ["collision_probability", "linear_logprob"]
+__all__ = ["chunked_loss", "collision_probability", "linear_logprob", "token_logprob"]

@@ -1,14 +1,36 @@
 """Which code runs the row operations."""
 
 import os
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from spmdrl_kernels.reference import TorchRows
 
-BACKENDS = ("triton", "torch")
+BACKENDS = ("triton", "torch", "liger")
 
 
-def row_operations(backend: str | None, device: torch.device, dtype: torch.dtype):
-    """Row operations in dtype for tensors on a device. ValueError: an unknown backend."""
+def choose(backend: str | None, device: torch.device) -> str:
+    """The backend asked for, by argument or else by SPMDRL_KERNELS, or the device's own.
+
+    ValueError: an unknown one.
+    """
+    name = backend or os.environ.get("SPMDRL_KERNELS") or ""
+    if name and name not in BACKENDS:
+        where = "backend" if backend else "SPMDRL_KERNELS"
+        raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}")
+    if name:
+        return name
+    # ROCm devices are called cuda too.
+    return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
+
+
+def row_operations(backend: str | None, device: torch.device, dtype: torch.dtype) -> Any:
+    """Row operations in dtype for tensors on a device: `TorchRows` or `TritonRows`."""
+    if choose(backend, device) == "triton":
+        # Heavy, and absent from many machines without a GPU.
+        from spmdrl_kernels.triton_rows import TritonRows
+
+        return TritonRows(dtype, device)
     return TorchRows(dtype)

@@ -1,51 +1,78 @@
-"""How the logits of T tokens are cut into blocks, and the matmuls that fill and use them."""
+"""How the logits of T tokens are cut into blocks, and the matmuls that fill and use them.
+
+Blocks are as wide as the workspace allows after they have all rows, up to a limit: then each row of the weight's
+gradient is one product over all tokens and is written once, and what is summed over blocks is the small gradient, that
+of hidden.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**28}
-"""Logits held at a time: on a CPU what stays in its cache, on a GPU 0.5 GiB in bf16."""
-BLOCK_ROWS = {"cpu": 1024, "cuda": 8192}
-INVARIANT_ROWS = {"cpu": 64, "cuda": 512}
+WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 480 * 2**20}
+"""Logits held at a time: on a CPU about what stays in its cache."""
+WHOLE_ROW_BYTES = {"cpu": 128 * 2**20, "gpu": 600 * 2**20}
+"""The same where all columns of a row are needed at once."""
+BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
+INVARIANT_ROWS = {"cpu": 64, "gpu": 512}
 """Rows of a block where results may not depend on other rows."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of `rows` x `columns` over [tokens, vocab]; `padded`: every block has all its rows, filled with zeros."""
+    """Blocks of at most `rows` x `columns` over [tokens, vocab]."""
 
     tokens: int
     vocab: int
     rows: int
     columns: int
-    padded: bool = False
 
-    def products(self, hidden_TD, weight_VD) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """hidden @ weight.T block by block, in one buffer; all columns of some rows, then the next rows."""
-        buffer = hidden_TD.new_empty(min(self.rows, self.tokens) * min(self.columns, self.vocab))
+    def products(self, hidden_TD, weight_VD, exact: bool) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """hidden @ weight.T block by block, in one buffer; all columns of some rows, then the next rows.
+
+        exact: in fp32 for narrower inputs too, where the device's matmul gives that away: rounding logits to bf16 is
+        most of the error of a logp from bf16 states (2^-9 of the logit).
+        """
+        dtype = torch.float32 if exact and widens(hidden_TD) else hidden_TD.dtype
+        buffer = hidden_TD.new_empty(min(self.rows, self.tokens) * min(self.columns, self.vocab), dtype=dtype)
         for rows in spans(self.tokens, self.rows):
             for columns in spans(self.vocab, self.columns):
                 shape = (rows.stop - rows.start, columns.stop - columns.start)
                 logits_CV = buffer[: shape[0] * shape[1]].view(shape)
-                torch.mm(hidden_TD[rows], weight_VD[columns].t(), out=logits_CV)
+                product_(logits_CV, hidden_TD[rows], weight_VD[columns].t(), False)
                 yield rows, columns, logits_CV
 
 
+def place_of(device: torch.device) -> str:
+    """`cpu` or `gpu`, whose sizes differ."""
+    return "cpu" if device.type == "cpu" else "gpu"
+
+
 def plan_blocks(
-    tokens: int, vocab: int, device: torch.device, rows: int | None, columns: int | None, invariant: bool
+    tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None, columns: int | None = None
 ) -> Blocks:
-    """Blocks of the given or the device's size."""
-    kind = "cpu" if device.type == "cpu" else "cuda"
-    numbers = BLOCK_NUMBERS[kind]
+    """Blocks of the sizes given, or of the device's for logits in the dtype of `like`."""
+    place = place_of(like.device)
+    numbers = WORKSPACE_BYTES[place] // max(4, like.element_size())
     if rows is None:
-        rows = min(max(tokens, 1), BLOCK_ROWS[kind] if columns is None else max(1, numbers // columns))
-    elif columns is None:
-        columns = max(vocab, 1)
+        rows = even(tokens, BLOCK_ROWS[place] if columns is None else numbers // columns)
     if columns is None:
-        columns = max(256, numbers // rows // 256 * 256)
-    return Blocks(tokens, vocab, rows, columns, invariant)
+        columns = even(vocab, numbers // rows, 256)
+    return Blocks(tokens, vocab, rows, columns)
+
+
+def plan_rows(tokens: int, vocab: int, like: torch.Tensor, rows: int | None = None) -> Blocks:
+    """Blocks of whole rows."""
+    numbers = WHOLE_ROW_BYTES[place_of(like.device)] // like.element_size()
+    return Blocks(tokens, vocab, rows or even(tokens, numbers // max(1, vocab)), max(1, vocab))
+
+
+def even(length: int, most: int, multiple: int = 16) -> int:
+    """A step of at most `most` (at least `multiple`) that cuts `length` into about equal parts, in multiples."""
+    most = max(multiple, most // multiple * multiple)
+    parts = max(1, -(-length // most))
+    return min(most, -(-max(1, length) // (parts * multiple)) * multiple)
 
 
 def spans(length: int, step: int) -> Iterator[slice]:
@@ -54,18 +81,22 @@ def spans(length: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
-def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, summed in fp32 (fp64) also where total is narrower."""
-    if a.dtype == b.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.dtype == b.dtype and _mixed_product(a):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == b.dtype:
-        total.add_(torch.mm(a, b))
+def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
+    """total (+)= a @ b, every sum in fp32 (fp64) also where a, b or total are narrower."""
+    if a.dtype != b.dtype:
+        a, b = a.to(torch.float32), b.to(torch.float32)
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total) if add else torch.mm(a, b, out=total)
+    elif total.dtype == torch.float32 and widens(a):
+        if add:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
-        total.add_(torch.mm(a.to(torch.float32), b.to(torch.float32)))
+        c = torch.mm(a, b)
+        total.add_(c) if add else total.copy_(c)
 
 
-def _mixed_product(a: torch.Tensor) -> bool:
-    """Whether this device multiplies narrow matrices into a sum in fp32 (torch has that for CUDA only)."""
-    return a.is_cuda and torch.version.cuda is not None
+def widens(a: torch.Tensor) -> bool:
+    """Whether the device multiplies matrices of this dtype into fp32 (cuBLAS; torch has it for CUDA only, from 2.10)."""
+    return a.is_cuda and torch.version.cuda is not None and a.dtype in (torch.bfloat16, torch.float16)

@@ -5,16 +5,17 @@ logits live for one block, and the backward computes them again. That costs one 
 (4.6 GiB in fp32 at T=8192, V=151936).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
-from spmdrl_kernels.backend import row_operations
-from spmdrl_kernels.blocks import Blocks, add_product_, plan_blocks
+from spmdrl_kernels.backend import choose, row_operations
+from spmdrl_kernels.blocks import INVARIANT_ROWS, Blocks, place_of, plan_blocks
 from spmdrl_kernels.checks import check_linear, check_settings, check_values
+from spmdrl_kernels.gradients import Gradients
 from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, Vocabulary, new_state, open_vocabulary
 
 
@@ -64,7 +65,7 @@ def linear_logprob(
 
     Returns:
         logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. The matmul runs in the
-        inputs' dtype, all else in fp32 or fp64. Differentiable once in hidden and weight, through both outputs; what
+        inputs' dtype (on CUDA it leaves fp32 logits for the forward), all else in fp32 or fp64. Differentiable once in hidden and weight, through both outputs; what
         the gradients sum over T or V is summed in fp32 (fp64).
 
     Raises:
@@ -73,19 +74,37 @@ def linear_logprob(
     """
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
     check_settings(softcap, {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab})
-    rows = None
+    if choose(backend, hidden_TD.device) == "liger":
+        from spmdrl_kernels.liger import liger_logprob
+
+        return liger_logprob(hidden_TD, weight_VD, targets_T, temperature, entropy, softcap, mask, group, valid_vocab)
+    tokens, kept = len(hidden_TD), None
     if mask is not None:
-        rows = torch.nonzero(mask).flatten()
-        hidden_TD, targets_T = hidden_TD.index_select(0, rows), targets_T[rows]
-        temperature = temperature[rows] if isinstance(temperature, torch.Tensor) and temperature.ndim else temperature
+        kept = torch.nonzero(mask).flatten()
+        hidden_TD, targets_T = hidden_TD.index_select(0, kept), targets_T[kept]
+        if isinstance(temperature, torch.Tensor) and temperature.ndim:
+            temperature = temperature[kept]
     vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group)
     check_values(targets_T, temperature, vocabulary.total)
-    job = Job(hidden_TD, temperature, vocabulary, softcap, chunk_tokens, chunk_vocab, batch_invariant, backend)
-    logp_T, entropy_T = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy)
-    if mask is None or rows is None:
-        return logp_T, entropy_T
-    logp_T = logp_T.new_zeros(len(mask)).index_copy(0, rows, logp_T)
-    return logp_T, None if entropy_T is None else entropy_T.new_zeros(len(mask)).index_copy(0, rows, entropy_T)
+    real = len(hidden_TD)
+    if batch_invariant:
+        chunk_tokens = chunk_tokens or INVARIANT_ROWS[place_of(hidden_TD.device)]
+        # Every matmul has one shape, so that one kernel of the library's does it, whatever the number of tokens.
+        more = -real % chunk_tokens
+        hidden_TD, targets_T = pad(hidden_TD, (0, 0, 0, more)), pad(targets_T, (0, more))
+        if isinstance(temperature, torch.Tensor) and temperature.ndim:
+            temperature = pad(temperature, (0, more), value=1.0)
+    blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
+    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
+    results = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy)
+    logp_T, entropy_T = (None if x is None else spread(x[:real], kept, tokens) for x in results)
+    assert logp_T is not None
+    return logp_T, entropy_T
+
+
+def spread(values: torch.Tensor, kept: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """Values of the rows that were kept, among zeros."""
+    return values if kept is None else values.new_zeros(tokens).index_copy(0, kept, values)
 
 
 @torch.no_grad()
@@ -111,7 +130,8 @@ def collision_probability(
     check_settings(softcap, {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab})
     vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group)
     check_values(targets_T, temperature, vocabulary.total)
-    job = Job(hidden_TD, temperature, vocabulary, softcap, chunk_tokens, chunk_vocab, False, backend)
+    blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
+    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
     state_4T = job.stats(hidden_TD, weight_VD, targets_T, "collision")
     return state_4T[SECOND] / state_4T[SUM].square()
 
@@ -119,19 +139,13 @@ def collision_probability(
 class Job:
     """The settings of one call, and the blocks that it is done in."""
 
-    def __init__(
-        self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, chunk_tokens, chunk_vocab, invariant, backend
-    ):
-        self.vocabulary, self.softcap = vocabulary, softcap
-        self.dtype = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
+    def __init__(self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, backend, blocks: Blocks):
+        self.vocabulary, self.softcap, self.backend, self.blocks = vocabulary, softcap, backend, blocks
+        self.dtype = wide(hidden_TD)
         self.scale_T = scale_of(temperature, len(hidden_TD), self.dtype, hidden_TD.device)
-        self.backend = backend
-        self.blocks = plan_blocks(
-            len(hidden_TD), vocabulary.size, hidden_TD.device, chunk_tokens, chunk_vocab, invariant
-        )
 
-    def rows(self, hidden_TD: torch.Tensor) -> Any:
-        """The row operations, with buffers of their own."""
+    def operations(self, hidden_TD: torch.Tensor) -> Any:
+        """Row operations with buffers of their own."""
         return row_operations(self.backend, hidden_TD.device, self.dtype)
 
     def scale(self, rows: slice) -> torch.Tensor | None:
@@ -141,16 +155,26 @@ class Job:
     def stats(self, hidden_TD, weight_VD, targets_T, second: str) -> torch.Tensor:
         """The state of all rows over the whole vocabulary, [4, T]."""
         state_4T = new_state(len(hidden_TD), self.dtype, hidden_TD.device)
-        operations = self.rows(hidden_TD)
-        for rows, columns, logits_CV in self.logits(hidden_TD, weight_VD):
+        operations = self.operations(hidden_TD)
+        for rows, columns, logits_CV in self.blocks.products(hidden_TD, weight_VD, exact=True):
             at_C = targets_T[rows] - (self.vocabulary.start + columns.start)
             operations.add_stats_(logits_CV, state_4T[:, rows], at_C, self.scale(rows), self.softcap, second)
         self.vocabulary.merge_(state_4T, second)
         return state_4T
 
-    def logits(self, hidden_TD, weight_VD) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Raw logits block by block, in one buffer: the columns of some rows, then the next rows."""
-        return self.blocks.products(hidden_TD, weight_VD)
+
+def wide(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of everything but the matmuls' inputs."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def results_of(state_4T: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """logp, entropy and logsumexp of finished states, [T] each."""
+    log_sum_T = state_4T[SUM].log()
+    logp_T = (state_4T[TARGET] - state_4T[MAX]).sub_(log_sum_T)
+    # H = log sum e^z - sum e^z z / sum e^z, all of it after the shift by the maximum
+    entropy_T = log_sum_T - state_4T[SECOND] / state_4T[SUM] if entropy else None
+    return logp_T, entropy_T, state_4T[MAX] + log_sum_T
 
 
 def scale_of(temperature, tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
@@ -168,11 +192,8 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, with_entropy: bool):
         state_4T = job.stats(hidden_TD, weight_VD, targets_T, "entropy" if with_entropy else "")
-        log_sum_T = state_4T[SUM].log()
-        logp_T = (state_4T[TARGET] - state_4T[MAX]).sub_(log_sum_T)
-        # H = log sum e^z - sum e^z z / sum e^z, all of it after the shift by the maximum
-        entropy_T = log_sum_T - state_4T[SECOND].div_(state_4T[SUM]) if with_entropy else None
-        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, state_4T[MAX] + log_sum_T, entropy_T)
+        logp_T, entropy_T, lse_T = results_of(state_4T, with_entropy)
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T)
         ctx.job = job
         ctx.set_materialize_grads(False)  # an unused output then has gradient None, and its terms are skipped
         return logp_T, entropy_T
@@ -187,9 +208,9 @@ class _LinearLogprob(torch.autograd.Function):
         job: Job = ctx.job
         if grad_logp_T is None:
             grad_logp_T = torch.zeros_like(lse_T)
-        sums = Gradients(job.blocks, hidden_TD, weight_VD, need_hidden, need_weight, job.vocabulary, job.dtype)
-        operations = job.rows(hidden_TD)
-        for rows, columns, logits_CV in job.logits(hidden_TD, weight_VD):
+        sums = Gradients(job.blocks, hidden_TD, weight_VD, (need_hidden, need_weight), job.vocabulary, job.dtype)
+        operations = job.operations(hidden_TD)
+        for rows, columns, logits_CV in job.blocks.products(hidden_TD, weight_VD, exact=False):
             gradient_CV = operations.logit_gradient(
                 logits_CV,
                 targets_T[rows] - (job.vocabulary.start + columns.start),
@@ -202,33 +223,3 @@ class _LinearLogprob(torch.autograd.Function):
             )
             sums.add(rows, columns, gradient_CV, logits_CV)
         return *sums.finish(), None, None, None
-
-
-class Gradients:
-    """Gradients of hidden and weight from those of the logits' blocks; what several blocks add to is fp32 (fp64)."""
-
-    def __init__(self, blocks: Blocks, hidden_TD, weight_VD, need_hidden, need_weight, vocabulary, dtype):
-        self.hidden_TD, self.weight_VD, self.vocabulary = hidden_TD, weight_VD, vocabulary
-        # With all rows in one block, and columns in as many as it takes, the large gradient is written once, by matmuls
-        # that sum over the tokens in their own registers: no fp32 copy of it, no reading it again.
-        self.hidden_sum = self._sum(hidden_TD, dtype) if need_hidden else None
-        once = blocks.rows >= blocks.tokens
-        self.weight_sum = self._sum(weight_VD, weight_VD.dtype if once else dtype) if need_weight else None
-
-    @staticmethod
-    def _sum(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(like.shape, dtype=dtype, device=like.device)
-
-    def add(self, rows: slice, columns: slice, gradient_CV: torch.Tensor, spare_CV: torch.Tensor) -> None:
-        """Take in the gradient of one block of logits. spare_CV: a block in the inputs' dtype that may be overwritten."""
-        if self.weight_sum is not None:
-            add_product_(self.weight_sum[columns], gradient_CV.t(), self.hidden_TD[rows])
-        if self.hidden_sum is not None:
-            low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
-            add_product_(self.hidden_sum[rows], low_CV, self.weight_VD[columns])
-
-    def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both in the inputs' dtype."""
-        dtype = self.hidden_TD.dtype
-        hidden = None if self.hidden_sum is None else self.vocabulary.sum_(self.hidden_sum).to(dtype)
-        return hidden, None if self.weight_sum is None else self.weight_sum.to(dtype)

@@ -7,6 +7,9 @@ import torch
 
 from spmdrl_kernels.vocabulary import MAX, SECOND, SUM, TARGET, rescale_
 
+LOWEST = -1e30
+"""Stands for a logit of -inf."""
+
 
 class TorchRows:
     """Row operations over blocks of logits, in buffers that every block uses again.
@@ -18,6 +21,13 @@ class TorchRows:
         """dtype: of all that is not a matmul."""
         self.dtype = dtype
         self.buffers: dict[str, torch.Tensor] = {}
+
+    def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """What `add_stats_` and `logit_gradient` may overwrite where the logits themselves must stay: a copy.
+
+        Tokens that were ruled out by a logit of -inf get one so low that their probability is 0: 0 * -inf is nan.
+        """
+        return self._buffer("logits", logits_CV).copy_(logits_CV).clamp_(min=LOWEST)
 
     def add_stats_(
         self,

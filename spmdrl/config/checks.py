@@ -67,7 +67,7 @@ def _shown(value: Any) -> str:
 def axis_product(config: Config) -> int:
     """Ranks taken by all axes but dp_shard (ep lies inside dp_shard)."""
     axes = config.parallel
-    return axes.dp_replicate * axes.sp * axes.tp * axes.pp
+    return axes.dp_replicate * axes.sp * axes.cp * axes.tp * axes.pp
 
 
 def _parallel_problems(config: Config, world_size: int) -> list[str]:
@@ -75,16 +75,19 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
     axes, problems = config.parallel, []
     if config.policy.backend == "fsdp":
         problems = [
-            f"--parallel.{axis} {getattr(axes, axis)}: must be 1; the fsdp backend takes dp_replicate, dp_shard and sp"
-            for axis in ("tp", "pp", "ep")
+            f"--parallel.{axis.replace('_', '-')} {getattr(axes, axis)}: must be 1; the fsdp backend takes "
+            "dp_replicate, dp_shard and sp (--policy.backend megatron has the others)"
+            for axis in ("tp", "pp", "ep", "cp", "etp", "virtual_stages")
             if getattr(axes, axis) > 1
         ]
+    else:
+        problems = _megatron_problems(config, world_size)
     if problems:
         return problems
     rest = axis_product(config)
     if axes.dp_shard == -1:
         if world_size % rest:
-            axis = max(("dp_replicate", "sp", "tp", "pp"), key=lambda name: getattr(axes, name))
+            axis = max(("dp_replicate", "sp", "cp", "tp", "pp"), key=lambda name: getattr(axes, name))
             problems.append(
                 f"--parallel.{axis.replace('_', '-')} {getattr(axes, axis)}: the axes but dp_shard multiply to {rest}, "
                 f"which must divide {shown(config, world_size, 'train')}"
@@ -97,8 +100,29 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
             f"but {'the job has' if config.parallel.placement == 'colocated' else 'there train'} {world_size} ranks; "
             f"dp-shard could be {fits}"
         )
-    elif axes.dp_shard % axes.ep:
-        problems.append(f"--parallel.ep {axes.ep}: must divide dp_shard {axes.dp_shard}")
+    return problems
+
+
+def _megatron_problems(config: Config, world_size: int) -> list[str]:
+    """What that backend cannot do. Whether it can divide the model, the model says (`policy/megatron/layout.py`)."""
+    axes, problems = config.parallel, []
+    if importlib.util.find_spec("megatron") is None:
+        problems.append('--policy.backend megatron: megatron-core is not installed: pip install "spmdrl[megatron]"')
+    if axes.sp > 1:
+        problems.append(f"--parallel.sp {axes.sp}: is of the fsdp backend; --parallel.cp divides sequences in megatron")
+    if axes.placement == "split":
+        problems.append("--parallel.placement split: not with the megatron backend; take colocated")
+    if config.lora.rank:
+        problems.append(f"--lora.rank {config.lora.rank}: adapters are of the fsdp backend; take 0")
+    if config.rollout.routing_replay:
+        problems.append("--rollout.routing-replay True: is of the fsdp backend")
+    if config.model.dtype == "float64":
+        problems.append("--model.dtype float64: Megatron's optimizer has none; take float32")
+    rest = axes.pp * axes.etp * axes.ep
+    if world_size and world_size % rest:
+        problems.append(f"--parallel.ep {axes.ep}: pp x etp x ep = {rest} must divide {world_size} ranks")
+    if axes.virtual_stages > 1 and axes.pp == 1:
+        problems.append(f"--parallel.virtual-stages {axes.virtual_stages}: needs --parallel.pp of at least 2")
     return problems
 
 
@@ -358,7 +382,8 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
     per_update = sequences // updates
     budget = config.policy.max_tokens_per_microbatch
     microbatches = math.ceil(math.ceil(per_update / data_ranks) / max(1, budget // longest))
-    sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shard, "sp": axes.sp, "tp": axes.tp}
+    sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": shard, "sp": axes.sp, "cp": axes.cp}
+    sizes["tp"] = axes.tp
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
     return [
         f"ranks    {ranks_line(config, world_size, mesh + (f', ep {axes.ep}' if axes.ep > 1 else ''))}",

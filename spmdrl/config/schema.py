@@ -67,13 +67,21 @@ class ParallelConfig:
     dp_shard: int = -1
     """FSDP: ranks over which parameters are sharded. -1: all that the other axes leave."""
     sp: int = 1
-    """Ulysses: ranks that divide the tokens of a micro-batch; must divide the model's attention heads."""
+    """FSDP: ranks that divide the tokens of a micro-batch (Ulysses); must divide the model's attention heads."""
+    cp: int = 1
+    """Megatron: ranks that divide the tokens of each sequence (context parallelism)."""
     tp: int = 1
-    """Tensor parallelism axis of the policy (the engine's own is `--rollout.tp`)."""
+    """Megatron: ranks that divide every matrix and the vocabulary (the engine's own is `--rollout.tp`)."""
+    sequence_parallel: bool = True
+    """Megatron: between the divided parts of a layer, its tokens are divided over tp."""
     pp: int = 1
-    """Pipeline parallelism axis."""
+    """Megatron: stages of the pipeline, which divide the layers."""
+    virtual_stages: int = 1
+    """Megatron: parts of the model on a rank of the pipeline, in turn with other ranks' (an interleaved schedule)."""
     ep: int = 1
-    """Expert parallelism axis, inside dp_shard."""
+    """Megatron: ranks that divide the experts; they lie inside the other axes but pp."""
+    etp: int = 1
+    """Megatron: ranks that divide every expert's matrices."""
 
 
 @dataclass
@@ -102,12 +110,15 @@ class OptimizerConfig:
 class PolicyConfig:
     """The machine that trains."""
 
-    backend: Literal["fsdp"] = "fsdp"
-    """Which implementation of the Policy contract trains the model."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """What trains the model: `fsdp`, any HF transformer under FSDP2; `megatron`, the families of docs/megatron.md over
+    tensor, pipeline, context and expert parallelism."""
     max_tokens_per_microbatch: int = 8192
     """Packing budget of one forward, on one rank or sp ranks together; changes speed and memory, never the result."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in backward."""
+    host_optimizer: bool = False
+    """Megatron: AdamW runs on the host, where its state stays."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward: less memory, one more all-gather."""
     attention: Literal["auto", "padded", "flash", "eager"] = "auto"

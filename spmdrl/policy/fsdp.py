@@ -14,32 +14,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.packing import microbatch_count, microbatches, units_of
 from spmdrl.policy import attention, lora
-from spmdrl.policy.contract import DTYPES, Head, Loss, Part, Prepare
+from spmdrl.policy.contract import DTYPES, Head, Loss, Part
 from spmdrl.policy.experts import Layout
 from spmdrl.policy.heads import PackedLM, PackedScalar, Second
+from spmdrl.policy.learner import Learner
 from spmdrl.policy.load import build_model, decoder_layers, load_tokenizer, resolve
-from spmdrl.policy.optimizer import learning_rate, make_optimizer
+from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.policy.routing import Routers
-from spmdrl.policy.ulysses import check_model, check_same
-from spmdrl.policy.weights import SafetensorsWriter, pieces_of, read_into
+from spmdrl.policy.ulysses import check_model
+from spmdrl.policy.weights import on_first, pieces_of, read_into, save_model
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.mesh import World
-from spmdrl.spmd.reshard import Piece, Reshard, catalogue
+from spmdrl.spmd.reshard import Piece
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not a number; names where it was seen first."""
 
 
 def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
@@ -66,7 +61,7 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
                 module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
-class FsdpPolicy:
+class FsdpPolicy(Learner):
     """The Policy contract (`contract.py`) on FSDP2."""
 
     def __init__(
@@ -97,9 +92,9 @@ class FsdpPolicy:
         Raises:
             ValueError: a model that cannot train here; the message names the path.
         """
+        super().__init__(cfg, world, total_updates, optimizer)
         path = path or cfg.model.path
-        self.cfg, self.world, self.head = cfg, world, head
-        self.settings = optimizer or cfg.optimizer
+        self.head = head
         self.folder = resolve(path, cfg.model.trust_remote_code)
         check_model(self.folder, cfg.model.trust_remote_code, world.sp_size)
         self.compute = DTYPES[cfg.model.dtype]
@@ -123,6 +118,7 @@ class FsdpPolicy:
         self.model: Any = (
             PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head == "score", sp, share)
         )
+        self.share = share
         self.model.train(trainable)
         for name, p in self.model.named_parameters():
             p.requires_grad_(trainable and (not adapt or lora.is_adapter(name)))
@@ -132,7 +128,6 @@ class FsdpPolicy:
         # Routing biases and the like: every rank holds them whole.
         kept = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in kept]
-        self.total_updates, self.updates_done, self.version = total_updates, 0, 0
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
         # As they are when sharded: while the root is gathered, the model shows plain tensors in their place.
         self.shards: list[Any] = list(self.model.parameters())
@@ -140,19 +135,6 @@ class FsdpPolicy:
         self.parameters_away = False
 
     # ── forward ──────────────────────────────────────────────────────────────
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Ranks over which samples are divided; None for a single one."""
-        return self.world.data_group
-
-    def _microbatches(self, batch: Batch) -> list[Batch]:
-        check_same(batch, self.world.sp_group, self.world.device)
-        budget = self.cfg.policy.max_tokens_per_microbatch
-        units = units_of(batch, budget, self.model.trunk.share)
-        count = torch.tensor([microbatch_count(torch.tensor([u.tokens for u in units]), budget)])
-        count = int(all_reduce(count.to(self.world.device), "max", self.group))
-        return microbatches(batch, count, budget, units)
 
     def _forward(self, batch: Batch, temperature: float, second: Second = "entropy"):
         """The head's two tensors [T]; a rank with nothing to do runs a stand-in so that its shards still travel."""
@@ -171,25 +153,9 @@ class FsdpPolicy:
         # Zero times the sum keeps the graph, and with it FSDP's backward.
         return logp.sum() * logp.new_zeros(0), entropy.sum() * entropy.new_zeros(0)
 
-    @torch.no_grad()
-    def logprobs(
-        self, batch: Batch, temperature: float, second: Second = "entropy"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the contract."""
-        dtype = self.master
-        logp_T = torch.zeros(batch.n_tokens, dtype=dtype)
-        entropy_T = torch.zeros(batch.n_tokens, dtype=dtype)
-        token = dict(batch.token, place=torch.arange(batch.n_tokens))
-        for micro in self._microbatches(Batch(batch.lengths, token, batch.seq)):
-            logp, entropy = self._forward(micro, temperature, second)
-            if len(micro):
-                logp_T[micro.token["place"]] = logp.to("cpu", dtype)
-                entropy_T[micro.token["place"]] = entropy.to("cpu", dtype)
-        return logp_T, entropy_T
-
-    def values(self, batch: Batch) -> torch.Tensor:
-        """See the contract."""
-        return self.logprobs(batch, 1.0)[0]
+    def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Iterator[tuple]:
+        """See `Learner`."""
+        return (self._forward(micro, temperature, second) for micro in micros)
 
     @contextmanager
     def base(self) -> Iterator[None]:
@@ -203,26 +169,9 @@ class FsdpPolicy:
 
     # ── update ───────────────────────────────────────────────────────────────
 
-    def update(self, batch: Batch, loss: Loss, prepare: Prepare, temperature: float) -> Metrics:
-        """See the contract.
-
-        Raises:
-            NonFiniteError: loss or gradient norm is NaN or infinite, on every rank alike.
-        """
+    def gradient(self, micros: list[Batch], loss: Loss, shared: dict, temperature: float) -> Metrics:
+        """See `Learner`. Communicated once, after the last micro-batch."""
         metrics = Metrics()
-        before = self.updates_done
-        for share in range(self.cfg.algo.updates_per_step):
-            part = batch.select(torch.nonzero(batch.seq["update"] == share).flatten())
-            self._accumulate(part, loss, prepare(part, share), temperature, metrics)
-            self._optimizer_step(metrics)
-        # Without a step the engine holds these very weights already.
-        self.version += self.updates_done > before
-        return metrics
-
-    def _accumulate(self, part: Batch, loss: Loss, shared: dict, temperature: float, metrics: Metrics) -> None:
-        """Gradient of one optimizer step, summed over micro-batches; communicated once, after the last."""
-        active = shared.get("active")
-        micros = self._microbatches(part if active is None else part.select(torch.nonzero(active).flatten()))
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
             self.model.set_requires_gradient_sync(last)
@@ -231,40 +180,30 @@ class FsdpPolicy:
             result = loss(micro, logp, entropy, shared)
             result.loss.backward()
             metrics.merge(result.stats)
-        metrics.add_sum("microbatches", len(micros) / self.world.data_size)
-
-    def _optimizer_step(self, metrics: Metrics) -> None:
-        cfg = self.settings
-        lr = learning_rate(cfg, self.updates_done, self.total_updates)
-        norm = self.gradient_norm()
-        if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"gradient norm is {norm} at optimizer step {self.updates_done}; weights are unchanged. "
-                "Lower --optimizer.lr, or look at the last batch in samples.jsonl"
-            )
-        if cfg.clip_grad_norm and norm > cfg.clip_grad_norm:
-            scale = cfg.clip_grad_norm / (norm + 1e-6)
-            for p in self.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if norm > 0:
-            # A step without signal leaves weights and moments as they are.
-            self.optimizer.step()
-            self.updates_done += 1
-        metrics.add_sum("updates_skipped", (norm == 0) / self.world.data_size)
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics.add("grad_norm", norm)
-        metrics.add("lr", lr)
+        return metrics
 
     def gradient_norm(self) -> float:
-        """Global 2-norm of the gradient, in float64; the same on every rank. Collective."""
+        """See `Learner`; in float64."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for p in self.model.parameters():
             if p.grad is not None:
                 total += torch.linalg.vector_norm(p.grad.to_local(), dtype=torch.float64) ** 2
         return math.sqrt(all_reduce(total, "sum", self.world.shard_group).item())
+
+    def step(self, lr: float, norm: float) -> None:
+        """See `Learner`."""
+        largest = self.settings.clip_grad_norm
+        if largest and norm > largest:
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(largest / (norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """See `Learner`."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
@@ -342,24 +281,15 @@ class FsdpPolicy:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        target = folder / "model" if self.world.is_first else None
-        if target:
-            target.mkdir(parents=True, exist_ok=True)
-            config = self.model.hf.config
-            config.dtype = self.master
-            config.save_pretrained(target)
-            if self.head == "lm":
-                self.model.hf.generation_config.save_pretrained(target)
-            load_tokenizer(self.folder, self.cfg.model.trust_remote_code).save_pretrained(target)
-        writer = SafetensorsWriter(target)
-        for tensors in self._on_first(self.pieces()):
-            writer.add(tensors)
-        writer.close()
+        hf = self.model.hf
+        tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code) if self.world.is_first else None
+        generation = hf.generation_config if self.head == "lm" else None
+        save_model(folder / "model", self.pieces(), self.world, self.master, hf.config, generation, tokenizer)
         if self.adapters:
             tensors, base = {}, self._base_facts()
-            for bucket in self._on_first(lora.file_pieces(self._parts()[1])):
+            for bucket in on_first(lora.file_pieces(self._parts()[1]), self.world, self.master):
                 tensors |= bucket
-            if target:
+            if self.world.is_first:
                 lora.write_adapter(folder / "adapter", self.adapters, tensors, base)
         if self.optimizer is None:
             return
@@ -368,13 +298,6 @@ class FsdpPolicy:
             checkpoint_id=str(folder / "state" / "optimizer"),
             process_group=self.world.training_group,
         )
-
-    def _on_first(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-        """Whole tensors in the master type, bucket by bucket, on rank 0; nothing on the others. Collective."""
-        group = self.world.role_group
-        entries = catalogue(pieces, group)
-        needs = [(i, entry.box) for i, entry in enumerate(entries)] if self.world.is_first else []
-        return Reshard(entries, pieces, needs, group, self.world.device, self.master, 256 << 20).run(pieces)
 
     def _base_facts(self) -> dict:
         """Which weights the adapters belong to. Collective."""

@@ -232,6 +232,9 @@ def build_model(
     if wrong:
         names = ", ".join(wrong[:4])
         raise ValueError(f"the weights in {folder} do not fit its config.json: missing or misshapen {names}")
+    # torch gives the padding token's embedding no gradient. A pack has no padding: where that token stands, which may
+    # be the end token too, it is read like any other.
+    model.get_input_embeddings().padding_idx = None
     return model
 
 

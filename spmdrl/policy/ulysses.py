@@ -110,11 +110,16 @@ class TokenSlice:
         return heads.transpose(0, 1).reshape(self.size, -1, out_THd.shape[2])
 
     def total(self, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T] tensors with values on each rank's own rows, zeros elsewhere, put together: exact. Collective.
+        """`total` over the group; as they are without one."""
+        return parts_T if self.group is None else total(self.group, *parts_T)
 
-        Every rank goes on with the same numbers to the same loss, so the gradient is handed back as it comes.
-        """
-        return parts_T if self.group is None else _Total.apply(self.group, *parts_T)
+
+def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[T] tensors with values on each rank's own rows, zeros elsewhere, put together: exact. Collective.
+
+    Every rank goes on with the same numbers to the same loss, so the gradient is handed back as it comes.
+    """
+    return _Total.apply(group, *parts_T)
 
 
 def check_heads(heads: int, kv_heads: int, sp: int) -> None:

@@ -1,7 +1,7 @@
 """Weights leave and enter a sharded model here: pieces of a Shard(0) model, HF safetensors."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmdrl.policy.experts import Layout, whole
-from spmdrl.spmd.reshard import Box, Piece
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.reshard import Box, Piece, Reshard, catalogue
 
 
 def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
@@ -53,19 +54,24 @@ def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: 
     ]
 
 
-@torch.no_grad()
 def read_into(named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout) -> None:
-    """Fill this rank's shards from HF safetensors, reading only what it owns.
+    """Fill this rank's shards of a Shard(0) model; errors as of `fill`."""
+    fill(pieces_of(named, layout), folder)
+
+
+@torch.no_grad()
+def fill(pieces: Sequence[Piece], folder: Path) -> None:
+    """Copy HF safetensors into the tensors of pieces, reading only their boxes.
 
     Raises:
-        ValueError: a parameter that the folder does not hold, or one of another shape.
+        ValueError: a tensor that the folder does not hold, or one of another shape.
     """
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"] if index.exists() else None
     handles: dict[str, Any] = {}
-    for piece in pieces_of(named, layout):
+    for piece in pieces:
         name, file = piece.name, files.get(piece.name, "") if files else "model.safetensors"
         if not file:
             raise ValueError(f"{folder}: no tensor {name}; the folder is of another model")
@@ -77,6 +83,34 @@ def read_into(named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: L
         if tuple(view.get_shape()) != piece.shape:
             raise ValueError(f"{folder}: {name} has shape {view.get_shape()}, the model wants {piece.shape}")
         piece.tensor.copy_(view[tuple(slice(a, b) for a, b in piece.box)] if piece.box else view[...])
+
+
+def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole tensors, bucket by bucket, on rank 0; nothing on the others. Collective over ranks of this one's role."""
+    group = world.role_group
+    entries = catalogue(pieces, group)
+    needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
+    return Reshard(entries, pieces, needs, group, world.device, dtype, 256 << 20).run(pieces)
+
+
+def save_model(
+    folder: Path, pieces: list[Piece], world: World, dtype: torch.dtype, config: Any, generation: Any, tokenizer: Any
+) -> None:
+    """A HF folder, written by rank 0. Collective over ranks of this one's role.
+
+    config, generation, tokenizer: with a `save_pretrained`; generation may be None.
+    """
+    target = folder if world.is_first else None
+    if target:
+        target.mkdir(parents=True, exist_ok=True)
+        config.dtype = dtype
+        for part in (config, generation, tokenizer):
+            if part is not None:
+                part.save_pretrained(target)
+    writer = SafetensorsWriter(target)
+    for tensors in on_first(pieces, world, dtype):
+        writer.add(tensors)
+    writer.close()
 
 
 class SafetensorsWriter:

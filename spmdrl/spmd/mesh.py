@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from spmdrl.config.schema import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
-"""Axes of the training mesh, outermost first. Expert parallelism (`ep`) folds out of dp_shard inside a policy."""
+"""Axes of the training mesh, outermost first. `sp` is what divides a pack's tokens: Ulysses, or context parallelism.
+Expert parallelism folds out of the others inside a policy."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
         ValueError: the axes do not multiply to world_size.
     """
     sizes = {axis: getattr(parallel, axis) for axis in AXES}
+    sizes["sp"] *= parallel.cp
     rest = 1
     for axis, size in sizes.items():
         rest *= size if axis != "dp_shard" else 1

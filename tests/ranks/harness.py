@@ -65,7 +65,7 @@ def _rank_main(folder: str, rank: int, size: int, function, args, options: dict)
         limit = timedelta(seconds=options["limit"])
         store = dist.FileStore(str(Path(folder) / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-        parallel = ParallelConfig(dp_replicate=options["dp_replicate"], sp=options["sp"])
+        parallel = ParallelConfig(**options["parallel"])
         world = world_from_group(parallel, options["rollout_tp"], torch.device("cpu"), rank, limit)
         dist.barrier()
         result = {"value": function(world, *args)}
@@ -86,7 +86,14 @@ def _rank_main(folder: str, rank: int, size: int, function, args, options: dict)
 
 
 def run_ranks(
-    function, n: int, *args, rollout_tp: int = 1, dp_replicate: int = 1, sp: int = 1, limit: float = 120.0
+    function,
+    n: int,
+    *args,
+    rollout_tp: int = 1,
+    dp_replicate: int = 1,
+    sp: int = 1,
+    parallel: dict | None = None,
+    limit: float = 120.0,
 ) -> list:
     """Return values of `function(world, *args)` on ranks 0 .. n - 1 (whatever torch.save takes).
 
@@ -97,6 +104,7 @@ def run_ranks(
         rollout_tp: ranks of one engine.
         dp_replicate: HSDP copies; dp_shard takes the rest.
         sp: ranks that divide the tokens of a pack.
+        parallel: other axes, as in ParallelConfig.
         limit: seconds after which all are killed.
 
     Raises:
@@ -105,7 +113,8 @@ def run_ranks(
     """
     context = _context()
     with tempfile.TemporaryDirectory(prefix="spmdrl_ranks_") as folder:
-        options = {"limit": limit, "rollout_tp": rollout_tp, "dp_replicate": dp_replicate, "sp": sp}
+        axes = {"dp_replicate": dp_replicate, "sp": sp} | (parallel or {})
+        options = {"limit": limit, "rollout_tp": rollout_tp, "parallel": axes}
         ranks = [
             context.Process(target=_rank_main, args=(folder, r, n, function, args, options), name=f"rank {r}")
             for r in range(n)

@@ -73,7 +73,10 @@ def load(folder, scalar=False):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").train()
+    model = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").train()
+    # Here no token is padding, the padding token neither: torch would leave out the gradient of its embedding.
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
 def of(lm, t):

@@ -1,8 +1,9 @@
 """Megatron-core where there is no GPU.
 
-Megatron asks torch for CUDA devices, streams and random states by name. Here every loaded module of it gets, in place of
-its global name `torch`, a stand-in that answers for the CPU and passes everything else through; torch itself stays as
-it is, for other libraries in this process depend on it. Numbers come out the same: nothing is left out but streams.
+Megatron asks torch for CUDA devices, streams and random states by name. Here every loaded module of it gets, in place
+of its global name `torch`, a stand-in that answers for the CPU and passes everything else through; torch itself stays
+as it is, for other libraries in this process depend on it. Nothing is left out but streams, so the numbers are the
+same.
 """
 
 import contextlib
@@ -28,6 +29,12 @@ MODULES = (
     "transformer.moe.moe_layer",
 )
 """What a policy uses of megatron.core; these bring in the rest."""
+
+NOISE = (
+    r"`torch\.distributed\.\w+` is deprecated",
+    r"When using .* CUDA_DEVICE_MAX_CONNECTIONS",
+)
+"""Warnings of every step that its user can do nothing about."""
 
 
 class _Nothing:
@@ -96,7 +103,12 @@ def quiet():
 
 def install() -> None:
     """Make megatron.core run on this machine's CPU; nothing where there is a GPU. May be called again."""
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
     with quiet():
+        if not torch.cuda.is_available():
+            # Its small functions would each be compiled at first use, which takes seconds and gains nothing here.
+            importlib.import_module("megatron.core.jit").disable_jit_fuser()
         loaded = {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
     if torch.cuda.is_available():
         return

@@ -1,0 +1,197 @@
+"""A loss on logp and entropy, taken chunk by chunk so that its gradient needs no second pass over the vocabulary.
+
+`linear_logprob` computes the logits twice, because their gradient needs the loss and the loss comes later: 4 matmuls.
+Where the loss of a token depends on that token alone, it can be taken while the logits of its chunk are still there: 3.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from spmdrl_kernels.backend import row_operations
+from spmdrl_kernels.blocks import BLOCK_ROWS, WORKSPACE_BYTES, plan_rows, spans
+from spmdrl_kernels.checks import check_linear, check_settings, check_values
+from spmdrl_kernels.gradients import Gradients
+from spmdrl_kernels.linear import Job, results_of, spread
+from spmdrl_kernels.reference import TorchRows
+from spmdrl_kernels.vocabulary import new_state, open_vocabulary
+
+LossFn = Callable[[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]], Any]
+"""(logp [C], entropy [C] or None, inputs of these rows) -> loss [C], or (loss [C], dict of what to log, [C] each)."""
+
+
+def chunked_loss(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    loss_fn: LossFn,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    *,
+    entropy: bool = True,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    valid_vocab: int | None = None,
+    chunk_tokens: int | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum over tokens of the caller's loss, with gradients taken in forward: three matmuls where two calls need four.
+
+    Args:
+        hidden_TD: this and whatever is not named here as in `linear_logprob`.
+        weight_VD: see there.
+        targets_T: see there.
+        loss_fn: see `LossFn`. Each token's loss comes with its final weight (1 / global count, say), depends on no
+            other token and on no graph outside of logp and entropy.
+        inputs: tensors [T, ...] that `loss_fn` gets the chunk's rows of (advantages, old logp, weights); no gradient.
+        temperature: see there.
+        entropy: whether `loss_fn` gets the entropy.
+        softcap: see there.
+        mask: see there.
+        group: see there; two collectives a chunk, so `chunk_tokens` must be the same on its ranks.
+        valid_vocab: see there.
+        chunk_tokens: rows of logits held at a time, all columns of each.
+        backend: `triton` or `torch`, see there.
+
+    Returns:
+        The sum (a scalar in the loss's dtype, summed in fp64) and a dict of detached [T] tensors: `logp`, `entropy` if
+        asked for, `loss`, and what `loss_fn` wants logged; 0 outside the mask. Backward through the sum works once;
+        without gradient mode nothing but the loss is computed.
+
+    Raises:
+        ValueError: as in `linear_logprob`; a `loss_fn` that does not return [C] tensors, whose loss of a token changes
+            when other tokens leave the chunk (tried on the first one), or that does not depend on logp or entropy;
+            inputs of other lengths or with gradient.
+    """
+    check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
+    check_settings(softcap, {"chunk_tokens": chunk_tokens})
+    tokens, kept, inputs = len(hidden_TD), None, dict(inputs or {})
+    for name, value in inputs.items():
+        if value.shape[:1] != (tokens,) or value.requires_grad:
+            raise ValueError(
+                f"inputs[{name!r}] must be [T, ...] ({tokens} here) without gradient: {tuple(value.shape)}"
+            )
+    if mask is not None:
+        kept = torch.nonzero(mask).flatten()
+        hidden_TD, targets_T = hidden_TD.index_select(0, kept), targets_T[kept]
+        inputs = {name: value[kept] for name, value in inputs.items()}
+        if isinstance(temperature, torch.Tensor) and temperature.ndim:
+            temperature = temperature[kept]
+    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group)
+    check_values(targets_T, temperature, vocabulary.total)
+    blocks = plan_rows(len(hidden_TD), vocabulary.total, hidden_TD, chunk_tokens)
+    blocks = plan_rows(len(hidden_TD), vocabulary.size, hidden_TD, blocks.rows)
+    job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
+    needed = torch.is_grad_enabled()
+    caller = _Caller(loss_fn, inputs, entropy)
+    total, *columns = _ChunkedLoss.apply(hidden_TD, weight_VD, targets_T, job, caller, needed)
+    return total, {name: spread(value, kept, tokens) for name, value in zip(caller.names, columns, strict=True)}
+
+
+class _Caller:
+    """The caller's loss on one chunk, checked."""
+
+    def __init__(self, loss_fn: LossFn, inputs: dict[str, torch.Tensor], entropy: bool):
+        self.loss_fn, self.inputs, self.entropy = loss_fn, inputs, entropy
+        # Of the columns that `_ChunkedLoss` returns.
+        self.names: list[str] = []
+
+    def __call__(self, logp_C, entropy_C, at) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """loss [C] and what to log, for rows `at`."""
+        result = self.loss_fn(logp_C, entropy_C, {name: value[at] for name, value in self.inputs.items()})
+        loss_C, extra = result if isinstance(result, tuple) else (result, {})
+        for name, value in {"loss": loss_C, **extra}.items():
+            if value.shape != logp_C.shape:
+                raise ValueError(
+                    f"loss_fn must return one {name} per token, {tuple(logp_C.shape)}, got {tuple(value.shape)}: a "
+                    "loss that is a sum or a mean over tokens goes with linear_logprob"
+                )
+        return loss_C, extra
+
+    @torch.no_grad()
+    def check_separable(self, logp_C, entropy_C, rows: slice) -> None:
+        """Take every other token out of a chunk: the loss of those that stay must not change."""
+        if len(logp_C) < 2:
+            return
+        whole, _ = self(logp_C, entropy_C, rows)
+        for first in (0, 1):
+            at = torch.arange(rows.start, rows.stop, device=logp_C.device)[first::2]
+            part, _ = self(logp_C[first::2], None if entropy_C is None else entropy_C[first::2], at)
+            if not torch.allclose(part, whole[first::2], rtol=1e-4, atol=1e-12, equal_nan=True):
+                raise ValueError(
+                    "loss_fn gives a token another loss when other tokens are absent, so it looks at sequences or at "
+                    "the whole batch and cannot be taken chunk by chunk: use linear_logprob, whose logp has a graph"
+                )
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, caller: _Caller, needed: bool):
+        need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
+        dtype, vocabulary = job.dtype, job.vocabulary
+        sums = Gradients(job.blocks, hidden_TD, weight_VD, need, vocabulary, dtype)
+        operations = row_operations(job.backend, hidden_TD.device, dtype)
+        second = "entropy" if caller.entropy else ""
+        parts: list[dict[str, torch.Tensor]] = []
+        buffer = hidden_TD.new_empty(min(job.blocks.rows, len(hidden_TD)) * vocabulary.size)
+        # Plain torch takes a chunk in pieces that stay in a cache.
+        step = (
+            WORKSPACE_BYTES["cpu"] // 4 // BLOCK_ROWS["cpu"]
+            if isinstance(operations, TorchRows)
+            else job.blocks.columns
+        )
+        for rows in spans(len(hidden_TD), job.blocks.rows):
+            n, scale_C = rows.stop - rows.start, job.scale(rows)
+            pieces = list(spans(vocabulary.size, step))
+            logits_CV = buffer[: n * vocabulary.size].view(n, vocabulary.size)
+            state_4C = new_state(n, dtype, hidden_TD.device)
+            torch.mm(hidden_TD[rows], weight_VD[: vocabulary.size].t(), out=logits_CV)
+            at = [targets_T[rows] - (vocabulary.start + columns.start) for columns in pieces]
+            for columns, at_C in zip(pieces, at, strict=True):
+                piece = operations.borrow(logits_CV[:, columns])
+                operations.add_stats_(piece, state_4C, at_C, scale_C, job.softcap, second)
+            vocabulary.merge_(state_4C, second)
+            logp_C, entropy_C, lse_C = results_of(state_4C, caller.entropy)
+            if not parts:
+                caller.check_separable(logp_C, entropy_C, rows)
+            with torch.enable_grad():
+                given = [x.detach().requires_grad_(any(need)) for x in (logp_C, entropy_C) if x is not None]
+                loss_C, extra = caller(given[0], given[1] if caller.entropy else None, rows)
+                gradients = [None, None]
+                if any(need):
+                    if not loss_C.requires_grad:
+                        raise ValueError("loss_fn's result depends on neither logp nor entropy: there is no gradient")
+                    gradients = [*torch.autograd.grad(loss_C.sum(), given, allow_unused=True), None]
+            told = {"logp": logp_C} | ({} if entropy_C is None else {"entropy": entropy_C})
+            parts.append(told | {"loss": loss_C.detach()} | {name: value.detach() for name, value in extra.items()})
+            if not any(need):
+                continue
+            grad_logp_C = torch.zeros_like(lse_C) if gradients[0] is None else gradients[0]
+            for columns, at_C in zip(pieces, at, strict=True):
+                block_CV = logits_CV[:, columns]
+                gradient_CV = operations.logit_gradient(
+                    operations.borrow(block_CV), at_C, scale_C, job.softcap, lse_C, entropy_C, grad_logp_C, gradients[1]
+                )
+                sums.add(rows, columns, gradient_CV, block_CV)
+        ctx.gradients = sums.finish() if any(need) else (None, None)
+        if not parts:
+            # No tokens: the caller is not asked.
+            parts = [{"logp": targets_T.new_zeros(0, dtype=dtype), "loss": targets_T.new_zeros(0, dtype=dtype)}]
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        caller.names = list(columns)
+        total = columns["loss"].sum(dtype=torch.float64).to(columns["loss"].dtype)
+        ctx.mark_non_differentiable(*columns.values())
+        return total, *columns.values()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total, *_):
+        if ctx.gradients is None:
+            raise RuntimeError("backward through chunked_loss works once: its gradients were handed out")
+        gradients, ctx.gradients = ctx.gradients, None
+        # Where the sum is what backward starts from this multiplies by 1; looking first would wait for the device.
+        return *(None if x is None else x.mul_(grad_total) for x in gradients), None, None, None, None

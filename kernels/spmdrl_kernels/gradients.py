@@ -1,0 +1,52 @@
+"""The gradients of hidden and weight, from those of the logits' blocks."""
+
+import torch
+
+from spmdrl_kernels.blocks import Blocks, product_
+from spmdrl_kernels.vocabulary import Vocabulary
+
+
+class Gradients:
+    """Sums over blocks; what several blocks add to is held in fp32 (fp64)."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        need: tuple[bool, bool],
+        vocabulary: Vocabulary,
+        dtype: torch.dtype,
+    ):
+        """need: whether hidden and weight need theirs. dtype: of sums over blocks."""
+        self.hidden_TD, self.weight_VD, self.vocabulary = hidden_TD, weight_VD, vocabulary
+        # Where all rows are in one block, the matmul's own registers sum over the tokens: no fp32 copy of the weight's
+        # gradient, which is the largest tensor here.
+        once = blocks.rows >= blocks.tokens
+        empty = blocks.tokens == 0 or blocks.vocab == 0
+        self.hidden_sum = self.weight_sum = None
+        if need[0]:
+            self.hidden_sum = torch.empty(hidden_TD.shape, dtype=dtype, device=hidden_TD.device)
+            self.hidden_sum[: len(hidden_TD) if empty else 0] = 0
+        if need[1]:
+            self.weight_sum = torch.empty(
+                weight_VD.shape, dtype=weight_VD.dtype if once else dtype, device=weight_VD.device
+            )
+            self.weight_sum[0 if empty else blocks.vocab :] = 0
+
+    def add(self, rows: slice, columns: slice, gradient_CV: torch.Tensor, spare_CV: torch.Tensor) -> None:
+        """Take in the gradient of one block of logits; blocks come in the order of `Blocks.products`.
+
+        spare_CV: a block in the inputs' dtype that may be overwritten, or the gradient itself.
+        """
+        if self.weight_sum is not None:
+            product_(self.weight_sum[columns], gradient_CV.t(), self.hidden_TD[rows], rows.start > 0)
+        if self.hidden_sum is not None:
+            low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
+            product_(self.hidden_sum[rows], low_CV, self.weight_VD[columns], columns.start > 0)
+
+    def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both in the inputs' dtype, that of hidden over the whole vocabulary."""
+        dtype = self.hidden_TD.dtype
+        hidden = None if self.hidden_sum is None else self.vocabulary.sum_(self.hidden_sum).to(dtype)
+        return hidden, None if self.weight_sum is None else self.weight_sum.to(dtype)

@@ -1,0 +1,44 @@
+"""LinkedIn's Liger kernels (the package liger-kernel) behind the interface of `linear_logprob`, for comparison.
+
+Source: https://github.com/linkedin/Liger-Kernel. Its fused linear cross-entropy gives no entropy and knows no
+vocabulary over ranks.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def liger_logprob(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    temperature: float | torch.Tensor,
+    entropy: bool,
+    softcap: float | None,
+    mask: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+    valid_vocab: int | None,
+) -> tuple[torch.Tensor, None]:
+    """logp_T and None; arguments as in `linear_logprob`. ValueError: what Liger does not have."""
+    plain = not isinstance(temperature, torch.Tensor) and temperature == 1.0
+    wishes = {
+        "entropy=True": entropy,
+        "group": group is not None,
+        "softcap together with a temperature": softcap is not None and not plain,
+    }
+    if missing := [name for name, wished in wishes.items() if wished]:
+        raise ValueError(f"backend='liger' has no {', '.join(missing)}: use backend='triton' or 'torch'")
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError as error:
+        raise ValueError(f"backend='liger' needs the package liger-kernel: {error}") from error
+    if not plain:
+        # Without a cap a temperature of the logits is one of the hidden states; in bf16 it rounds once more.
+        by = temperature[:, None] if isinstance(temperature, torch.Tensor) and temperature.ndim else temperature
+        hidden_TD = (hidden_TD / by).to(hidden_TD.dtype)
+    if mask is not None:
+        targets_T = torch.where(mask, targets_T, -100)
+    nll_T = liger_fused_linear_cross_entropy(
+        hidden_TD, weight_VD[:valid_vocab], targets_T, reduction="none", softcap=softcap, ignore_index=-100
+    )
+    return -nll_T.to(torch.float32), None

@@ -1,0 +1,119 @@
+"""logp and entropy where the logits exist already. T tokens, V vocabulary (this rank's part of it)."""
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from spmdrl_kernels.backend import row_operations
+from spmdrl_kernels.blocks import BLOCK_ROWS, WORKSPACE_BYTES, spans
+from spmdrl_kernels.checks import DTYPES, check_rows, check_settings, check_values
+from spmdrl_kernels.linear import results_of, scale_of, wide
+from spmdrl_kernels.reference import LOWEST, TorchRows
+from spmdrl_kernels.vocabulary import Vocabulary, new_state, open_vocabulary
+
+
+def token_logprob(
+    logits_TV: torch.Tensor,
+    targets_T: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    *,
+    entropy: bool = True,
+    softcap: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    valid_vocab: int | None = None,
+    inplace_backward: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of each target and entropy of its distribution, from logits; one pass over them.
+
+    Args:
+        logits_TV: float16, bfloat16, float32 or float64, rows of any stride. -inf rules a token out.
+        targets_T: int64 in [0, vocabulary).
+        temperature: a number, or floats [T]; without gradient.
+        entropy: also the entropy.
+        softcap: as in `linear_logprob`; None for no cap.
+        group: ranks that divide the vocabulary, as in `linear_logprob`.
+        valid_vocab: columns of the whole vocabulary that count.
+        inplace_backward: write the gradient over the logits, which saves their size. They are gone then; torch raises
+            if anything else of the graph still needs them.
+        backend: `triton` or `torch`, as in `linear_logprob`.
+
+    Returns:
+        logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 logits. Differentiable once in
+        the logits, through both.
+
+    Raises:
+        ValueError: as in `linear_logprob`.
+    """
+    if logits_TV.ndim != 2 or logits_TV.dtype not in DTYPES:
+        raise ValueError(
+            f"expected logits [T, V] in fp16, bf16, fp32 or fp64, got {tuple(logits_TV.shape)} {logits_TV.dtype}"
+        )
+    check_rows("logits", logits_TV, targets_T, temperature, None)
+    check_settings(softcap, {})
+    vocabulary = open_vocabulary(logits_TV.shape[1], targets_T, valid_vocab, group)
+    check_values(targets_T, temperature, vocabulary.total)
+    scale_T = scale_of(temperature, len(logits_TV), wide(logits_TV), logits_TV.device)
+    if logits_TV.stride(1) != 1:
+        logits_TV = logits_TV.contiguous()
+    return _TokenLogprob.apply(logits_TV, targets_T, scale_T, (vocabulary, softcap, backend), entropy, inplace_backward)
+
+
+def _blocks(operations, logits_TV: torch.Tensor, size: int):
+    """Views of the logits: whole rows for a kernel, what stays in a cache for plain torch."""
+    rows, columns = max(1, len(logits_TV)), max(1, size)
+    if isinstance(operations, TorchRows):
+        rows = BLOCK_ROWS["cpu"]
+        columns = WORKSPACE_BYTES["cpu"] // 4 // rows
+    for r in spans(len(logits_TV), rows):
+        for c in spans(size, columns):
+            yield r, c, logits_TV[r, c]
+
+
+class _TokenLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TV, targets_T, scale_T, settings, with_entropy, inplace):
+        vocabulary, softcap, backend = settings
+        dtype = wide(logits_TV)
+        operations = row_operations(backend, logits_TV.device, dtype)
+        state_4T = new_state(len(logits_TV), dtype, logits_TV.device)
+        second = "entropy" if with_entropy else ""
+        for rows, columns, logits_CV in _blocks(operations, logits_TV, vocabulary.size):
+            scale_C = None if scale_T is None else scale_T[rows]
+            at_C = targets_T[rows] - (vocabulary.start + columns.start)
+            operations.add_stats_(operations.borrow(logits_CV), state_4T[:, rows], at_C, scale_C, softcap, second)
+        vocabulary.merge_(state_4T, second)
+        logp_T, entropy_T, lse_T = results_of(state_4T, with_entropy)
+        logp_T.masked_fill_(logp_T < LOWEST / 1e3, -torch.inf)
+        ctx.save_for_backward(logits_TV, targets_T, scale_T, lse_T, entropy_T)
+        ctx.settings, ctx.inplace = settings, inplace
+        ctx.set_materialize_grads(False)
+        return logp_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logp_T, grad_entropy_T):
+        if grad_logp_T is None and grad_entropy_T is None:
+            return (None,) * 6
+        logits_TV, targets_T, scale_T, lse_T, entropy_T = ctx.saved_tensors
+        vocabulary, softcap, backend = ctx.settings
+        vocabulary: Vocabulary
+        if grad_logp_T is None:
+            grad_logp_T = torch.zeros_like(lse_T)
+        operations = row_operations(backend, logits_TV.device, lse_T.dtype)
+        out_TV = logits_TV if ctx.inplace else logits_TV.clone()
+        for rows, columns, block_CV in _blocks(operations, out_TV, vocabulary.size):
+            gradient_CV = operations.logit_gradient(
+                operations.borrow(block_CV),
+                targets_T[rows] - (vocabulary.start + columns.start),
+                None if scale_T is None else scale_T[rows],
+                softcap,
+                lse_T[rows],
+                None if entropy_T is None else entropy_T[rows],
+                grad_logp_T[rows],
+                None if grad_entropy_T is None else grad_entropy_T[rows],
+            )
+            if gradient_CV is not block_CV:
+                block_CV.copy_(gradient_CV)
+        out_TV[:, vocabulary.size :] = 0
+        return out_TV, None, None, None, None, None

@@ -1,0 +1,210 @@
+"""The row operations as two Triton kernels; `reference.py` is their twin and has the formulas.
+
+A block of logits [C, V] stands in memory in the matmul's dtype, row after row. Both kernels read each logit once and
+compute in fp32 (fp64 for fp64). Nothing here is particular to CUDA: no inline assembly, no vendor library, no warp
+specialization, no autotuning (a kernel that works in place gives garbage when it is tried several times), and only
+exp, max and sum of tl. Offsets are int64, because rows * columns may pass 2^31.
+"""
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from spmdrl_kernels.vocabulary import SECOND
+
+SECONDS: dict[str, Any] = {"": 0, "entropy": 1, "collision": 2}
+STATS_BLOCK, GRADIENT_BLOCK = 4096, 2048
+"""Columns that one program holds at a time."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def _distribution_logits(raw, scale, SOFTCAP: tl.constexpr):
+    """y = softcap * tanh(raw / softcap) * scale, and tanh itself (without a cap anything).
+
+    tanh(x) = sign(x) (1 - e^(-2|x|)) / (1 + e^(-2|x|)): the exponent is never positive, so nothing overflows.
+    """
+    tanh = raw
+    y = raw
+    if SOFTCAP is not None:
+        x = raw / SOFTCAP
+        decay = tl.exp(-2 * tl.abs(x))
+        size = (1 - decay) / (1 + decay)
+        tanh = tl.where(x < 0, -size, size)
+        y = tanh * SOFTCAP
+    return y * scale, tanh
+
+
+@triton.jit
+def _stats_kernel(
+    logits,
+    row_stride,
+    columns,
+    targets,
+    scales,
+    state,
+    state_stride,
+    SOFTCAP: tl.constexpr,
+    SECOND: tl.constexpr,
+    FP64: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row: fold the row's columns into its state (max, sum, second, target), see `vocabulary.py`.
+
+    Walks the row in steps of BLOCK with a running maximum m. When m rises to m', with a = e^(m - m'):
+        sum    <- a sum + sum e^(y - m')
+        second <- a (second + (m - m') sum) + sum e^(y - m') (y - m')          for the entropy
+        second <- a^2 second + sum e^(2 (y - m'))                              for the collision probability
+    m starts at what earlier columns left, or at a number so low that a is 0; never at 0, and never at -inf, whose
+    difference to itself is nan.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.load(state + row)
+    total = tl.load(state + state_stride + row)
+    second = tl.load(state + 2 * state_stride + row)
+    scale = top * 0 + 1
+    if scales is not None:
+        scale = tl.load(scales + row)
+    target = tl.load(targets + row)
+    row_logits = logits + row * row_stride
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        raw = tl.load(row_logits + at, mask=at < columns, other=0.0)
+        raw = raw.to(tl.float64) if FP64 else raw.to(tl.float32)
+        y, _ = _distribution_logits(raw, scale, SOFTCAP)
+        y = tl.where(at < columns, y, float("-inf"))
+        risen = tl.maximum(top, tl.max(y, axis=0))
+        gap = top - risen
+        a = tl.exp(gap)
+        shifted = y - risen
+        e = tl.exp(shifted)
+        if SECOND == 1:
+            # e = 0 where y = -inf, and 0 * -inf is nan.
+            finite = tl.where(shifted > float("-inf"), shifted, 0.0)
+            second = a * (second + gap * total) + tl.sum(e * finite, axis=0)
+        if SECOND == 2:
+            second = a * a * second + tl.sum(e * e, axis=0)
+        total = a * total + tl.sum(e, axis=0)
+        top = risen
+    tl.store(state + row, top)
+    tl.store(state + state_stride + row, total)
+    tl.store(state + 2 * state_stride + row, second)
+    if (target >= 0) & (target < columns):
+        target_raw = tl.load(row_logits + target)
+        target_raw = target_raw.to(tl.float64) if FP64 else target_raw.to(tl.float32)
+        target_y, _ = _distribution_logits(target_raw, scale, SOFTCAP)
+        tl.store(state + 3 * state_stride + row, target_y)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits,
+    row_stride,
+    columns,
+    targets,
+    scales,
+    lses,
+    entropies,
+    grad_logps,
+    grad_entropies,
+    SOFTCAP: tl.constexpr,
+    FP64: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for BLOCK columns of a row: the logits' gradient over the logits themselves.
+
+    q = y - logsumexp, p = e^q; dy = g (onehot - p) - e p (q + H); draw = dy * scale * (1 - tanh^2).
+    Every element is read and written by one program only, so in place is safe.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = logits + row * row_stride + at
+    lse = tl.load(lses + row)
+    scale = lse * 0 + 1
+    if scales is not None:
+        scale = tl.load(scales + row)
+    raw = tl.load(place, mask=at < columns, other=0.0)
+    raw = raw.to(tl.float64) if FP64 else raw.to(tl.float32)
+    y, tanh = _distribution_logits(raw, scale, SOFTCAP)
+    q = y - lse
+    p = tl.exp(q)
+    onehot = tl.where(at == tl.load(targets + row), 1.0, 0.0)
+    d = tl.load(grad_logps + row) * (onehot - p)
+    if grad_entropies is not None:
+        surprise = tl.where(q > float("-inf"), q + tl.load(entropies + row), 0.0)
+        d -= tl.load(grad_entropies + row) * p * surprise
+    d *= scale
+    if SOFTCAP is not None:
+        d *= 1 - tanh * tanh
+    tl.store(place, d.to(logits.dtype.element_ty), mask=at < columns)
+
+
+class TritonRows:
+    """Row operations by Triton, with the interface of `TorchRows`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        """ValueError: a device that Triton has no compiler for, outside of its interpreter."""
+        if device.type == "cpu" and not INTERPRETED:
+            raise ValueError("Triton needs a GPU: use backend='torch', or its interpreter (TRITON_INTERPRET=1)")
+        self.fp64 = dtype == torch.float64
+
+    def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """The logits: `add_stats_` leaves them as they are, and `logit_gradient` shall overwrite them."""
+        return logits_CV
+
+    def add_stats_(self, logits_CV, state_4C, targets_C, scale_C, softcap, second) -> None:
+        """As `TorchRows.add_stats_`, but leaves the logits as they are."""
+        rows, columns = logits_CV.shape
+        if not rows or not columns:
+            return
+        assert logits_CV.stride(1) == 1 and state_4C.stride(1) == 1 and len(state_4C) == SECOND + 2
+        with _on(logits_CV):
+            _stats_kernel[(rows,)](
+                logits_CV,
+                logits_CV.stride(0),
+                columns,
+                targets_C.contiguous(),
+                scale_C,
+                state_4C,
+                state_4C.stride(0),
+                SECOND=SECONDS[second],
+                **self._constants(softcap, columns, STATS_BLOCK),
+            )
+
+    def logit_gradient(
+        self, logits_CV, targets_C, scale_C, softcap, lse_C, entropy_C, grad_logp_C, grad_entropy_C
+    ) -> torch.Tensor:
+        """As `TorchRows.logit_gradient`, in the logits' own storage and dtype."""
+        rows, columns = logits_CV.shape
+        if not rows or not columns:
+            return logits_CV
+        assert logits_CV.stride(1) == 1 and (grad_entropy_C is None or entropy_C is not None)
+        constants = self._constants(softcap, columns, GRADIENT_BLOCK)
+        with _on(logits_CV):
+            _gradient_kernel[(rows, triton.cdiv(columns, constants["BLOCK"]))](
+                logits_CV,
+                logits_CV.stride(0),
+                columns,
+                targets_C.contiguous(),
+                scale_C,
+                lse_C.contiguous(),
+                None if entropy_C is None else entropy_C.contiguous(),
+                grad_logp_C.contiguous(),
+                None if grad_entropy_C is None else grad_entropy_C.contiguous(),
+                **constants,
+            )
+        return logits_CV
+
+    def _constants(self, softcap: float | None, columns: int, most: int) -> dict[str, Any]:
+        """What a kernel is compiled for. Warps are chosen here and not tried out, see above."""
+        block = min(most, max(16, triton.next_power_of_2(columns)))
+        return {"SOFTCAP": softcap, "FP64": self.fp64, "BLOCK": block, "num_warps": 8}
+
+
+def _on(tensor: torch.Tensor):
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

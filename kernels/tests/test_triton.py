@@ -1,0 +1,192 @@
+"""The Triton kernels against fp64 formulas: on a GPU, or in Triton's interpreter where there is none.
+
+Shapes are small because the interpreter is slow; tests/gpu/test_kernels.py has the large ones.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob, token_logprob
+from spmdrl_kernels.triton_rows import TritonRows
+from spmdrl_kernels.vocabulary import new_state
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LIMIT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def tokens_of(T, V, seed=0):
+    return torch.randint(V, (T,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def plain(logits, targets, temperature=1.0, softcap=None, valid=None):
+    """logp, entropy, collision probability by definition, in fp64."""
+    logits = logits.double()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.double()[:, None]
+    log_p = torch.log_softmax(logits[:, :valid] / temperature, -1)
+    p = log_p.exp()
+    entropy = -(p * log_p.masked_fill(p == 0, 0)).sum(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], entropy, p.square().sum(-1)
+
+
+def close(got, want, limit, what):
+    for name, a, b in zip(what.split(), got, want, strict=True):
+        a, b = a.double(), b.double()
+        assert a.isfinite().all(), f"{name}: {a}"
+        distance, size = (a - b).norm(), max(1.0, b.norm())
+        assert distance <= limit * size, f"{name}: {distance / size:.2e} > {limit}"
+
+
+def check_linear(T, D, V, dtype=torch.float64, seed=0, **options):
+    hidden, weight = draw(T, D, seed=seed, dtype=dtype), draw(V, D, seed=seed + 1, dtype=dtype)
+    hidden, weight, targets = hidden.requires_grad_(), weight.requires_grad_(), tokens_of(T, V, seed)
+    heat = {k: options[k] for k in ("temperature", "softcap") if k in options}
+    upstream = list(draw(2, T, seed=seed + 2))
+    got = linear_logprob(hidden, weight, targets, backend="triton", **options)
+    got += torch.autograd.grad(got, (hidden, weight), [g.to(got[0].dtype) for g in upstream])
+    got += (collision_probability(hidden.detach(), weight.detach(), backend="triton", **heat),)
+    *want, collision = plain(hidden.double() @ weight.double().t(), targets, **heat)
+    want += torch.autograd.grad(want, (hidden, weight), upstream)
+    close([x.detach() for x in got], [*want, collision], LIMIT[dtype], "logp entropy dhidden dweight collision")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernel_triton_every_dtype(dtype):
+    check_linear(7, 16, 131, dtype)
+    check_linear(7, 16, 131, dtype, temperature=0.7, softcap=2.5)
+
+
+def test_kernel_triton_gradcheck():
+    hidden, weight, targets = draw(2, 1).requires_grad_(), draw(5, 1, seed=1).requires_grad_(), tokens_of(2, 5)
+
+    def f(h, w):
+        return linear_logprob(h, w, targets, 0.8, softcap=2.0, chunk_vocab=3, backend="triton")
+
+    assert torch.autograd.gradcheck(f, (hidden, weight))
+
+
+def test_kernel_triton_temperature_per_token_over_small_blocks():
+    check_linear(9, 5, 70, temperature=draw(9, seed=5).abs() + 0.3, softcap=3.0, chunk_tokens=4, chunk_vocab=32)
+
+
+def test_kernel_triton_vocabulary_151936():
+    """Not a multiple of a block: others read past the row's end here."""
+    check_linear(2, 3, 151_936, torch.float32)
+
+
+@pytest.mark.parametrize("shift", [-1e4, 1e4])
+def test_kernel_triton_all_logits_far_from_zero(shift):
+    """All negative: a running maximum that starts at 0 gives nan. All large: exp overflows without it."""
+    logits, targets = draw(3, 300) + shift, tokens_of(3, 300)
+    got = token_logprob(logits, targets, backend="triton")
+    close(got, plain(logits, targets)[:2], 1e-9, "logp entropy")
+
+
+def test_kernel_triton_ruled_out_tokens():
+    logits, targets = draw(4, 5000), tokens_of(4, 40)
+    # More than one block of nothing, too.
+    logits[:, 50:] = -torch.inf
+    logits.requires_grad_()
+    upstream = list(draw(2, 4, seed=3))
+    want = plain(logits[:, :50], targets)[:2]
+    want += torch.autograd.grad(want, logits, upstream)
+    got = token_logprob(logits, targets, backend="triton")
+    got += torch.autograd.grad(got, logits, upstream)
+    close([x.detach() for x in got], [x.detach() for x in want], 1e-10, "logp entropy dlogits")
+    assert not got[2][:, 50:].any()
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 2047, 2048, 2049, 4097])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_triton_writes_every_element_and_no_other(columns, dtype):
+    """The block is a view in a field of nan, and the gradient is written where nan stood in a second one."""
+    rows, poison = 3, float("nan")
+    field = torch.full((rows + 2, columns + 32), poison, dtype=dtype, device=DEVICE)
+    block = field[1:-1, 16 : 16 + columns]
+    logits = draw(rows, columns, seed=columns, dtype=dtype)
+    block.copy_(logits)
+    targets, (g, e) = tokens_of(rows, columns), draw(2, rows, seed=9).float()
+    operations = TritonRows(torch.float32, block.device)
+    state = torch.full((6, rows), poison, device=DEVICE)
+    state[1:5] = new_state(rows, torch.float32, block.device)
+    operations.add_stats_(block, state[1:5], targets, None, None, "entropy")
+    assert torch.equal(block, logits) and state[0].isnan().all() and state[5].isnan().all()
+    lse = state[1] + state[2].log()
+    entropy = state[2].log() - state[3] / state[2]
+    leaf = logits.double().requires_grad_()
+    want = plain(leaf, targets)[:2]
+    close((state[4] - lse, entropy), [x.detach() for x in want], 1e-5, "logp entropy")
+    result = operations.logit_gradient(block, targets, None, None, lse, entropy, g, e)
+    assert result.data_ptr() == block.data_ptr()
+    (dlogits,) = torch.autograd.grad(want, leaf, [g.double(), e.double()])
+    close([block], [dlogits], LIMIT[dtype], "dlogits")
+    outside = torch.ones_like(field, dtype=torch.bool)
+    outside[1:-1, 16 : 16 + columns] = False
+    assert field[outside].isnan().all()
+
+
+def test_kernel_triton_vocabulary_in_parts_with_empty_ones():
+    """The states of columns taken in turn, as blocks and ranks do it, are those of all at once."""
+    logits, targets = draw(4, 90), tokens_of(4, 90)
+    operations = TritonRows(torch.float64, logits.device)
+    for second in ("entropy", "collision"):
+        whole, parts = (new_state(4, torch.float64, logits.device) for _ in range(2))
+        operations.add_stats_(logits, whole, targets, None, 2.0, second)
+        for start, stop in ((0, 0), (0, 7), (7, 80), (80, 90), (90, 90)):
+            operations.add_stats_(logits[:, start:stop], parts, targets - start, None, 2.0, second)
+        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_kernel_triton_token_logprob(inplace):
+    logits, targets, heat = draw(5, 77).requires_grad_(), tokens_of(5, 70), draw(5, seed=4).abs() + 0.5
+    upstream = list(draw(2, 5, seed=3))
+    want = plain(logits, targets, heat, 3.0, 70)[:2]
+    want += torch.autograd.grad(want, logits, upstream)
+    given_logits = logits.detach().clone().requires_grad_()
+    node = given_logits.view(5, 77)
+    options = {"softcap": 3.0, "valid_vocab": 70, "inplace_backward": inplace, "backend": "triton"}
+    got = token_logprob(node, targets, heat, **options)
+    got += torch.autograd.grad(got, given_logits, upstream)
+    close([x.detach() for x in got], [x.detach() for x in want], 1e-10, "logp entropy dlogits")
+    assert (got[2].data_ptr() == node.data_ptr()) == inplace
+
+
+def test_kernel_triton_chunked_loss():
+    hidden, weight, targets = draw(11, 4).requires_grad_(), draw(60, 4, seed=1).requires_grad_(), tokens_of(11, 60)
+    advantages = draw(11, seed=2)
+
+    def loss(logp, entropy, inputs):
+        return -inputs["a"] * logp.exp() - 0.1 * entropy
+
+    got, told = chunked_loss(hidden, weight, targets, loss, {"a": advantages}, 0.9, chunk_tokens=4, backend="triton")
+    logp, entropy, _ = plain(hidden @ weight.t(), targets, 0.9)
+    want = loss(logp, entropy, {"a": advantages}).sum()
+    results = [[x.detach(), *torch.autograd.grad(x, (hidden, weight))] for x in (got, want)]
+    close(*results, 1e-10, "loss dhidden dweight")
+    close([told["logp"], told["entropy"]], [logp.detach(), entropy.detach()], 1e-10, "logp entropy")
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    T=st.integers(1, 6),
+    D=st.integers(1, 9),
+    V=st.integers(1, 300),
+    dtype=st.sampled_from(FLOATS[:2]),
+    temperature=st.floats(0.3, 3),
+    softcap=st.sampled_from([None, 1.5]),
+    rows=st.integers(3, 9),
+    columns=st.integers(100, 300),
+)
+def test_kernel_triton_any_shape(T, D, V, dtype, temperature, softcap, rows, columns):
+    check_linear(T, D, V, dtype, T, temperature=temperature, softcap=softcap, chunk_tokens=rows, chunk_vocab=columns)

@@ -1,0 +1,145 @@
+"""Packed sequences for Megatron, how context parallelism divides them, and attention over them in plain torch.
+
+Under context parallelism every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks, of which rank
+r holds the r-th and the r-th from the end: causal work is then the same on every rank. TransformerEngine and Megatron's
+rotary embedding divide sequences so too.
+
+T tokens of a pack, S of it (padded) on one rank, n heads, g key-value heads, d channels.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from spmdrl.policy.megatron.layout import Layout
+
+
+@dataclass
+class Pack:
+    """What one rank feeds a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
+
+    tokens: torch.Tensor
+    """int64 [1, S]; padding is 0."""
+    positions: torch.Tensor
+    """int64 [1, S], inside each sequence."""
+    params: PackedSeqParams
+    rows: torch.Tensor
+    """int64 [S]: which of the T tokens stands here; -1 for padding."""
+
+
+def make_pack(tokens_T: torch.Tensor, lengths_B: torch.Tensor, layout: Layout, cp_rank: int, device: Any) -> Pack:
+    """The part of a pack that a rank of a context-parallel group holds; all of it without one.
+
+    tokens_T: int64 [T], sequences end to end. lengths_B: int64 [B], their lengths, each at least 1. Padding follows the
+    sequence it pads, where causal attention keeps it from being seen.
+    """
+    lengths = lengths_B.tolist()
+    step = 2 * layout.cp if layout.cp > 1 else 1
+    padded = [-(-n // step) * step for n in lengths]
+    # Sequence parallelism cuts what a rank holds into tp parts of one size.
+    padded[-1] += -sum(padded) % lcm(step, layout.cp * (layout.tp if layout.sp else 1))
+    rows, positions, first = [], [], 0
+    for n, m in zip(lengths, padded, strict=True):
+        place = torch.arange(m)
+        rows.append(torch.where(place < n, place + first, -1))
+        positions.append(place)
+        first += n
+    mine = rows_of(padded, layout.cp, cp_rank)
+    rows_S = torch.cat(rows)[mine]
+    tokens_S = torch.where(rows_S >= 0, tokens_T.cpu()[rows_S.clamp(min=0)], 0)
+    cu = torch.tensor([0, *padded]).cumsum(0).to(torch.int32).to(device)
+    longest = max(padded)
+    params = PackedSeqParams("thd", cu, cu, cu, cu, longest, longest)
+    return Pack(tokens_S[None].to(device), torch.cat(positions)[mine][None].to(device), params, rows_S.to(device))
+
+
+def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
+    """int64 [S]: rows of a padded pack that a rank holds, in its order. padded: lengths, multiples of 2 cp."""
+    if cp == 1:
+        return torch.arange(sum(padded))
+    out, first = [], 0
+    for n in padded:
+        chunk = n // (2 * cp)
+        for part in (rank, 2 * cp - 1 - rank):
+            out.append(torch.arange(first + part * chunk, first + (part + 1) * chunk))
+        first += n
+    return torch.cat(out)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Attention of one sequence: [s, n, d] over [t, g, d] and [t, g, e] gives [s, n, e].
+
+    visible: bool [s, t]; None for causal with s = t. softcap: scores become softcap * tanh(scores / softcap).
+    """
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    if softcap is None:
+        causal = visible is None
+        out = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return out[0].transpose(0, 1)
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * scale / softcap)
+    if visible is None:
+        visible = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1, dtype=torch.float32).to(v.dtype)
+    return (weights @ v)[0].transpose(0, 1)
+
+
+class CoreAttention(MegatronModule):
+    """Attention of packed sequences where TransformerEngine's is not to be had.
+
+    Grouped heads, latent attention (values of another width), sliding windows, soft-capped scores, context parallelism
+    by gathering keys and values.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        softcap: float | None = None,
+        **unused: Any,
+    ):
+        """What Megatron gives every core attention. softcap: as in `attend`."""
+        super().__init__(config=config)
+        self.scale, self.softcap = softmax_scale, softcap
+        self.cp_group = pg_collection.cp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if windowed else None
+
+    def forward(self, query, key, value, attention_mask=None, packed_seq_params=None, **unused):
+        """[S, n, d], [S, g, d], [S, g, e] to [S, n * e]."""
+        if packed_seq_params is None:
+            raise ValueError("spmdrl's attention for Megatron takes packed sequences: give packed_seq_params")
+        ends = packed_seq_params.cu_seqlens_q_padded.tolist()
+        lengths = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        if cp > 1:
+            # Backward sums what the ranks found for each other's keys and values.
+            order = torch.cat([rows_of(lengths, cp, r) for r in range(cp)]).argsort().to(key.device)
+            key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group)[order] for x in (key, value))
+        rows = rows_of(lengths, cp, rank).to(key.device)
+        out, done = [], 0
+        for first, n in zip(ends[:-1], lengths, strict=True):
+            mine = slice(done, done + n // cp)
+            visible = None
+            if cp > 1 or (self.window is not None and self.window + 1 < n):
+                ahead = (rows[mine] - first)[:, None] - torch.arange(n, device=key.device)
+                visible = ahead >= 0
+                if self.window is not None:
+                    visible &= ahead <= self.window
+            k, v = key[first : first + n], value[first : first + n]
+            out.append(attend(query[mine], k, v, visible, self.scale or query.shape[-1] ** -0.5, self.softcap))
+            done += n // cp
+        return torch.cat(out).flatten(1)

@@ -1,0 +1,188 @@
+"""What a rank of a Megatron policy holds, said in terms of HF checkpoints.
+
+There is no gathering here and no second direction. A rank's parameters are described as a list of slots: a checkpoint
+tensor, the range of it that is here, and a view of the parameter where it lies. Reading files into the views loads a
+model; `spmd/reshard.py` moves the same list to engines and into files from any layout.
+
+Megatron keeps queries, keys and values in one parameter, a group at a time, [groups, queries of a group + 2, head,
+hidden]; gate and up projections end to end, each divided over tp; a vocabulary padded at its end. What is replicated
+over tp, cp or data gives the same range on several ranks, a tied embedding on the first stage and the last.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.policy.experts import whole
+from spmdrl.policy.megatron.families import OUTSIDE
+from spmdrl.policy.weights import fill
+from spmdrl.spmd.reshard import Box, Piece
+
+ROW = ("linear_proj.weight", "linear_fc2.weight")
+"""Endings of parameters whose second dimension is divided over tp."""
+COLUMN = ("linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight")
+"""Endings of parameters whose first dimension is, and which are no case of their own."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A range of one checkpoint tensor, and where this rank holds it."""
+
+    name: str
+    """Name in a HF checkpoint."""
+    shape: tuple[int, ...]
+    """The whole tensor's, under that name."""
+    box: Box
+    """The range of it that is here."""
+    param: torch.Tensor
+    """The parameter or buffer."""
+    view: torch.Tensor
+    """The part of it with the box's shape; no copy."""
+    exact: bool = False
+    """A buffer that keeps its own type wherever it goes."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Into how many parts a dimension is divided, and which this rank has."""
+
+    count: int
+    index: int
+
+    def rows(self, local: int) -> tuple[int, tuple[int, int]]:
+        """Size of a whole dimension, and the range of it, from the size of the part."""
+        return local * self.count, (local * self.index, local * (self.index + 1))
+
+
+def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
+    """What this rank holds, chunk by chunk; the same names and boxes in the same order at every call.
+
+    models: as `model.build` gives them, or wrapped (anything whose `.module` leads to them). of: what of a parameter
+    the views are of, of its shape: itself, or its gradient (`lambda p: p.main_grad`; buffers are asked for too).
+    """
+    return [held for model in models for held in _of_chunk(unwrapped(model), of)]
+
+
+def pieces(models: Sequence[Any]) -> list[Piece]:
+    """The same as pieces of `spmd/reshard.py`; views that an update changes."""
+    return [Piece(h.name, h.shape, h.box, h.view, h.exact) for h in slots(models)]
+
+
+def load(models: Sequence[Any], folder: Path) -> None:
+    """Fill the models from HF safetensors; each rank reads what it holds.
+
+    A `value` head that the folder lacks starts at 0.
+
+    Raises:
+        ValueError: a tensor that the folder does not hold, or one of another shape.
+    """
+    wanted = pieces(models)
+    if any(unwrapped(m).head == "value" for m in models) and not in_folder(folder, "score.weight"):
+        for piece in wanted:
+            if piece.name == "score.weight":
+                piece.tensor.zero_()
+        wanted = [p for p in wanted if p.name != "score.weight"]
+    fill(wanted, folder)
+
+
+def in_folder(folder: Path, name: str) -> bool:
+    """Whether HF safetensors hold a tensor."""
+    import json
+
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return name in json.loads(index.read_text())["weight_map"]
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return name in file.keys()  # noqa: SIM118 (safe_open has no __contains__)
+
+
+def unwrapped(model: Any) -> Any:
+    """The GPTModel inside of Megatron's wrappers."""
+    while not hasattr(model, "arch"):
+        model = model.module
+    return model
+
+
+def _of_chunk(model: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Held]:
+    biases = [(n, b) for n, b in model.named_buffers() if n.endswith("router.expert_bias")]
+    for name, param in [*model.named_parameters(), *biases]:
+        exact = not isinstance(param, torch.nn.Parameter)
+        for hf, shape, box, view in _cut(model, name, of(param)):
+            yield Held(hf, shape, box, param, view, exact)
+
+
+Cut = Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]
+
+
+def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
+    """(checkpoint name, whole shape, box, view) of all that one parameter consists of."""
+    groups, arch = model.pg_collection, model.arch
+    tp = Shards(groups.tp.size(), groups.tp.rank())
+    if name in OUTSIDE:
+        yield from _outside(model, name, data, tp)
+        return
+    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+    assert found, name
+    number, inside = model.decoder.layers[int(found[1])].layer_number - 1, found[2]
+    # Experts one by one, or several in a module that numbers its weights.
+    inside = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)$", r"experts.local_experts.\2.\1", inside)
+    expert = re.search(r"\.local_experts\.(\d+)\.", inside)
+    if expert:
+        inside = inside.replace(expert[0], ".E.")
+        tp = Shards(groups.expt_tp.size(), groups.expt_tp.rank())
+    before = f"model.layers.{number}."
+    names = [before + n for n in arch.names[inside]]
+    if expert:
+        each = arch.settings["num_moe_experts"] // groups.ep.size()
+        place = groups.ep.rank() * each + int(expert[1])
+        names = [n.replace(".E.", f".{place}.") for n in names]
+    if "linear_qkv" in inside:
+        yield from _qkv(model, names, data, tp)
+    elif "linear_fc1" in inside:
+        for hf, part in zip(names, data.unflatten(0, (2, -1)), strict=True):
+            rows, mine = tp.rows(len(part))
+            rest = part.shape[1:]
+            yield hf, (rows, *rest), (mine, *whole(rest)), part
+    elif inside.endswith(ROW):
+        columns, mine = tp.rows(data.shape[1])
+        yield names[0], (len(data), columns), ((0, len(data)), mine), data
+    elif inside.endswith(COLUMN):
+        rows, mine = tp.rows(len(data))
+        yield names[0], (rows, data.shape[1]), (mine, (0, data.shape[1])), data
+    else:
+        yield names[0], tuple(data.shape), whole(data.shape), data
+
+
+def _outside(model: Any, name: str, data: torch.Tensor, tp: Shards) -> Cut:
+    hf, hidden = OUTSIDE[name], whole(data.shape[1:])
+    if data.ndim == 1:
+        yield hf, tuple(data.shape), whole(data.shape), data
+        return
+    if name == "output_layer.weight" and model.head != "lm":
+        yield "score.weight", tuple(data.shape), whole(data.shape), data
+        return
+    if name == "output_layer.weight" and model.arch.tied:
+        hf = OUTSIDE["embedding.word_embeddings.weight"]
+    vocab = model.arch.vocab
+    first, last = (min(row, vocab) for row in tp.rows(len(data))[1])
+    if first < last:
+        yield hf, (vocab, data.shape[1]), ((first, last), *hidden), data[: last - first]
+
+
+def _qkv(model: Any, names: list[str], data: torch.Tensor, tp: Shards) -> Cut:
+    """Of a weight [groups * (r + 2) * head, hidden], or a bias: three for each group that is here."""
+    s = model.arch.settings
+    r, head = s["num_attention_heads"] // s["num_query_groups"], s["kv_channels"]
+    grouped = data.unflatten(0, (-1, r + 2, head))
+    rest = data.shape[1:]
+    groups, (first, _) = tp.rows(len(grouped))
+    for g, group in enumerate(grouped, first):
+        for hf, part, heads in zip(names, (group[:r], group[r : r + 1], group[r + 1 :]), (r, 1, 1), strict=True):
+            rows = (g * heads * head, (g + 1) * heads * head)
+            yield hf, (groups * heads * head, *rest), (rows, *whole(rest)), part.flatten(0, 1)

@@ -1,0 +1,304 @@
+"""HF architectures in Megatron's terms: settings of a TransformerConfig, and the names of parameters in checkpoints.
+
+A family is a function that adds its settings to those that all share, and where its checkpoints have other names, a
+table of them; `FAMILIES` lists all. Nothing here imports Megatron.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies do not depend on the length of a sequence."""
+
+Names = dict[str, tuple[str, ...]]
+"""Parameter of a Megatron layer -> tensors of a HF layer that it consists of; `E` is the number of an expert."""
+
+NAMES: Names = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
+    "mlp.experts.E.linear_fc1.weight": ("mlp.experts.E.gate_proj.weight", "mlp.experts.E.up_proj.weight"),
+    "mlp.experts.E.linear_fc2.weight": ("mlp.experts.E.down_proj.weight",),
+    "mlp.shared_experts.linear_fc1.weight": (
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
+}
+OUTSIDE = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+"""Parameters that belong to no layer."""
+LATENT: Names = {
+    "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
+    "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),
+    "self_attention.q_layernorm.weight": ("self_attn.q_a_layernorm.weight",),
+    "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight",),
+    "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
+    "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
+}
+GEMMA2: Names = {
+    "self_attention.linear_proj.post_norm.weight": ("post_attention_layernorm.weight",),
+    "pre_mlp_layernorm.weight": ("pre_feedforward_layernorm.weight",),
+    "mlp.linear_fc2.post_norm.weight": ("post_feedforward_layernorm.weight",),
+}
+MIXTRAL: Names = {
+    "mlp.router.weight": ("block_sparse_moe.gate.weight",),
+    "mlp.experts.E.linear_fc1.weight": ("block_sparse_moe.experts.E.w1.weight", "block_sparse_moe.experts.E.w3.weight"),
+    "mlp.experts.E.linear_fc2.weight": ("block_sparse_moe.experts.E.w2.weight",),
+}
+
+
+@dataclass
+class Architecture:
+    """One model as `model.py` builds it."""
+
+    settings: dict
+    """Keyword arguments of TransformerConfig; of MLATransformerConfig with `multi_latent_attention`."""
+    names: Names
+    vocab: int
+    positions: int
+    """Longest sequence."""
+    tied: bool
+    """The output head is the embedding."""
+    rope_base: float
+    frequencies: torch.Tensor | None = None
+    """Of the rotary embedding, float32 [head_dim / 2], where they are not those of its base."""
+    softcap: float | None = None
+    """Attention scores are capped at it."""
+    embedding_scale: float | None = None
+    """Embeddings are multiplied with it."""
+    post_norms: bool = False
+    """Attention and feed-forward are normed again before they join the residual."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one architecture has of its own."""
+
+    adapt: Callable[[Any, Architecture], None] = lambda h, a: None
+    """(HF config, architecture as all share it): changes the latter in place."""
+    names: Names = field(default_factory=dict)
+
+
+def describe(h: Any) -> Architecture:
+    """A HF config in Megatron's terms.
+
+    Raises:
+        ValueError: an architecture, or a setting of one, that has no converter.
+    """
+    if h.model_type not in FAMILIES:
+        raise ValueError(
+            f"--policy.backend megatron has no converter for {h.model_type}; it has {', '.join(FAMILIES)}. "
+            "docs/megatron.md shows how to add one; --policy.backend fsdp trains any model of transformers"
+        )
+    family = FAMILIES[h.model_type]
+    out = _common(h)
+    out.names |= family.names
+    family.adapt(h, out)
+    return out
+
+
+def _refuse(h: Any, what: str) -> ValueError:
+    return ValueError(f"--policy.backend megatron does not support {what} of {h.model_type}; fsdp does")
+
+
+def _common(h: Any) -> Architecture:
+    if getattr(h, "quantization_config", None):
+        raise _refuse(h, "a quantized checkpoint")
+    act = getattr(h, "hidden_activation", None) or h.hidden_act
+    if act not in ACTIVATIONS:
+        raise _refuse(h, f"the activation {act}")
+    if getattr(h, "mlp_bias", False):
+        raise _refuse(h, "mlp_bias")
+    heads = h.num_attention_heads
+    settings = dict(
+        num_layers=h.num_hidden_layers,
+        hidden_size=h.hidden_size,
+        num_attention_heads=heads,
+        ffn_hidden_size=h.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=h.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS[act],
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    windows = [int(kind == "sliding_attention") for kind in getattr(h, "layer_types", None) or []]
+    window = getattr(h, "sliding_window", None)
+    if not windows and window and getattr(h, "use_sliding_window", True):
+        windows = [1] * h.num_hidden_layers
+    if any(windows) and window:
+        # The token itself counts to the window.
+        settings |= dict(window_size=(window - 1, 0), window_attn_skip_freq=windows)
+    out = Architecture(
+        settings=settings,
+        names=dict(NAMES),
+        vocab=h.vocab_size,
+        positions=h.max_position_embeddings,
+        tied=bool(h.tie_word_embeddings),
+        rope_base=0.0,
+    )
+    if not hasattr(h, "kv_lora_rank"):
+        size = getattr(h, "head_dim", None) or h.hidden_size // heads
+        settings |= dict(num_query_groups=h.num_key_value_heads, kv_channels=size, softmax_scale=size**-0.5)
+        # A factor on rotated queries and keys is one on their products.
+        settings["softmax_scale"] *= _rope(h, out) ** 2
+    return out
+
+
+def _rope(h: Any, out: Architecture) -> float:
+    """Set base and frequencies of the rotary embedding; the factor on queries and keys that goes with them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = h.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE:
+        raise _refuse(h, f"rope_type {kind}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _refuse(h, "partial_rotary_factor")
+    out.rope_base = float(rope["rope_theta"])
+    if kind == "default":
+        return 1.0
+    out.frequencies, factor = ROPE_INIT_FUNCTIONS[kind](h, torch.device("cpu"))
+    return factor
+
+
+# ── families ─────────────────────────────────────────────────────────────────
+
+
+def _llama(h: Any, out: Architecture) -> None:
+    if getattr(h, "attention_bias", False):
+        raise _refuse(h, "attention_bias")
+
+
+def _qwen2(h: Any, out: Architecture) -> None:
+    out.settings["add_qkv_bias"] = True
+
+
+def _qwen3(h: Any, out: Architecture) -> None:
+    _llama(h, out)
+    out.settings["qk_layernorm"] = True
+
+
+def _experts(h: Any, out: Architecture, experts: int, columns: int, sparse: list[int], **more: Any) -> None:
+    out.settings |= dict(
+        num_moe_experts=experts,
+        moe_router_topk=h.num_experts_per_tok,
+        moe_ffn_hidden_size=columns,
+        moe_layer_freq=sparse,
+        # The auxiliary loss belongs to pretraining.
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        **more,
+    )
+
+
+def _qwen3_moe(h: Any, out: Architecture) -> None:
+    _qwen3(h, out)
+    layers = range(h.num_hidden_layers)
+    sparse = [int((i + 1) % h.decoder_sparse_step == 0 and i not in (h.mlp_only_layers or [])) for i in layers]
+    # Weights of the chosen experts sum to 1 exactly where the softmax is over them alone.
+    before = not h.norm_topk_prob
+    _experts(h, out, h.num_experts, h.moe_intermediate_size, sparse, moe_router_pre_softmax=before)
+
+
+def _mixtral(h: Any, out: Architecture) -> None:
+    _experts(h, out, h.num_local_experts, h.intermediate_size, [1] * h.num_hidden_layers)
+
+
+def _deepseek_v3(h: Any, out: Architecture) -> None:
+    _llama(h, out)
+    if not h.norm_topk_prob or not getattr(h, "rope_interleave", True):
+        raise _refuse(h, "norm_topk_prob or rope_interleave set to false")
+    if h.num_experts_per_tok // h.topk_group != 2:
+        # Megatron scores a group by its best topk // topk_group experts, the model by its best two.
+        raise _refuse(h, "num_experts_per_tok other than twice topk_group")
+    head, rope = h.qk_nope_head_dim + h.qk_rope_head_dim, h.rope_parameters
+    # A factor on the rotary part alone would be one that differs within a head.
+    if _rope(_RotaryHead(h), out) != 1.0:
+        raise _refuse(h, "yarn with an mscale that differs from mscale_all_dim")
+    out.settings |= dict(
+        multi_latent_attention=True,
+        q_lora_rank=h.q_lora_rank,
+        kv_lora_rank=h.kv_lora_rank,
+        qk_head_dim=h.qk_nope_head_dim,
+        qk_pos_emb_head_dim=h.qk_rope_head_dim,
+        v_head_dim=h.v_head_dim,
+        kv_channels=head,
+        # `rope` takes any frequencies; what yarn adds to the scale of the scores is in the other two.
+        rope_type="rope",
+        rotary_base=out.rope_base,
+        rotary_scaling_factor=rope.get("factor") or 1.0,
+        mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
+        qk_layernorm=True,
+    )
+    dense = h.first_k_dense_replace
+    _experts(
+        h,
+        out,
+        h.n_routed_experts,
+        h.moe_intermediate_size,
+        [int(i >= dense) for i in range(h.num_hidden_layers)],
+        moe_shared_expert_intermediate_size=h.moe_intermediate_size * h.n_shared_experts,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        # The bias stays the checkpoint's: engines route with it too.
+        moe_router_bias_update_rate=0.0,
+        moe_router_topk_scaling_factor=h.routed_scaling_factor,
+        moe_router_num_groups=h.n_group,
+        moe_router_group_topk=h.topk_group,
+    )
+
+
+class _RotaryHead:
+    """A config with latent attention as transformers' rotary functions want it: only a part of a head is rotated."""
+
+    def __init__(self, h: Any):
+        self.hf, self.head_dim = h, h.qk_rope_head_dim
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.hf, name)
+
+
+def _gemma2(h: Any, out: Architecture) -> None:
+    _llama(h, out)
+    scale = out.settings["softmax_scale"] * out.settings["kv_channels"] ** 0.5
+    out.settings |= dict(softmax_scale=scale * h.query_pre_attn_scalar**-0.5, layernorm_zero_centered_gamma=True)
+    out.softcap = h.attn_logit_softcapping
+    out.embedding_scale = h.hidden_size**0.5
+    out.post_norms = True
+
+
+FAMILIES = {
+    "llama": Family(_llama),
+    "qwen2": Family(_qwen2),
+    "qwen3": Family(_qwen3),
+    "qwen3_moe": Family(_qwen3_moe),
+    "mixtral": Family(_mixtral, MIXTRAL),
+    "deepseek_v3": Family(_deepseek_v3, LATENT),
+    "gemma2": Family(_gemma2, GEMMA2),
+}
+"""By `model_type` of the HF config."""

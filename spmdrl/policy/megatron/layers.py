@@ -1,0 +1,241 @@
+"""Modules of a Megatron policy: what Megatron does not have, and the layers put together.
+
+S tokens on a rank, D hidden.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import multi_latent_attention as mla
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import nn
+
+from spmdrl.policy.contract import Head
+from spmdrl.policy.megatron.attention import CoreAttention
+from spmdrl.policy.megatron.families import Architecture
+from spmdrl.policy.megatron.layout import Layout, as_list
+
+
+class Norm(nn.Module):
+    """RMSNorm; with `layernorm_zero_centered_gamma` its weight is what is added to 1 (Gemma)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any):
+        super().__init__()
+        self.eps, self.centered = eps, config.layernorm_zero_centered_gamma
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # finalize_model_grads sums over tp the gradients of what sees a part of the tokens only.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x):
+        """[..., D] to the same."""
+        if self.centered:
+            # As transformers has it: rounded after the weight, not before.
+            return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class DuplicatedLinear(nn.Module):
+    """A linear layer that every rank of a tensor-parallel group holds whole: down projections of latent attention."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any):
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x):
+        """[..., input] to [..., output] and no bias."""
+        return F.linear(x, self.weight), None
+
+
+@cache
+def normed(linear: type, norm: type) -> type:
+    """A row-parallel linear layer whose output goes through a norm (Gemma's second norm of a block)."""
+
+    class Normed(linear):
+        def __init__(self, input_size, output_size, *, config, **kwargs):
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_norm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, x):
+            out, bias = super().forward(x)
+            return self.post_norm(out), bias
+
+    return Normed
+
+
+class States(ColumnParallelLinear):
+    """In place of the output layer: its weight, but a forward that gives the states that would go into it.
+
+    What makes numbers of them (`schedule.py`) gives every rank of a tensor-parallel group the whole gradient.
+    """
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        """[S / tp or S, 1, D] to [S, 1, D]."""
+        if self.sequence_parallel:
+            # Each rank takes back the gradient of its own tokens.
+            return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
+        return input_, None
+
+
+class Scalar(nn.Module):
+    """As `States`, for a head that every rank of a tensor-parallel group holds and computes: one number, [1, D]."""
+
+    def __init__(self, config: Any, tp_group: Any):
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        """[S / tp or S, 1, D] to [S, 1, D]."""
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
+        return input_, None
+
+
+class Model(GPTModel):
+    """A GPTModel that ends in hidden states; `arch` and `head` say what it is."""
+
+    def __init__(
+        self,
+        config: Any,
+        arch: Architecture,
+        layout: Layout,
+        head: Head,
+        first: bool,
+        last: bool,
+        stage: int | None,
+        engine: bool,
+    ):
+        """first, last: it embeds, it has the head. stage: of the virtual ones. engine: with TransformerEngine."""
+        super().__init__(
+            config,
+            block(config, arch, stage, engine),
+            vocab_size=-(-arch.vocab // layout.tp) * layout.tp,
+            max_sequence_length=arch.positions,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=arch.tied and head == "lm",
+            position_embedding_type="rope",
+            rotary_base=arch.rope_base,  # type: ignore[arg-type]
+            vp_stage=stage,
+        )
+        self.arch, self.layout, self.head = arch, layout, head
+        if last and head == "lm":
+            self.output_layer.__class__ = States
+        elif last:
+            self.output_layer = Scalar(config, self.pg_collection.tp)
+        if first and arch.embedding_scale:
+            self.embedding.register_forward_hook(self._scaled)
+        for name, p in self.named_parameters():
+            if ".mlp.experts." in name:
+                # Megatron counts experts as its own only where ep > 1, and with etp < tp leaves out their sum over tp.
+                p.allreduce = False  # type: ignore[attr-defined]
+        if arch.frequencies is not None:
+            for module in self.modules():
+                if hasattr(module, "rotary_pos_emb"):
+                    module.rotary_pos_emb.inv_freq = arch.frequencies.clone()
+
+    def _scaled(self, module, args, output):
+        return output * torch.tensor(self.arch.embedding_scale, dtype=output.dtype, device=output.device)
+
+    def _is_in_embd_group(self):
+        # Both copies of a tied embedding are read from files; Megatron would add them up over the pipeline.
+        return False
+
+
+def block(config: Any, arch: Architecture, stage: int | None, engine: bool) -> TransformerBlockSubmodules:
+    """The layers of one stage."""
+    sparse = as_list(config.moe_layer_freq) if config.num_moe_experts else [0] * config.num_layers
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    mine = sparse[first : first + get_num_layers_to_build(config, vp_stage=stage)]
+    kinds = {kind: layer(config, arch, bool(kind), engine) for kind in set(mine)}
+    return TransformerBlockSubmodules([kinds[kind] for kind in mine], layer_norm=_norm(engine))
+
+
+def _norm(engine: bool) -> Any:
+    if not engine:
+        return Norm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> ModuleSpec:
+    """One layer as Megatron's spec of it. sparse: a mixture of experts."""
+    column, row, down, core = ColumnParallelLinear, RowParallelLinear, DuplicatedLinear, CoreAttention
+    norm = _norm(engine)
+    if engine:
+        from megatron.core.extensions import transformer_engine as te
+
+        column, row, down = te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELinear
+        # TransformerEngine has no cap on scores.
+        core = CoreAttention if arch.softcap else te.TEDotProductAttention
+    else:
+        # One of the classes that Megatron's latent attention takes for what is not divided over tp.
+        mla.Linear = DuplicatedLinear
+    core = ModuleSpec(core, params={"softcap": arch.softcap} if core is CoreAttention else {})
+    out = normed(row, norm) if arch.post_norms else row
+    qk = norm if config.qk_layernorm else IdentityOp
+    params = {"attn_mask_type": AttnMaskType.causal}
+    if config.multi_latent_attention:
+        parts = mla.MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=down,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=down,
+            linear_kv_up_proj=column,
+            core_attention=core,
+            linear_proj=out,
+            q_layernorm=qk,
+            kv_layernorm=qk,
+        )
+        attention = ModuleSpec(mla.MLASelfAttention, params, parts)
+    else:
+        parts = SelfAttentionSubmodules(column, core, out, q_layernorm=qk, k_layernorm=qk)
+        attention = ModuleSpec(SelfAttention, params, parts)
+    forward = MLPSubmodules(linear_fc1=column, linear_fc2=out)
+    mlp = ModuleSpec(MLP, submodules=forward)
+    if sparse:
+        experts = ModuleSpec(SequentialMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+        if engine and config.moe_grouped_gemm:
+            from megatron.core.extensions import transformer_engine as te
+            from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+            grouped = MLPSubmodules(te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear)
+            experts = ModuleSpec(TEGroupedMLP, submodules=grouped)
+        shared = ModuleSpec(SharedExpertMLP, submodules=forward)
+        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+    parts = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=mlp,
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(TransformerLayer, submodules=parts)

@@ -1,0 +1,171 @@
+"""A HF model trained by Megatron-core: the Policy contract over tensor, pipeline, context and expert parallelism.
+
+Law 2 as everywhere: a micro-batch's loss is a sum divided by counts of the whole update, and gradients are summed over
+the ranks that hold other data, so no axis enters the result.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from spmdrl.config.schema import Config, OptimizerConfig
+from spmdrl.data.batch import Batch
+from spmdrl.policy.contract import DTYPES, Head, Loss, Part
+from spmdrl.policy.heads import Second
+from spmdrl.policy.learner import Learner
+from spmdrl.policy.load import load_tokenizer, plain_errors, resolve
+from spmdrl.policy.megatron.layout import Layout
+from spmdrl.policy.megatron.model import build, initialize, require
+from spmdrl.policy.weights import fill, save_model
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.reshard import Piece
+from spmdrl.spmd.storage import Parked, moves, storage_bytes
+from spmdrl.tracking.metrics import Metrics
+
+
+def layout_of(cfg: Config) -> Layout:
+    """The axes that the settings ask for."""
+    axes = cfg.parallel
+    return Layout(axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp, axes.sequence_parallel)
+
+
+class MegatronPolicy(Learner):
+    """See `contract.py`."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        total_updates: int,
+        trainable: bool = True,
+        path: str = "",
+        head: Head = "lm",
+        optimizer: OptimizerConfig | None = None,
+        routing_replay: bool = False,
+        adapt: bool = False,
+    ):
+        """As `FsdpPolicy`. Collective; models of one process share Megatron's groups.
+
+        Raises:
+            ValueError: a model without converter, or one that the layout does not divide.
+        """
+        from transformers import AutoConfig
+
+        super().__init__(cfg, world, total_updates, optimizer)
+        require()
+        from megatron.core import parallel_state
+
+        from spmdrl.policy.megatron.schedule import Pipeline
+        from spmdrl.policy.megatron.training import Trainer
+
+        self.head, trust = head, cfg.model.trust_remote_code
+        self.folder = resolve(path or cfg.model.path, trust)
+        with plain_errors(self.folder):
+            self.hf_config: Any = AutoConfig.from_pretrained(self.folder, trust_remote_code=trust)
+        self.dtype, self.grid = DTYPES[cfg.model.dtype], layout_of(cfg)
+        if not parallel_state.model_parallel_is_initialized():
+            initialize(self.grid)
+        recompute = cfg.policy.activation_checkpointing and trainable
+        full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        self.chunks = build(
+            self.hf_config, self.folder, self.grid, self.dtype, world.device, head, **(full if recompute else {})
+        )
+        for chunk in self.chunks:
+            chunk.train(trainable).requires_grad_(trainable)
+        self.trainer = Trainer(self.chunks, self.settings, self.dtype, cfg.policy.host_optimizer) if trainable else None
+        text = self.hf_config.get_text_config()
+        divisor = getattr(text, "logits_scaling", 1.0) / getattr(text, "logit_scale", 1.0)
+        models = self.trainer.models if self.trainer else self.chunks
+        softcap = getattr(text, "final_logit_softcapping", None)
+        self.pipeline = Pipeline(models, self.grid, softcap, divisor, world.device)
+        # An interleaved schedule runs its chunks in rounds of pp micro-batches.
+        self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
+        self.away: list[Parked] = []
+
+    # ── forward, update ──────────────────────────────────────────────────────
+
+    def numbers(self, micros: list[Batch], temperature: float, second: Second) -> list:
+        """See `Learner`."""
+        return self.pipeline.forward(micros, temperature, second)
+
+    def gradient(self, micros: list[Batch], loss: Loss, shared: dict, temperature: float) -> Metrics:
+        """See `Learner`."""
+        assert self.trainer
+        self.trainer.zero()
+        return self.pipeline.forward_backward(micros, temperature, loss, shared)
+
+    def gradient_norm(self) -> float:
+        """See `Learner`; in float32, and of tied embeddings once."""
+        assert self.trainer
+        return self.trainer.norm()
+
+    def step(self, lr: float, norm: float) -> None:
+        """See `Learner`."""
+        assert self.trainer
+        self.trainer.step(lr, norm, self.settings.clip_grad_norm)
+
+    def zero_grad(self) -> None:
+        """Megatron's buffers are zeroed where a gradient begins."""
+
+    # ── weights, memory, checkpoints ─────────────────────────────────────────
+
+    def pieces(self, part: Part = "model") -> list[Piece]:
+        """See the contract."""
+        from spmdrl.policy.megatron import convert
+
+        return convert.pieces(self.chunks)
+
+    @torch.no_grad()
+    def take_over(self, other: Any) -> None:
+        """See the contract."""
+        for mine, theirs in zip(self.pieces(), other.pieces(), strict=True):
+            if mine.name != theirs.name or mine.box != theirs.box:
+                raise ValueError(
+                    f"{mine.name} {mine.shape} cannot take over {theirs.name} {theirs.shape}: "
+                    "--reference.refresh-every needs a reference of the policy's own architecture"
+                )
+            mine.tensor.copy_(theirs.tensor)
+
+    def _held(self) -> dict[str, list[torch.Tensor | None]]:
+        parameters: list[torch.Tensor | None] = [p for chunk in self.chunks for p in chunk.parameters()]
+        return {"parameters": parameters} | (self.trainer.held() if self.trainer else {})
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract. On a CPU the device is the host."""
+        return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self._held().items()}
+
+    def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
+        """See the contract. On a CPU `host` moves nothing."""
+        if not moves(place, self.world.device):
+            return
+        leaving = [x for kind, xs in self._held().items() if parameters or kind != "parameters" for x in xs]
+        parked = Parked(leaving, place, self.world.device)
+        if parked.bytes:
+            self.away.append(parked)
+
+    def onload(self) -> None:
+        """See the contract."""
+        while self.away:
+            self.away[-1].bring_back()
+            self.away.pop()
+
+    def save(self, folder: Path) -> None:
+        """See the contract. Weights in the type they are computed in; AdamW's own copies stand in the state."""
+        from transformers import GenerationConfig
+
+        generation = tokenizer = None
+        if self.world.is_first:
+            tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code)
+            if self.head == "lm" and (self.folder / "generation_config.json").exists():
+                generation = GenerationConfig.from_pretrained(self.folder)
+        save_model(folder / "model", self.pieces(), self.world, self.dtype, self.hf_config, generation, tokenizer)
+        if self.trainer:
+            self.trainer.save(folder / "state" / "optimizer")
+
+    def load(self, folder: Path) -> None:
+        """See the contract."""
+        fill(self.pieces(), folder / "model")
+        if self.trainer:
+            self.trainer.take_weights()
+            self.trainer.load(folder / "state" / "optimizer")

@@ -1,0 +1,150 @@
+"""Micro-batches through Megatron's pipeline: what each stage runs, and how every rank learns what the last one found.
+
+S tokens of a pack on this rank, T of the whole pack.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.data.batch import Batch
+from spmdrl.policy.contract import Loss
+from spmdrl.policy.heads import Second, at_rows
+from spmdrl.policy.megatron.attention import Pack, make_pack
+from spmdrl.policy.megatron.convert import unwrapped
+from spmdrl.policy.megatron.layout import Layout
+from spmdrl.policy.megatron.model import head_weight
+from spmdrl.policy.ulysses import total
+from spmdrl.tracking.metrics import Metrics
+from spmdrl_kernels import collision_probability, linear_logprob
+
+Numbers = tuple[torch.Tensor, torch.Tensor]
+"""What the head says of each token of a micro-batch: two tensors [T]."""
+
+
+def stand_in() -> Batch:
+    """For a rank with nothing to do: others wait for it in the layers. Its loss is 0 times what comes out."""
+    token = {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.tensor([False, True])}
+    return Batch(torch.tensor([2]), token)
+
+
+class Pipeline:
+    """The chunks of a model on this rank, run over micro-batches by Megatron's schedules (1F1B, interleaved)."""
+
+    def __init__(self, models: list[Any], layout: Layout, softcap: float | None, divisor: float, device: torch.device):
+        """models: as `model.build` gives them, wrapped for training or not. softcap, divisor: of the logits."""
+        from megatron.core import parallel_state
+
+        self.models, self.layout, self.device = models, layout, device
+        self.softcap, self.divisor = softcap, divisor
+        self.head = unwrapped(models[0]).head
+        self.tp_group = parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None
+        self.cp_group = parallel_state.get_context_parallel_group() if layout.cp > 1 else None
+        self.cp_rank = parallel_state.get_context_parallel_rank()
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+
+    def forward(self, micros: list[Batch], temperature: float, second: Second) -> list[Numbers]:
+        """The head's numbers of every micro-batch, on every stage, without gradient. Collective."""
+        with torch.no_grad():
+            return self._everywhere(micros, self._run(micros, temperature, second, None))
+
+    def forward_backward(self, micros: list[Batch], temperature: float, loss: Loss, shared: dict) -> Metrics:
+        """Add the gradient of the sum of losses to the models' buffers; statistics on every stage. Collective."""
+        metrics = Metrics()
+        mine = self._run(micros, temperature, "entropy", partial(self._loss, loss, shared, metrics))
+        numbers = self._everywhere(micros, mine)
+        if not self.last:
+            # Stages without the head work out the statistics from its numbers: names need not travel.
+            with torch.no_grad():
+                for micro, (logp_T, entropy_T) in zip(micros, numbers, strict=True):
+                    self._loss(loss, shared, metrics, micro, logp_T, entropy_T)
+        return metrics
+
+    @property
+    def last(self) -> bool:
+        """This rank has the head."""
+        return self.pp_group.rank() == self.pp_group.size() - 1
+
+    def _loss(self, loss: Loss, shared: dict, metrics: Metrics, micro: Batch, logp_T, entropy_T) -> torch.Tensor:
+        real = len(micro) > 0
+        # Zero times the sum keeps the graph, and with it the backward that others wait for.
+        empty = [x.sum() * x.new_zeros(0) for x in (logp_T, entropy_T)]
+        result = loss(micro, *((logp_T, entropy_T) if real else empty), shared)
+        metrics.merge(result.stats)
+        return result.loss
+
+    def _run(self, micros: list[Batch], temperature: float, second: Second, to_loss: Callable | None) -> list[Numbers]:
+        """One pass of the schedule; the numbers on the last stage, nothing elsewhere."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if not micros:
+            return []
+        packs = [(micro, *self._pack(micro)) for micro in micros]
+        iterators = [iter(packs) for _ in self.models]
+
+        def step(iterator, model):
+            micro, run, pack = next(iterator)
+            states = model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)
+            return states, partial(finish, micro, run, pack, model)
+
+        def finish(micro: Batch, run: Batch, pack: Pack, model: Any, states: torch.Tensor):
+            numbers = self._numbers(unwrapped(model), states[0], run, pack, temperature, second)
+            value = to_loss(micro, *numbers) if to_loss else numbers[0].sum()
+            # Megatron would divide by counts: every denominator is in the loss already.
+            return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
+
+        longest = max(pack.tokens.shape[1] for _, _, pack in packs)
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(self.models) > 1 else iterators[0],
+            model=self.models,
+            num_microbatches=len(micros),
+            seq_length=longest * self.layout.cp,
+            micro_batch_size=1,
+            forward_only=to_loss is None,
+        )
+
+    def _pack(self, micro: Batch) -> tuple[Batch, Pack]:
+        run = micro if len(micro) else stand_in()
+        return run, make_pack(run.token["tokens"], run.lengths, self.layout, self.cp_rank, self.device)
+
+    def _numbers(
+        self, model: Any, states_SD: torch.Tensor, run: Batch, pack: Pack, temperature: float, second: Second
+    ) -> Numbers:
+        """[T] from hidden states, 0 outside the loss mask; alike on every rank of tp and cp. Collective over them."""
+        tokens_T, mask_T = run.token["tokens"].to(self.device), run.token["mask"].to(self.device)
+        # The state before a token predicts it; a reward model reads the one after it.
+        of_S = torch.where(pack.rows < 0, -1, pack.rows + int(self.head != "score"))
+        inside = (of_S >= 0) & (of_S < len(mask_T))
+        at = torch.nonzero(inside & mask_T[of_S.clamp(0, len(mask_T) - 1)]).flatten()
+        rows, states = of_S[at], states_SD[at]
+        weight, _ = head_weight(model)
+        if self.head == "lm":
+            scale = temperature * self.divisor
+            first, other = linear_logprob(
+                states, weight, tokens_T[rows], scale, softcap=self.softcap, group=self.tp_group
+            )
+            if second == "collision":
+                other = collision_probability(states, weight, scale, softcap=self.softcap, group=self.tp_group)
+            assert other is not None
+        else:
+            value = states @ weight.T
+            first = value[:, 0].to(torch.float32)
+            other = first.detach() * 0
+        parts = [at_rows(rows, x, len(mask_T)) for x in (first, other)]
+        first_T, other_T = parts if self.cp_group is None else total(self.cp_group, *parts)
+        return first_T, other_T
+
+    def _everywhere(self, micros: list[Batch], mine: list) -> list[Numbers]:
+        """What the last stage found, on every stage; nothing for a micro-batch that stood in. Collective over pp."""
+        lengths = [micro.n_tokens if len(micro) else 2 for micro in micros]
+        if self.pp_group.size() > 1 and micros:
+            flat = torch.zeros(2, sum(lengths), device=self.device)
+            if self.last:
+                flat = torch.cat([torch.stack(list(numbers)) for numbers in mine], 1).float()
+            dist.broadcast(flat, dist.get_process_group_ranks(self.pp_group)[-1], group=self.pp_group)
+            mine = [tuple(part) for part in flat.split(lengths, 1)]
+        return [tuple(x) for x in mine]

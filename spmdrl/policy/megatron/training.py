@@ -1,0 +1,113 @@
+"""Gradients and optimizer of a Megatron policy: its DDP buffers and its distributed optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.config.schema import OptimizerConfig
+from spmdrl.policy.megatron import cpu
+
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Optimizer state that another layout can read."""
+
+
+class Trainer:
+    """What a model needs to learn: buffers in which gradients are summed over data, and AdamW sharded over it."""
+
+    def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
+        """models: as `model.build` gives them. host_optimizer: AdamW runs on the host, its state stays there."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed import finalize_model_grads as finalize
+        from megatron.core.optimizer import OptimizerConfig as Settings
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        config = models[0].config
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        with cpu.quiet():
+            self.models = [
+                DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
+            ]
+            settings = Settings(
+                optimizer="adam",
+                lr=cfg.lr,
+                min_lr=0.0,
+                weight_decay=cfg.weight_decay,
+                adam_beta1=cfg.betas[0],
+                adam_beta2=cfg.betas[1],
+                adam_eps=cfg.eps,
+                clip_grad=0.0,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+                optimizer_cpu_offload=host_optimizer,
+                optimizer_offload_fraction=float(host_optimizer),
+            )
+            self.optimizer: Any = get_megatron_optimizer(settings, self.models)
+        # The sum over the data is all that is asked for: no division by ranks, micro-batches or tokens.
+        config.calculate_per_token_loss = True
+        config.finalize_model_grads_func = lambda models, tokens=None, **groups: finalize(models, None, **groups)
+
+    def zero(self) -> None:
+        """No gradient yet."""
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def norm(self) -> float:
+        """Global 2-norm of the gradient, alike on every rank. Collective."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def step(self, lr: float, norm: float, largest: float) -> None:
+        """One step of AdamW; gradients above `largest` are scaled to it (0: never). Collective."""
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip
+
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters = [] if getattr(each, "is_stub_optimizer", False) else each.get_parameters()
+            if largest and norm > largest and parameters:
+                clip(parameters, largest, norm)
+        self.optimizer.step_with_ready_grads()
+
+    def held(self) -> dict[str, list[torch.Tensor | None]]:
+        """Tensors of gradients and of the optimizer on this rank."""
+        buffers = [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
+        states = [s for each in self._optimizers() for s in each.state.values()]
+        masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
+        known = {p.untyped_storage().data_ptr() for model in self.models for p in model.module.parameters()}
+        return {
+            "gradients": [b.grad_data for b in buffers],
+            "optimizer": [x for state in states for x in state.values() if torch.is_tensor(x)]
+            + [p for p in masters if p.untyped_storage().data_ptr() not in known],
+        }
+
+    def _optimizers(self) -> list[Any]:
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [each.optimizer for each in chained if getattr(each, "optimizer", None) is not None]
+
+    def _state(self, loading: bool) -> dict:
+        names = {}
+        for i, model in enumerate(self.models):
+            prefix = f"{i}." if len(self.models) > 1 else ""
+            names |= {prefix + k: v for k, v in model.sharded_state_dict().items()}
+        return {"optimizer": self.optimizer.sharded_state_dict(names, is_loading=loading, metadata=SHARDING)}
+
+    def save(self, folder: Path) -> None:
+        """Optimizer state by Megatron's dist checkpointing. Collective."""
+        from megatron.core import dist_checkpointing
+
+        with cpu.quiet():
+            dist_checkpointing.save(self._state(False), str(folder))
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote, on this or another layout. Collective."""
+        from megatron.core import dist_checkpointing
+
+        with cpu.quiet(), torch.no_grad():
+            self.optimizer.load_state_dict(dist_checkpointing.load(self._state(True), str(folder))["optimizer"])
+
+    def take_weights(self) -> None:
+        """The optimizer's own copies follow weights that were read into the model."""
+        self.optimizer.reload_model_params()

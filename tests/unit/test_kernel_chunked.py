@@ -1,0 +1,135 @@
+"""chunked_loss against the same loss on logp and entropy from a full softmax."""
+
+import pytest
+import torch
+
+from spmdrl_kernels import chunked_loss
+from tests.unit.test_kernel_reference import make, plain
+
+
+def ppo(logp, entropy, x):
+    ratio = (logp - x["old_logp"]).exp()
+    surrogate = torch.maximum(-x["advantage"] * ratio, -x["advantage"] * ratio.clamp(0.8, 1.2))
+    loss = (surrogate.double() - 0.01 * entropy) * x["weight"]
+    return loss, {"ratio": ratio, "kl": x["old_logp"] - logp}
+
+
+def case(T=41, D=7, V=150, dtype=torch.float64):
+    hidden, weight, targets, (a, b) = make(T, D, V, dtype=dtype)
+    old = plain(hidden, weight, targets)[0].detach() + 0.3 * b
+    inputs = {"advantage": a, "old_logp": old, "weight": torch.full((T,), 1 / max(1, T), dtype=torch.float64)}
+    return hidden, weight, targets, inputs
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "softcap": 2.0}])
+@pytest.mark.parametrize("rows", [None, 1, 16, 41])
+def test_kernel_loss_in_chunks(options, rows):
+    hidden, weight, targets, inputs = case()
+    logp, entropy = plain(hidden, weight, targets, **options)
+    loss, extra = ppo(logp, entropy, inputs)
+    want = torch.autograd.grad(3 * loss.sum(), (hidden, weight))
+    total, told = chunked_loss(hidden, weight, targets, ppo, inputs, chunk_tokens=rows, **options)
+    got = torch.autograd.grad(3 * total, (hidden, weight))
+    torch.testing.assert_close((total, *got), (loss.sum(), *want), rtol=1e-10, atol=1e-10)
+    assert sorted(told) == ["entropy", "kl", "logp", "loss", "ratio"] and not any(
+        x.requires_grad for x in told.values()
+    )
+    for name, value in {"logp": logp, "entropy": entropy, "loss": loss, **extra}.items():
+        torch.testing.assert_close(told[name], value.detach(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_kernel_loss_in_chunks_of_other_dtypes(dtype, limit):
+    hidden, weight, targets, inputs = case(dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    loss = ppo(*plain(*wide, targets), inputs)[0].sum()
+    want = torch.autograd.grad(loss, wide)
+    total, _ = chunked_loss(hidden, weight, targets, ppo, inputs, chunk_tokens=16)
+    assert total.dtype == torch.float64
+    got = torch.autograd.grad(total, (hidden, weight))
+    for a, b, like in zip((total, *got), (loss, *want), (total, hidden, weight), strict=True):
+        assert a.dtype == like.dtype and (a.double() - b).norm() <= limit * b.norm()
+
+
+def test_kernel_loss_in_chunks_with_mask_and_padding():
+    hidden, weight, targets, inputs = case()
+    targets, mask = targets % 100, torch.arange(41) % 3 > 0
+    logp, entropy = plain(hidden, weight[:100], targets)
+    loss = ppo(logp, entropy, inputs)[0] * mask
+    want = torch.autograd.grad(loss.sum(), (hidden, weight))
+    total, told = chunked_loss(
+        hidden, weight, targets.masked_fill(~mask, -1), ppo, inputs, mask=mask, valid_vocab=100, chunk_tokens=8
+    )
+    got = torch.autograd.grad(total, (hidden, weight))
+    torch.testing.assert_close((total, *got), (loss.sum(), *want), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(told["loss"], loss.detach(), rtol=1e-10, atol=1e-10)
+    assert not told["logp"][~mask].any()
+
+
+def test_kernel_loss_in_chunks_three_matmuls_or_one(monkeypatch):
+    """As many multiplications as 3 matmuls with gradients, 1 without."""
+    hidden, weight, targets, inputs = case()
+    count = 0
+
+    def counted(function, first):
+        def call(*args, **options):
+            nonlocal count
+            a, b = args[first : first + 2]
+            count += a.shape[0] * a.shape[1] * b.shape[1]
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(torch, "mm", counted(torch.mm, 0))
+    monkeypatch.setattr(torch, "addmm", counted(torch.addmm, 1))
+    total, _ = chunked_loss(hidden, weight, targets, ppo, inputs, chunk_tokens=8)
+    total.backward()
+    assert count == 3 * 41 * 7 * 150
+    count = 0
+    with torch.no_grad():
+        alone, _ = chunked_loss(hidden, weight, targets, ppo, inputs, chunk_tokens=8)
+    assert count == 41 * 7 * 150 and alone == total and not alone.requires_grad
+
+
+def test_kernel_loss_in_chunks_entropy_alone_and_logp_alone():
+    hidden, weight, targets, _ = case()
+    for which, function in ((0, lambda p, e, _: p * 2), (1, lambda p, e, _: e * 2)):
+        want = torch.autograd.grad(2 * plain(hidden, weight, targets)[which].sum(), (hidden, weight))
+        total, _ = chunked_loss(hidden, weight, targets, function, chunk_tokens=16)
+        got = torch.autograd.grad(total, (hidden, weight))
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    total, told = chunked_loss(hidden, weight, targets, lambda p, e, _: p if e is None else 1 / 0, entropy=False)
+    assert sorted(told) == ["logp", "loss"]
+
+
+def test_kernel_loss_in_chunks_works_once_and_with_no_tokens():
+    hidden, weight, targets, inputs = case()
+    total, _ = chunked_loss(hidden, weight, targets, ppo, inputs)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="works once"):
+        total.backward()
+    hidden, weight, targets, inputs = case(T=0)
+    total, told = chunked_loss(hidden, weight, targets, ppo, inputs)
+    total.backward()
+    assert total == 0 and told["logp"].shape == (0,) and not weight.grad.any()
+
+
+def test_kernel_loss_in_chunks_refuses_what_is_not_token_by_token():
+    hidden, weight, targets, inputs = case()
+    seq = torch.arange(41) // 10
+
+    def gspo(logp, entropy, x):
+        return (torch.zeros(5, dtype=logp.dtype).index_add(0, x["seq"], logp) / 10)[x["seq"]].exp() * x["advantage"]
+
+    bad = [
+        (lambda p, e, x: p.mean(), inputs, "one loss per token"),
+        (lambda p, e, x: (p, {"kl": p.sum()}), inputs, "one kl per token"),
+        (lambda p, e, x: p - p.mean(), inputs, "other tokens are absent.*linear_logprob"),
+        (gspo, inputs | {"seq": seq}, "other tokens are absent"),
+        (lambda p, e, x: p.detach(), inputs, "neither logp nor entropy"),
+        (ppo, inputs | {"weight": torch.ones(3)}, r"inputs\['weight'\] must be \[T"),
+        (ppo, inputs | {"weight": torch.ones(41, requires_grad=True)}, "without gradient"),
+    ]
+    for function, given, message in bad:
+        with pytest.raises(ValueError, match=message):
+            chunked_loss(hidden, weight, targets, function, given)
