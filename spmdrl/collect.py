@@ -1,16 +1,16 @@
 """One round of experience: prompts from the queue, samples from the engine, rewards while the engine goes on."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
-import torch.distributed as dist
 
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.rewards.base import Grader, Reward, RewardInput
 from spmdrl.rollout.engine import Completion, Engine, Request, StaleEngineError
+from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.queue import PromptQueue, Tally
 from spmdrl.spmd.seeds import seed_for
@@ -39,7 +39,7 @@ class Group:
     """Number of the prompt among all that the run draws: tells apart a prompt drawn twice."""
     prompt: Prompt
     born: int
-    """Step in which it was begun."""
+    """Step in which it was drawn."""
     parts: dict[int, Part]
 
     @property
@@ -75,6 +75,8 @@ class Round:
     """Groups over all engines after which the rest is cut short. 0: all there are."""
     carried: list[Group] = field(default_factory=list)
     """Groups that this rank's engine goes on with; first in line."""
+    carried_by: list[int] = field(default_factory=list)
+    """How many groups each engine goes on with; empty: none does."""
     must_end: int = -1
     """Groups born in this step or before are waited for, whatever is enough."""
 
@@ -82,6 +84,11 @@ class Round:
     def requests_per_prompt(self) -> int:
         """Samples, and the greedy one."""
         return self.samples + self.greedy
+
+    def group(self, place: int) -> Group:
+        """The prompt at this place, with nothing sampled yet."""
+        parts = {sample: Part() for sample in range(self.requests_per_prompt)}
+        return Group(self.first_position + place, self.prompts[place], self.key[-1], parts)
 
     def request(self, group: Group, sample: int) -> Request:
         """The request of what a sample still lacks. Its seed depends on data alone, not on where it runs."""
@@ -107,6 +114,8 @@ class Collected:
     """Of whole groups; empty on an engine's other ranks."""
     cut: list[Group]
     """Groups cut short, alike on all ranks of the engine."""
+    begun: int = 0
+    """Prompts of the round up to the last one that this engine began; it began none beyond."""
 
 
 def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World, timer: Timer) -> Collected:
@@ -125,7 +134,7 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
     fair = -(-len(round_.prompts) * each // world.engine_count) + len(round_.carried) * each
     limit = min(engine.capacity, fair)
     groups: dict[int, Group] = {}
-    running = 0
+    running = begun = 0
     waiting = list(round_.carried)
     rewards: dict[tuple[int, int], Reward] = {}
     with timer("rollout"):
@@ -133,8 +142,8 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
             room = -(-(limit - running) // each)
             taken, waiting = waiting[: max(room, 0)], waiting[max(room, 0) :]
             for place in queue.take(room - len(taken)):
-                parts = {sample: Part() for sample in range(each)}
-                taken.append(Group(round_.first_position + place, round_.prompts[place], round_.key[-1], parts))
+                taken.append(round_.group(place))
+                begun = place + 1
             for group in taken:
                 groups[group.position] = group
                 for sample in [s for s, part in group.parts.items() if not part.finish]:
@@ -170,15 +179,40 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
             rewards |= by_request(grader.drain())
     whole = sorted((g for g in groups.values() if g.done), key=lambda g: g.position) if leader else []
     samples = range(round_.samples)
-    return Collected([_trajectory(round_, g, s, rewards) for g in whole for s in samples], open_ + waiting)
+    return Collected([_trajectory(round_, g, s, rewards) for g in whole for s in samples], open_ + waiting, begun)
 
 
 def _enough_here(round_: Round, world: World) -> int:
     """Groups that this engine alone has to bring under a fixed assignment; over all engines under the queue."""
     if round_.assignment != "static" or not round_.enough:
         return round_.enough
-    mine = len(range(world.engine_index, len(round_.prompts), world.engine_count))
-    return len(round_.carried) + -(-mine * round_.enough // max(1, len(round_.prompts)))
+    engines = world.engine_count
+    carried = round_.carried_by or [0] * engines
+    drawn = [len(range(engine, len(round_.prompts), engines)) for engine in range(engines)]
+    mine = shares(round_.enough, [c + d for c, d in zip(carried, drawn, strict=True)])[world.engine_index]
+    # 0 is a tally without an end: an engine that owes nothing stops at its first group.
+    return max(1, mine)
+
+
+def shares(enough: int, groups: list[int]) -> list[int]:
+    """What each engine brings of `enough` groups, in proportion to the groups that it has, and never more than those.
+
+    They add up to `enough`, or to all groups where those are fewer.
+    """
+    total, ends = sum(groups), [0, *accumulate(groups)]
+    # Rounded at the ends, which are cumulative, so that nothing is lost in rounding.
+    marks = [min(enough, total) * end // max(1, total) for end in ends]
+    return [after - before for before, after in pairwise(marks)]
+
+
+def unbegun(round_: Round, done: Collected, last: int, world: World) -> list[Group]:
+    """This engine's own among the first `last` prompts of a round that it did not begin: none where a queue hands out.
+
+    A fixed assignment leaves them where another engine was quicker; nobody else may begin them.
+    """
+    if round_.assignment != "static":
+        return []
+    return [round_.group(p) for p in range(world.engine_index, last, world.engine_count) if p >= done.begun]
 
 
 def _extend(part: Part, completion: Completion, round_: Round) -> None:
@@ -255,10 +289,10 @@ def _experts(group: Group, sample: int) -> torch.Tensor | None:
     return out
 
 
-def carried_total(groups: Iterable[Group], world: World) -> int:
-    """Groups that all engines go on with. Collective over those who sample."""
-    mine = len(list(groups)) if world.engine_tp_rank == 0 else 0
-    count = torch.tensor([mine])
-    if world.size > 1:
-        dist.all_reduce(count, group=world.rollout_group)
-    return int(count)
+def carried_by(groups: list[Group], world: World) -> list[int]:
+    """How many groups each engine goes on with. Collective over those who sample."""
+    row = torch.tensor([[world.engine_index, len(groups)]])
+    rows = torch.cat(all_gather_rows(row, world.rollout_group)).tolist()
+    # The ranks of an engine hold the same groups.
+    count = dict(rows)
+    return [count[engine] for engine in range(world.engine_count)]

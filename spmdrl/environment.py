@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import signal
+import sys
 
 DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -12,9 +14,15 @@ DEFAULTS = {
 
 
 def prepare() -> None:
-    """Quiet libraries; one thread a rank when several ranks share a machine (torchrun sets that itself)."""
+    """Quiet libraries; one thread a rank when several ranks share a machine (torchrun sets that itself).
+
+    Under torchrun this process ends with its agent, even with one that was killed and could tell nobody.
+    """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def keep_freed_memory() -> None:

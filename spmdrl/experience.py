@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from spmdrl.algos.filters import choose, shortage, whole_groups
 from spmdrl.algos.resample import Buffer, draw, weights
-from spmdrl.collect import Collected, Group, Round, carried_total
+from spmdrl.collect import Collected, Group, Round, carried_by, unbegun
 from spmdrl.config.schema import Config, FilterConfig
 from spmdrl.data.batch import Batch, concatenate, gather_rows
 from spmdrl.data.trajectory import Trajectory
@@ -29,9 +29,10 @@ class Experience:
 
     trajectories: list[Trajectory]
     drawn: int = 0
-    """Prompts that it took from the line, over all ranks; known to those who sample."""
+    """Prompts that it took from the line, over all ranks, up to the last one that was begun; known to those who sample.
+    Those beyond are drawn in the next step."""
     carried: list[Group] = field(default_factory=list)
-    """Groups that were cut short on this rank's engine, for the next step."""
+    """Groups that were cut short on this rank's engine, or not begun there though drawn, for the next step."""
     bad_samples: int = 0
     """Left out on this rank because a reward or logp was not finite."""
     stats: Metrics = field(default_factory=Metrics)
@@ -102,18 +103,28 @@ def fill(
     partial = cfg.rollout.partial_steps
     kept: list[Trajectory] = []
     cut: list[Group] = []
-    positions, drawn, bad = torch.zeros(0, dtype=torch.int64), 0, 0
-    before = carried_total(carried, world) if partial else 0
+    positions, drawn, bad, left = torch.zeros(0, dtype=torch.int64), 0, 0, 0
+    from_before = carried_by(carried, world) if partial else []
+    before = sum(from_before)
     for index in range(cfg.filter.max_rounds if keep else 1):
         more = max(math.ceil(wanted * over) - (before if index == 0 else 0), 0)
         round_ = round_at(drawn, more)
+        # A round before this one may have begun no prompt.
+        round_.name += f"/{index}"
         if over > 1:
             round_.enough = wanted
         if index == 0:
             round_.carried, round_.must_end = carried, step - partial if partial else -1
-        drawn += more
+            round_.carried_by = from_before
         done = collect(round_)
         cut += done.cut
+        if over > 1:
+            # Enough may be there before all prompts are begun: the line goes on after the last one that was.
+            more = int(all_reduce(torch.tensor([done.begun]), "max", world.rollout_group))
+            rest = unbegun(round_, done, more, world)
+            cut += rest if partial else []
+            left += 0 if partial else len(rest)
+        drawn += more
         usable = [t for t in done.trajectories if math.isfinite(t.reward)]
         bad += len(done.trajectories) - len(usable)
         check_parts(usable, cfg)
@@ -139,8 +150,9 @@ def fill(
         leader = world.engine_tp_rank == 0
         tokens = sum(len(part.tokens) for group in cut for part in group.parts.values()) * leader
         stale = sum(int((t.versions[t.mask] < round_.version).sum()) for t in taken if t.versions is not None)
-        counts = all_reduce(torch.tensor([len(cut) * leader, tokens, stale]), "sum", world.rollout_group).tolist()
-        for name, count in zip(("cut_prompts", "cut_tokens", "stale_tokens"), counts, strict=True):
+        counts = torch.tensor([len(cut) * leader, tokens, stale, left * leader])
+        names = ("cut_prompts", "cut_tokens", "stale_tokens", "unbegun_prompts")
+        for name, count in zip(names, all_reduce(counts, "sum", world.rollout_group).tolist(), strict=True):
             out.stats.add(f"rollout/{name}", count)
         out.stats.add("rollout/surplus_prompts", len(positions) - len(chosen))
     return out

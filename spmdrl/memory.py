@@ -192,14 +192,16 @@ class Memory:
         return "; ".join(f"{place}: {', '.join(rows)}" for place, rows in places.items()) or "nothing"
 
     def metrics(self) -> dict[str, float]:
-        """GiB for the step's log: each owner's share of the device, and the peak since the last call.
+        """GiB for the step's log: the most that each owner had of the device at any border, and the peak between them.
 
         On a GPU also what the device says is taken and no owner has: CUDA's context, graphs, buffers of NCCL. Names are
         alike on all ranks.
         """
         self._border("logged")
         border, self.peak = self.phases["logged"], 0
-        held = dict.fromkeys(self.owners, 0) | {row.owner: row.bytes for row in border.table if row.place == "device"}
+        held = dict.fromkeys(self.owners, 0)
+        for row in [row for each in self.phases.values() for row in each.table if row.place == "device"]:
+            held[row.owner] = max(held[row.owner], row.bytes)
         values = {f"memory/{owner.replace(' ', '_')}_gib": size / GIB for owner, size in held.items()}
         values["memory/peak_gib"] = border.peak / GIB
         if self.world.device.type == "cuda":

@@ -12,7 +12,7 @@ import torch
 
 WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 480 * 2**20}
 """Logits held at a time: on a CPU about what stays in its cache."""
-WHOLE_ROW_BYTES = {"cpu": 128 * 2**20, "gpu": 600 * 2**20}
+WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 600 * 2**20}
 """The same where all columns of a row are needed at once."""
 BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
 INVARIANT_ROWS = {"cpu": 64, "gpu": 512}
@@ -98,5 +98,5 @@ def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -
 
 
 def widens(a: torch.Tensor) -> bool:
-    """Whether the device multiplies matrices of this dtype into fp32 (cuBLAS; torch has it for CUDA only, from 2.10)."""
+    """Whether the device multiplies matrices of this dtype into fp32: cuBLAS does, through torch from 2.10 on."""
     return a.is_cuda and torch.version.cuda is not None and a.dtype in (torch.bfloat16, torch.float16)

@@ -65,8 +65,8 @@ def linear_logprob(
 
     Returns:
         logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. The matmul runs in the
-        inputs' dtype (on CUDA it leaves fp32 logits for the forward), all else in fp32 or fp64. Differentiable once in hidden and weight, through both outputs; what
-        the gradients sum over T or V is summed in fp32 (fp64).
+        inputs' dtype (on CUDA it leaves fp32 logits for the forward), all else in fp32 or fp64. Differentiable once in
+        hidden and weight, through both outputs; what the gradients sum over T or V is summed in fp32 (fp64).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a target outside the vocabulary, a setting out of its

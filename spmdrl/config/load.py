@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar, get_args
@@ -30,6 +31,8 @@ TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 NEGATED = dict.fromkeys(TRUE, "false") | dict.fromkeys(FALSE, "true")
 COMMAND_LINE = "command line"
+RANK_0_SPEAKS = 20.0
+"""Seconds that the others give it; torchrun ends them as soon as it has left."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,9 @@ def load_or_exit(
     except ConfigError as error:
         if _rank() == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)
+        else:
+            # The first to leave has torchrun end the others, and rank 0 is yet to speak.
+            time.sleep(RANK_0_SPEAKS)
         sys.exit(2)
     return loaded
 

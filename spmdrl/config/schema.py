@@ -184,10 +184,11 @@ class RolloutConfig:
     """Who samples which prompt: an atomic queue (a rank that ends early takes more), or fixed by index (for bit-exact
     runs)."""
     oversample: float = 1.0
-    """Sample so many times prompts_per_step and stop when prompts_per_step groups are complete: the slowest are cut."""
+    """Sample so many times prompts_per_step and stop when prompts_per_step groups are complete: the slowest are cut.
+    Prompts that nobody has begun by then are left for the next step."""
     partial_steps: int = 0
     """Groups that were cut short go on in the next step, for at most so many steps, after which they are waited for.
-    0: they are dropped. A checkpoint does not hold them: after a resume their prompts are passed over."""
+    0: they are dropped, and with them what a static assignment passed over. A checkpoint does not hold them: after a resume their prompts are passed over."""
     max_sequences: int = 64
     """Sequences one engine runs at a time."""
     kv_cache_gib: float = 0.0

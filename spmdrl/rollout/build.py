@@ -1,12 +1,14 @@
 """The engine of a run by name, and what engines need to know of a model."""
 
 import importlib.util
+import math
 from pathlib import Path
 
 from spmdrl.config.schema import Config
-from spmdrl.rollout.engine import Engine
+from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.mesh import World
 
+GIB = 1 << 30
 VLLM_TEMPERATURE = (0.01, 2.0)
 """What vLLM 0.32 samples at (`vllm.sampling_params`): below, it takes the bound without a word; above, it refuses."""
 
@@ -27,6 +29,7 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
     """
     name = engine_name(cfg)
     check_tp(cfg, name)
+    check_kv_cache(cfg, name, on_cpu)
     kind = cfg.rollout.quantization
     if name != "hf" and kind != "none" and (kind != "fp8" or on_cpu):
         raise ValueError(f"--rollout.quantization {kind}: {name} takes fp8, on a GPU; or take --rollout.engine hf")
@@ -63,13 +66,14 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 
 
 def check_tp(cfg: Config, engine: str) -> None:
-    """ValueError unless the model's heads, and a dense model's MLPs, can be divided over the ranks of an engine."""
+    """ValueError unless the model can be divided over the ranks of an engine: its heads, and a dense one's MLPs."""
     from transformers import AutoConfig
 
     from spmdrl.policy.load import resolve
 
     folder, tp = resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.rollout.tp
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    model = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    config = model.get_text_config()
     heads = getattr(config, "num_attention_heads", tp)
     kv = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "intermediate_size", None)
@@ -86,6 +90,46 @@ def check_tp(cfg: Config, engine: str) -> None:
             f"--rollout.tp {tp}: {cfg.model.path} has {heads} attention heads and {kv} key-value heads"
             f"{f', and MLPs {width} wide' if width % tp else ''}, which {tp} ranks cannot share; {engine} takes {sizes}"
         )
+    if engine == "hf" and tp > 1:
+        from spmdrl.rollout.hf_tp import plan_of
+
+        plan_of(model, tp)
+
+
+def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
+    """ValueError for a KV cache that cannot hold one sequence of the longest length, or that the machine cannot hold.
+
+    The cache is that of one rank. The HF engine's grows with what it samples and has no size.
+    """
+    gib = cfg.rollout.kv_cache_gib
+    if engine == "hf" or not gib:
+        return
+    import psutil
+    from transformers import AutoConfig
+
+    from spmdrl.policy.load import resolve
+    from spmdrl.rollout.sglang import SPARE_TOKENS
+    from spmdrl.rollout.vllm import CPU_BLOCK, GPU_BLOCK
+
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    longest = longest_sequence(cfg)
+    if engine == "vllm":
+        # Whole blocks, and one that vLLM keeps for itself.
+        block = CPU_BLOCK if on_cpu else GPU_BLOCK
+        tokens = (-(-longest // block) + 1) * block
+    else:
+        tokens = longest + SPARE_TOKENS
+    per_token = kv_bytes_per_token(config, cfg.model.dtype, cfg.rollout.tp)
+    if int(gib * GIB) < tokens * per_token:
+        least = math.ceil(tokens * per_token / GIB * 1e6) / 1e6
+        raise ValueError(
+            f"--rollout.kv-cache-gib {gib:g}: one sequence of {longest} tokens takes {per_token} bytes a token on "
+            f"every rank of {engine}; give at least {least}, or 0 for what the sequences need"
+        )
+    free = psutil.virtual_memory().available / GIB
+    if on_cpu and gib > free:
+        raise ValueError(f"--rollout.kv-cache-gib {gib:g}: of the machine's memory {free:.1f} GiB are free; give less")
 
 
 def stop_tokens(folder: Path, tokenizer) -> set[int]:

@@ -6,7 +6,7 @@ all of them make the same calls in the same order and see the same completions.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -132,6 +132,23 @@ def longest_sequence(cfg: Config) -> int:
     config = AutoConfig.from_pretrained(resolve(cfg.model.path, trust), trust_remote_code=trust).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or 1 << 30
     return min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, positions)
+
+
+def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
+    """Bytes that one token takes in the KV cache of one of `tp` ranks, heads copied where there are fewer than ranks.
+
+    config: transformers' of a language model; its latent attention has one row for all heads
+    (https://arxiv.org/abs/2405.04434), and layers of linear attention keep nothing of a token.
+    """
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    layers = sum("attention" in kind and "linear" not in kind for kind in kinds) or config.num_hidden_layers
+    if rank := getattr(config, "kv_lora_rank", None):
+        width = rank + config.qk_rope_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = 2 * -(-heads // tp) * head_dim
+    return layers * width * (4 if dtype == "float32" else 2)
 
 
 def check_length(request: Request, longest: int) -> None:

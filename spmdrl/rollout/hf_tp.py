@@ -1,7 +1,8 @@
 """Tensor parallelism for the HF engine, by the plan that transformers keeps with each architecture.
 
 `colwise` layers keep a range of their outputs, `rowwise` ones a range of their inputs and add up over the ranks
-(https://arxiv.org/abs/1909.08053). What the plan does not name (embeddings, norms, the head) every rank holds whole.
+(https://arxiv.org/abs/1909.08053). What the plan does not name (embeddings, norms, the head), and what it calls
+replicated (norms of a head's queries and keys), every rank holds and computes whole.
 """
 
 import re
@@ -14,21 +15,35 @@ from torch import nn
 from spmdrl.spmd.reshard import Box
 
 
-def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
-    """Keep this rank's part of a model's layers; returns the part of each parameter that was cut.
+def plan_of(config: Any, ranks: int) -> dict[str, str]:
+    """`colwise` or `rowwise` of each linear layer that is divided over `ranks`; `*` stands for a layer's number.
+
+    config: transformers' of a language model.
 
     Raises:
         ValueError: a plan with more than linear layers (experts, fused projections), or none.
     """
-    config, ranks, boxes = model.config.get_text_config(), dist.get_world_size(group), {}
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    plan = {name: style for name, style in plan.items() if name.startswith("layers.")}
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    # transformers' replicated styles differ in what they do with gradients, and here are none.
+    plan = {n: s for n, s in plan.items() if n.startswith("layers.") and not s.startswith("replicated")}
     strange = sorted({style for style in plan.values() if style not in ("colwise", "rowwise")})
     if strange or not plan:
+        name = (getattr(config, "architectures", None) or [config.model_type])[0]
         raise ValueError(
-            f"--rollout.tp {ranks}: the hf engine cannot divide {type(model).__name__} "
-            f"({', '.join(strange) or 'no plan'}); take --rollout.engine vllm, or --rollout.tp 1"
+            f"--rollout.tp {ranks}: the hf engine cannot divide {name} ({', '.join(strange) or 'no plan'}); "
+            "take --rollout.engine vllm, or --rollout.tp 1"
         )
+    return plan
+
+
+def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
+    """Keep this rank's part of a model's layers; returns the part of each parameter that was cut.
+
+    Raises:
+        ValueError: a model that cannot be divided (`plan_of`).
+    """
+    ranks, boxes = dist.get_world_size(group), {}
+    plan = plan_of(model.config, ranks)
     prefix = f"{model.base_model_prefix}."
     for name, module in model.base_model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.)", ".*", name))

@@ -29,6 +29,25 @@ class Needs:
     """Every read was a plain copy into the model."""
 
 
+def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
+    """The box of a contiguous tensor that holds all elements of `x`, a view of it with at least one.
+
+    The smallest one, but where steps over a flattened tensor leap from row to row: there it takes rows whole.
+    """
+    # In bytes, so that a view may also be of another type.
+    start, size = int(x.storage_offset()) * x.itemsize, whole.numel() * whole.itemsize
+    steps = [(int(n), int(step) * x.itemsize) for n, step in zip(x.shape, x.stride(), strict=True)] + [(x.itemsize, 1)]
+    box = []
+    for n in whole.shape:
+        # Where in the rows of this dimension, `size` bytes each, the view begins, and how far beyond that it reaches.
+        a = start % size
+        b = a + sum((count - 1) * (step % size) for count, step in steps)
+        inner = size // n
+        box.append((a // inner, b // inner + 1) if b < size else (0, n))
+        size = inner
+    return tuple(box)
+
+
 class Watch(TorchDispatchMode):
     """Records which part of a watched tensor an operation reads; copies of it are not made."""
 
@@ -58,14 +77,10 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _record(self, x: torch.Tensor, into: torch.Tensor | None) -> None:
+        if not x.numel():
+            return
         index, whole = self.watched[x.untyped_storage().data_ptr()]
-        first = int(x.storage_offset())
-        last = first + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
-        box = []
-        for step in map(int, whole.stride()):
-            (a, first), (b, last) = divmod(first, step), divmod(last, step)
-            box.append((a, b + 1))
-        self.needs.boxes.append((index, tuple(box)))
+        self.needs.boxes.append((index, touched(x, whole)))
         self.into.append(into.untyped_storage().data_ptr() if into is not None else 0)
         if into is None:
             self.needs.exact = False

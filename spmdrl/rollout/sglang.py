@@ -26,10 +26,11 @@ from spmdrl.rollout.engine import (
     StaleEngineError,
     check_length,
     check_version,
+    kv_bytes_per_token,
     longest_sequence,
 )
 from spmdrl.rollout.needs import Needs
-from spmdrl.rollout.sglang_process import Broadcast, Process, SharedMemory, answers
+from spmdrl.rollout.sglang_process import Broadcast, EngineDiedError, Process, SharedMemory, answers
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Box, CorruptWeightsError, Entry
@@ -38,6 +39,7 @@ CPU_KV_BYTES = 256 << 20
 """Most that an engine on a CPU takes for its KV cache unless told otherwise."""
 SPARE_TOKENS = 8
 """What SGLang keeps back of a sequence's length for itself, generously."""
+NOT_TAKEN = "; the engine keeps no version and will not sample"
 POLL_SECONDS = 0.02
 """Longest that a poll waits for something to be done."""
 
@@ -63,7 +65,9 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "sleep_on_idle": True,
     }
     if world.device.type == "cpu":
-        values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": 0.1}
+        # Only a bound of the cache here, whose size is `max_total_tokens`: what was asked for is not to be cut by it.
+        share = 0.9 if rollout.kv_cache_gib else 0.1
+        values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
     else:
         values |= {
             "base_gpu_id": world.local_rank,
@@ -75,9 +79,7 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         if rollout.quantization != "none":
             values["quantization"] = rollout.quantization
     if world.device.type == "cpu" or rollout.kv_cache_gib:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_token = 2 * config.num_hidden_layers * heads * head_dim * (4 if cfg.model.dtype == "float32" else 2)
+        per_token = kv_bytes_per_token(config, cfg.model.dtype, rollout.tp)
         room = int(rollout.kv_cache_gib * 2**30) or min(CPU_KV_BYTES, rollout.max_sequences * longest * per_token)
         values["max_total_tokens"] = max(longest, room // per_token)
     return values
@@ -118,8 +120,8 @@ class SGLangEngine:
                 self.process = Process(python, config, cfg.run.timeout)
             except (RuntimeError, OSError) as error:
                 raise RuntimeError(
-                    f"SGLang could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or lower "
-                    "--rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
+                    f"SGLang could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or other "
+                    "values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
                 ) from error
         facts = self._answer(self.process.facts if self.process else None)
         self.held = dict(zip(("weights", "kv_cache"), facts, strict=True))
@@ -182,6 +184,8 @@ class SGLangEngine:
         """What the first rank was told is done, on all ranks."""
         done = []
         if self.process:
+            if self.process.failed:
+                raise RuntimeError(f"SGLang: {self.process.failed[0]}")
             done, self.process.done = self.process.done, []
         return [
             Completion(self.running.pop(line["done"]), line["tokens"], line["logp"], line["finish"], self.version)
@@ -239,35 +243,43 @@ class SGLangEngine:
         if self.process:
             self.process.call("begin")
         for bucket in buckets:
-            try:
-                self._send(bucket)
-            except RuntimeError as error:
-                raise CorruptWeightsError(f"{error}; the engine keeps no version and will not sample") from error
+            self._send(bucket)
         if self.process:
             self.process.call("end")
         self.transport.done()
         self.version = version
 
     def _send(self, tensors: dict[str, torch.Tensor]) -> None:
-        """One bucket to the processes. Collective over the engine."""
+        """One bucket to the processes. Collective over the engine.
+
+        Raises:
+            EngineDiedError: the engine is gone; on all ranks, but under `broadcast`.
+            CorruptWeightsError: it did not take the bucket.
+        """
         if isinstance(self.transport, Broadcast):
             if self.process and tensors:
-                self.transport.push(self.process, tensors)
+                try:
+                    self.transport.push(self.process, tensors)
+                except EngineDiedError:
+                    raise
+                except RuntimeError as error:
+                    raise CorruptWeightsError(f"{error}{NOT_TAKEN}") from error
             return
         order = self.transport.put(tensors, self.parts)
         orders = [order]
         if self.group is not None:
             orders = [json.loads(text) for text in all_gather_text(json.dumps(order), self.group)]
-        error = None
+        failure = None
         if self.process and any(o["entries"] for o in orders):
             try:
                 self.process.call("load", workers=orders)
-            except RuntimeError as e:
-                error = str(e)
+            except RuntimeError as error:
+                failure = [isinstance(error, EngineDiedError), str(error)]
         # The others may write their next bucket only when this one was read, and fail with the first.
-        error = self._share(error)
-        if error:
-            raise RuntimeError(error)
+        failure = self._share(failure)
+        if failure:
+            died, text = failure
+            raise EngineDiedError(text) if died else CorruptWeightsError(f"{text}{NOT_TAKEN}")
 
     def sleep(self, level: int) -> None:
         """See the contract."""

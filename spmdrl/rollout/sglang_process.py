@@ -34,6 +34,9 @@ GRACE_SECONDS = 3.0
 ALIGN = 64
 RANK_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
+PROGRESS = re.compile(r"\d%(\||\s+Completed)|\d+it \[|it/s\b|\bs/it\b")
+"""A progress bar, also one that was cut off."""
+
 
 class EngineDiedError(RuntimeError):
     """The engine's process is gone."""
@@ -127,7 +130,11 @@ class Broadcast:
         # The lockstep recorder knows this program's ranks only.
         with _disable_current_modes():
             for tensor in tensors.values():
-                self.group.broadcast([tensor.contiguous()], options).wait()
+                try:
+                    self.group.broadcast([tensor.contiguous()], options).wait()
+                except RuntimeError as error:
+                    process.raise_if_dead(error)
+                    raise
         process.answer()
 
     def done(self) -> None:
@@ -141,6 +148,8 @@ class Process:
         self.timeout = timeout
         self.lines: queue.Queue[dict | None] = queue.Queue()
         self.done: list[dict] = []
+        self.failed: list[str] = []
+        """Of requests that ended in an error, what the server said."""
         self.last_words: deque[str] = deque(maxlen=40)
         self.closing = False
         self.folder = tempfile.mkdtemp(prefix="spmdrl-sglang-")
@@ -173,8 +182,7 @@ class Process:
 
     def _listen(self) -> None:
         for raw in cast(IO[bytes], self.child.stderr):
-            line = raw.decode(errors="replace").rstrip()
-            if line:
+            for line in lines_of(raw.decode(errors="replace")):
                 self.last_words.append(line)
                 log.info("sglang: %s", line)
 
@@ -183,11 +191,16 @@ class Process:
         code = self.child.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         time.sleep(0.1)  # its last words may be under way
-        said = [line for line in self.last_words if re.search(r"Error|crashed", line)] or list(self.last_words) or ["-"]
-        return EngineDiedError(
-            f"the SGLang engine (process {self.child.pid}) {how}; its last words, all of which are in the rank's log "
-            f"file: {said[-1][:300]}"
-        )
+        words = list(self.last_words)
+        said = [line for line in words if re.search(r"Error|crashed", line)] or words
+        last = f"; its last words, all of which are in the rank's log file: {said[-1][:300]}" if said else ""
+        return EngineDiedError(f"the SGLang engine (process {self.child.pid}) {how}{last}")
+
+    def raise_if_dead(self, cause: Exception) -> None:
+        """EngineDiedError if the process ends within a moment of an error that its end explains."""
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(GRACE_SECONDS / 2)
+            raise self.death() from cause
 
     def send(self, do: str, **what: Any) -> None:
         """A command, without waiting."""
@@ -199,14 +212,21 @@ class Process:
             raise self.death() from None
 
     def take(self, seconds: float) -> dict | None:
-        """The next line that is no completion, or None: those that are go into `done`. Waits only for a first line."""
+        """The next line that is of no request, or None: the others go into `done` and `failed`.
+
+        Waits only for a first line.
+        """
         with suppress(queue.Empty):
             line = self.lines.get(timeout=seconds) if seconds else self.lines.get_nowait()
             while line is not None:
-                if "done" not in line:
+                if "failed" in line:
+                    self.failed.append(line["error"])
+                elif "done" in line:
+                    self.done.append(line)
+                else:
                     return line
-                self.done.append(line)
                 line = self.lines.get_nowait()
+            self.lines.put(None)  # whoever asks again is told the same
             raise self.death()
         return None
 
@@ -242,6 +262,12 @@ class Process:
         except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.wait()
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of what a process wrote on its console, without progress bars and what they were drawn over."""
+    lines = (line.rstrip() for line in re.split(r"[\r\n]+", text))
+    return [line for line in lines if line and not PROGRESS.search(line)]
 
 
 def environment(config: dict) -> dict[str, str]:

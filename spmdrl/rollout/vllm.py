@@ -27,6 +27,7 @@ from spmdrl.rollout.engine import (
     StaleEngineError,
     check_length,
     check_version,
+    kv_bytes_per_token,
     longest_sequence,
 )
 from spmdrl.rollout.needs import Needs, watched_load
@@ -44,6 +45,8 @@ CPU_KV_BYTES = 256 << 20
 """Most that an engine on a CPU takes for its KV cache unless told otherwise."""
 CPU_BLOCK = 128
 """Tokens in one KV block of vLLM's CPU build."""
+GPU_BLOCK = 16
+"""And of its CUDA build, with most attention kernels."""
 
 
 def _environment(device: torch.device) -> None:
@@ -119,16 +122,13 @@ def _name_shared_memory(token: str) -> list[str]:
     return made
 
 
-def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str) -> int:
+def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str, tp: int) -> int:
     """Bytes of KV cache that hold `sequences` sequences of `longest` tokens in whole blocks, at most CPU_KV_BYTES.
 
     What is not allocated is not cleared at every wake.
     """
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * head_dim * (4 if dtype == "float32" else 2)
     blocks = sequences * -(-longest // CPU_BLOCK) + 8
-    return min(CPU_KV_BYTES, blocks * CPU_BLOCK * per_token)
+    return min(CPU_KV_BYTES, blocks * CPU_BLOCK * kv_bytes_per_token(config, dtype, tp))
 
 
 class VLLMEngine:
@@ -189,7 +189,7 @@ class VLLMEngine:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
         kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
         if not kv_bytes and self.on_cpu:
-            kv_bytes = cpu_kv_bytes(config, self.capacity, self.longest, cfg.model.dtype)
+            kv_bytes = cpu_kv_bytes(config, self.capacity, self.longest, cfg.model.dtype, cfg.rollout.tp)
         options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
         if not self.on_cpu:
             options |= {
@@ -225,8 +225,8 @@ class VLLMEngine:
             )
         except Exception as error:
             raise RuntimeError(
-                f"vLLM could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or lower "
-                "--rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
+                f"vLLM could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or other "
+                "values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
             ) from error
 
     @property

@@ -34,7 +34,7 @@ def first_to_fail() -> bool:
 
 def lost_peer(error: BaseException) -> bool:
     """A collective broke because another rank is gone, or the store with it."""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Failed to recv")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 

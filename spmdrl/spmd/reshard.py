@@ -24,8 +24,6 @@ DIMS = 5
 ALIGN = 16
 HEADER = 8
 """Bytes of a digest."""
-KEPT_FROM = 32 << 20
-"""Bytes of a block that glibc maps afresh every time it is asked for; its page faults cost more than its contents."""
 IN_CACHE = 2 << 20
 """Bytes of a bucket that is cast, summed and loaded without leaving a CPU's cache."""
 
@@ -137,32 +135,10 @@ class Flight:
     """A bucket on its way."""
 
     bucket: Bucket
-    blocks: list[torch.Tensor] = field(default_factory=list)
-    """Memory that it takes."""
-    works: list = field(default_factory=list)
-    inbox: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-class Store:
-    """Memory of buckets. A CPU keeps large blocks from one run to the next; a GPU's allocator does by itself."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.free: dict[int, list[torch.Tensor]] = {}
-
-    def take(self, flight: Flight, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], until the flight is over."""
-        kept = self.free.get(nbytes)
-        block = kept.pop() if kept else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        flight.blocks.append(block)
-        return block
-
-    def over(self, flight: Flight) -> None:
-        """Its memory is free for others."""
-        for block in flight.blocks:
-            if self.device.type == "cpu" and block.numel() >= KEPT_FROM:
-                self.free.setdefault(block.numel(), []).append(block)
-        flight.blocks = []
+    works: list
+    inbox: dict[int, torch.Tensor]
+    outbox: list[torch.Tensor]
+    """Kept until they have left."""
 
 
 class Reshard:
@@ -192,7 +168,7 @@ class Reshard:
         Raises:
             ValueError: a part that is needed and that no rank holds.
         """
-        self.entries, self.store = entries, Store(device)
+        self.entries, self.device = entries, device
         self.dtypes = [entry.dtype or dtype for entry in entries]
         self.me, ranks = dist.get_rank(), dist.get_process_group_ranks(host_group)
         if len(ranks) == 1 and device.type == "cpu":
@@ -243,7 +219,7 @@ class Reshard:
     def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
         """The tensors that this rank needs, bucket by bucket: whole in shape, filled inside the boxes. Collective.
 
-        Every rank gets as many buckets, some of them empty. A bucket's memory is its own until the next is asked for.
+        Every rank gets as many buckets, some of them empty.
 
         pieces: the same as at the start, with the values of this moment. A tensor that this rank holds whole, in the
         right type, comes as it is: it is to be read only.
@@ -256,21 +232,20 @@ class Reshard:
         for bucket in self.buckets:
             flights.append(self._start(bucket, pieces))
             if len(flights) > 1:
-                yield self._finish(flights[0], pieces)
-                self.store.over(flights.popleft())
+                yield self._finish(flights.popleft(), pieces)
         while flights:
-            yield self._finish(flights[0], pieces)
-            self.store.over(flights.popleft())
+            yield self._finish(flights.popleft(), pieces)
 
     @torch.no_grad()
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
-        flight, operations = Flight(bucket), []
+        operations, outbox, inbox = [], [], {}
         cache: dict[tuple[int, Box], torch.Tensor] = {}
         # Once for all who want a part: some are computed when they are looked at.
         held = {n: pieces[n].tensor for regions in bucket.send.values() for n in dict(regions)}
         for rank, regions in bucket.send.items():
             kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
-            out = self.store.take(flight, message_bytes(kinds))
+            out = torch.empty(message_bytes(kinds), dtype=torch.uint8, device=self.device)
+            outbox.append(out)
             digests, parts = _layout(out, kinds)
             for (n, region), part, place in zip(regions, parts, range(len(regions)), strict=True):
                 part.copy_(inside(held[n], region, pieces[n].box))
@@ -280,11 +255,11 @@ class Reshard:
             operations.append(dist.P2POp(dist.isend, out, rank))
         for rank, regions in bucket.receive.items():
             nbytes = message_bytes((self.dtypes[i], box) for i, box in regions)
-            flight.inbox[rank] = self.store.take(flight, nbytes)
+            inbox[rank] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self.received_bytes += nbytes
-            operations.append(dist.P2POp(dist.irecv, flight.inbox[rank], rank))
-        flight.works = dist.batch_isend_irecv(operations) if operations else []
-        return flight
+            operations.append(dist.P2POp(dist.irecv, inbox[rank], rank))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Flight(bucket, works, inbox, outbox)
 
     @torch.no_grad()
     def _finish(self, flight: Flight, pieces: list[Piece]) -> dict[str, torch.Tensor]:
@@ -298,26 +273,27 @@ class Reshard:
             if region == self.entries[i].box and tensor.dtype == self.dtypes[i]:
                 whole[piece.name] = tensor.contiguous()
             else:
-                part = inside(self._space(flight, whole, i), region, self.entries[i].box)
+                part = inside(self._space(whole, i), region, self.entries[i].box)
                 part.copy_(inside(tensor, region, piece.box))
         for rank, regions in bucket.receive.items():
             digests, parts = _layout(flight.inbox[rank], [(self.dtypes[i], box) for i, box in regions])
-            for (i, region), part, sent in zip(regions, parts, digests.tolist(), strict=True):
+            wrong = torch.nonzero(torch.stack([digest(part) for part in parts]) != digests).flatten().tolist()
+            if wrong:
+                i, region = regions[wrong[0]]
+                raise CorruptWeightsError(
+                    f"weights changed on their way to the engine: {self.entries[i].name} {list(region)} from rank "
+                    f"{rank}; the engine keeps no version and will not sample"
+                )
+            for (i, region), part in zip(regions, parts, strict=True):
                 entry = self.entries[i]
-                if int(digest(part)) != sent:
-                    raise CorruptWeightsError(
-                        f"weights changed on their way to the engine: {entry.name} {list(region)} from rank {rank}; "
-                        "the engine keeps no version and will not sample"
-                    )
-                inside(self._space(flight, whole, i), region, entry.box).copy_(part)
+                inside(self._space(whole, i), region, entry.box).copy_(part)
         return whole
 
-    def _space(self, flight: Flight, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+    def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
         """Room for a tensor. Of memory that nothing is written to, a CPU takes none."""
-        entry, dtype = self.entries[i], self.dtypes[i]
+        entry = self.entries[i]
         if entry.name not in whole:
-            block = self.store.take(flight, size(entry.box) * dtype.itemsize)
-            whole[entry.name] = block.view(dtype).view(entry.shape)
+            whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
         return whole[entry.name]
 
 

@@ -204,10 +204,17 @@ def _tape(place: Place, total: int, device: torch.device) -> _Host | _Disk | Non
 
 
 def scratch_folder() -> str:
-    """$TMPDIR where it is set; else /var/tmp, which is on a disk where /tmp may be memory; else what Python takes."""
-    if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
-        return "/var/tmp"
-    return tempfile.gettempdir()
+    """$TMPDIR where it is set; else /var/tmp, which is on a disk where /tmp may be memory; else what Python takes.
+
+    Raises:
+        ValueError: TMPDIR is set, and no folder that one can write to. Python would take another one without a word.
+    """
+    named = os.environ.get("TMPDIR")
+    if named:
+        if not os.path.isdir(named) or not os.access(named, os.W_OK | os.X_OK):
+            raise ValueError(f"TMPDIR {named} is no folder that can be written to: make it, or set TMPDIR to another")
+        return named
+    return "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
 
 
 def out_of_memory(error: BaseException) -> bool:

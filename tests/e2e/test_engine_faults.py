@@ -15,7 +15,7 @@ import torch
 
 from spmdrl.policy.load import TINY
 from spmdrl.rollout.build import check_engine
-from spmdrl.rollout.engine import Request
+from spmdrl.rollout.engine import Request, kv_bytes_per_token
 from spmdrl.rollout.hf import HFEngine
 from spmdrl.spmd.mesh import World
 from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv, metrics, run, succeed
@@ -124,6 +124,64 @@ def test_bad_temperature_of_an_engine_is_found_at_the_start(sections, flag):
     sections["rollout"]["engine"] = "hf"
     check_engine(config(**sections), True)
     check_engine(config(rollout={"engine": "vllm", "temperature": 2.0}, eval={"temperature": 0.0}), True)
+
+
+# ── a KV cache that is too small, or larger than the machine ─────────────────
+
+
+def kv_config(gib: float, engine: str, **rollout):
+    return config(
+        rollout={"engine": engine, "kv_cache_gib": gib, "max_prompt_tokens": 60, "max_new_tokens": 40} | rollout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "on_cpu", "tp", "tokens"),
+    # vLLM holds whole blocks and one more; SGLang a few tokens more.
+    [("vllm", True, 1, 256), ("vllm", True, 4, 256), ("vllm", False, 1, 128), ("sglang", True, 2, 108)],
+)
+def test_bad_kv_cache_too_small_for_one_sequence_names_the_least_that_does(engine, on_cpu, tp, tokens):
+    model = json.loads((TINY / "config.json").read_text())
+    heads = max(1, model["num_key_value_heads"] // tp)
+    head_dim = model["hidden_size"] // model["num_attention_heads"]
+    need = tokens * 2 * 4 * heads * head_dim * model["num_hidden_layers"]
+    with pytest.raises(ValueError) as error:
+        check_engine(kv_config(1e-5, engine, tp=tp), on_cpu)
+    message = str(error.value)
+    assert message.startswith("--rollout.kv-cache-gib 1e-05: one sequence of 100 tokens takes ") and "\n" not in message
+    least = float(message.split("give at least ")[1].split(",")[0])
+    assert need <= least * 2**30 < need + 1100
+    check_engine(kv_config(least, engine, tp=tp), on_cpu)
+    with pytest.raises(ValueError, match="give at least"):
+        check_engine(kv_config((need - 1) / 2**30, engine, tp=tp), on_cpu)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_bad_kv_cache_larger_than_the_machine_names_what_is_free(engine):
+    with pytest.raises(ValueError, match=r"^--rollout.kv-cache-gib 90000: .* [\d.]+ GiB are free; give less$"):
+        check_engine(kv_config(90000.0, engine), True)
+    # A GPU's memory is not the machine's, and the hf engine has no cache of a size.
+    check_engine(kv_config(90000.0, engine), False)
+    for gib in (90000.0, 1e-5):
+        check_engine(kv_config(gib, "hf"), True)
+
+
+def test_kv_bytes_of_latent_and_of_linear_attention():
+    from transformers import DeepseekV3Config, Qwen3NextConfig
+
+    latent = DeepseekV3Config(num_hidden_layers=3, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=16)
+    assert kv_bytes_per_token(latent, "bfloat16", 8) == 3 * (512 + 64) * 2, "whole on every rank"
+    mixed = Qwen3NextConfig(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+    assert mixed.layer_types.count("full_attention") == 2
+    assert kv_bytes_per_token(mixed, "float32", 1) == 2 * 2 * 2 * 64 * 4
+
+
+def test_bad_kv_cache_ends_the_job_before_an_engine_is_built(tmp_path):
+    ended = run(
+        [*QUICK, *argv("--rollout.engine vllm --rollout.kv-cache-gib 0.00001 --run.dir"), tmp_path / "run"], 100
+    )
+    refused(ended, "phase start", "ValueError: --rollout.kv-cache-gib 1e-05:", "give at least 0.00")
+    assert "Traceback" not in ended.ours and not any(line.startswith("building") for line in ended.out), ended.show()
 
 
 # ── a request, and a model, of fewer positions ───────────────────────────────

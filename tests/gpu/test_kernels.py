@@ -1,7 +1,7 @@
 """The kernels on a GPU: every test of kernels/tests there (compiled, not interpreted), and shapes that need its memory.
 
 compute-sanitizer, where CUDA's tools are installed:
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest -q kernels/tests -k "not any_shape"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest -q kernels/tests
 """
 
 import os
@@ -65,7 +65,7 @@ def test_kernel_memory_accesses_under_compute_sanitizer():
 
 @pytest.mark.parametrize("dtype, limit, slack", [(torch.bfloat16, 1e-2, 2e-3), (torch.float32, 1e-4, 1e-5)])
 def test_kernel_real_vocabulary(dtype, limit, slack):
-    """V = 151936. The logits of bf16 are rounded to bf16, which is most of its error: see NOTES.md."""
+    """V = 151936, and the largest error of logp that TARGETS allows."""
     torch.backends.cuda.matmul.allow_tf32 = False
     inputs = make(1024, 512, 151_936, dtype)
     logp, entropy = linear_logprob(*inputs[:3])
@@ -73,10 +73,7 @@ def test_kernel_real_vocabulary(dtype, limit, slack):
     want = reference(*inputs)
     for a, b in zip((logp, entropy, *grads), want, strict=True):
         assert a.isfinite().all() and (a.double() - b).norm() <= limit * b.norm()
-    rounding = (
-        0.0 if dtype == torch.float32 else (inputs[0].detach() @ inputs[1].detach().t()).abs().max().item() * 2**-8
-    )
-    assert (logp.double() - want[0]).abs().max() <= slack + rounding
+    assert (logp.double() - want[0]).abs().max() <= slack
 
 
 def test_kernel_more_than_2_to_the_31_logits():

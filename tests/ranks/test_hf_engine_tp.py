@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.rollout.build import check_tp
+from spmdrl.rollout.build import check_engine, check_tp
 from spmdrl.rollout.engine import Request
 from spmdrl.rollout.hf import HFEngine
 from spmdrl.rollout.transfer import Transfer
@@ -46,7 +46,28 @@ def folder(tmp_path_factory):
     return small_model(tmp_path_factory.mktemp("model"))
 
 
-def test_layout_hf_engine_over_two_ranks_samples_the_same(folder):
+def model_with_norms_of_heads(folder, kind: str) -> str:
+    """A random model whose queries and keys have norms, which transformers' plan calls replicated."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = dict(vocab_size=47, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=8)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.15)
+    config = AutoConfig.for_model(kind, **sizes, **heads, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).double()
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.normal_(p, 0.5, 0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma3_text"])
+def test_layout_hf_engine_over_two_ranks_samples_the_same(kind, folder, tmp_path):
+    if kind != "qwen2":
+        folder = model_with_norms_of_heads(tmp_path, kind)
+        check_tp(config(model={"path": folder}, rollout={"tp": 2}), "hf")
     ((want, whole, _),) = run_ranks(sampled, 1, folder, 1)
     for got, own, report in run_ranks(sampled, 2, folder, 2, rollout_tp=2):
         assert got.keys() == want.keys()
@@ -70,6 +91,26 @@ def test_layout_deterministic_hf_engine_is_the_same_in_any_company(folder):
     ((together, *_),) = run_ranks(sampled, 1, folder, 1)
     for key, (tokens, logp) in alone.items():
         assert together[key][0] == tokens and together[key][1] == pytest.approx(logp, abs=1e-12)
+
+
+def test_a_model_that_the_hf_engine_cannot_divide_is_refused_before_anything_is_built(folder, tmp_path):
+    """Of a mixture of experts, and of one that transformers has no plan for, nothing but the config is there."""
+    from safetensors.torch import save_file
+    from transformers import OPTConfig, Qwen3MoeConfig
+
+    moe = Qwen3MoeConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    opt = OPTConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+    for i, (model, name, why) in enumerate([(moe, "Qwen3MoeForCausalLM", "moe_tp_experts"), (opt, "opt", "no plan")]):
+        path = tmp_path / str(i)
+        path.mkdir()
+        save_file({}, path / "model.safetensors")
+        model.architectures = [name]
+        model.save_pretrained(path)
+        cfg = config(model={"path": str(path)}, rollout={"tp": 2})
+        with pytest.raises(ValueError, match=rf"--rollout.tp 2: the hf engine cannot divide {name} \(.*{why}"):
+            check_engine(cfg, True)
+        for engine, tp in (("hf", 1), ("vllm", 2)):
+            check_engine(config(model={"path": str(path)}, rollout={"engine": engine, "tp": tp}), True)
 
 
 @pytest.mark.parametrize(("engine", "tp", "fits"), [("hf", 3, "1, 2"), ("hf", 4, "1, 2"), ("vllm", 3, "1, 2, 4")])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl_kernels import collision_probability, linear_logprob
+from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob, token_logprob
 from tests.ranks.harness import RankError, run_ranks
 
 T, D, V = 23, 6, 61
@@ -129,3 +129,34 @@ def own_tokens(world):
 def test_kernel_ranks_that_hold_different_tokens_are_told():
     with pytest.raises(RankError, match="must pass the same tokens"):
         run_ranks(own_tokens, 2)
+
+
+def given_logits_and_chunked_loss(world, parts):
+    hidden, weight, targets, grads, heat = make()
+    start = sum(parts[: world.rank])
+    shard = weight[start : start + parts[world.rank]].clone().requires_grad_()
+    hidden.requires_grad_()
+    group = dist.group.WORLD
+    logits = hidden.detach() @ shard.detach().t()
+    outputs = token_logprob(logits.requires_grad_(), targets, heat, group=group, valid_vocab=33)
+    (dlogits,) = torch.autograd.grad(outputs, logits, list(grads))
+    total, told = chunked_loss(
+        hidden, shard, targets, weighted, {"g": grads.t()}, heat, group=group, valid_vocab=33, chunk_tokens=7
+    )
+    return [x.detach() for x in (*outputs, told["logp"], *torch.autograd.grad(total, (hidden, shard)), dlogits)]
+
+
+def weighted(logp, entropy, inputs):
+    """A loss whose gradients are those of `whole`."""
+    return inputs["g"][:, 0] * logp + inputs["g"][:, 1] * entropy
+
+
+def test_kernel_given_logits_and_chunked_loss_over_ranks():
+    parts = PARTS["3, middle empty"]
+    by_rank = run_ranks(given_logits_and_chunked_loss, 3, parts)
+    logp, entropy, _, dh, dw = whole({"temperature": "per token", "valid_vocab": 33}, torch.float64)
+    for got in by_rank:
+        torch.testing.assert_close(got[:4], [logp, entropy, logp, dh], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.cat([got[4] for got in by_rank]), dw, rtol=1e-10, atol=1e-10)
+    dlogits = torch.cat([got[5] for got in by_rank], 1)
+    torch.testing.assert_close(dlogits.t() @ make()[0], dw, rtol=1e-10, atol=1e-10)

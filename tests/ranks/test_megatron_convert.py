@@ -188,11 +188,11 @@ def run(models, layout, read):
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from spmdrl.policy.megatron.attention import make_pack
+    from spmdrl.policy.megatron.attention import make_packs
 
     place = parallel_state.get_context_parallel_rank()
     data, copies = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    made = [(i, make_pack(*pack, layout, place, torch.device("cpu"))) for i, pack in enumerate(packs())][data::copies]
+    made = list(enumerate(make_packs(packs(), layout, place, torch.device("cpu"))))[data::copies]
 
     def step(data, model):
         i, pack = next(data)
@@ -205,7 +205,7 @@ def run(models, layout, read):
         data_iterator=iterators if len(models) > 1 else iterators[0],
         model=models if len(models) > 1 else models[0],
         num_microbatches=len(made),
-        seq_length=made[0][1].tokens.shape[1],
+        seq_length=made[0][1].tokens.shape[1] * layout.cp,
         micro_batch_size=1,
         forward_only=False,
     )
@@ -300,10 +300,9 @@ def push_and_score(world, folder):
     from spmdrl.policy.megatron import convert
     from spmdrl.policy.megatron.model import build, head_weight, initialize
 
-    layout, cpu = Layout(tp=2, pp=2, ep=2), torch.device("cpu")
-    initialize(layout)
-    wrong = []
-    for family in ("qwen2", "deepseek_v3"):
+    cpu, wrong = torch.device("cpu"), []
+    for family, layout in (("qwen2", Layout(tp=2, pp=2)), ("deepseek_v3", Layout(tp=2, pp=2, ep=2))):
+        initialize(layout)
         path = Path(folder) / family
         pieces = convert.pieces(build(AutoConfig.from_pretrained(path), path, layout, torch.float32, cpu))
         entries = catalogue(pieces, world.host_group)

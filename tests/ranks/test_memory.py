@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError
 from spmdrl.environment import keep_freed_memory
-from spmdrl.memory import GIB, Holding, Memory, NoRoomError
+from spmdrl.memory import GIB, Memory, NoRoomError
 from spmdrl.models import Models
 from spmdrl.rollout.hf import HFEngine
 from spmdrl.rollout.needs import Needs
@@ -91,6 +93,22 @@ def test_parked_file_has_no_name(tmp_path, monkeypatch):
     parked.bring_back()
     assert parked.tape is None and x.sum() == 1 << 20
     tempfile.tempdir = None
+
+
+def test_bad_tmpdir_is_named_and_no_other_folder_is_taken(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (tmp_path / "none", file):
+        monkeypatch.setenv("TMPDIR", str(folder))
+        x = torch.ones(1000)
+        with pytest.raises(ValueError, match=f"TMPDIR {folder} is no folder that can be written to"):
+            Parked([x], "disk", CPU)
+        assert x.sum() == 1000
+        cfg = config(policy={"offload": "disk"}, reference={"offload": "host"})
+        with pytest.raises(ConfigError, match=f"1 setting to change:\n  --policy.offload disk: TMPDIR {folder} "):
+            check(cfg, 1)
+    monkeypatch.delenv("TMPDIR")
+    assert scratch_folder() == "/var/tmp" or not os.access("/var/tmp", os.W_OK)
 
 
 def test_parked_disk_without_room_leaves_the_tensors(monkeypatch):
@@ -316,7 +334,8 @@ def test_table_agrees_with_resident_memory(measured):
     assert at["policy optimizer"] == ("disk", at["policy optimizer"][1]) and at["policy optimizer"][1] > BIG
     assert at["KV cache"] == ("device", 256 * MIB) and places["engine asleep"]["KV cache"] == ("gone", 256 * MIB)
     assert metrics["memory/policy_optimizer_gib"] == at["policy optimizer"][1] / GIB
-    assert metrics["memory/KV_cache_gib"] == 0 and metrics["memory/peak_gib"] * GIB >= rows["training"][1]
+    # The most of any border, whenever it was.
+    assert metrics["memory/KV_cache_gib"] == 0.25 and metrics["memory/peak_gib"] * GIB >= rows["training"][1]
 
 
 # ── no room ──────────────────────────────────────────────────────────────────
@@ -389,10 +408,6 @@ def split(world):
 
 def test_a_rank_with_neither_side_has_the_names_of_all():
     assert run_ranks(split, 1) == [(True, [])]
-
-
-def test_holding_is_a_row():
-    assert dataclasses.astuple(Holding("KV cache", "gone", 3)) == ("KV cache", "gone", 3)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -1,7 +1,5 @@
 """Law 2 with shared prompts: on or off, on any number of ranks, in any micro-batches, the gradient is the same."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -67,7 +65,7 @@ def test_layout_shared_prompts_learn_the_same(folder, preset):
             assert relative(a, b) < EXACT, (ranks, sp, budget)
         assert relative(weights, after) < EXACT
         assert abs(numbers["loss"] - metrics["loss"]) < 1e-9
-    assert metrics["grad_norm"] > 1e-3 and dataclasses.is_dataclass(Models)
+    assert metrics["grad_norm"] > 1e-3
 
 
 def test_layout_a_group_on_one_rank_is_fewer_micro_batches(folder):

@@ -222,6 +222,8 @@ def test_a_mistake_in_a_file_names_the_file(yaml_file, text, parts):
 
 
 def test_load_or_exit_prints_once_and_leaves_on_every_rank(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -232,6 +234,8 @@ def test_load_or_exit_prints_once_and_leaves_on_every_rank(monkeypatch, capsys):
             out, err = capsys.readouterr()
             assert out == ""
             assert (err.startswith("train: ") and words[0] in err) if rank == "0" else err == ""
+            # Who leaves first has torchrun end the others: not before rank 0 could speak.
+            assert bool(waited) == (rank != "0")
     assert load_or_exit(["--run.steps", "3"]).config.run.steps == 3
 
 

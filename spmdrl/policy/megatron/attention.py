@@ -34,17 +34,35 @@ class Pack:
     """int64 [S]: which of the T tokens stands here; -1 for padding."""
 
 
-def make_pack(tokens_T: torch.Tensor, lengths_B: torch.Tensor, layout: Layout, cp_rank: int, device: Any) -> Pack:
+Tokens = tuple[torch.Tensor, torch.Tensor]
+"""int64 [T], sequences end to end; int64 [B], their lengths, each at least 1."""
+
+
+def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any) -> list[Pack]:
+    """`make_pack` of the micro-batches of one pass through a pipeline.
+
+    With virtual stages all come out equally long: where lengths differ, Megatron's stages tell each other sizes first,
+    and in the interleaved schedule two of them can wait for each other's for ever.
+    """
+    size = 0
+    if layout.virtual_stages > 1 and batches:
+        size = max(sum(_padded(lengths.tolist(), layout)) for _, lengths in batches)
+    return [make_pack(tokens, lengths, layout, cp_rank, device, size) for tokens, lengths in batches]
+
+
+def make_pack(
+    tokens_T: torch.Tensor, lengths_B: torch.Tensor, layout: Layout, cp_rank: int, device: Any, size: int = 0
+) -> Pack:
     """The part of a pack that a rank of a context-parallel group holds; all of it without one.
 
-    tokens_T: int64 [T], sequences end to end. lengths_B: int64 [B], their lengths, each at least 1. Padding follows the
-    sequence it pads, where causal attention keeps it from being seen.
+    tokens_T, lengths_B: as in `Tokens`. Padding follows the sequence it pads, where causal attention keeps it from
+    being seen. size: pad to this many tokens, on all ranks of the group together; must be one that `make_packs` asks
+    for.
     """
     lengths = lengths_B.tolist()
-    step = 2 * layout.cp if layout.cp > 1 else 1
-    padded = [-(-n // step) * step for n in lengths]
-    # Sequence parallelism cuts what a rank holds into tp parts of one size.
-    padded[-1] += -sum(padded) % lcm(step, layout.cp * (layout.tp if layout.sp else 1))
+    padded = _padded(lengths, layout)
+    if sum(padded) < size:
+        lengths, padded = [*lengths, 0], [*padded, size - sum(padded)]
     rows, positions, first = [], [], 0
     for n, m in zip(lengths, padded, strict=True):
         place = torch.arange(m)
@@ -58,6 +76,14 @@ def make_pack(tokens_T: torch.Tensor, lengths_B: torch.Tensor, layout: Layout, c
     longest = max(padded)
     params = PackedSeqParams("thd", cu, cu, cu, cu, longest, longest)
     return Pack(tokens_S[None].to(device), torch.cat(positions)[mine][None].to(device), params, rows_S.to(device))
+
+
+def _padded(lengths: list[int], layout: Layout) -> list[int]:
+    step = 2 * layout.cp if layout.cp > 1 else 1
+    padded = [-(-n // step) * step for n in lengths]
+    # Sequence parallelism cuts what a rank holds into tp parts of one size.
+    padded[-1] += -sum(padded) % lcm(step, layout.cp * (layout.tp if layout.sp else 1))
+    return padded
 
 
 def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:

@@ -12,7 +12,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import multi_latent_attention as mla
@@ -134,7 +133,7 @@ class Model(GPTModel):
         """first, last: it embeds, it has the head. stage: of the virtual ones. engine: with TransformerEngine."""
         super().__init__(
             config,
-            block(config, arch, stage, engine),
+            block(config, arch, stage, engine),  # type: ignore[arg-type]
             vocab_size=-(-arch.vocab // layout.tp) * layout.tp,
             max_sequence_length=arch.positions,
             pre_process=first,
@@ -146,7 +145,7 @@ class Model(GPTModel):
         )
         self.arch, self.layout, self.head = arch, layout, head
         if last and head == "lm":
-            self.output_layer.__class__ = States
+            self.output_layer.__class__ = States  # type: ignore[assignment]
         elif last:
             self.output_layer = Scalar(config, self.pg_collection.tp)
         if first and arch.embedding_scale:
@@ -156,6 +155,7 @@ class Model(GPTModel):
                 # Megatron counts experts as its own only where ep > 1, and with etp < tp leaves out their sum over tp.
                 p.allreduce = False  # type: ignore[attr-defined]
         if arch.frequencies is not None:
+            module: Any
             for module in self.modules():
                 if hasattr(module, "rotary_pos_emb"):
                     module.rotary_pos_emb.inv_freq = arch.frequencies.clone()
@@ -202,6 +202,7 @@ def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> Module
     out = normed(row, norm) if arch.post_norms else row
     qk = norm if config.qk_layernorm else IdentityOp
     params = {"attn_mask_type": AttnMaskType.causal}
+    join: Any = get_bias_dropout_add
     if config.multi_latent_attention:
         parts = mla.MLASelfAttentionSubmodules(
             linear_q_proj=column,
@@ -233,9 +234,9 @@ def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> Module
     parts = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=attention,
-        self_attn_bda=get_bias_dropout_add,
+        self_attn_bda=join,
         pre_mlp_layernorm=norm,
         mlp=mlp,
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=join,
     )
     return ModuleSpec(TransformerLayer, submodules=parts)

@@ -59,7 +59,7 @@ def transformer_config(
     """Megatron's config of a model. more: keyword arguments of TransformerConfig that take precedence."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    make = MLATransformerConfig if arch.settings.get("multi_latent_attention") else TransformerConfig
+    make: Any = MLATransformerConfig if arch.settings.get("multi_latent_attention") else TransformerConfig
     settings = arch.settings | dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -78,8 +78,8 @@ def transformer_config(
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         use_cpu_initialization=device.type == "cpu",
-        # Micro-batches of packed sequences differ in length.
-        variable_seq_lengths=layout.pp > 1,
+        # Micro-batches of packed sequences differ in length, except where `attention.make_packs` makes them alike.
+        variable_seq_lengths=layout.pp > 1 and layout.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=device.type != "cpu",
         attention_softmax_in_fp32=True,
@@ -142,7 +142,7 @@ def build(
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
         for stage in range(layout.virtual_stages):
-            place = dict(ignore_virtual=False, vp_stage=stage) if layout.virtual_stages > 1 else {}
+            place: dict[str, Any] = dict(ignore_virtual=False, vp_stage=stage) if layout.virtual_stages > 1 else {}
             first = parallel_state.is_pipeline_first_stage(**place)
             last = parallel_state.is_pipeline_last_stage(**place)
             virtual = stage if layout.virtual_stages > 1 else None

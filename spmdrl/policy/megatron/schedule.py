@@ -13,7 +13,7 @@ import torch.distributed as dist
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import Loss
 from spmdrl.policy.heads import Second, at_rows
-from spmdrl.policy.megatron.attention import Pack, make_pack
+from spmdrl.policy.megatron.attention import Pack, make_packs
 from spmdrl.policy.megatron.convert import unwrapped
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import head_weight
@@ -82,7 +82,10 @@ class Pipeline:
 
         if not micros:
             return []
-        packs = [(micro, *self._pack(micro)) for micro in micros]
+        runs = [micro if len(micro) else stand_in() for micro in micros]
+        tokens = [(run.token["tokens"], run.lengths) for run in runs]
+        made = make_packs(tokens, self.layout, self.cp_rank, self.device)
+        packs = list(zip(micros, runs, made, strict=True))
         iterators = [iter(packs) for _ in self.models]
 
         def step(iterator, model):
@@ -106,10 +109,6 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=to_loss is None,
         )
-
-    def _pack(self, micro: Batch) -> tuple[Batch, Pack]:
-        run = micro if len(micro) else stand_in()
-        return run, make_pack(run.token["tokens"], run.lengths, self.layout, self.cp_rank, self.device)
 
     def _numbers(
         self, model: Any, states_SD: torch.Tensor, run: Batch, pack: Pack, temperature: float, second: Second

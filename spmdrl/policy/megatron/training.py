@@ -8,8 +8,11 @@ import torch
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.policy.megatron import cpu
 
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Optimizer state that another layout can read."""
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
+"""Optimizer state that another layout can read, brought together on the host."""
 
 
 class Trainer:
@@ -98,6 +101,7 @@ class Trainer:
         """Optimizer state by Megatron's dist checkpointing. Collective."""
         from megatron.core import dist_checkpointing
 
+        folder.mkdir(parents=True, exist_ok=True)
         with cpu.quiet():
             dist_checkpointing.save(self._state(False), str(folder))
 

@@ -112,7 +112,7 @@ class Server:
             logp = [row[0] for row in meta.get("output_token_logprobs") or []]
             self.say(done=id, tokens=out["output_ids"], logp=logp, finish=meta["finish_reason"]["type"])
         except Exception as error:
-            self.say(error=f"request {id}: {type(error).__name__}: {error}")
+            self.say(failed=id, error=f"request {id}: {type(error).__name__}: {error}")
         finally:
             del self.running[id]
 

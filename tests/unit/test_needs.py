@@ -1,0 +1,88 @@
+"""What a loader reads of a tensor: boxes that hold every element it touches, whatever views it goes through."""
+
+import random
+
+import pytest
+import torch
+
+from spmdrl.rollout.needs import touched, watched_load
+
+
+def brute(x: torch.Tensor, whole: torch.Tensor) -> tuple:
+    """Smallest and largest index in each dimension, of elements that say where they are."""
+    places = torch.unravel_index(x.reshape(-1).view(whole.dtype), whole.shape)
+    return tuple((int(p.min()), int(p.max()) + 1) for p in places)
+
+
+def cut(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """One more view."""
+    dim = rng.randrange(x.dim())
+    n = x.shape[dim]
+    a = rng.randrange(n)
+    kind = rng.choice(["narrow", "narrow", "step", "select", "transpose", "flatten", "fold", "diagonal", "expand"])
+    if kind == "narrow":
+        return x.narrow(dim, a, rng.randint(1, n - a))
+    if kind == "step":
+        return x[(slice(None),) * dim + (slice(a, None, rng.randint(1, 3)),)]
+    if kind == "select" and x.dim() > 1:
+        return x.select(dim, a)
+    if kind == "transpose":
+        return x.transpose(dim, rng.randrange(x.dim()))
+    if kind == "flatten" and x.is_contiguous():
+        return x.view(-1)
+    if kind == "fold" and n % 2 == 0:
+        return x.unflatten(dim, (2, n // 2))
+    if kind == "diagonal" and x.dim() == 2:
+        return x.diagonal(rng.choice([0, 1]) if n > 1 and x.shape[1] > 1 else 0)
+    if kind == "expand":
+        return x.unsqueeze(dim).expand(*x.shape[:dim], 2, *x.shape[dim:])
+    return x
+
+
+def test_boxes_hold_every_element_of_any_view():
+    rng, smallest, total = random.Random(0), 0, 3000
+    for _ in range(total):
+        shape = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        x = whole
+        for _ in range(rng.randint(0, 5)):
+            x = cut(x, rng)
+        want, got = brute(x, whole), touched(x, whole)
+        assert all(a <= c < d <= b <= n for (a, b), (c, d), n in zip(got, want, shape, strict=True)), (shape, got, want)
+        smallest += got == want
+        flat = whole.view(-1)
+        a = rng.randrange(len(flat))
+        x = flat[a : rng.randint(a + 1, len(flat))]
+        # Slices of a flattened tensor, and their bytes: always the smallest box.
+        assert touched(x, whole) == touched(x.view(torch.uint8), whole) == brute(x, whole)
+    assert smallest > 0.97 * total
+
+
+@pytest.mark.parametrize(
+    ("view", "box"),
+    [
+        (lambda x: x.view(-1)[3:9], ((0, 3), (0, 4))),
+        (lambda x: x.view(-1)[5:7], ((1, 2), (1, 3))),
+        (lambda x: x.view(-1)[3:5], ((0, 2), (0, 4))),
+        (lambda x: x[1:3, 2:], ((1, 3), (2, 4))),
+        (lambda x: x.t()[1:2], ((0, 4), (1, 2))),
+        (lambda x: x[:, 1:].diagonal(), ((0, 3), (1, 4))),
+        (lambda x: x.view(-1)[6:7].view(torch.uint8), ((1, 2), (2, 3))),
+    ],
+)
+def test_boxes_of_a_loader(view, box):
+    def load(named):
+        for _, x in named:
+            part = view(x)
+            torch.zeros(part.shape, dtype=part.dtype).copy_(part)
+
+    assert watched_load(load, [("x", (4, 4), torch.float32)]).boxes == [(0, box)]
+
+
+def test_nothing_is_needed_of_an_empty_part():
+    def load(named):
+        for _, x in named:
+            torch.zeros(0, 4).copy_(x[2:2])
+
+    needs = watched_load(load, [("x", (4, 4), torch.float32)])
+    assert needs.boxes == needs.counted == [] and needs.exact

@@ -1,0 +1,94 @@
+"""What a rank makes of what its SGLang process says, and of its end; the process here is a small one of our own."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from spmdrl.rollout import sglang_process
+from spmdrl.rollout.sglang import SGLangEngine
+from spmdrl.rollout.sglang_process import EngineDiedError, Process, SharedMemory, lines_of
+from spmdrl.spmd.reshard import CorruptWeightsError
+
+SERVER = """
+import json, os, signal, sys
+
+def say(**line):
+    print(json.dumps(line), flush=True)
+
+say(answer=[1, 7])
+for line in sys.stdin:
+    command = json.loads(line)
+    if command["do"] == "generate":
+        say(failed=command["id"], error=f"request {command['id']}: KeyError: 3")
+    elif command["do"] == "die":
+        sys.stderr.write(command["words"])
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif command["do"] == "load":
+        say(error="RuntimeError: w arrived with other bytes than were sent")
+    else:
+        say(answer=command["do"])
+"""
+BAR = "\rLoading safetensors checkpoint shards:  50% Completed | 1/2 [00:00<00:00,  3.21it/s]"
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    server = tmp_path / "server.py"
+    server.write_text(SERVER)
+    monkeypatch.setattr(sglang_process, "GRACE_SECONDS", 1000.0)  # or the watching thread ends this process
+    monkeypatch.setattr(sglang_process.Path, "with_name", lambda *_: server)
+    process = Process(Path(sys.executable), {"options": {"device": "cpu", "tp_size": 1}}, 20)
+    yield process
+    process.close()
+
+
+def test_a_failed_request_is_no_answer_to_another_command(process):
+    process.send("generate", id="3.0.")
+    assert process.call("release") == "release" and process.call("resume") == "resume"
+    assert process.failed == ["request 3.0.: KeyError: 3"] and process.take(0) is None
+    engine = engine_of(process)
+    engine.running = {"3.0.": (3, 0)}
+    with pytest.raises(RuntimeError, match="SGLang: request 3.0.: KeyError: 3"):
+        engine.poll()
+
+
+def engine_of(process) -> SGLangEngine:
+    """The engine around it, without a model: `load` and `poll` want no more."""
+    engine = cast(Any, SGLangEngine.__new__(SGLangEngine))
+    vars(engine).update(
+        process=process, group=None, running={}, backlog=[], version=0, transport=SharedMemory(), parts={"w": []}
+    )
+    return engine
+
+
+def test_stale_what_the_engine_refuses_is_corrupt_and_an_engine_that_died_is_not(process):
+    engine, bucket = engine_of(process), {"w": torch.ones(4)}
+    with pytest.raises(CorruptWeightsError, match="SGLang: .*w arrived with other bytes .* will not sample"):
+        engine.load([bucket], 1)
+    assert engine.version is None
+    call = process.call
+    process.call = lambda do, **what: call("die", words=BAR) if do == "load" else call(do)
+    with pytest.raises(EngineDiedError, match=r"^the SGLang engine \(process \d+\) was ended by SIGKILL$"):
+        engine.load([bucket], 1)
+    assert engine.version is None
+    began = time.monotonic()
+    with pytest.raises(EngineDiedError):
+        process.answer()
+    assert time.monotonic() - began < 5, "and says it again"
+
+
+def test_killed_engine_says_its_last_words_without_bars(process):
+    process.send("die", words=f"{BAR}{BAR}\nMemoryError: no more{BAR}\n\r 50%|###  | 1/2 [00:00<?, ?it/s]")
+    with pytest.raises(EngineDiedError, match="log file: MemoryError: no more$"):
+        process.answer()
+
+
+def test_progress_bars_are_no_lines():
+    text = f"one{BAR}\r100%|####| 2/2 [00:01<00:00, 1.50s/it]\ntwo\r\rthree\n\n 7it [00:00, 9.1it/s]\rLoading:  3%|\n"
+    assert lines_of(text) == ["one", "two", "three"]
+    assert lines_of("loss fell by 30% | all is well\n") == ["loss fell by 30% | all is well"]
