@@ -5,10 +5,10 @@
 The program itself trains (`spmdrl.train.train`, one engine a rank, real updates and pushes); only the length of each
 response is imposed, as a random policy does not end by itself in any way that could be chosen: a stop token ends
 nothing, and sample s of the prompt drawn p-th may have `length(p, s)` tokens, over as many steps as it takes. So every
-setting meets the same prompts with the same lengths. They are log-normal with standard deviation 1 in log2 e units,
-half of the variance the prompt's and half the sample's own, the median a twelfth of `max_new_tokens`: most are short,
-the mean is 0.13 of the longest, and a few are cut at the limit, as DAPO's are at 20,480 tokens
-(https://arxiv.org/abs/2503.14476).
+setting meets the same prompts with the same lengths. They are log-normal: their natural logarithm has standard
+deviation 1.3, half of the variance the prompt's and half the sample's own, and the median is a twelfth of
+`max_new_tokens`. Most are short, the mean is 0.15 of the longest, and 2% are cut at the limit, as some of DAPO's are at
+20,480 tokens (https://arxiv.org/abs/2503.14476).
 
 All settings run in one call, one after the other on the same engine and policy, in turns over `--rounds`. The first
 steps of a setting fill what is carried, and are not counted. That short responses end first makes over-sampling alone
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=0, help="0: two on a CPU, one for each GPU")
     parser.add_argument("--prompts", type=int, default=8, help="a step, over all ranks")
     parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--sequences", type=int, default=64, help="that an engine runs at a time")
+    parser.add_argument("--sequences", type=int, default=64, help="that an engine runs at a time: all that it has")
     parser.add_argument("--longest", type=int, default=0, help="tokens of the longest response. 0: 512, quick 256")
     parser.add_argument("--steps", type=int, default=0, help="of one turn of a setting. 0: 16, quick 8")
     parser.add_argument("--skip", type=int, default=4, help="first steps of a turn, which are not counted")
@@ -307,6 +307,7 @@ def main() -> None:
         about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         about |= {"torch": torch.__version__, "engine": args.engine, "date": time.strftime("%Y-%m-%d")}
         about |= {name: getattr(args, name) for name in NUMBERS} | {"lengths": share}
+        about |= {"spread": SPREAD, "own": OWN, "median": MEDIAN, "settings": {name: SETTINGS[name] for name in rows}}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"about": about, "settings": rows, "ratios": ratios}, indent=1) + "\n")
 

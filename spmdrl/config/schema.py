@@ -188,11 +188,13 @@ class RolloutConfig:
     Prompts that nobody has begun by then are left for the next step."""
     partial_steps: int = 0
     """Groups that were cut short go on in the next step, for at most so many steps, after which they are waited for.
-    0: they are dropped, and with them what a static assignment passed over. A checkpoint does not hold them: after a resume their prompts are passed over."""
+    0: they are dropped, and so is what a static assignment leaves unbegun between others (rollout/unbegun_prompts).
+    A checkpoint does not hold them: after a resume their prompts are passed over."""
     max_sequences: int = 64
     """Sequences one engine runs at a time."""
     kv_cache_gib: float = 0.0
-    """KV cache of vLLM or SGLang. 0: what the sequences need, up to 0.25 GiB, on CPU; gpu_memory_utilization on GPU."""
+    """KV cache of vLLM or SGLang, on one rank. 0: what the sequences need, up to 0.25 GiB, on CPU;
+    gpu_memory_utilization on GPU."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU that vLLM or SGLang may take while awake."""
     staleness: int = 0

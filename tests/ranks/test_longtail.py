@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spmdrl.collect import Collected, Round, shares
+from spmdrl.data.prompts import Prompt
 from spmdrl.data.sampler import drawn_indices
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.experience import fill
@@ -156,7 +157,11 @@ def test_lockstep_what_is_drawn_is_learnt_or_carried(assignment, sequences, tmp_
 
 
 def uneven(world, assignment: str, partial: int):
-    """Two steps of `fill` in which engine 0 begins the places 0, 2, 4 and 6 of eight, and engine 1 but place 1."""
+    """Two steps of `fill` in which engine 0 begins all that is its own, of which 6 is cut, and engine 1 but place 1.
+
+    What both were asked for, as (first position, prompts, groups that each engine carries, those of this one); how many
+    were drawn; (cut, unbegun) of each step.
+    """
     rollout = {"prompts_per_step": 4, "samples_per_prompt": 1, "oversample": 2.0, "partial_steps": partial}
     cfg = config(rollout=rollout)
     rounds = []
@@ -171,7 +176,8 @@ def uneven(world, assignment: str, partial: int):
         return Collected([one(round_, place) for place in (0, 2, 4)], cut, 7 if len(round_.prompts) > 6 else 5)
 
     def round_at(before: int, prompts: int) -> Round:
-        return Round("r", [None] * prompts, 1, (0, 0), 0, 8, 1.0, assignment=assignment, first_position=draws + before)
+        blank = [Prompt(i, [5], "", "", {}, "") for i in range(prompts)]
+        return Round("r", blank, 1, (0, 0), 0, 8, 1.0, assignment=assignment, first_position=draws + before)
 
     draws, carried, told = 0, [], []
     for step in range(2):

@@ -23,6 +23,8 @@ MODULES = (
     "models.gpt.gpt_layer_specs",
     "models.gpt.gpt_model",
     "pipeline_parallel.schedules",
+    "dist_checkpointing",
+    "dist_checkpointing.strategies.torch",
     "distributed.finalize_model_grads",
     "optimizer",
     "transformer.multi_latent_attention",
@@ -102,7 +104,7 @@ def quiet():
 
 
 def install() -> None:
-    """Make megatron.core run on this machine's CPU; nothing where there is a GPU. May be called again."""
+    """Make megatron.core run on this machine's CPU; almost nothing where there is a GPU. May be called again."""
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
     with quiet():
@@ -110,6 +112,7 @@ def install() -> None:
             # Its small functions would each be compiled at first use, which takes seconds and gains nothing here.
             importlib.import_module("megatron.core.jit").disable_jit_fuser()
         loaded = {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
+    _steps()
     if torch.cuda.is_available():
         return
     for name, module in list(sys.modules.items()):
@@ -159,7 +162,6 @@ def _experts() -> None:
 
 def _optimizer() -> None:
     from megatron.core.optimizer import clip_grads, optimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     @torch.no_grad()
     def clip(parameters, max_norm, total_norm, use_decoupled_grad=False):
@@ -172,6 +174,10 @@ def _optimizer() -> None:
 
     for module in (clip_grads, optimizer):
         module.clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
+
+
+def _steps() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     inner = DistributedOptimizer._set_main_param_and_optimizer_states
     if getattr(inner, "_counts_steps", False):

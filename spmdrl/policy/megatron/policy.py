@@ -4,6 +4,7 @@ Law 2 as everywhere: a micro-batch's loss is a sum divided by counts of the whol
 the ranks that hold other data, so no axis enters the result.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from spmdrl.policy.contract import DTYPES, Head, Loss, Part
 from spmdrl.policy.heads import Second
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.load import load_tokenizer, plain_errors, resolve
+from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import build, initialize, require
 from spmdrl.policy.weights import fill, save_model
@@ -66,11 +68,14 @@ class MegatronPolicy(Learner):
         self.dtype, self.grid = DTYPES[cfg.model.dtype], layout_of(cfg)
         if not parallel_state.model_parallel_is_initialized():
             initialize(self.grid)
+        if path and path != cfg.model.path and not describe(self.hf_config).settings.get("num_moe_experts"):
+            # A dense critic or reward model beside a mixture of experts.
+            self.grid = replace(self.grid, ep=1, etp=1)
         recompute = cfg.policy.activation_checkpointing and trainable
         full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-        self.chunks = build(
-            self.hf_config, self.folder, self.grid, self.dtype, world.device, head, **(full if recompute else {})
-        )
+        # An expert's bias is no parameter, and balance no part of the loss: it stays as the checkpoint has it.
+        more = dict(moe_router_bias_update_rate=0.0) | (full if recompute else {})
+        self.chunks = build(self.hf_config, self.folder, self.grid, self.dtype, world.device, head, **more)
         for chunk in self.chunks:
             chunk.train(trainable).requires_grad_(trainable)
         self.trainer = Trainer(self.chunks, self.settings, self.dtype, cfg.policy.host_optimizer) if trainable else None

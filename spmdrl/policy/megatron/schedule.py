@@ -41,10 +41,11 @@ class Pipeline:
         self.models, self.layout, self.device = models, layout, device
         self.softcap, self.divisor = softcap, divisor
         self.head = unwrapped(models[0]).head
-        self.tp_group = parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None
-        self.cp_group = parallel_state.get_context_parallel_group() if layout.cp > 1 else None
+        state: Any = parallel_state
+        self.tp_group = state.get_tensor_model_parallel_group() if layout.tp > 1 else None
+        self.cp_group = state.get_context_parallel_group() if layout.cp > 1 else None
         self.cp_rank = parallel_state.get_context_parallel_rank()
-        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        self.pp_group = state.get_pipeline_model_parallel_group()
 
     def forward(self, micros: list[Batch], temperature: float, second: Second) -> list[Numbers]:
         """The head's numbers of every micro-batch, on every stage, without gradient. Collective."""
@@ -59,8 +60,8 @@ class Pipeline:
         if not self.last:
             # Stages without the head work out the statistics from its numbers: names need not travel.
             with torch.no_grad():
-                for micro, (logp_T, entropy_T) in zip(micros, numbers, strict=True):
-                    self._loss(loss, shared, metrics, micro, logp_T, entropy_T)
+                for micro, (first_T, second_T) in zip(micros, numbers, strict=True):
+                    self._loss(loss, shared, metrics, micro, first_T, second_T)
         return metrics
 
     @property
@@ -72,7 +73,8 @@ class Pipeline:
         real = len(micro) > 0
         # Zero times the sum keeps the graph, and with it the backward that others wait for.
         empty = [x.sum() * x.new_zeros(0) for x in (logp_T, entropy_T)]
-        result = loss(micro, *((logp_T, entropy_T) if real else empty), shared)
+        first_T, second_T = (logp_T, entropy_T) if real else empty
+        result = loss(micro, first_T, second_T, shared)
         metrics.merge(result.stats)
         return result.loss
 

@@ -28,7 +28,7 @@ class Trainer:
         config = models[0].config
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         with cpu.quiet():
-            self.models = [
+            self.models: list[Any] = [
                 DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
             ]
             settings = Settings(
@@ -80,17 +80,21 @@ class Trainer:
         states = [s for each in self._optimizers() for s in each.state.values()]
         masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
         known = {p.untyped_storage().data_ptr() for model in self.models for p in model.module.parameters()}
-        return {
-            "gradients": [b.grad_data for b in buffers],
-            "optimizer": [x for state in states for x in state.values() if torch.is_tensor(x)]
-            + [p for p in masters if p.untyped_storage().data_ptr() not in known],
-        }
+        moments: list[torch.Tensor | None] = [x for state in states for x in state.values() if torch.is_tensor(x)]
+        own = [p for p in masters if p.untyped_storage().data_ptr() not in known]
+        return {"gradients": [b.grad_data for b in buffers], "optimizer": moments + own}
 
     def _optimizers(self) -> list[Any]:
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [each.optimizer for each in chained if getattr(each, "optimizer", None) is not None]
 
     def _state(self, loading: bool) -> dict:
+        for each in self._optimizers():
+            if isinstance(each, torch.optim.AdamW):
+                # Megatron reads a count of steps, which AdamW of torch has from its first step on.
+                for p in (p for group in each.param_groups for p in group["params"] if p not in each.state):
+                    zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                    each.state[p] = {"step": torch.zeros(())} | zeros
         names = {}
         for i, model in enumerate(self.models):
             prefix = f"{i}." if len(self.models) > 1 else ""
@@ -103,15 +107,38 @@ class Trainer:
 
         folder.mkdir(parents=True, exist_ok=True)
         with cpu.quiet():
-            dist_checkpointing.save(self._state(False), str(folder))
+            dist_checkpointing.save(self._state(False), str(folder), _in_this_process())
 
     def load(self, folder: Path) -> None:
         """What `save` wrote, on this or another layout. Collective."""
         from megatron.core import dist_checkpointing
 
         with cpu.quiet(), torch.no_grad():
-            self.optimizer.load_state_dict(dist_checkpointing.load(self._state(True), str(folder))["optimizer"])
+            found: Any = dist_checkpointing.load(self._state(True), str(folder))
+            self.optimizer.load_state_dict(found["optimizer"])
+        for each in self._optimizers():
+            for state in each.state.values():
+                if "step" in state:
+                    # Megatron gives all parameters one tensor, which each of them would count up.
+                    state["step"] = state["step"].clone()
 
     def take_weights(self) -> None:
         """The optimizer's own copies follow weights that were read into the model."""
         self.optimizer.reload_model_params()
+
+
+def _in_this_process() -> Any:
+    """Megatron's strategy for saving, in files of the same form; its own forks writers and leaves a process behind."""
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from torch.distributed import checkpoint
+
+    class Strategy(strategies.TorchDistSaveShardedStrategy):
+        def save(self, sharded_state_dict, checkpoint_dir):
+            state, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+            checkpoint.save(
+                strategies.mcore_to_pyt_state_dict(state, False),
+                storage_writer=checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1),
+                planner=strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            )
+
+    return Strategy("torch_dist", 1)
