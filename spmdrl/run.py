@@ -42,6 +42,7 @@ from spmdrl.spmd.failure import named_exit
 from spmdrl.spmd.lockstep import lockstep
 from spmdrl.spmd.mesh import World, start
 from spmdrl.spmd.seeds import generator_for, seed_for
+from spmdrl.spmd.storage import scratch_folder
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.metrics import Metrics, Timer
@@ -69,6 +70,8 @@ class Run:
         self.note("loading tokenizer and prompts")
         model_folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         check_engine(cfg, world.device.type == "cpu")
+        if "disk" in (cfg.policy.offload, cfg.reference.offload):
+            scratch_folder()
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
         context = context_length(model_folder, cfg.model.trust_remote_code)
         if context <= cfg.rollout.max_new_tokens:

@@ -363,14 +363,6 @@ def _other_problems(config: Config) -> list[str]:
         problems += _file_problems("reward.function", config.reward.function, default="compute_score")
     if config.eval.every > 0 and not config.data.eval:
         problems.append(f"--eval.every {config.eval.every}: needs --data.eval, or 0 for no evaluation")
-    for section in ("policy", "reference"):
-        if getattr(config, section).offload == "disk":
-            from spmdrl.spmd.storage import scratch_folder
-
-            try:
-                scratch_folder()
-            except ValueError as error:
-                problems.append(f"--{section}.offload disk: {error}")
     return problems
 
 
