@@ -35,6 +35,7 @@ MODULES = (
 NOISE = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"When using .* CUDA_DEVICE_MAX_CONNECTIONS",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
 """Warnings of every step that its user can do nothing about."""
 
