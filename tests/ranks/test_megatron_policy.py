@@ -1,8 +1,11 @@
 """Megatron policies: an update is the one that FSDP makes, on every layout; what is saved goes on elsewhere."""
 
+import shutil
+
 import pytest
 import torch
 
+from spmdrl.policy.load import TINY
 from tests.ranks.cases import small_model
 from tests.ranks.harness import run_ranks
 from tests.ranks.megatron_cases import loads, parked, saves, updates
@@ -95,6 +98,9 @@ def folders(tmp_path_factory):
         out[kind] = parts | {"critic": own}
     out["mixture"] = {n: mixture(root / f"mixture_{n}", i) for i, n in enumerate(("policy", "reference"))}
     out["mixture"]["critic"] = critic
+    for folder in root.iterdir():
+        # Saving asks for one.
+        shutil.copy(TINY / "tokenizer.json", folder)
     return out
 
 

@@ -31,6 +31,12 @@ class Trainer:
             self.models: list[Any] = [
                 DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
             ]
+            for buffer in self._buffers():
+                # Megatron reads a state of several buckets (a tied embedding has its own) at places that count their
+                # padding, which it leaves out when it puts them together.
+                buffer.numel_unpadded = buffer.numel
+                for bucket in buffer.buckets:
+                    bucket.numel_unpadded = bucket.grad_data.numel()
             settings = Settings(
                 optimizer="adam",
                 lr=cfg.lr,
@@ -76,13 +82,16 @@ class Trainer:
 
     def held(self) -> dict[str, list[torch.Tensor | None]]:
         """Tensors of gradients and of the optimizer on this rank."""
-        buffers = [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
+        buffers = self._buffers()
         states = [s for each in self._optimizers() for s in each.state.values()]
         masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
         known = {p.untyped_storage().data_ptr() for model in self.models for p in model.module.parameters()}
         moments: list[torch.Tensor | None] = [x for state in states for x in state.values() if torch.is_tensor(x)]
         own = [p for p in masters if p.untyped_storage().data_ptr() not in known]
         return {"gradients": [b.grad_data for b in buffers], "optimizer": moments + own}
+
+    def _buffers(self) -> list[Any]:
+        return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
 
     def _optimizers(self) -> list[Any]:
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
