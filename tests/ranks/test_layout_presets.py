@@ -470,7 +470,8 @@ def test_layout_cases_have_something_to_compare(answers, name):
     want = answers(name)
     assert len(want.gradients["policy"]) == (1 if name.startswith("one update") else 2)
     for model, steps in want.gradients.items():
-        assert all(0.005 < g.norm() < 100 for g in steps), (model, [g.norm() for g in steps])
+        # The padding token's embedding starts as zeros, and an RMS norm of nearly nothing has a large gradient.
+        assert all(0.005 < g.norm() < 500 for g in steps), (model, [g.norm() for g in steps])
     for metric, value in want.metrics.items():
         if metric.endswith(("clip_fraction", "selected_fraction")) and not name.startswith("one update"):
             assert 0 < value < 1, (metric, value)
