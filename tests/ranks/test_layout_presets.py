@@ -415,7 +415,9 @@ PAIRS = [
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     scalar = {"policy": False, "reference": False, "process": False, "critic": True, "cost critic": True}
-    return {n: small_model(root / n, i, scalar[n], num_hidden_layers=1) for i, n in enumerate(scalar)}
+    # Without a padding token: its embedding starts as zeros, and an RMS norm of nearly nothing has a large gradient.
+    changes = dict(num_hidden_layers=1, pad_token_id=None)
+    return {n: small_model(root / n, i, scalar[n], **changes) for i, n in enumerate(scalar)}
 
 
 @pytest.fixture(scope="module")
@@ -470,8 +472,7 @@ def test_layout_cases_have_something_to_compare(answers, name):
     want = answers(name)
     assert len(want.gradients["policy"]) == (1 if name.startswith("one update") else 2)
     for model, steps in want.gradients.items():
-        # The padding token's embedding starts as zeros, and an RMS norm of nearly nothing has a large gradient.
-        assert all(0.005 < g.norm() < 500 for g in steps), (model, [g.norm() for g in steps])
+        assert all(0.005 < g.norm() < 100 for g in steps), (model, [g.norm() for g in steps])
     for metric, value in want.metrics.items():
         if metric.endswith(("clip_fraction", "selected_fraction")) and not name.startswith("one update"):
             assert 0 < value < 1, (metric, value)
