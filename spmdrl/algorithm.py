@@ -6,6 +6,7 @@ every rank holds the same numbers whatever the layout (law 2). A micro-batch onl
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from spmdrl.algos.aggregate import Totals, count_totals, token_weights
 from spmdrl.algos.correction import correction_weights_T, largest_mismatch, mismatch, reject_sequences
 from spmdrl.algos.credit import lagrangian
 from spmdrl.algos.kl import kl_estimate
-from spmdrl.algos.losses import LossInputs
+from spmdrl.algos.losses import TOKEN_LOSSES, LossInputs
 from spmdrl.algos.samples import Samples
 from spmdrl.algos.selection import Selecting
 from spmdrl.algos.shaping import overlong_mask, token_rewards
@@ -22,7 +23,7 @@ from spmdrl.algos.value import implicit_reward_loss, positive_nll, value_loss
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, gather_rows
 from spmdrl.data.trajectory import FINISH_REASONS
-from spmdrl.policy.contract import LossResult, Policy
+from spmdrl.policy.contract import LossResult, Policy, TokenLoss
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.seeds import uniform
 from spmdrl.tracking.metrics import Metrics
@@ -110,7 +111,8 @@ class Algorithm:
         start: the policy's `updates_done` when the update began; share: this rank's sequences of the step; index: the
         step's place in the update. Returns `totals`; `unmoved`, whether the policy still is what old_logp came from;
         `active` bool [B] where sequences without advantage are left out of the forward; `good_tokens`, the denominator
-        of the likelihood of good responses. A loss that selects gets `token["selected"]` in the share.
+        of the likelihood of good responses; `by_token`, the function of that name, or None where it is not asked for. A
+        loss that selects gets `token["selected"]` in the share.
         """
         unmoved = self.old_logp == "policy" and policy.updates_done == start
         mask_T, good_T = share.token["mask"], share.per_token(share.seq["reward"] > 0)
@@ -134,34 +136,79 @@ class Algorithm:
                 **self.loss_settings,
             )
         active = share.seq["advantage"] != 0 if self.skip_zero_advantage else None
-        return {"totals": Totals(tokens, sequences), "unmoved": unmoved, "active": active, "good_tokens": good}
+        by_token = self.by_token if self.cfg.policy.chunked_loss else None
+        return {
+            "totals": Totals(tokens, sequences),
+            "unmoved": unmoved,
+            "active": active,
+            "good_tokens": good,
+            "by_token": by_token,
+        }
 
     # ── one micro-batch ──────────────────────────────────────────────────────
 
     def micro_loss(self, micro: Batch, logp: torch.Tensor, entropy: torch.Tensor, shared: dict) -> LossResult:
         """Loss and log sums of one micro-batch; logp and entropy [T] with gradient. No communication."""
-        token = {k: v.to(logp.device) for k, v in micro.token.items()}
-        mask, seq, algo = token["mask"], micro.seq_index.to(logp.device), self.cfg.algo
-        current = logp.detach()
-        old_logp = {"update": current, "policy": token.get("old_logp"), "rollout": token["rollout_logp"]}[self.old_logp]
-        assert old_logp is not None, "score() adds old_logp where it comes from a pass of the policy"
-        # What the trainer thinks of the tokens as the engine sampled them.
-        trainer_logp = old_logp if self.old_logp == "policy" else current
+        x = self.columns(micro, shared, logp.device)
+        loss_T, stats = self.token_losses(shared, logp, entropy, x)
+        metrics, mask, loss = Metrics(), x["mask"], loss_T.sum()
+        metrics.add_sum("loss", loss)
+        for name, value in {**stats, "entropy/mean": entropy.detach()}.items():
+            metrics.add(name, mean(value, mask), mask.sum())
+        if self.old_logp != "policy":
+            add_mismatch(metrics, logp.detach(), x["rollout_logp"], mask, x["seq"])
+        return LossResult(loss, metrics)
+
+    def by_token(self, micro: Batch, shared: dict, device: torch.device) -> TokenLoss | None:
+        """The same loss for whoever computes logp in chunks; None where a token's loss depends on other tokens."""
+        return (partial(self.token_losses, shared), self.columns(micro, shared, device)) if self.separable else None
+
+    @property
+    def separable(self) -> bool:
+        """No token's loss depends on another's logp. A user's own loss says so by an attribute `token_separable`."""
+        cfg = self.cfg.correction
+        rejects = cfg.reject_low is not None or cfg.reject_high is not None
+        if self.old_logp != "policy" and (rejects or self.correction.endswith("sequence")):
+            return False
+        return self.loss in TOKEN_LOSSES or getattr(self.loss, "token_separable", False)
+
+    def columns(self, micro: Batch, shared: dict, device: torch.device) -> dict[str, torch.Tensor]:
+        """What `token_losses` looks at beside logp and entropy, [T] on the device."""
+        x = {k: micro.token[k].to(device) for k in LOSS_COLUMNS if k in micro.token}
+        mask, seq = x["mask"], micro.seq_index.to(device)
+        x |= {"seq": seq, "weight": token_weights(self.aggregation, mask, seq, shared["totals"], self.horizon)}
+        if self.old_logp == "policy":
+            correction_T = self.weights(x["old_logp"], x["rollout_logp"], mask, seq)
+            x |= {} if correction_T is None else {"correction": correction_T}
+        if self.cfg.algo.positive_coef:
+            x["good"] = micro.per_token(micro.seq["reward"] > 0).to(device)
+        return x
+
+    def token_losses(
+        self, shared: dict, logp: torch.Tensor, entropy: torch.Tensor, x: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss of each token with its final weight, fp64, and detached stats; all [n], the rows that x has."""
+        mask, algo, current = x["mask"], self.cfg.algo, logp.detach()
+        old_logp = current if self.old_logp == "update" else x[OLD_LOGP[self.old_logp]].to(logp.dtype)
+        correction = x.get("correction")
+        if self.old_logp != "policy":
+            # Of the logp of this very pass: none is known from before.
+            correction = self.weights(current, x["rollout_logp"], mask, x["seq"])
         if shared["unmoved"]:
             # The same numbers but for rounding, which another layout rounds otherwise: |logp - old_logp| would have its
             # gradient by the sign of that.
             old_logp = current
         inputs = LossInputs(
             logp=logp,
-            old_logp=old_logp.to(logp.dtype),
-            advantages=token["advantages"].to(logp.dtype),
+            old_logp=old_logp,
+            advantages=x["advantages"].to(logp.dtype),
             mask=mask,
-            seq=seq,
+            seq=x["seq"],
             entropy=entropy,
-            ref_logp=token.get("ref_logp"),
-            rollout_logp=token["rollout_logp"],
-            weights=self.weights(trainer_logp, token["rollout_logp"], mask, seq),
-            selected=token.get("selected"),
+            ref_logp=x.get("ref_logp"),
+            rollout_logp=x["rollout_logp"],
+            weights=correction,
+            selected=x.get("selected"),
         )
         per_token, stats = self.loss(inputs, **self.loss_settings)
         if per_token.shape != mask.shape or any(v.shape != mask.shape for v in stats.values()):
@@ -169,27 +216,18 @@ class Algorithm:
                 f"the loss must return [T] tensors ({len(mask)} tokens here), see algos/losses.py; "
                 f"it returned {tuple(per_token.shape)}, { ({k: tuple(v.shape) for k, v in stats.items()}) }"
             )
-        metrics, count = Metrics(), mask.sum()
         if "reference" in self.needs and algo.kl_in == "loss":
-            kl_T = kl_estimate(algo.kl_estimator, logp, token["ref_logp"].to(logp.dtype), mask)
+            kl_T = kl_estimate(algo.kl_estimator, logp, x["ref_logp"].to(logp.dtype), mask)
             if self.state["kl_coef"]:
                 per_token = per_token + self.state["kl_coef"] * kl_T
-            metrics.add("kl/mean", mean(kl_T.detach(), mask), count)
+            stats = {**stats, "kl/mean": kl_T.detach()}
         if algo.entropy_coef:
             per_token = per_token - algo.entropy_coef * entropy
-        weights_T = token_weights(self.aggregation, mask, seq, shared["totals"], self.horizon)
-        loss = (per_token.double() * weights_T).sum()
+        loss = per_token.double() * x["weight"]
         if algo.positive_coef:
-            good_T = micro.per_token(micro.seq["reward"] > 0).to(logp.device)
-            likelihood_T = positive_nll(logp, mask, good_T).double()
-            loss = loss + algo.positive_coef * likelihood_T.sum() / max(1.0, shared["good_tokens"])
-        metrics.add_sum("loss", loss)
-        metrics.add("entropy/mean", mean(entropy.detach(), mask), count)
-        for name, value in stats.items():
-            metrics.add(name, mean(value, mask), count)
-        if self.old_logp != "policy":
-            add_mismatch(metrics, current, token["rollout_logp"], mask, seq)
-        return LossResult(loss, metrics)
+            likelihood = positive_nll(logp, mask, x["good"]).double()
+            loss = loss + algo.positive_coef * likelihood / max(1.0, shared["good_tokens"])
+        return loss, stats
 
     def weights(self, trainer_T, rollout_T, mask_T, seq_T) -> torch.Tensor | None:
         """Importance weights of engine against trainer, [T]; None where none are asked for."""
@@ -238,6 +276,10 @@ class Algorithm:
 
 MOMENTS = ("reward_count", "reward_mean", "reward_m2")
 """Names of the running moments of the reward in `Algorithm.state`."""
+LOSS_COLUMNS = ("mask", "advantages", "rollout_logp", "old_logp", "ref_logp", "selected")
+"""Token columns of a batch that a loss may look at."""
+OLD_LOGP = {"policy": "old_logp", "rollout": "rollout_logp"}
+"""Where `Algorithm.old_logp` is found, apart from the update's own pass."""
 OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process"}
 """Field of Samples -> token column that fills it where the batch has one."""
 

@@ -180,7 +180,8 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.gradients = sums.finish() if any(need) else (None, None)
         if not parts:
             # No tokens: the caller is not asked.
-            parts = [{"logp": targets_T.new_zeros(0, dtype=dtype), "loss": targets_T.new_zeros(0, dtype=dtype)}]
+            names = ("logp", "entropy", "loss") if caller.entropy else ("logp", "loss")
+            parts = [dict.fromkeys(names, targets_T.new_zeros(0, dtype=dtype))]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         caller.names = list(columns)
         total = columns["loss"].sum(dtype=torch.float64).to(columns["loss"].dtype)

@@ -30,7 +30,15 @@ from spmdrl.algos.loss_inputs import (
 )
 from spmdrl.algos.sequence_losses import gmpo, gspo, gspo_token, sppo
 
-__all__ = ["AGGREGATION_OF", "LOG_RATIO_LIMIT", "LOSSES", "SEQUENCE_LOSSES", "LossInputs", "LossResult"]
+__all__ = [
+    "AGGREGATION_OF",
+    "LOG_RATIO_LIMIT",
+    "LOSSES",
+    "SEQUENCE_LOSSES",
+    "TOKEN_LOSSES",
+    "LossInputs",
+    "LossResult",
+]
 
 
 def ppo(x: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> LossResult:
@@ -181,3 +189,6 @@ AGGREGATION_OF: dict[str, str] = {
 SEQUENCE_LOSSES = frozenset({"gspo", "gmpo", "sppo"})
 """Losses of whole sequences, of which only the mean over sequences has a meaning: always `seq-mean-token-mean`, which
 is that mean because each gives its sequence's number at every unmasked token (gspo where advantages are equal)."""
+
+TOKEN_LOSSES = tuple(loss for name, loss in LOSSES.items() if name not in SEQUENCE_LOSSES | {"gspo_token"})
+"""Those in which a token's loss depends on no other token's logp."""

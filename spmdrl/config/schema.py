@@ -36,6 +36,9 @@ class RunConfig:
     """Seconds a collective may wait for a missing rank before the whole job ends."""
     lockstep_debug: bool = False
     """Compare (call site, op, shape) of every collective across ranks before it runs: slow, but names the rank."""
+    spike_factor: float = 20.0
+    """Keep the batch of an optimizer step whose gradient norm is above so many times the median of the last 32, for
+    `python -m spmdrl.replay`; of a run the first 3, and 3 that are not finite. 0: only those."""
 
 
 @dataclass
@@ -76,6 +79,8 @@ class ParallelConfig:
     """Megatron: between the divided parts of a layer, its tokens are divided over tp."""
     pp: int = 1
     """Megatron: stages of the pipeline, which divide the layers."""
+    last_stage_layers: int = 0
+    """Megatron: layers of the last stage, while the others divide the rest. 0: every stage has as many."""
     virtual_stages: int = 1
     """Megatron: parts of the model on a rank of the pipeline, in turn with other ranks' (an interleaved schedule)."""
     ep: int = 1
@@ -104,6 +109,9 @@ class OptimizerConfig:
     """Optimizer steps of linear warm-up."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a share of the peak (linear, cosine)."""
+    bad_steps: int = 3
+    """Optimizer steps in a row whose loss or gradient is not finite that end the job; until then such a step is left
+    out. 0: the first one does."""
 
 
 @dataclass
@@ -116,14 +124,27 @@ class PolicyConfig:
     max_tokens_per_microbatch: int = 8192
     """Packing budget of one forward, on one rank or sp ranks together; changes speed and memory, never the result."""
     activation_checkpointing: bool = False
-    """Recompute each layer's activations in backward."""
+    """Recompute activations in backward: less memory, up to a third more time."""
+    recompute: Literal["full", "selective"] = "full"
+    """What activation_checkpointing recomputes: whole layers, or (Megatron) the attention between its projections."""
     host_optimizer: bool = False
     """Megatron: AdamW runs on the host, where its state stays."""
+    moe_aux_loss: float = 0.0
+    """Megatron, mixture of experts: weight of a loss for evenly used experts in every sequence. 0: none."""
+    moe_bias_rate: float = 0.0
+    """Megatron, routers with a bias (DeepSeek-V3): what an update adds to the bias of experts with less than the mean
+    load, and takes from the others'. 0: it stays."""
+    mtp: Literal["skip", "keep"] = "skip"
+    """Heads of the checkpoint that predict further tokens, which nothing here trains: left out of what is saved, or
+    copied into it as they are."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward: less memory, one more all-gather."""
     attention: Literal["auto", "padded", "flash", "eager"] = "auto"
     """Packed attention. `auto`: flash-attn varlen on GPU where installed, else causal SDPA per sequence (`padded`).
     `eager`: plain softmax."""
+    chunked_loss: bool = True
+    """FSDP: losses in which no token depends on another are taken chunk by chunk within the output head: a quarter of its
+    work less. Others, and all with False, see logp of the whole micro-batch."""
     share_prompts: bool = True
     """Run the prompt of a group's samples once, in forward and backward; changes speed and memory, never the result."""
     offload: Literal["none", "host", "disk"] = "none"

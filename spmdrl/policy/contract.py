@@ -27,8 +27,14 @@ Loss = Callable[[Batch, torch.Tensor, torch.Tensor, dict], LossResult]
 """(micro-batch, logp [T], entropy [T], what `prepare` returned for the whole update) -> LossResult."""
 
 
+TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
+"""A loss in which no token depends on another: (logp [n], entropy [n], columns of these n rows) -> (loss [n] with its final
+weight, stats), and the columns [T]."""
+
 Prepare = Callable[[Batch, int], dict]
-"""(this rank's sequences of one optimizer step, the step's place in the update) -> what its micro-batches share."""
+"""(this rank's sequences of one optimizer step, the step's place in the update) -> what its micro-batches share. The
+backends themselves look at `active`, which sequences to run, and `by_token`: (micro-batch, shared, device) -> the same
+loss as a TokenLoss, or None."""
 
 Part = Literal["model", "base", "adapter"]
 """What of a policy travels: the full model, adapters added in; the model beneath them; they alone."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
 from spmdrl.policy import attention, lora
-from spmdrl.policy.contract import DTYPES, Head, Loss, Part
+from spmdrl.policy.contract import DTYPES, Head, Loss, Part, TokenLoss
 from spmdrl.policy.experts import Layout
 from spmdrl.policy.heads import PackedLM, PackedScalar, Second
 from spmdrl.policy.learner import Learner
@@ -136,22 +136,22 @@ class FsdpPolicy(Learner):
 
     # ── forward ──────────────────────────────────────────────────────────────
 
-    def _forward(self, batch: Batch, temperature: float, second: Second = "entropy"):
-        """The head's two tensors [T]; a rank with nothing to do runs a stand-in so that its shards still travel."""
+    def _forward(
+        self, batch: Batch, temperature: float, second: Second = "entropy", token_loss: TokenLoss | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """What the head gives; a rank with nothing to do runs a stand-in so that its shards still travel."""
         assert not self.away, "offloaded: memory.training_phase brings it back"
         device, real = self.world.device, len(batch) > 0
         tokens_T = batch.token["tokens"] if real else torch.zeros(2, dtype=torch.int64)
         lengths_B = batch.lengths if real else torch.tensor([2])
         mask_T = batch.token["mask"] if real else torch.tensor([False, True])
-        replayed = {}
+        more: dict[str, Any] = {} if token_loss is None else {"token_loss": token_loss}
         if self.routers and real:
-            replayed["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
+            more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
         # One line for both: ranks that run it together stand at the same place for the lockstep recorder.
-        logp, entropy = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature, second, **replayed)
-        if real:
-            return logp, entropy
+        found = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature, second, **more)
         # Zero times the sum keeps the graph, and with it FSDP's backward.
-        return logp.sum() * logp.new_zeros(0), entropy.sum() * entropy.new_zeros(0)
+        return found if real else tuple(x.sum() * x.new_zeros(0) for x in found)
 
     def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Iterator[tuple]:
         """See `Learner`."""
@@ -176,9 +176,13 @@ class FsdpPolicy(Learner):
             last = i == len(micros) - 1
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
-            logp, entropy = self._forward(micro, temperature)
-            result = loss(micro, logp, entropy, shared)
-            result.loss.backward()
+            by_token = shared.get("by_token") if len(micro) else None
+            token_loss = by_token(micro, shared, self.world.device) if by_token else None
+            logp, entropy, *chunked = self._forward(micro, temperature, token_loss=token_loss)
+            # What was taken in chunks has its gradient; the whole is for the log then.
+            with torch.set_grad_enabled(not chunked):
+                result = loss(micro, logp, entropy, shared)
+            (chunked or [result.loss])[0].backward()
             metrics.merge(result.stats)
         return metrics
 

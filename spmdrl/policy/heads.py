@@ -12,9 +12,10 @@ from torch import nn
 
 from spmdrl.data.tree import plan_tree
 from spmdrl.policy.attention import plan_packing, plan_tree_packing
+from spmdrl.policy.contract import TokenLoss
 from spmdrl.policy.routing import FREE
 from spmdrl.policy.ulysses import TokenSlice
-from spmdrl_kernels import collision_probability, linear_logprob
+from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 
 Second = Literal["entropy", "collision"]
 """What stands beside logp: the entropy, or the sum of squared probabilities (without gradient)."""
@@ -98,16 +99,25 @@ class PackedLM(nn.Module):
         temperature: float,
         second: Second = "entropy",
         experts_TLK: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        token_loss: TokenLoss | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
         tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: what the
-        second tensor holds. experts_TLK: [T, L, K], what the routers must choose, FREE (-1) where they may.
+        second tensor holds. experts_TLK: [T, L, K], what the routers must choose, FREE (-1) where they may. token_loss:
+        see the contract; both tensors are then without gradient, and behind them comes the loss of this rank's rows
+        (a scalar), which has one.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
         rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK)
         targets = tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
+        if token_loss is not None:
+            function, columns = token_loss
+            mine = {name: column[rows] for name, column in columns.items()}
+            loss, told = chunked_loss(states, weight, targets, function, mine, divisor, softcap=self.softcap)
+            scattered = (at_rows(rows, told[name], len(tokens_T)) for name in ("logp", "entropy"))
+            return *part.total(*scattered), loss
         logp, other = linear_logprob(
             states, weight, targets, divisor, entropy=second == "entropy", softcap=self.softcap
         )
