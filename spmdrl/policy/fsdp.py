@@ -24,11 +24,12 @@ from spmdrl.policy.contract import DTYPES, Head, Loss, Part, TokenLoss
 from spmdrl.policy.experts import Layout
 from spmdrl.policy.heads import PackedLM, PackedScalar, Second
 from spmdrl.policy.learner import Learner
+from spmdrl.policy.liger import use_liger
 from spmdrl.policy.load import build_model, decoder_layers, load_tokenizer, resolve
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.policy.routing import Routers
 from spmdrl.policy.ulysses import check_model
-from spmdrl.policy.weights import on_first, pieces_of, read_into, save_model
+from spmdrl.policy.weights import on_first, pieces_of, prediction_heads, read_into, save_model
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.mesh import World
@@ -106,6 +107,10 @@ class FsdpPolicy(Learner):
             raise ValueError(f"{path}: an output head with a bias is not supported")
         if cfg.policy.activation_checkpointing and trainable:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
+        self.kept = prediction_heads(self.folder, hf.config) if keep else None
+        if cfg.policy.liger:
+            use_liger(hf, world.device)
         self.routers = Routers(hf) if routing_replay else None
         self.layout = Layout(hf)
         # PEFT's settings of the adapters; None without any.
@@ -288,7 +293,8 @@ class FsdpPolicy(Learner):
         hf = self.model.hf
         tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code) if self.world.is_first else None
         generation = hf.generation_config if self.head == "lm" else None
-        save_model(folder / "model", self.pieces(), self.world, self.master, hf.config, generation, tokenizer)
+        parts = (hf.config, generation, tokenizer, self.kept)
+        save_model(folder / "model", self.pieces(), self.world, self.master, *parts)
         if self.adapters:
             tensors, base = {}, self._base_facts()
             for bucket in on_first(lora.file_pieces(self._parts()[1]), self.world, self.master):

@@ -30,6 +30,26 @@ def test_packed_logp_on_gpu_equals_cpu():
         torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
 
 
+def test_liger_layers_are_the_same_model():
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    from spmdrl.policy.liger import use_liger
+
+    tokens, lengths = torch.arange(3, 40).repeat(2), torch.tensor([37, 37])
+    mask = (torch.arange(74) % 37 > 0).cuda()
+    found = []
+    for liger in (False, True):
+        hf = build_model(TINY, torch.float32, False, attention.register()).cuda()
+        if liger:
+            use_liger(hf, torch.device("cuda"))
+            assert any("Liger" in type(m).__name__ or "liger" in m.forward.__module__ for m in hf.modules())
+        model = PackedLM(hf, "padded")
+        logp, entropy = model(tokens.cuda(), lengths, mask, 1.0)
+        (logp * torch.linspace(-1, 1, 74, device="cuda") + entropy).sum().backward()
+        found.append([logp.detach(), entropy.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("extra", [[], ["--policy.offload", "host", "--model.dtype", "bfloat16"]])
 def test_demo_runs_on_gpu(tmp_path, extra):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
