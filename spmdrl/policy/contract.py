@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from spmdrl.data.batch import Batch
+from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Piece
 from spmdrl.tracking.metrics import Metrics
 
@@ -28,13 +29,17 @@ Loss = Callable[[Batch, torch.Tensor, torch.Tensor, dict], LossResult]
 
 
 TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
-"""A loss in which no token depends on another: (logp [n], entropy [n], columns of these n rows) -> (loss [n] with its final
-weight, stats), and the columns [T]."""
+"""A loss in which no token depends on another: (logp [n], entropy [n], columns of these n rows) -> (loss [n] with its
+final weight, stats), and the columns [T]."""
 
 Prepare = Callable[[Batch, int], dict]
 """(this rank's sequences of one optimizer step, the step's place in the update) -> what its micro-batches share. The
 backends themselves look at `active`, which sequences to run, and `by_token`: (micro-batch, shared, device) -> the same
 loss as a TokenLoss, or None."""
+
+Write = Callable[[Path, World], None]
+"""(folder, groups to communicate over) -> `folder/model` as HF safetensors with config and tokenizer, `folder/state` for
+the optimizer. Collective."""
 
 Part = Literal["model", "base", "adapter"]
 """What of a policy travels: the full model, adapters added in; the model beneath them; they alone."""
@@ -97,8 +102,20 @@ class Policy(Protocol):
         """All that is away back to the device, where it was."""
         ...
 
+    def saving(self, copy: bool = False) -> Write:
+        """What writes this model, over the groups of its own world.
+
+        copy: it writes the values of this moment, of which it holds a copy on the host, and may do so in a thread
+        beside training, over the groups of a twin of that world (`spmd.mesh.twin`).
+        """
+        ...
+
     def save(self, folder: Path) -> None:
-        """`folder/model` as HF safetensors with config and tokenizer, `folder/state` for the optimizer."""
+        """Write it now."""
+        ...
+
+    def checkpoint_bytes(self) -> int:
+        """About what `save` writes, over all ranks."""
         ...
 
     def load(self, folder: Path) -> None:
