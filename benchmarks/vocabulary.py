@@ -121,7 +121,7 @@ def main() -> None:
             if done.returncode:
                 sys.exit(done.stderr)
             rows.append(json.loads(done.stdout.splitlines()[-1]))
-            line = "{tokens:>6} tokens  {way:16} {peak_mib:>8.0f} MiB  {cpu_seconds:6.2f} s CPU  |gradient| {grad_norm:.6f}"
+            line = "{tokens:>6} tokens  {way:15} {peak_mib:>8.0f} MiB  {cpu_seconds:6.2f} s CPU  |g| {grad_norm:.6f}"
             print(line.format(**rows[-1]), flush=True)
     spread = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a in rows for b in rows if a["tokens"] == b["tokens"])
     assert spread < 1e-3, f"the ways differ by {spread}"

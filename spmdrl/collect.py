@@ -1,6 +1,7 @@
 """One round of experience: prompts from the queue, samples from the engine, rewards while the engine goes on."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -10,8 +11,10 @@ from spmdrl.data.prompts import Prompt
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.rewards.base import Grader, Reward, RewardInput
 from spmdrl.rollout.engine import Completion, Engine, Request, StaleEngineError
-from spmdrl.spmd.exchange import all_gather_rows
+from spmdrl.spmd.exchange import all_gather_rows, all_reduce
+from spmdrl.spmd.here import alive
 from spmdrl.spmd.mesh import World
+from spmdrl.spmd.preempt import AbandonedError, agreed
 from spmdrl.spmd.queue import PromptQueue, Tally
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Timer
@@ -79,6 +82,8 @@ class Round:
     """How many groups each engine goes on with; empty: none does."""
     must_end: int = -1
     """Groups born in this step or before are waited for, whatever is enough."""
+    may_end: Callable[[], bool] | None = None
+    """Asked between two steps of the engine: True abandons the round."""
 
     @property
     def requests_per_prompt(self) -> int:
@@ -116,6 +121,36 @@ class Collected:
     """Groups cut short, alike on all ranks of the engine."""
     begun: int = 0
     """Prompts of the round up to the last one that this engine began; it began none beyond."""
+    abandoned: bool = False
+    """Nothing of it is to be used."""
+
+
+ASK_EVERY = 16
+"""Steps of an engine of several ranks between two questions whether to abandon the round: they answer together."""
+
+
+def whole(done: Collected, world: World) -> Collected:
+    """What was collected, if no engine has abandoned its part. Collective over those who sample.
+
+    Raises:
+        AbandonedError: on every rank that samples.
+    """
+    if agreed(done.abandoned, world.rollout_group):
+        raise AbandonedError("the round was abandoned")
+    return done
+
+
+def _abandoned(round_: Round, polls: int, world: World) -> bool:
+    """Alike on all ranks of an engine. Collective over them."""
+    if round_.may_end is None:
+        return False
+    tp = world.rollout_mesh["tp"]
+    if tp.size() == 1:
+        return round_.may_end()
+    if polls % ASK_EVERY:
+        return False
+    flag = torch.tensor([int(round_.may_end())], device=world.device)
+    return bool(all_reduce(flag, "max", tp.get_group()).item())
 
 
 def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World, timer: Timer) -> Collected:
@@ -134,7 +169,8 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
     fair = -(-len(round_.prompts) * each // world.engine_count) + len(round_.carried) * each
     limit = min(engine.capacity, fair)
     groups: dict[int, Group] = {}
-    running = begun = 0
+    running = begun = polls = 0
+    abandoned = False
     waiting = list(round_.carried)
     rewards: dict[tuple[int, int], Reward] = {}
     with timer("rollout"):
@@ -151,7 +187,8 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
                     running += 1
             if not running:
                 break
-            ended = 0
+            ended, polls = 0, polls + 1
+            alive()
             for completion in engine.poll():
                 running -= 1
                 group = groups[completion.key[0]]
@@ -161,12 +198,15 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
                     _grade(group, completion.key[1], grader, tokenizer)
             rewards |= by_request(grader.poll())
             owed = any(g.born <= round_.must_end and not g.done for g in [*groups.values(), *waiting])
-            if tally.reached(ended) and not owed:
+            abandoned = _abandoned(round_, polls, world)
+            if abandoned or (tally.reached(ended) and not owed):
                 break
         open_ = [g for g in groups.values() if not g.done]
         unfinished = [(g.position, s) for g in open_ for s, part in g.parts.items() if not part.finish]
         for completion in engine.abort(unfinished):
             _extend(groups[completion.key[0]].parts[completion.key[1]], completion, round_)
+    if abandoned:
+        return Collected([], [], begun, True)
     with timer("reward"):
         rewards |= by_request(grader.drain())
     if leader:
@@ -177,9 +217,9 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
             _grade(group, sample, grader, tokenizer)
         with timer("reward"):
             rewards |= by_request(grader.drain())
-    whole = sorted((g for g in groups.values() if g.done), key=lambda g: g.position) if leader else []
+    done = sorted((g for g in groups.values() if g.done), key=lambda g: g.position) if leader else []
     samples = range(round_.samples)
-    return Collected([_trajectory(round_, g, s, rewards) for g in whole for s in samples], open_ + waiting, begun)
+    return Collected([_trajectory(round_, g, s, rewards) for g in done for s in samples], open_ + waiting, begun)
 
 
 def _enough_here(round_: Round, world: World) -> int:

@@ -10,6 +10,8 @@ DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # Collectives that torch's recorder keeps for the flight record (spmd/flight.py), with their Python frames.
+    "TORCH_FR_BUFFER_SIZE": "2000",
 }
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from spmdrl.tracking.metrics import Metrics
 
 RESAMPLE = 0x5046
 """Keys the draws of `resample`."""
+LISTS = ("tokens", "logp", "versions")
+"""What sampling adds to in a `Part`."""
 
 
 @dataclass
@@ -36,6 +38,12 @@ class Experience:
     bad_samples: int = 0
     """Left out on this rank because a reward or logp was not finite."""
     stats: Metrics = field(default_factory=Metrics)
+
+
+def copies(groups: list[Group]) -> list[Group]:
+    """Groups to go on with, apart from what they were."""
+    parts = [{s: replace(p, **{k: list(getattr(p, k)) for k in LISTS}) for s, p in g.parts.items()} for g in groups]
+    return [replace(group, parts=own) for group, own in zip(groups, parts, strict=True)]
 
 
 class Ahead:
@@ -66,7 +74,8 @@ class Ahead:
             self._next()
 
     def _next(self) -> None:
-        done = self.sample(self.step, self.carried)
+        # A copy: sampling that is abandoned leaves them as they were.
+        done = self.sample(self.step, copies(self.carried))
         self.step += 1
         self.draws += done.drawn
         self.carried = done.carried

@@ -16,17 +16,19 @@ from spmdrl import checkpoint
 from spmdrl.accuracy import evaluate_round, evaluation_round
 from spmdrl.algorithm import Algorithm
 from spmdrl.algos.filters import FILTERS
-from spmdrl.collect import Group, Round, collect
+from spmdrl.collect import Collected, Group, Round, collect, whole
 from spmdrl.compose import compose, load_function
 from spmdrl.config.checks import plan_lines
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.load import Loaded
+from spmdrl.config.paths import check_run_folder
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, from_trajectories, share_out, to_trajectories
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.sampler import drawn_indices
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.data.tree import prompt_lengths
+from spmdrl.determinism import make_deterministic
 from spmdrl.environment import keep_freed_memory
 from spmdrl.experience import Ahead, Experience, Replay, fill
 from spmdrl.journal import Journal, check_mismatch, describe, describe_age, told, with_rates
@@ -35,17 +37,23 @@ from spmdrl.memory import Memory
 from spmdrl.models import build_models
 from spmdrl.policy.load import load_tokenizer, resolve
 from spmdrl.policy.routing import experts_of
+from spmdrl.resume import Holder, rank_state, restore
 from spmdrl.rewards.load import load_reward
 from spmdrl.rollout.build import build_engine, check_engine, context_length, stop_tokens
+from spmdrl.spikes import Spikes
+from spmdrl.spmd.agreement import Agreement
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
-from spmdrl.spmd.failure import named_exit
+from spmdrl.spmd.failure import mark, named_exit, request, watch
+from spmdrl.spmd.here import here
 from spmdrl.spmd.lockstep import lockstep
 from spmdrl.spmd.mesh import World, start
+from spmdrl.spmd.preempt import AbandonedError, PreemptedError, agreed, preemption
 from spmdrl.spmd.seeds import generator_for, seed_for
 from spmdrl.spmd.storage import scratch_folder
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.metrics import Metrics, Timer
+from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 log = logging.getLogger("spmdrl")
 
@@ -94,6 +102,9 @@ class Run:
         self.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
         self.models = build_models(cfg, world, self.algo.needs)
         self.policy = self.models.policy
+        self.spikes = Spikes(self.folder, world, self.models, self.algo, self.warn)
+        self.saver = checkpoint.Saver(cfg, self.folder / "checkpoints", world)
+        self.saver.check_room(self.models, self.warn)
         self.start_step = self._resume()
         self.ahead = Ahead(self._sample, cfg.rollout.staleness, self.start_step, cfg.run.steps, self.draws)
         stop = stop_tokens(model_folder, self.tokenizer)
@@ -101,7 +112,11 @@ class Run:
         self.engine = build_engine(cfg, world, stop) if world.samples else None
         self.memory = Memory(cfg, self.models, self.engine, timer, world)
         self.journal = Journal(cfg, world, self.folder, console, self.tokenizer, self.start_step)
+        self.agreement = Agreement(world, cfg.run.timeout)
         self.eval_metrics: dict[str, float] = {}
+        self.holder = Holder(cfg, world, self.prompts, self.ahead, self.replay, "greedy" in self.algo.needs)
+        if self.start_step and (lost := restore(self.holder, self.rank_files)):
+            self.note(lost)
         self.step_began = time.perf_counter()
 
     # ── building ─────────────────────────────────────────────────────────────
@@ -133,18 +148,18 @@ class Run:
         if found is None:
             return 0
         state = checkpoint.load(found, self.models)
-        if state["seed"] != self.cfg.run.seed:
-            raise ValueError(
-                f"{found} was made with --run.seed {state['seed']}, this run asks for {self.cfg.run.seed}; resume with "
-                "that seed, or choose another --run.dir"
-            )
         if self.policy:
             self.policy.version = state["version"]
             self.policy.updates_done = state["updates_done"]
         for name, model in self.models.trained().items():
             model.updates_done = state["trained"][name]
         self.algo.state |= state["algorithm"]
+        self.spikes.restore(state.get("guards", {}))
         self.draws = state["draws"]
+        self.rank_files = checkpoint.rank_files(found)
+        if self.world.is_first and state.get("wandb") and not wandb_id(self.folder):
+            # A checkpoint that was moved to another folder.
+            keep_wandb_id(self.folder, state["wandb"])
         self.note(f"resumed from {found}: step {state['step']}")
         return state["step"]
 
@@ -154,14 +169,28 @@ class Run:
         """The steps still to do, counted from 0."""
         for step in range(self.start_step, self.cfg.run.steps):
             self.step_began = time.perf_counter()
+            self.spikes.step = here.step = step + 1
             yield step
 
     def experience(self, step: int) -> Experience:
         """What this step learns from, sampled and graded here unless that was done ahead. Collective over samplers.
 
         Nothing on a rank that does not sample.
+
+        Raises:
+            PreemptedError: on every rank, where sampling was abandoned.
         """
-        return self.ahead.take(step) if self.world.samples else Experience([])
+        done, world = None, self.world
+        with suppress(AbandonedError):
+            done = self.ahead.take(step) if world.samples else Experience([])
+        abandoned = done is None
+        if world.roles.split:
+            with self.timer("exchange"):
+                abandoned = agreed(abandoned, world.host_group)
+        if abandoned:
+            raise PreemptedError(step, f"step {step + 1} was abandoned while it sampled", abandoned=True)
+        assert done is not None
+        return done
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:
         """What a rank that does not train does while others do. Collective over ranks of its kind.
@@ -169,7 +198,8 @@ class Run:
         It samples the steps to come, or answers for the frozen models; what it has to tell stands in `log` anyway.
         """
         if self.world.samples:
-            self.ahead.look_ahead(step)
+            with suppress(AbandonedError):
+                self.ahead.look_ahead(step)
         else:
             with self.timer("logp"):
                 serve(batch, self.models, self.algo, self.temperature)
@@ -180,13 +210,18 @@ class Run:
         engine, grader = self.engine, self.grader
         return fill(
             lambda before, prompts: self.round(step, before, prompts),
-            lambda round_: collect(round_, engine, grader, self.tokenizer, self.world, self.timer),
+            lambda round_: self._whole(collect(round_, engine, grader, self.tokenizer, self.world, self.timer)),
             self.keep,
             self.cfg,
             self.world,
             carried,
             step,
         )
+
+    def _whole(self, done: Collected) -> Collected:
+        """Engines wait for the slowest one here."""
+        with self.timer("exchange"):
+            return whole(done, self.world)
 
     def round(self, step: int, before: int, prompts: int) -> Round:
         """A round of `prompts` prompts, after `before` in this step; the same on every rank, for every world size."""
@@ -205,6 +240,7 @@ class Run:
             first_position=first,
             greedy="greedy" in self.algo.needs,
             bad_sample=self.cfg.filter.bad_sample,
+            may_end=lambda: preemption.sampling_over,
         )
 
     def pack(self, trajectories: list[Trajectory], step: int) -> Batch:
@@ -275,7 +311,8 @@ class Run:
             values |= {"version": self.policy.version}
         else:
             values = stats.reduce(lambda x, op: all_reduce(x, op, world.role_group))
-        values = told(values, world) | self.eval_metrics
+        values = told(values, world) | self.eval_metrics | self.saver.poll()
+        self.saver.know(step + 1, values)
         self.eval_metrics = {}
         steer(self.algo, values, rollout.prompts_per_step * rollout.samples_per_prompt)
         self.journal.step(step + 1, values, to_trajectories(batch) if world.roles.split else done.trajectories)
@@ -284,24 +321,66 @@ class Run:
             self.warn(warning)
 
     def checkpoint(self, step: int) -> None:
-        """Save if it is due. Collective."""
+        """Agree with all ranks on the step that was done, save if it is due, and leave if that is wanted. Collective.
+
+        Raises:
+            LockstepError: ranks went different ways.
+            PreemptedError: on every rank.
+        """
         cfg = self.cfg.checkpoint
         done = step + 1
+        leave = self.agree(step)
         last = done == self.cfg.run.steps and cfg.at_end
-        if not (last or (cfg.every and done % cfg.every == 0)):
-            return
+        if last or (cfg.every and done % cfg.every == 0):
+            self._save(done)
+        if leave:
+            raise PreemptedError(done, f"step {done} was finished")
+
+    def agree(self, step: int) -> bool:
+        """Compare with all ranks what all have; True if one of them was asked to leave. Collective."""
+        with self.timer("agree"):
+            held = {"step": step, "draws": self.draws, "version": self.memory.version}
+            return self.agreement(held, preemption.wanted)
+
+    def leave(self, left: PreemptedError) -> None:
+        """Save what was learnt where no checkpoint has it, and say so in a file. Collective."""
+        if left.abandoned:
+            # The weights may be off the device.
+            with self.memory.training_phase():
+                pass
+        if left.step > self.start_step:
+            self.save_now(left.step - 1)
+        who = request()
+        if self.world.is_first:
+            mark(preemption.request, left.step)
+        saved = f"which is in {self.folder}/checkpoints/step_{left.step}" if left.step else "nothing is learnt yet"
+        self.note(f"preempted ({who}): {left}, {saved}; the same command goes on from there")
+
+    def save_now(self, step: int) -> None:
+        """Save what there is after this step, whatever is due, and wait until it is published. Collective."""
+        if self.saver.saved != step + 1:
+            self._save(step + 1)
         with self.timer("checkpoint"):
+            self.saver.finish()
+
+    def _save(self, done: int) -> None:
+        with self.timer("checkpoint"):
+            with self.timer("checkpoint_wait"):
+                self.saver.finish()
             # Rank 0 writes it, which trains.
             state = self.policy and {
                 "step": done,
                 "version": self.policy.version,
                 "updates_done": self.policy.updates_done,
                 "trained": {name: model.updates_done for name, model in self.models.trained().items()},
+                "guards": self.spikes.state(),
                 "algorithm": self.algo.state,
                 "draws": self.draws,
                 "seed": self.cfg.run.seed,
+                "wandb": wandb_id(self.folder),
             }
-            checkpoint.save(self.folder / "checkpoints", done, self.models, state, self.world, cfg.keep)
+            mine = rank_state(self.holder)
+            self.saver.save(done, state, mine, self.models)
 
     def finish(self) -> None:
         """Evaluate what was learnt, and say where everything is. Collective."""
@@ -311,7 +390,11 @@ class Run:
             with self.memory.rollout_phase():
                 self.evaluate(done, force=True)
             self.journal.numbers(done, self.eval_metrics | {"version": self.memory.version})
+            self.saver.know(done + 1, self.eval_metrics)
             lines.append("  ".join(f"{k} {v:.3f}" for k, v in self.eval_metrics.items()))
+        self.saver.finish()
+        if written := self.saver.poll():
+            self.journal.numbers(done, written)
         latest = self.folder / "checkpoints" / "latest"
         lines.append(
             f"run {self.folder}  checkpoint {latest if latest.exists() else 'none'}  "
@@ -344,26 +427,34 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
                 print(to_yaml(cfg) + "\n" + "\n".join(plan_lines(cfg, size)))
             yield None
             return
+        notes = make_deterministic(cfg)
         # The group first: from here on one rank alone speaks for all when something fails.
         world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
         folder = run_folder(cfg)
+        check_run_folder(folder)
+        notes += [checkpoint.start_over(folder, cfg.run.fresh, world)]
         setup_logging(folder, rank)
+        newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
+        watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
+        notes += checkpoint.check_settings(folder, cfg, world)
         if world.device.type == "cpu":
             keep_freed_memory()
         disable_progress_bar()
         if world.is_first:
-            console = Console(
-                cfg.tracking.console, cfg.run.steps, next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)
-            )
+            console = Console(cfg.tracking.console, cfg.run.steps, newest())
             timer = Timer(console.phase)
-            for line in plan_lines(cfg, size):
+            for line in [*filter(None, notes), *plan_lines(cfg, size)]:
                 console.note(line)
         with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
             run = Run(cfg, world, timer, console)
             if world.is_first:
                 # Only once everything could be built: a start that fails leaves an existing run folder as it was.
-                (folder / "config.yaml").write_text(to_yaml(cfg))
-            yield run
+                checkpoint.write_config(folder, cfg)
+                (folder / "PREEMPTED").unlink(missing_ok=True)
+            try:
+                yield run
+            except PreemptedError as left:
+                run.leave(left)
             run.close()
         give_terminal_back()
         with suppress(Exception):

@@ -8,6 +8,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Ranks share the cores; more threads than cores only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Ranks record their collectives, as in a run (`environment.prepare`).
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 # Nothing in the suite needs the network, and a test that waits for it is not seen to.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")

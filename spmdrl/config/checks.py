@@ -80,6 +80,15 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
             for axis in ("tp", "pp", "ep", "cp", "etp", "virtual_stages")
             if getattr(axes, axis) > 1
         ]
+        problems += [
+            f"{flag('policy.' + name)} {getattr(config.policy, name)}: needs --policy.backend megatron; take {plain}"
+            for name, plain in (("recompute", "full"), ("moe_aux_loss", 0.0), ("moe_bias_rate", 0.0))
+            if getattr(config.policy, name) != plain
+        ]
+        if config.policy.liger and importlib.util.find_spec("liger_kernel") is None:
+            problems.append("--policy.liger True: Liger is not installed; pip install liger-kernel, or leave it out")
+        if axes.last_stage_layers:
+            problems.append(f"--parallel.last-stage-layers {axes.last_stage_layers}: is of megatron's backend; take 0")
     else:
         problems = _megatron_problems(config, world_size)
     if problems:
@@ -110,19 +119,23 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
         problems.append('--policy.backend megatron: megatron-core is not installed: pip install "spmdrl[megatron]"')
     if axes.sp > 1:
         problems.append(f"--parallel.sp {axes.sp}: is of the fsdp backend; --parallel.cp divides sequences in megatron")
+    if config.policy.liger:
+        problems.append("--policy.liger True: is of the fsdp backend; Megatron has kernels of its own")
     if axes.placement == "split":
         problems.append("--parallel.placement split: not with the megatron backend; take colocated")
     if config.lora.rank:
         problems.append(f"--lora.rank {config.lora.rank}: adapters are of the fsdp backend; take 0")
-    if config.rollout.routing_replay:
-        problems.append("--rollout.routing-replay True: is of the fsdp backend")
     if config.model.dtype == "float64":
         problems.append("--model.dtype float64: Megatron's optimizer has none; take float32")
+    if config.policy.recompute != "full" and not config.policy.activation_checkpointing:
+        problems.append(f"--policy.recompute {config.policy.recompute}: needs --policy.activation-checkpointing")
     rest = axes.pp * axes.etp * axes.ep
     if world_size and world_size % rest:
         problems.append(f"--parallel.ep {axes.ep}: pp x etp x ep = {rest} must divide {world_size} ranks")
     if axes.virtual_stages > 1 and axes.pp == 1:
         problems.append(f"--parallel.virtual-stages {axes.virtual_stages}: needs --parallel.pp of at least 2")
+    if axes.last_stage_layers and axes.pp == 1:
+        problems.append(f"--parallel.last-stage-layers {axes.last_stage_layers}: needs --parallel.pp of at least 2")
     return problems
 
 
@@ -156,6 +169,11 @@ def _rollout_problems(config: Config, world_size: int) -> list[str]:
         problems.append(
             f"--rollout.partial-steps {rollout.partial_steps}: nothing is cut short while --rollout.oversample is 1; "
             "raise it, to 1.5 for example"
+        )
+    if config.run.deterministic and rollout.assignment != "static":
+        problems.append(
+            f"--rollout.assignment {rollout.assignment}: goes by the clock; leave it out, or take static, for "
+            "--run.deterministic"
         )
     if config.shaping.overlong_buffer > rollout.max_new_tokens:
         problems.append(
@@ -354,13 +372,18 @@ def _file_problems(name: str, value: str, default: str) -> list[str]:
 
 def _other_problems(config: Config) -> list[str]:
     problems = []
-    name = config.run.name
-    if not name or name in (".", "..") or any(part in name for part in ("/", "\\", "..", "\0")):
-        problems.append(f"--run.name {name!r}: must be one folder name without / or ..; use --run.dir for a path")
+    for flag_name, name in (("--run.name", config.run.name), ("--tracking.project", config.tracking.project)):
+        if not name or name == "." or any(part in name for part in ("/", "\\", "..", "\0")):
+            path = "; use --run.dir for a path" if flag_name == "--run.name" else ""
+            problems.append(f"{flag_name} {name!r}: must be one folder name without / or ..{path}")
     for tracker in config.tracking.trackers:
         problems += _name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
     if ".py" in config.reward.function:
         problems += _file_problems("reward.function", config.reward.function, default="compute_score")
+    if config.checkpoint.background and config.policy.backend == "megatron":
+        problems.append("--checkpoint.background True: not with the megatron backend, which has no copy of its state")
+    if "eval/" in config.checkpoint.best and not config.eval.every:
+        problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured with --eval.every 0")
     if config.eval.every > 0 and not config.data.eval:
         problems.append(f"--eval.every {config.eval.every}: needs --data.eval, or 0 for no evaluation")
     return problems

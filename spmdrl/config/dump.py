@@ -1,5 +1,6 @@
 """A config written back: as YAML that `--config` reads, as a dict for trackers, as the difference of two."""
 
+import os
 import re
 from typing import Any
 
@@ -10,11 +11,19 @@ from spmdrl.config.fields import get, leaves
 REDACTED = "<redacted>"
 # Whole words of a name, so that max_new_tokens is not a secret.
 _SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|credential|credentials|key|apikey)$", re.IGNORECASE)
-# Hugging Face, OpenAI, GitHub, AWS, wandb (the whole value 40 hex digits), bearer headers, user:password in a URL.
+# Hugging Face, OpenAI, GitHub, AWS, wandb (the whole value 40 hex digits), bearer headers, who logs in by a URL, and
+# what stands in its query under such a name.
 _SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[A-Z0-9]{12,})\b|^[0-9a-f]{40}$"
-    r"|(?i:bearer\s+[\w.~+/-]{8,})|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+    r"|(?i:bearer\s+[\w.~+/-]{8,})|(?<=://)[^/\s@]+(?=@)"
 )
+_SECRET_QUERY = re.compile(
+    r"([?&;][\w.-]*(?:token|secret|password|passwd|credential|key|signature|sig|auth)[\w.-]*=)[^&;\s'\"]+",
+    re.IGNORECASE,
+)
+_SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
+LEAST = 8
+"""Letters of a variable's value that is looked for in text; shorter ones are words."""
 
 
 def redact(name: str, value: Any) -> Any:
@@ -23,7 +32,17 @@ def redact(name: str, value: Any) -> Any:
         return [redact(name, item) for item in value]
     if not isinstance(value, str) or not value:
         return value
-    return REDACTED if _SECRET_NAME.search(name) else _SECRET_VALUE.sub(REDACTED, value)
+    return REDACTED if _SECRET_NAME.search(name) else redact_text(value)
+
+
+def redact_text(text: str) -> str:
+    """A line for the screen or a log without what looks like a credential, and without the values of environment
+    variables that are called so (`HF_TOKEN`, `WANDB_API_KEY`).
+    """
+    for name, value in os.environ.items():
+        if len(value) >= LEAST and value in text and _SECRET_VARIABLE.search(name):
+            text = text.replace(value, REDACTED)
+    return _SECRET_QUERY.sub(rf"\1{REDACTED}", _SECRET_VALUE.sub(REDACTED, text))
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -10,11 +10,12 @@ Order: the preset, files in the order given, then flags. Later wins, so a flag b
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
@@ -22,6 +23,7 @@ import tyro
 import yaml
 
 from spmdrl.config import checks
+from spmdrl.config.dump import redact_text
 from spmdrl.config.fields import ConfigError, flag, is_optional, is_tuple, leaves, nearest
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
@@ -31,6 +33,10 @@ TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 NEGATED = dict.fromkeys(TRUE, "false") | dict.fromkeys(FALSE, "true")
 COMMAND_LINE = "command line"
+ALIASES = {"deterministic": "run.deterministic", "no_deterministic": "run.no_deterministic"}
+"""Shorter names of settings."""
+MOST_NODES, MOST_LEVELS = 10_000, 8
+"""Of a file of settings, aliases followed."""
 RANK_0_SPEAKS = 20.0
 """Seconds that the others give it; torchrun ends them as soon as it has left."""
 
@@ -92,7 +98,8 @@ def from_command_line(
     hints = leaves(schema) | {"dry_run": bool}
     tokens: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
-    for name, given in _preset_layer(from_files + from_flags, schema, problems) + from_files + from_flags:
+    asked = [(ALIASES.get(name, name), given) for name, given in from_files + from_flags]
+    for name, given in _preset_layer(asked, schema, problems) + _implied_layer(asked, schema) + asked:
         positive = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name)
         if name not in hints and hints.get(positive) is bool and given.origin == COMMAND_LINE:
             name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
@@ -130,7 +137,7 @@ def load_or_exit(
             check(loaded.config, int(os.environ.get("WORLD_SIZE", "1")))
     except ConfigError as error:
         if _rank() == 0:
-            print(f"{prog}: {error}", file=sys.stderr, flush=True)
+            print(redact_text(f"{prog}: {error}"), file=sys.stderr, flush=True)
         else:
             # The first to leave has torchrun end the others, and rank 0 is yet to speak.
             time.sleep(RANK_0_SPEAKS)
@@ -172,9 +179,15 @@ def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Given]]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problems.append(f"--config {path}: {error.strerror if isinstance(error, OSError) else error}")
         return []
+    except RecursionError:
+        problems.append(f"--config {path}: nested too deeply; settings are sections with values in them")
+        return []
     found: list[tuple[str, Given]] = []
     if root is not None:
-        _flatten(root, "", path, found, problems)
+        try:
+            _flatten(root, "", path, found, problems, itertools.count())
+        except OverflowError as error:
+            problems.append(f"--config {path}: {error}")
     return found
 
 
@@ -194,8 +207,30 @@ def _preset_layer(given: list[tuple[str, Given]], schema: type, problems: list[s
     return [(leaf, Given([str(value)], f"preset {name}")) for leaf, value in settings]
 
 
-def _flatten(node: yaml.Node, prefix: str, path: str, found: list[tuple[str, Given]], problems: list[str]) -> None:
+def _implied_layer(given: list[tuple[str, Given]], schema: type) -> list[tuple[str, Given]]:
+    """What `--run.deterministic` asks for, unless it is said otherwise (which `checks.py` refuses)."""
+    on = False
+    for name, found in given:
+        if name in ("run.deterministic", "run.no_deterministic"):
+            yes = (found.values or ["true"])[0].lower() in TRUE
+            on = yes if name == "run.deterministic" else not yes
+    if not on or "rollout.assignment" not in leaves(schema):
+        return []
+    return [("rollout.assignment", Given(["static"], flag("run.deterministic")))]
+
+
+def _flatten(
+    node: yaml.Node,
+    prefix: str,
+    path: str,
+    found: list[tuple[str, Given]],
+    problems: list[str],
+    nodes: Iterator[int],
+) -> None:
     origin = f"{path}:{node.start_mark.line + 1}"
+    # Aliases may refer to what they stand in, or multiply.
+    if next(nodes) > MOST_NODES or prefix.count(".") > MOST_LEVELS:
+        raise OverflowError(f"line {node.start_mark.line + 1}: nested too deeply, or more than {MOST_NODES} entries")
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
@@ -207,7 +242,7 @@ def _flatten(node: yaml.Node, prefix: str, path: str, found: list[tuple[str, Giv
             if name in seen:
                 problems.append(f"{path}:{line}: {prefix}{name} stands twice (also on line {seen[name]})")
             seen[name] = line
-            _flatten(value, f"{prefix}{name}.", path, found, problems)
+            _flatten(value, f"{prefix}{name}.", path, found, problems, nodes)
     elif not prefix:
         problems.append(f"{origin}: expected sections with settings, such as `run:` and under it `steps: 5`")
     elif isinstance(node, yaml.SequenceNode):

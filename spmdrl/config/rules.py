@@ -1,6 +1,7 @@
 """What each number among the settings must satisfy by itself: name -> (test, what a valid value is)."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ RULES: dict[str, _Rule] = {
     "run.steps": _at_least_1,
     "run.seed": _at_least_0,
     "run.timeout": _positive,
+    "run.grace": _positive,
     "run.spike_factor": (lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for off"),
     "parallel.dp_replicate": _at_least_1,
     "parallel.dp_shard": (lambda x: x == -1 or x >= 1, "must be at least 1, or -1 for all ranks the other axes leave"),
@@ -124,5 +126,10 @@ RULES: dict[str, _Rule] = {
     "eval.temperature": _at_least_0,
     "checkpoint.every": _at_least_0,
     "checkpoint.keep": _at_least_1,
+    "checkpoint.keep_every": _at_least_0,
+    "checkpoint.best": (
+        lambda x: bool(re.fullmatch(r"(-?[A-Za-z][\w./@-]*)?", x)),
+        "must be the name of a metric, or -name",
+    ),
     "tracking.samples": _at_least_0,
 }

@@ -34,8 +34,18 @@ class RunConfig:
     """`auto` takes the GPUs when torch sees one for each local rank."""
     timeout: float = 600.0
     """Seconds a collective may wait for a missing rank before the whole job ends."""
+    grace: float = 60.0
+    """Seconds after SIGUSR1 (or SIGTERM) within which the step is finished or abandoned, saved, and the job gone."""
+    deterministic: bool = False
+    """Two runs on the same layout are equal to the last bit (also `--deterministic`): torch's deterministic algorithms,
+    the static assignment, batch-invariant kernels in vLLM and SGLang on GPU. Slower."""
     lockstep_debug: bool = False
     """Compare (call site, op, shape) of every collective across ranks before it runs: slow, but names the rank."""
+    fresh: bool = False
+    """Start over in a run folder that is there: it moves to `<dir>.old-1`, `.old-2`, ... A restart by torchrun or SLURM
+    goes on instead."""
+    allow_changes: bool = False
+    """Go on in a run folder that was begun with settings which change the answer; without it they are refused."""
     spike_factor: float = 20.0
     """Keep the batch of an optimizer step whose gradient norm is above so many times the median of the last 32, for
     `python -m spmdrl.replay`; of a run the first 3, and 3 that are not finite. 0: only those."""
@@ -143,8 +153,10 @@ class PolicyConfig:
     """Packed attention. `auto`: flash-attn varlen on GPU where installed, else causal SDPA per sequence (`padded`).
     `eager`: plain softmax."""
     chunked_loss: bool = True
-    """FSDP: losses in which no token depends on another are taken chunk by chunk within the output head: a quarter of its
-    work less. Others, and all with False, see logp of the whole micro-batch."""
+    """FSDP: losses in which no token depends on another are taken chunk by chunk within the output head: a quarter of
+    its work less. Others, and all with False, see logp of the whole micro-batch."""
+    liger: bool = False
+    """FSDP on GPUs: RMSNorm, rotary embedding and SwiGLU by Liger's kernels (`pip install liger-kernel`)."""
     share_prompts: bool = True
     """Run the prompt of a group's samples once, in forward and backward; changes speed and memory, never the result."""
     offload: Literal["none", "host", "disk"] = "none"
@@ -210,7 +222,7 @@ class RolloutConfig:
     partial_steps: int = 0
     """Groups that were cut short go on in the next step, for at most so many steps, after which they are waited for.
     0: they are dropped, and so is what a static assignment leaves unbegun between others (rollout/unbegun_prompts).
-    A checkpoint does not hold them: after a resume their prompts are passed over."""
+    Checkpoints hold them."""
     max_sequences: int = 64
     """Sequences one engine runs at a time."""
     kv_cache_gib: float = 0.0
@@ -313,7 +325,14 @@ class CheckpointConfig:
     every: int = 0
     """Save every N steps. 0: only at the end of the run."""
     keep: int = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept. Older ones go only when the one just written reads back from the disk as it was made."""
+    keep_every: int = 0
+    """Those of steps that are a multiple of it stay, too. 0: none."""
+    best: str = ""
+    """And the one with the highest value of this metric, such as `eval/accuracy` (the lowest, with a `-` before it); of
+    the weights in it, or where these were not measured the value last known when it was saved. Empty: none."""
+    background: bool = False
+    """FSDP: copy what is saved to host memory and write it while training goes on, one checkpoint at a time."""
     at_end: bool = True
     """Save when the last step is done."""
 

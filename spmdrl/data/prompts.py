@@ -6,8 +6,10 @@ Two layouts of rows are understood. Plain: a prompt column and an answer column,
 
 import hashlib
 import json
+import re
 import string
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from spmdrl.config.schema import DataConfig
@@ -45,6 +47,10 @@ class PromptSet:
 
     def digest(self) -> str:
         """Hash of indices, tokens and truths: equal on two ranks when they read the same prompts."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         h = hashlib.sha256()
         for p in self.prompts:
             h.update(json.dumps([p.index, p.tokens, p.ground_truth]).encode())
@@ -161,6 +167,10 @@ def _format(flag: str, text: str, row: dict) -> str:
         names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         for name in names:
             base = name.split("[")[0].split(".")[0]
+            if "." in re.sub(r"\[[^\]]*\]", "", name):
+                raise ValueError(
+                    f"{name!r} reaches into a value, which has no columns; write {{name}} or {{name[key]}}"
+                )
             if base not in row:
                 raise ValueError(f"no column {base!r}; there are {', '.join(map(str, row))} (--data.prompt_column)")
         return text.format(**row)

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import os
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -91,13 +92,15 @@ def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
                     row = json.loads(line)
                 except json.JSONDecodeError as e:
                     raise ValueError(f"{path}:{number}: not JSON ({e.msg} at column {e.colno})") from None
+                except (ValueError, RecursionError) as e:  # a number of thousands of digits, thousands of brackets
+                    raise ValueError(f"{path}:{number}: cannot be read ({type(e).__name__}: {e})") from None
                 if not isinstance(row, dict):
                     raise ValueError(
                         f"{path}:{number}: a row is a JSON object with columns, this is {line.strip()[:60]!r}"
                     )
                 numbers.append(number)
                 rows.append(row)
-    except (OSError, EOFError, UnicodeDecodeError) as e:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
         raise ValueError(f"cannot read {path} ({type(e).__name__}: {e})") from e
     return numbers, rows
 

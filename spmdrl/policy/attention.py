@@ -295,6 +295,7 @@ def _attend(q, k, v, packing: Packing, scale: float, window: int | None, softcap
             causal=True,
             softcap=softcap or 0.0,
             window_size=(window - 1, 0) if window else (-1, -1),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
     parts = [_padded_class(q, k, v, c, packing.kind, scale, window, softcap) for c in packing.classes]
     return torch.cat(parts).index_select(0, packing.order)

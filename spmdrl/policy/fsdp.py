@@ -10,6 +10,7 @@ averaged) over ranks, so neither the packing nor the number of ranks enters the 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
 from spmdrl.policy import attention, lora
-from spmdrl.policy.contract import DTYPES, Head, Loss, Part, TokenLoss
+from spmdrl.policy.contract import DTYPES, Head, Loss, Part, TokenLoss, Write
 from spmdrl.policy.experts import Layout
 from spmdrl.policy.heads import PackedLM, PackedScalar, Second
 from spmdrl.policy.learner import Learner
@@ -29,9 +30,19 @@ from spmdrl.policy.load import build_model, decoder_layers, load_tokenizer, reso
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.policy.routing import Routers
 from spmdrl.policy.ulysses import check_model
-from spmdrl.policy.weights import on_first, pieces_of, prediction_heads, read_into, save_model
+from spmdrl.policy.vetted import vet
+from spmdrl.policy.weights import (
+    on_first,
+    on_host,
+    pieces_of,
+    prediction_heads,
+    read_into,
+    save_model,
+    tree_on_host,
+)
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
+from spmdrl.spmd.here import alive
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Piece
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
@@ -146,6 +157,7 @@ class FsdpPolicy(Learner):
     ) -> tuple[torch.Tensor, ...]:
         """What the head gives; a rank with nothing to do runs a stand-in so that its shards still travel."""
         assert not self.away, "offloaded: memory.training_phase brings it back"
+        alive()
         device, real = self.world.device, len(batch) > 0
         tokens_T = batch.token["tokens"] if real else torch.zeros(2, dtype=torch.int64)
         lengths_B = batch.lengths if real else torch.tensor([2])
@@ -285,29 +297,40 @@ class FsdpPolicy(Learner):
             self.away.pop()
         self.parameters_away = False
 
-    def save(self, folder: Path) -> None:
+    def saving(self, copy: bool = False) -> Write:
         """See the contract."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        hf = self.model.hf
-        tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code) if self.world.is_first else None
-        generation = hf.generation_config if self.head == "lm" else None
-        parts = (hf.config, generation, tokenizer, self.kept)
-        save_model(folder / "model", self.pieces(), self.world, self.master, *parts)
+        # What asks other groups of this world is asked here; what is returned may run while they are in use.
+        own = on_host if copy else list
+        hf, pieces = self.model.hf, own(self.pieces())
+        parts = deepcopy((hf.config, hf.generation_config if self.head == "lm" else None))
         if self.adapters:
-            tensors, base = {}, self._base_facts()
-            for bucket in on_first(lora.file_pieces(self._parts()[1]), self.world, self.master):
-                tensors |= bucket
-            if self.world.is_first:
-                lora.write_adapter(folder / "adapter", self.adapters, tensors, base)
-        if self.optimizer is None:
-            return
-        dcp.save(
-            {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)},
-            checkpoint_id=str(folder / "state" / "optimizer"),
-            process_group=self.world.training_group,
-        )
+            adapter, settings, base = own(lora.file_pieces(self._parts()[1])), self.adapters, self._base_facts()
+        else:
+            adapter, settings, base = None, None, {}
+        moments: Any = get_optimizer_state_dict(self.model, self.optimizer) if self.optimizer else None
+        moments = tree_on_host(moments) if copy else moments
+
+        def write(folder: Path, world: World) -> None:
+            tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code) if world.is_first else None
+            save_model(folder / "model", pieces, world, self.master, *parts, tokenizer, self.kept)
+            if adapter is not None:
+                tensors = {}
+                for bucket in on_first(adapter, world, self.master):
+                    tensors |= bucket
+                if world.is_first:
+                    lora.write_adapter(folder / "adapter", settings, tensors, base)
+            if moments is not None:
+                where, group = str(folder / "state" / "optimizer"), world.training_group
+                dcp.save({"optimizer": moments}, checkpoint_id=where, process_group=group)
+
+        return write
+
+    def save(self, folder: Path) -> None:
+        """See the contract."""
+        self.saving()(folder, self.world)
 
     def _base_facts(self) -> dict:
         """Which weights the adapters belong to. Collective."""
@@ -331,5 +354,6 @@ class FsdpPolicy(Learner):
             return
         state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
         where, group = str(folder / "state" / "optimizer"), self.world.training_group
+        vet(Path(where))
         dcp.load(state, checkpoint_id=where, process_group=group)
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])

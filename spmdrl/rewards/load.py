@@ -60,9 +60,16 @@ def load_reward(cfg: RewardConfig, finite: bool = True) -> Grader:
     if name in QUICK:
         return Direct(name, QUICK[name], finite)
     is_file = name not in POOLED
-    on_timeout = ("error" if is_file else "zero") if cfg.on_timeout == "auto" else cfg.on_timeout
+    on_timeout = "zero" if scores_timeouts(cfg) else "error"
     function = _file_function(name) if is_file else f"builtin:{name}"
     return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite)
+
+
+def scores_timeouts(cfg: RewardConfig) -> bool:
+    """A grading that takes too long scores 0; otherwise it ends the job, or takes no time."""
+    if cfg.function in QUICK:
+        return False
+    return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and cfg.function in POOLED)
 
 
 def _file_function(spec: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe
+from spmdrl.spmd.here import alive
 
 START_SECONDS = 120.0
 """Longest a worker may take to import its function (a cold file system is slow)."""
@@ -127,6 +128,8 @@ class Pool:
     # -- one turn: read, check clocks, hand out -------------------------------------------------------------------
 
     def _turn(self, wait: bool) -> None:
+        # Its own clocks end what hangs.
+        alive()
         for key, events in self._selector.select(self._patience() if wait else 0):
             worker: _Worker = key.data
             if worker not in self._workers:  # killed earlier in this turn

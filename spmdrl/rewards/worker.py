@@ -94,6 +94,9 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     """Serve until stdin ends."""
     _die_with(int(sys.argv[1]))
+    # A cluster's notice to all processes of a job is the ranks' to follow. A handler, as children of user code would
+    # inherit a signal that is ignored.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -37,6 +37,11 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
         raise ValueError(
             f"--rollout.deterministic: {name}'s batch-invariant kernels want a GPU; take --rollout.engine hf here"
         )
+    if name == "sglang" and cfg.run.deterministic and on_cpu:
+        raise ValueError(
+            "--run.deterministic: SGLang's scheduler, a process of its own, runs together what has arrived, and sums "
+            "round by their company; its batch-invariant kernels want a GPU. Take --rollout.engine hf or vllm here"
+        )
     for flag, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
         if name == "vllm" and not (temperature == 0 or VLLM_TEMPERATURE[0] <= temperature <= VLLM_TEMPERATURE[1]):
             raise ValueError(
@@ -136,10 +141,15 @@ def stop_tokens(folder: Path, tokenizer) -> set[int]:
     """Ids that end a response: the generation config's and the tokenizer's end of sequence."""
     from transformers import GenerationConfig
 
+    from spmdrl.policy.load import plain_errors
+
     ids = {tokenizer.eos_token_id}
     if (folder / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(eos) if isinstance(eos, list) else {eos}
+        with plain_errors(folder):
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+            ids |= set(eos) if isinstance(eos, list) else {eos}
+    if not all(i is None or isinstance(i, int) for i in ids):
+        raise ValueError(f"{folder}: its generation_config.json names {ids} as end tokens, which are numbers")
     return {i for i in ids if i is not None}
 
 
@@ -148,4 +158,7 @@ def context_length(folder: Path, trust_remote_code: bool) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
-    return getattr(config, "max_position_embeddings", None) or 1 << 30
+    found = getattr(config, "max_position_embeddings", None) or 1 << 30
+    if not isinstance(found, int) or found < 1:
+        raise ValueError(f"{folder}: its config.json has max_position_embeddings {found!r}, which must be a number")
+    return found

@@ -74,7 +74,7 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
             "mem_fraction_static": rollout.gpu_memory_utilization,
             "enable_memory_saver": rollout.sleep_level > 0,
             "enable_weights_cpu_backup": rollout.sleep_level == 1,
-            "enable_deterministic_inference": rollout.deterministic,
+            "enable_deterministic_inference": rollout.deterministic or cfg.run.deterministic,
         }
         if rollout.quantization != "none":
             values["quantization"] = rollout.quantization

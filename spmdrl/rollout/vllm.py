@@ -156,7 +156,7 @@ class VLLMEngine:
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
         self.kv_awake = self.weights_awake = True
         _environment(world.device)
-        if cfg.rollout.deterministic:
+        if cfg.rollout.deterministic or (cfg.run.deterministic and not self.on_cpu):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         # vLLM reseeds torch and rewrites LOCAL_WORLD_SIZE; both belong to the run.
         rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")

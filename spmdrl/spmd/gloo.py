@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from spmdrl.spmd.flight import send_and_receive
+
 
 def swap(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Send outgoing[i] to rank i mod W of the group and fill incoming[i] from it; own entries are left alone.
@@ -26,7 +28,7 @@ def swap(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], gro
             operations.append(dist.P2POp(dist.isend, out, group=group, group_peer=i % world))
         if into.numel():
             operations.append(dist.P2POp(dist.irecv, into, group=group, group_peer=i % world))
-    for work in dist.batch_isend_irecv(operations) if operations else []:
+    for work in send_and_receive(operations):
         work.wait()
 
 

@@ -21,6 +21,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 Expert parallelism folds out of the others inside a policy."""
 
 
+JOIN = timedelta(seconds=120)
+"""Least time that ranks wait for each other at the start."""
+LATER = timedelta(seconds=60)
+"""NCCL's own end of a job comes so much after `--run.timeout`: it names no rank (`failure.watch` does)."""
+
+
 @dataclass(frozen=True)
 class Roles:
     """Which ranks train, score and sample. `colocated`: all do all three; `split`: disjoint sets, in this order.
@@ -69,6 +75,8 @@ class World:
     for a single position. Group rank = data position."""
     holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
     """int64 [data positions, copies]: the ranks that hold the samples of each position."""
+    apart: bool = False
+    """A twin of another world (`twin`): all that it moves goes over host-side groups of its own."""
 
     @property
     def is_first(self) -> bool:
@@ -210,6 +218,7 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     where = pick_device(device, local_rank)
     wait = timedelta(seconds=timeout)
+    later = wait + LATER if where.type == "cuda" else wait
     if not dist.is_initialized():
         store = None
         if os.environ["WORLD_SIZE"] == "1":
@@ -221,9 +230,11 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
             store=store,
             rank=rank if store else -1,
             world_size=1 if store else -1,
-            timeout=wait,
+            # Ranks begin at different times: a machine's first start may take a minute.
+            timeout=max(later, JOIN),
             device_id=where if where.type == "cuda" else None,
         )
+        dist.distributed_c10d._set_pg_timeout(later, dist.group.WORLD)
     return world_from_group(parallel, rollout_tp, where, local_rank, wait)
 
 
@@ -241,7 +252,8 @@ def world_from_group(
     kind = device.type
     mesh = _mesh(kind, roles.trainers, sizes)
     shard_mesh = _shard_mesh(kind, roles.trainers, sizes)
-    data_group, holders = _data_group(mesh, wait)
+    later = wait + LATER if kind == "cuda" else wait
+    data_group, holders = _data_group(mesh, later)
     rollout = _mesh(kind, roles.samplers, {"engine": len(roles.samplers) // rollout_tp, "tp": rollout_tp})
     host = dist.new_group(backend="gloo", timeout=wait)
     assert isinstance(host, dist.ProcessGroup)
@@ -256,7 +268,7 @@ def world_from_group(
     meshes = [m for m in (mesh, shard_mesh, rollout) if m.get_coordinate() is not None]
     for group in {g for m in meshes for g in m.get_all_groups()}:
         # Meshes give theirs the library's own limit, half an hour on gloo.
-        dist.distributed_c10d._set_pg_timeout(wait, group)
+        dist.distributed_c10d._set_pg_timeout(later, group)
     return World(
         *(rank, size, local_rank, device, host, store, roles, rollout_group, training_group, role_group),
         *(mesh, rollout, shard_mesh, data_group, holders),
@@ -273,8 +285,22 @@ def scoring_world(world: World, wait: timedelta) -> World:
         return world
     sizes = dict.fromkeys(AXES, 1) | {"dp_shard": len(ranks)}
     mesh, shard_mesh = (make(world.device.type, ranks, sizes) for make in (_mesh, _shard_mesh))
-    data_group, holders = _data_group(mesh, wait)
+    later = wait + LATER if world.device.type == "cuda" else wait
+    data_group, holders = _data_group(mesh, later)
     return replace(world, mesh=mesh, shard_mesh=shard_mesh, data_group=data_group, holders=holders)
+
+
+def twin(world: World, wait: timedelta) -> World:
+    """The same ranks and axes on the host, with groups of its own: for a thread that works beside the program.
+
+    Collective. Meshes are shared: they may be asked for places, not be communicated over.
+    """
+    with apart_from_default():
+        host = dist.new_group(backend="gloo", timeout=wait)
+    assert isinstance(host, dist.ProcessGroup)
+    training = _side(world.roles.trainers, host, wait)
+    groups = dict(host_group=host, training_group=training, role_group=training)
+    return replace(world, **groups, device=torch.device("cpu"), apart=True)
 
 
 @contextmanager

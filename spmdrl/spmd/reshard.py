@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from spmdrl.spmd.digest import digest
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text
+from spmdrl.spmd.flight import send_and_receive
+from spmdrl.spmd.here import alive
 
 Box = tuple[tuple[int, int], ...]
 """First and last + 1 index in every dimension."""
@@ -153,6 +155,7 @@ class Reshard:
         device: torch.device,
         dtype: torch.dtype,
         bucket_bytes: int,
+        over: dist.ProcessGroup | None = None,
     ):
         """Plan. Collective.
 
@@ -160,15 +163,16 @@ class Reshard:
             entries: as `catalogue` gives them.
             pieces: what this rank holds. Where several ranks hold the same box, one of them sends it.
             needs: (tensor, box) that this rank wants; boxes may overlap.
-            host_group: all ranks that take part, on the host. Tensors travel between them on the default group.
+            host_group: all ranks that take part, on the host.
             device: where the tensors are.
             dtype: tensors are cast to it before they travel, but for those that keep their own.
             bucket_bytes: whole tensors of at most so many bytes travel at a time (a larger one alone).
+            over: group on which tensors travel; None: the default one.
 
         Raises:
             ValueError: a part that is needed and that no rank holds.
         """
-        self.entries, self.device = entries, device
+        self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]
         self.me, ranks = dist.get_rank(), dist.get_process_group_ranks(host_group)
         if len(ranks) == 1 and device.type == "cpu":
@@ -252,17 +256,17 @@ class Reshard:
                 if (n, region) not in cache:
                     cache[n, region] = digest(part)
                 digests[place] = cache[n, region]
-            operations.append(dist.P2POp(dist.isend, out, rank))
+            operations.append(dist.P2POp(dist.isend, out, rank, self.over))
         for rank, regions in bucket.receive.items():
             nbytes = message_bytes((self.dtypes[i], box) for i, box in regions)
             inbox[rank] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self.received_bytes += nbytes
-            operations.append(dist.P2POp(dist.irecv, inbox[rank], rank))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return Flight(bucket, works, inbox, outbox)
+            operations.append(dist.P2POp(dist.irecv, inbox[rank], rank, self.over))
+        return Flight(bucket, send_and_receive(operations), inbox, outbox)
 
     @torch.no_grad()
     def _finish(self, flight: Flight, pieces: list[Piece]) -> dict[str, torch.Tensor]:
+        alive()
         for work in flight.works:
             work.wait()
         bucket, whole = flight.bucket, {}

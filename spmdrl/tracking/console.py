@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from spmdrl.config.dump import redact_text
+
 SHOWN = [
     ("reward", "reward/mean"),
     ("kl", "kl/mean"),
@@ -130,6 +132,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """Show a line above the panel, or in its turn."""
+        text = redact_text(text)
         if self._live is not None:
             self._live.console.print(Text(text))
         else:

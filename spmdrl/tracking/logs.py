@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from spmdrl.config.dump import redact_text
+
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -21,7 +23,7 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
     path = Path(run_dir) / "logs" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter(FORMAT))
+    file.setFormatter(_Redacting(FORMAT))
     handlers: list[logging.Handler] = [file]
     if rank == 0:
         handlers.append(_Stderr(logging.WARNING))
@@ -47,6 +49,13 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
     return ours
 
 
+class _Redacting(logging.Formatter):
+    """Tracebacks too may show a URL with its password."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(super().format(record))
+
+
 class _Stderr(logging.Handler):
     """Writes to the sys.stderr of the moment, as the live panel puts its own in place while it is on.
 
@@ -57,6 +66,6 @@ class _Stderr(logging.Handler):
         if getattr(record, "file_only", False):
             return
         try:
-            print(f"{record.levelname.lower()}: {self.format(record)}", file=sys.stderr, flush=True)
+            print(redact_text(f"{record.levelname.lower()}: {self.format(record)}"), file=sys.stderr, flush=True)
         except Exception:  # a handler must not raise into the code that logs
             self.handleError(record)

@@ -69,6 +69,16 @@ class Metrics:
                 _, mine, my_weight = self._entry(name, kind, 0.0)
                 self._entries[name] = (kind, mine + total, my_weight + weight)
 
+    def dump(self) -> list[tuple[str, str, float, float]]:
+        """(name, kind, total, weight) of all entries, read off the device: what `load` takes."""
+        return [(name, kind, float(total), float(weight)) for name, (kind, total, weight) in self._entries.items()]
+
+    def load(self, rows: list[tuple[str, str, float, float]]) -> None:
+        """Merge what `dump` gave."""
+        other = Metrics()
+        other._entries = {name: (kind, total, weight) for name, kind, total, weight in rows}
+        self.merge(other)
+
     def prefixed(self, prefix: str) -> "Metrics":
         """The same numbers under longer names."""
         out = Metrics()

@@ -118,6 +118,22 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+def _id_file(run_dir: str | os.PathLike[str]) -> Path:
+    return Path(run_dir) / "wandb" / "spmdrl_id"
+
+
+def wandb_id(run_dir: str | os.PathLike[str]) -> str:
+    """The id under which wandb knows the run in this folder; empty if it does not."""
+    file = _id_file(run_dir)
+    return file.read_text().strip() if file.exists() else ""
+
+
+def keep_wandb_id(run_dir: str | os.PathLike[str], run_id: str) -> None:
+    """Have the run in this folder go on under an id."""
+    _id_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
+    _id_file(run_dir).write_text(run_id)
+
+
 class WandbTracker:
     """A wandb run in `<run_dir>/wandb`. Without an account it is kept offline, for `wandb sync` to send later."""
 
@@ -141,15 +157,13 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise _not_installed("wandb", error) from error
-        id_file = Path(run_dir) / "wandb" / "spmdrl_id"
-        id_file.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step <= 1 or not id_file.exists():
-            id_file.write_text(secrets.token_hex(6))
+        if resume_step <= 1 or not wandb_id(run_dir):
+            keep_wandb_id(run_dir, secrets.token_hex(6))
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         self._run = wandb.init(
             project=project,
             name=name,
-            id=id_file.read_text().strip(),
+            id=wandb_id(run_dir),
             config=dict(config),
             dir=str(run_dir),
             mode=mode,  # type: ignore[arg-type]

@@ -93,8 +93,9 @@ class Job:
         env: dict | None = None,
         stdin: str | None = None,
         cwd: Path = ROOT,
+        launch: Sequence[str] = (),
     ):
-        """ranks 0: a plain process without torchrun."""
+        """ranks 0: a plain process without torchrun. launch: more words for torchrun."""
         self.mark = secrets.token_hex(8)
         base = {
             k: v
@@ -110,11 +111,11 @@ class Job:
             "COLUMNS": "200",
             MARK: self.mark,
         }
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
         if ranks:
             # A port of its own, so that jobs side by side never meet.
-            launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command = [sys.executable, *launch, "-m", module, *map(str, args)]
+            start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *launch]
+        command = [sys.executable, *start, "-m", module, *map(str, args)]
         self.began = time.time()
         self.process = subprocess.Popen(
             command,

@@ -32,8 +32,14 @@ GSM8K_SMALL = argv(
     "--rollout.max_new_tokens 16 --rollout.max_sequences 8 --policy.max_tokens_per_microbatch 1024 --eval.prompts 2 "
     "--eval.every 2 --checkpoint.every 0 --checkpoint.no-at-end"
 )
-RANKS = {"gsm8k_grpo_split.yaml": 8}
-"""Of a file that says of some ranks what they do; torchrun would tell each of them so."""
+RANKS = {
+    "gsm8k_grpo_split.yaml": 8,
+    "qwen3_30b_a3b.yaml": 8,
+    "qwen3_235b.yaml": 32,
+    "deepseek_671b.yaml": 96,
+    "dapo_671b.yaml": 512,
+}
+"""Of a file that says of some ranks what they do, or how they divide a model; torchrun would tell each of them so."""
 ADDITION_SMALL = argv(
     "--config configs/smollm2_addition.yaml --run.steps 2 --rollout.prompts_per_step 2 --rollout.samples_per_prompt 4 "
     "--eval.every 0 --checkpoint.no-at-end"

@@ -127,11 +127,11 @@ def group_of(world):
     return world.data_group
 
 
-def packed(cfg: Config, world, everyone: list[Trajectory]):
-    """This rank's balanced share of trajectories that engines made."""
+def packed(cfg: Config, world, everyone: list[Trajectory], experts_width: int = 0):
+    """This rank's balanced share of trajectories that engines made; experts_width: as in `from_trajectories`."""
     mine = [t for t in everyone if t.position % world.size == world.rank]
     parts = tuple(sorted({name for t in everyone for name in t.parts}))
-    batch = from_trajectories(mine, parts)
+    batch = from_trajectories(mine, parts, experts_width)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(0, 0, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"] = batch.lengths

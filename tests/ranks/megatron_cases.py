@@ -1,24 +1,49 @@
 """Updates of one batch through either backend, for `test_megatron_policy.py`."""
 
+import dataclasses
+import gc
 import os
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from spmdrl.compose import compose
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.models import Models
+from spmdrl.policy import weights
 from spmdrl.policy.backends import backend
-from spmdrl.policy.weights import on_first
+from spmdrl.policy.contract import LossResult
+from spmdrl.policy.routing import FREE
+from spmdrl.policy.weights import SafetensorsWriter, on_first
+from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import world_from_group
-from tests.ranks.cases import config, synthetic_batch, update_models
+from spmdrl.spmd.reshard import Piece
+from spmdrl.tracking.metrics import Metrics
+from tests.ranks.cases import config, gradients_of, packed, synthetic_batch, update_models
 
 LIMIT = 100.0
 
 
-def open_models(world, axes: dict, sections: dict, folders: dict, kind: str):
+FIRST: set = set()
+"""Groups of the rank before its first case."""
+
+
+def drop_groups() -> None:
+    """End the groups of the cases before: each has a thread that wakes a hundred times a second."""
+    groups = set(dist.distributed_c10d._world.pg_map)
+    FIRST.update(groups if not FIRST else ())
+    gc.collect()
+    for group in groups - FIRST:
+        dist.destroy_process_group(group)
+    gc.collect()
+
+
+def open_models(world, axes: dict, sections: dict, folders: dict, kind: str, replay: bool = False):
     """(config, world of these axes, models that the algorithm needs); Megatron's groups are made anew."""
+    drop_groups()
     cfg = config(**sections, parallel=axes)
     cfg.model.path, cfg.policy.backend = folders["policy"], kind
     if axes:
@@ -29,7 +54,7 @@ def open_models(world, axes: dict, sections: dict, folders: dict, kind: str):
 
         initialize(layout_of(cfg))
     make, needs = backend(kind), compose(cfg).needs
-    models = Models(make(cfg, world, 100))
+    models = Models(make(cfg, world, 100, routing_replay=replay))
     if "reference" in needs:
         models.reference = make(cfg, world, 0, trainable=False, path=folders["reference"])
     if "critic" in needs:
@@ -39,11 +64,11 @@ def open_models(world, axes: dict, sections: dict, folders: dict, kind: str):
 
 def weights_of(world, models: Models) -> dict[str, torch.Tensor]:
     """Whole tensors of what is trained, by model and HF name; on rank 0. Collective."""
-    weights = {}
+    found = {}
     for name, model in (("policy", models.policy), ("critic", models.critic)):
         for bucket in on_first(model.pieces(), world, torch.float32) if model else ():
-            weights |= {f"{name}/{k}": v.clone() for k, v in bucket.items()}
-    return weights
+            found |= {f"{name}/{k}": v.clone() for k, v in bucket.items()}
+    return found
 
 
 def updates(world, cases: list, kind: str) -> dict:
@@ -59,6 +84,89 @@ def updates(world, cases: list, kind: str) -> dict:
     return out
 
 
+def told_batch() -> list:
+    """`synthetic_batch` with random choices of 2 of 4 experts in 2 layers, some tokens free to choose."""
+    out = []
+    for t in synthetic_batch():
+        rng = torch.Generator().manual_seed(100 * t.position + t.sample)
+        told = torch.rand(len(t.tokens), 2, 4, generator=rng).argsort(-1)[..., :2].flatten(1).to(torch.int16)
+        told[::5] = told[-1] = FREE
+        out.append(dataclasses.replace(t, experts=told))
+    return out
+
+
+def replays(world, cases: list, kind: str) -> dict:
+    """Case -> (logp by sequence on this rank, metrics, weights) of one step with the experts of `told_batch`."""
+    out = {}
+    for key, axes, sections, folders in cases:
+        cfg, here, models = open_models(world, axes, sections, folders, kind, True)
+        batch = packed(cfg, here, told_batch(), 4)
+        logp = models.policy.logprobs(batch, 1.0)[0].split(batch.lengths.tolist())
+        names = zip(batch.seq["position"].tolist(), batch.seq["sample"].tolist(), strict=True)
+        metrics = update_models(cfg, here, models, told_batch(), batch)
+        out[key] = dict(zip(names, logp, strict=True)), metrics, weights_of(here, models)
+    return out
+
+
+def balances(world, cases: list) -> dict:
+    """Case -> (metrics, weights) of an update whose only loss is that for evenly used experts."""
+    out = {}
+    for key, axes, sections, folders in cases:
+        cfg, here, models = open_models(world, axes, sections, folders, "megatron")
+
+        def nothing(micro, logp, entropy, shared):
+            return LossResult(0.0 * (logp.sum() + entropy.sum()), Metrics())
+
+        batch = packed(cfg, here, synthetic_batch())
+        metrics = models.policy.update(batch, nothing, lambda part, share: {}, 1.0)
+        metrics = metrics.reduce(partial(all_reduce, group=here.data_group), here.device)
+        out[key] = metrics, weights_of(here, models)
+    return out
+
+
+def halves(world, cases: list, kind: str) -> dict:
+    """Case -> (logp by sequence on this rank, whole gradients on rank 0) of an update; nothing is clipped."""
+    out = {}
+    for key, axes, sections, folders in cases:
+        cfg, here, models = open_models(world, axes, sections, folders, kind)
+        policy, batch = models.policy, packed(cfg, here, synthetic_batch())
+        logp = policy.logprobs(batch, 1.0)[0].split(batch.lengths.tolist())
+        names = zip(batch.seq["position"].tolist(), batch.seq["sample"].tolist(), strict=True)
+        step = partial(update_models, cfg, here, models, synthetic_batch(), batch)
+        if kind == "fsdp":
+            gradients = gradients_of(policy, step)[-1]
+        else:
+            from spmdrl.policy.megatron.convert import slots
+
+            step()
+            held = slots(policy.trainer.models, lambda p: p.main_grad)
+            pieces = [Piece(h.name, h.shape, h.box, h.view) for h in held]
+            gradients = {k: v.clone() for some in on_first(pieces, here, torch.float32) for k, v in some.items()}
+        out[key] = dict(zip(names, logp, strict=True)), gradients
+    return out
+
+
+def keeps(world, cases: list, kind: str, root: str) -> None:
+    """Save models under root; files of a few tensors each."""
+    weights.SafetensorsWriter = partial(SafetensorsWriter, shard_bytes=1 << 15)
+    for key, axes, sections, folders in cases:
+        _, _, models = open_models(world, axes, sections, folders, kind)
+        models.policy.save(Path(root) / f"{kind} {key}")
+    weights.SafetensorsWriter = SafetensorsWriter
+
+
+def by_backend(world, kind: str, root: str, steps=(), told=(), balanced=(), half=(), kept=(), moves=()) -> tuple:
+    """All of these in one group of ranks; moves are saved by several, and loaded by one."""
+    keeps(world, kept, kind, root)
+    return (
+        updates(world, steps, kind),
+        replays(world, told, kind),
+        balances(world, balanced),
+        halves(world, half, kind),
+        (saves if world.size > 1 else loads)(world, moves, root),
+    )
+
+
 def saves(world, cases: list, root: str) -> dict:
     """Case -> (metrics, weights) of the step after two that were saved under root; children that are left."""
     out = {}
@@ -67,10 +175,12 @@ def saves(world, cases: list, root: str) -> dict:
         for _ in range(2):
             update_models(cfg, here, models, synthetic_batch())
         before = weights_of(here, models)
-        models.policy.save(Path(root) / key)
+        for name, model in models.named():
+            if name in ("policy", "critic"):
+                model.save(Path(root) / key / name)
         metrics = update_models(cfg, here, models, synthetic_batch())
         out[key] = metrics, weights_of(here, models), before
-    return out | {"children": children()}
+    return out | ({"children": children()} if world.size > 1 else {})
 
 
 def loads(world, cases: list, root: str) -> dict:
@@ -78,7 +188,9 @@ def loads(world, cases: list, root: str) -> dict:
     out = {}
     for key, axes, sections, folders in cases:
         cfg, here, models = open_models(world, axes, sections, folders, "megatron")
-        models.policy.load(Path(root) / key)
+        for name, model in models.named():
+            if name in ("policy", "critic"):
+                model.load(Path(root) / key / name)
         before = weights_of(here, models)
         metrics = update_models(cfg, here, models, synthetic_batch())
         out[key] = metrics, weights_of(here, models), before

@@ -61,6 +61,7 @@ GEMMA2 = dict(
 FAMILIES = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
+    "qwen2_5_vl": ("", {}),
     "qwen3": ("Qwen3", dict(head_dim=16, rope_parameters=YARN)),
     "qwen3_moe": ("Qwen3Moe", dict(head_dim=16, num_experts=4, **EXPERTS, mlp_only_layers=[2])),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
@@ -77,6 +78,7 @@ ON_2 = {
     "tp2+sp": Layout(tp=2),
     "pp2": Layout(pp=2),
     "pp2 vpp2": Layout(pp=2, virtual_stages=2),
+    "pp2 3+1": Layout(pp=2, last_stage_layers=1),
     "ep2": Layout(ep=2),
     "tp2 etp2": Layout(tp=2, etp=2),
     "cp2": Layout(cp=2),
@@ -102,6 +104,24 @@ def fits(family: str, layout: Layout) -> bool:
 CASES = [(f, n, s) for n, on in ((2, ON_2), (4, ON_4)) for s, layout in on.items() for f in FAMILIES if fits(f, layout)]
 
 
+def vision(folder, vocab: int) -> str:
+    """A random Qwen2.5-VL."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = BASE | dict(vocab_size=vocab, rope_parameters=dict(rope_theta=1e4, mrope_section=[1, 2, 3]))
+    tower = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=48)
+    ids = {f"{x}_token_id": vocab - 1 - i for i, x in enumerate(("image", "video", "vision_start", "vision_end"))}
+    torch.manual_seed(1)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1:
+                p.add_(0.2 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A folder with a random model of each family, nothing in it 0 or 1."""
@@ -109,7 +129,10 @@ def models(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
+    vision(folder / "qwen2_5_vl", 131)
     for name, (prefix, changes) in FAMILIES.items():
+        if not prefix:
+            continue
         config = getattr(transformers, f"{prefix}Config")(**BASE | changes)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config)
         with torch.no_grad():
@@ -163,18 +186,20 @@ def weights_TV(i):
 def reference(folder):
     """Config, tensors, logits [T, V] of every pack, a sequence at a time, and the gradient of each tensor."""
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from spmdrl.policy.experts import Layout as Packing
     from spmdrl.policy.experts import whole
 
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    kind = AutoModelForImageTextToText if folder.name == "qwen2_5_vl" else AutoModelForCausalLM
+    hf = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     logits = [torch.cat([hf(t[None]).logits[0] for t in tokens.split(lengths.tolist())]) for tokens, lengths in packs()]
     sum((x * weights_TV(i)).sum() for i, x in enumerate(logits)).backward()
     packing = Packing(hf)
     gradients = {
         slot.name: p.grad[slot.index]
         for name, p in hf.named_parameters()
+        if p.grad is not None
         for slot in packing.slots(name, tuple(p.shape), whole(p.shape))
     }
     return hf.config, load_file(folder / "model.safetensors"), [x.detach() for x in logits], gradients
@@ -284,6 +309,7 @@ def test_layout_holds_every_tensor_bit_for_bit(family, ranks, layout, found, mod
     left = {
         name: torch.ones(t.shape, dtype=torch.bool)
         for name, t in load_file(models / family / "model.safetensors").items()
+        if not name.startswith("visual.")
     }
     for result in results:
         for name, shape, box in result["ranges"]:
@@ -346,7 +372,10 @@ def test_parity_of_a_push_and_of_a_critic(models):
     ("family", "layout", "says"),
     [
         ("llama", Layout(tp=4), "--parallel.tp 4: the model has 2 key-value heads; --parallel.tp may be 1, 2"),
-        ("llama", Layout(pp=3), "--parallel.pp 3: the model has 4 layers; --parallel.pp may be 1, 2, 4"),
+        ("llama", Layout(pp=3), "pp 3: the model has 4 layers; --parallel.pp may be 1, 2, 4, or .*last-stage-layers 2"),
+        ("llama", Layout(pp=3, last_stage_layers=1), "rest of 4 layers; --parallel.last-stage-layers may be 2"),
+        ("llama", Layout(pp=2, last_stage_layers=4), "--parallel.last-stage-layers 4: .* may be 2, 1, 3"),
+        ("llama", Layout(pp=2, virtual_stages=2, last_stage_layers=3), "the model has 1 layers of a pipeline rank"),
         ("llama", Layout(pp=2, virtual_stages=3), "--parallel.virtual-stages may be 1, 2"),
         ("llama", Layout(ep=2), "has no experts"),
         ("qwen3_moe", Layout(ep=3), "--parallel.ep may be 1, 2, 4"),
@@ -370,6 +399,7 @@ def test_layout_that_does_not_divide_is_refused(family, layout, says, models):
         (Layout(tp=2, cp=2, pp=2), "= 8 does not divide 4 ranks"),
         (Layout(ep=3), "--parallel.ep may be 1, 2, 4"),
         (Layout(virtual_stages=2), "needs --parallel.pp of at least 2"),
+        (Layout(last_stage_layers=2), "--parallel.last-stage-layers 2 needs --parallel.pp of at least 2"),
     ],
 )
 def test_layout_that_does_not_fit_the_ranks_is_refused(layout, says):

@@ -1,14 +1,21 @@
 """Megatron policies: an update is the one that FSDP makes, on every layout; what is saved goes on elsewhere."""
 
+import json
 import shutil
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError
 from spmdrl.policy.load import TINY
-from tests.ranks.cases import small_model
+from tests.ranks.cases import VOCAB, config, small_model, synthetic_batch
 from tests.ranks.harness import run_ranks
-from tests.ranks.megatron_cases import loads, parked, saves, updates
+from tests.ranks.megatron_cases import by_backend, parked
+from tests.ranks.test_megatron_convert import BASE, EXPERTS, LATENT, vision
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -43,12 +50,49 @@ AXES = {
     for on in layouts.values()
     for s, axes in on.items()
 }
+# Name -> ranks, kind of model, preset, axes where it was saved; it goes on on one rank.
 MOVES = {
-    "tp2 to tp1": ("dense", {"tp": 2}, {}),
-    "pp2 to pp1": ("dense", {"pp": 2}, {}),
-    "ep2 to ep1": ("mixture", {"ep": 2}, {}),
+    "tp2": (2, "dense", "grpo", {"tp": 2}),
+    "pp2": (2, "dense", "grpo", {"pp": 2}),
+    "ep2": (2, "mixture", "grpo", {"ep": 2}),
+    "dp2": (2, "dense", "grpo", {}),
+    "pp2 vpp2": (2, "deep", "grpo", {"pp": 2, "virtual_stages": 2}),
+    "tp2 with a critic": (2, "dense", "ppo", {"tp": 2}),
+    "tp2 pp2": (4, "dense", "grpo", {"tp": 2, "pp": 2}),
 }
 METRICS = ("loss", "entropy/mean", "grad_norm")
+CHECKPOINT = {"activation_checkpointing": True}
+VARIANTS = {
+    # Ranks, kind of model, axes, changes to the policy's settings.
+    ("full", "tp2"): (2, "dense", {"tp": 2}, CHECKPOINT),
+    ("selective", "tp2"): (2, "dense", {"tp": 2}, CHECKPOINT | {"recompute": "selective"}),
+    ("full", "ep2"): (2, "mixture", {"ep": 2}, CHECKPOINT),
+    ("selective", "ep2"): (2, "mixture", {"ep": 2}, CHECKPOINT | {"recompute": "selective"}),
+    ("host", "tp2"): (2, "dense", {"tp": 2}, {"host_optimizer": True}),
+    ("host", "dp2"): (2, "dense", {}, {"host_optimizer": True}),
+}
+"""Settings that change nothing."""
+PLAIN = {
+    "tp2": ("dense", "grpo", 2, "tp2+sp"),
+    "ep2": ("mixture", "grpo", 2, "ep2"),
+    "dp2": ("dense", "grpo", 2, "dp2"),
+}
+TOLD = {
+    (2, "ep2"): {"ep": 2},
+    (2, "cp2"): {"cp": 2},
+    (2, "tp2+sp"): {"tp": 2},
+    (2, "pp2 recompute"): {"pp": 2},
+    (4, "tp2 ep2"): {"tp": 2, "ep": 2},
+}
+BALANCED = {
+    (1, "deepseek"): {},
+    (2, "ep2"): {"ep": 2},
+    (2, "cp2"): {"cp": 2},
+    (2, "pp2 recompute"): {"pp": 2},
+    (4, "tp2 ep2"): {"tp": 2, "ep": 2},
+    (4, "tp2 pp2 deepseek"): {"tp": 2, "pp": 2},
+}
+BALANCE, RATE = 1.0, 0.125
 
 
 def sections(preset: str) -> dict:
@@ -83,6 +127,35 @@ def mixture(folder, seed: int) -> str:
     return str(folder)
 
 
+def deepseek(folder) -> str:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(5)
+    changes = LATENT | EXPERTS | {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**BASE | changes))
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            if "e_score" in name:
+                b.copy_(0.2 * torch.randn_like(b))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def with_heads(source: str, folder: Path) -> str:
+    """The same checkpoint with a layer behind the last, in a file and a type of its own."""
+    shutil.copytree(source, folder)
+    heads = {
+        f"model.layers.4.{n}.weight": torch.randn(s).bfloat16()
+        for n, s in (("eh_proj", (48, 96)), ("enorm", (48,)), ("shared_head.head", (VOCAB, 48)))
+    }
+    save_file(heads, folder / "heads.safetensors", {"format": "pt"})
+    files = {n: "model.safetensors" for n in load_file(folder / "model.safetensors")} | dict.fromkeys(
+        heads, "heads.safetensors"
+    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Kind of model -> part -> folder; the critic beside a mixture is dense."""
@@ -98,29 +171,105 @@ def folders(tmp_path_factory):
         out[kind] = parts | {"critic": own}
     out["mixture"] = {n: mixture(root / f"mixture_{n}", i) for i, n in enumerate(("policy", "reference"))}
     out["mixture"]["critic"] = critic
+    out["deepseek"] = {"policy": deepseek(root / "deepseek")}
+    out["heads"] = {"policy": with_heads(out["deepseek"]["policy"], root / "heads")}
+    out["vision"] = {"policy": vision(root / "vision", 47)}
+    for kind in ("deepseek", "heads", "vision"):
+        out[kind]["reference"] = out[kind]["policy"]
     for folder in root.iterdir():
         # Saving asks for one.
-        shutil.copy(TINY / "tokenizer.json", folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TINY / name, folder)
     return out
 
 
+def variant(changes: dict) -> dict:
+    base = sections("grpo")
+    return base | {"policy": base["policy"] | changes}
+
+
+def balanced(name: str) -> dict:
+    """Settings under which an update is one of the loss for evenly used experts alone."""
+    changes = {"moe_aux_loss": BALANCE, "moe_bias_rate": RATE if "deepseek" in name else 0.0}
+    policy = {"max_tokens_per_microbatch": 64, **changes, **(CHECKPOINT if "recompute" in name else {})}
+    return {"policy": policy, "optimizer": {"lr": 1e-3, "eps": 1e-3}}
+
+
+def halved(dtype: str) -> dict:
+    return sections("grpo") | {"model": {"dtype": dtype}, "optimizer": OPTIMIZER | {"clip_grad_norm": 0.0}}
+
+
+def kept(folders) -> list:
+    """What is saved with heads for further tokens, and without."""
+    return [(how, {}, {"policy": {"mtp": how}}, folders["heads"]) for how in ("keep", "skip")]
+
+
 @pytest.fixture(scope="module")
-def by_fsdp(folders):
-    """(kind, preset) -> (metrics, weights)."""
+def root(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def one_fsdp(folders, root):
+    """What `by_backend` gives for FSDP on one rank."""
     pairs = sorted({case[:2] for case in CASES})
-    return run_ranks(updates, 1, [((k, p), {}, sections(p), folders[k]) for k, p in pairs], "fsdp")[0]
+    return run_ranks(
+        by_backend,
+        1,
+        "fsdp",
+        root,
+        [((k, p), {}, sections(p), folders[k]) for k, p in pairs],
+        [("told", {}, sections("grpo"), folders["mixture"])],
+        [],
+        [(d, {}, halved(d), folders["dense"]) for d in ("float32", "bfloat16")],
+        kept(folders),
+        limit=300,
+    )[0]
 
 
 @pytest.fixture(scope="module")
-def by_megatron(folders):
-    """Case -> what every rank has."""
-    out = {}
-    for n in (1, 2, 4):
-        cases = [(c, AXES[c[0], c[3]], sections(c[1]), folders[c[0]]) for c in CASES if c[2] == n]
-        for rank in run_ranks(updates, n, cases, "megatron"):
-            for key, value in rank.items():
-                out.setdefault(key, []).append(value)
-    return out
+def by_fsdp(one_fsdp):
+    """(kind, preset) -> (metrics, weights)."""
+    return one_fsdp[0]
+
+
+@pytest.fixture(scope="module")
+def everything(folders, root):
+    """Number of ranks -> dicts as of `by_backend`, each: case -> what every rank has; made when first asked for."""
+
+    @cache
+    def of(n: int) -> tuple:
+        steps = [(c, AXES[c[0], c[3]], sections(c[1]), folders[c[0]]) for c in CASES if c[2] == n]
+        steps += [(k, axes, variant(more), folders[m]) for k, (ranks, m, axes, more) in VARIANTS.items() if ranks == n]
+        told = [
+            (k, axes, variant(CHECKPOINT if "recompute" in k[1] else {}), folders["mixture"])
+            for k, axes in TOLD.items()
+            if k[0] == n
+        ]
+        even = [
+            (k, axes, balanced(k[1]), folders["deepseek" if "deepseek" in k[1] else "mixture"])
+            for k, axes in BALANCED.items()
+            if k[0] == n
+        ]
+        half = [("bfloat16", {"tp": 2}, halved("bfloat16"), folders["dense"])] if n == 2 else []
+        moves = [(k, axes, sections(p), folders[m]) for k, (ranks, m, p, axes) in MOVES.items() if n == ranks]
+        keep = [*kept(folders), ("vision", {}, {}, folders["vision"])] if n == 1 else []
+        out = {}, {}, {}, {}, {}
+        for rank in run_ranks(by_backend, n, "megatron", root, steps, told, even, half, keep, moves, limit=300):
+            for into, found in zip(out, rank, strict=True):
+                for key, value in found.items():
+                    into.setdefault(key, []).append(value)
+        return out
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def resumed(folders, root, everything):
+    """Move -> what one rank has that goes on with what others saved."""
+    assert everything(2) and everything(4)
+    moves = [(k, {}, sections(p), folders[m]) for k, (_, m, p, _) in MOVES.items()]
+    return run_ranks(by_backend, 1, "megatron", root, (), (), (), (), (), moves)[0][4]
 
 
 def worst(a: dict, b: dict) -> float:
@@ -129,9 +278,9 @@ def worst(a: dict, b: dict) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
-def test_parity_with_fsdp(case, by_fsdp, by_megatron):
+def test_parity_with_fsdp(case, by_fsdp, everything):
     want, weights = by_fsdp[case[:2]]
-    results = by_megatron[case]
+    results = everything(case[2])[0][case]
     names = [m for m in want if m.removeprefix("critic/") in METRICS or m in ("kl/mean", "clip_fraction")]
     for metrics, _ in results:
         for name in names:
@@ -146,28 +295,216 @@ def test_parity_with_fsdp(case, by_fsdp, by_megatron):
     assert want["grad_norm"] > 0.05
 
 
-@pytest.fixture(scope="module")
-def resumed(folders, tmp_path_factory):
-    """Move -> (metrics, weights, weights when it was saved), by who saved and by who loaded."""
-    root = str(tmp_path_factory.mktemp("saved"))
-    first, *_ = run_ranks(saves, 2, [(k, a, sections("grpo"), folders[m]) for k, (m, a, _) in MOVES.items()], root)
-    then, *_ = run_ranks(loads, 1, [(k, b, sections("grpo"), folders[m]) for k, (m, _, b) in MOVES.items()], root)
-    return first, then
+@pytest.mark.parametrize("case", VARIANTS, ids=" ".join)
+def test_layout_settings_that_change_nothing(case, everything):
+    by_megatron = everything(2)[0]
+    (want, weights), (got, changed) = by_megatron[PLAIN[case[1]]][0], by_megatron[case][0]
+    print(case, f"{worst(weights, changed):.1e}", {m: f"{got[m] - want[m]:.1e}" for m in METRICS})
+    assert all(abs(want[m] - got[m]) <= 1e-6 * max(1.0, abs(want[m])) for m in METRICS)
+    assert worst(weights, changed) <= 1e-6
+
+
+@pytest.mark.parametrize("case", TOLD, ids=lambda case: " ".join(map(str, case)))
+def test_parity_of_replayed_experts(case, everything, one_fsdp, by_fsdp):
+    logp, want, weights = one_fsdp[1]["told"]
+    ranks = everything(case[0])[1][case]
+    found = {name: x for rank in ranks for name, x in rank[0].items()}
+    assert found.keys() == logp.keys()
+    difference = max((found[n] - logp[n]).abs().max().item() for n in logp)
+    print(case, f"logp {difference:.1e}, weights {worst(weights, ranks[0][2]):.1e}")
+    assert difference <= 1e-5 and worst(weights, ranks[0][2]) <= 1e-5
+    for metrics in (rank[1] for rank in ranks):
+        assert all(abs(metrics[m] - want[m]) <= 1e-5 * max(abs(want[m]), 1e-2) for m in METRICS)
+    # The choice matters.
+    assert abs(by_fsdp["mixture", "grpo"][0]["entropy/mean"] - want["entropy/mean"]) > 1e-2
+
+
+def even_update(folder: str, rate: float) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Mean loss for evenly used experts, its gradient's norm, the weights after AdamW's step; the papers' formulas."""
+    from transformers import AutoModelForCausalLM
+
+    from spmdrl.policy.experts import Layout, whole
+    from spmdrl.policy.routing import Routers, _is_router
+
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    # A padding token is read like any other.
+    hf.get_input_embeddings().padding_idx = None
+    seen = {}
+    gates = [m for m in hf.modules() if _is_router(m)]
+    for gate in gates:
+        gate.register_forward_hook(lambda m, args, out: seen.__setitem__(m, args[0].flatten(0, -2) @ m.weight.T))
+    routers, k = Routers(hf, recording=True), hf.config.num_experts_per_tok
+    sequences = [t.tokens for t in synthetic_batch()]
+    loss, experts = torch.zeros(()), gates[0].weight.shape[0]
+    loads = torch.zeros(len(gates), experts)
+    for tokens in sequences:
+        hf(tokens[None])
+        loads += torch.nn.functional.one_hot(routers.take().long(), experts).sum((0, 2))
+        for gate in gates:
+            logits = seen[gate]
+            scores = logits.softmax(-1)
+            if rate:
+                scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+            f = torch.nn.functional.one_hot(scores.topk(k).indices, experts).float().sum(1).mean(0) * experts / k
+            loss = loss + len(tokens) * (f * scores.mean(0)).sum()
+    total = sum(map(len, sequences))
+    (BALANCE * loss / total).backward()
+    for p in hf.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    norm = torch.cat([p.grad.flatten() for p in hf.parameters()]).norm().item()
+    torch.optim.AdamW(hf.parameters(), 1e-3, (0.9, 0.99), eps=1e-3, weight_decay=0.0).step()
+    layout, out = Layout(hf), {}
+    if rate:
+        for gate, load in zip(gates, loads, strict=True):
+            gate.e_score_correction_bias += rate * torch.sign(load.mean() - load)
+    kept = hf.state_dict()
+    for name, x in [*hf.named_parameters(), *((n, b) for n, b in hf.named_buffers() if n in kept)]:
+        for slot in layout.slots(name, tuple(x.shape), whole(x.shape)):
+            out[f"policy/{slot.name}"] = x.detach()[slot.index]
+    return loss.item() / total / len(gates), norm, out
+
+
+@pytest.mark.parametrize("case", BALANCED, ids=lambda case: " ".join(map(str, case)))
+def test_layout_loss_and_bias_for_evenly_used_experts(case, everything, folders):
+    kind = "deepseek" if "deepseek" in case[1] else "mixture"
+    loss, norm, want = even_update(folders[kind]["policy"], RATE if kind == "deepseek" else 0.0)
+    ranks = everything(case[0])[2][case]
+    weights = ranks[0][1]
+    before = load_file(f"{folders[kind]['policy']}/model.safetensors")
+    moved = max((want[f"policy/{n}"] - x).abs().max().item() for n, x in before.items())
+    print(case, f"loss {ranks[0][0]['moe/aux_loss']:.6f} {loss:.6f}, weights {worst(weights, want):.1e} of {moved:.1e}")
+    for metrics, _ in ranks:
+        assert abs(metrics["moe/aux_loss"] - loss) <= 1e-5 * loss
+        assert abs(metrics["grad_norm"] - norm) <= 1e-5 * norm
+    assert worst(weights, want) <= 1e-5
+    biases = [n for n in want if n.endswith("e_score_correction_bias")]
+    assert len(biases) == (3 if kind == "deepseek" else 0)
+    for name in biases:
+        steps = (weights[name] - before[name.removeprefix("policy/")]) / RATE
+        assert set(steps.round(decimals=4).tolist()) <= {-1.0, 0.0, 1.0} and steps.abs().sum() > 0
+    gates = [n for n in want if n.endswith("gate.weight")]
+    assert all((want[n] - before[n.removeprefix("policy/")]).abs().max() > 1e-5 for n in gates)
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_resume_on_another_layout(move, resumed):
-    (metrics, weights, saved), (again, got, loaded) = (found[move] for found in resumed)
+def test_resume_on_another_layout(move, everything, resumed):
+    metrics, weights, saved = everything(MOVES[move][0])[4][move][0]
+    again, got, loaded = resumed[move]
     assert worst(saved, loaded) == 0
     for name in METRICS:
         assert abs(metrics[name] - again[name]) <= 1e-6 * max(1.0, abs(metrics[name])), name
     # Without its moments AdamW would go elsewhere by 1e-3, its learning rate.
     print(move, f"{worst(weights, got):.1e}")
     assert worst(weights, got) <= 1e-6 and worst(saved, weights) > 1e-4
+    assert any(name.startswith("critic/") for name in saved) == ("critic" in move)
 
 
-def test_saving_leaves_no_process_behind(resumed):
-    assert resumed[0]["children"] == []
+def test_saving_leaves_no_process_behind(everything):
+    assert [everything(n)[4]["children"] for n in (2, 4)] == [[[]] * 2, [[]] * 4]
+
+
+def test_parity_of_bfloat16(everything, one_fsdp):
+    exact, half = one_fsdp[3]["float32"], one_fsdp[3]["bfloat16"]
+    ours = everything(2)[3]["bfloat16"][0]
+
+    for i, what in enumerate(("logp", "gradient")):
+        assert exact[i].keys() == half[i].keys() == ours[i].keys()
+        flat = [torch.cat([x[i][n].flatten().float() for n in sorted(exact[i])]) for x in (exact, half, ours)]
+        theirs, mine = ((x - flat[0]).norm() / flat[0].norm() for x in flat[1:])
+        print(f"{what}: FSDP {theirs:.1e}, Megatron {mine:.1e}")
+        assert 1e-4 < mine <= 2 * theirs < 0.5
+
+
+def saved_tensors(folder) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, whose index must list each where it is."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        assert tensors.keys() == {n for n, f in index.items() if f == file.name}
+        found |= tensors
+    assert found.keys() == index.keys()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+@pytest.mark.parametrize("how", ["keep", "skip"])
+def test_heads_for_further_tokens_are_kept_or_left_out(how, kind, everything, one_fsdp, root, folders):
+    from transformers import AutoModelForCausalLM
+
+    assert kind == "fsdp" or everything(1)
+    folder = Path(root) / f"{kind} {how}" / "model"
+    got, start = saved_tensors(folder), saved_tensors(Path(folders["heads"]["policy"]))
+    heads = {n for n in start if n.startswith("model.layers.4.")}
+    assert len(heads) == 3 and got.keys() == (start.keys() if how == "keep" else start.keys() - heads)
+    assert all(torch.equal(got[n], start[n]) and got[n].dtype == start[n].dtype for n in got)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(model.lm_head.weight, start["lm_head.weight"])
+
+
+def test_heads_that_are_not_there_are_refused(folders):
+    from transformers import AutoConfig
+
+    from spmdrl.policy.weights import prediction_heads
+
+    folder = Path(folders["dense"]["policy"])
+    with pytest.raises(ValueError, match="--policy.mtp keep: .* has no heads for further tokens; take skip"):
+        prediction_heads(folder, AutoConfig.from_pretrained(folder))
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "says"),
+    [
+        (
+            "fsdp",
+            CHECKPOINT | {"recompute": "selective"},
+            "--policy.recompute selective: needs --policy.backend megatron",
+        ),
+        ("fsdp", {"moe_aux_loss": 0.1}, "--policy.moe-aux-loss 0.1: needs --policy.backend megatron"),
+        ("fsdp", {"moe_bias_rate": 0.1}, "--policy.moe-bias-rate 0.1: needs --policy.backend megatron"),
+        (
+            "megatron",
+            {"recompute": "selective"},
+            "--policy.recompute selective: needs --policy.activation-checkpointing",
+        ),
+        ("megatron", {"moe_aux_loss": -1.0}, "--policy.moe-aux-loss -1.0: must be 0 or more"),
+    ],
+)
+def test_settings_that_fit_nothing_are_refused(backend, settings, says):
+    cfg = config(policy={"backend": backend, **settings})
+    with pytest.raises(ConfigError) as error:
+        check(cfg, 1)
+    assert says in str(error.value)
+    fitting = CHECKPOINT | {"recompute": "selective", "moe_aux_loss": 0.1, "moe_bias_rate": 0.1}
+    check(config(policy={"backend": "megatron", **fitting}, rollout={"routing_replay": True}), 1)
+
+
+def test_balance_of_a_model_without_experts_is_refused(folders):
+    from transformers import AutoConfig
+
+    from spmdrl.policy.megatron.policy import balancing
+
+    for kind, field, says in (
+        ("dense", "moe_aux_loss", "--policy.moe-aux-loss 0.5: qwen2 has no experts"),
+        ("mixture", "moe_bias_rate", "--policy.moe-bias-rate 0.5: routers of qwen3_moe have no bias"),
+    ):
+        settings, model = config(policy={field: 0.5}).policy, AutoConfig.from_pretrained(folders[kind]["policy"])
+        assert balancing(settings, model, False) == (0.0, 0.0)
+        with pytest.raises(ValueError, match=says):
+            balancing(settings, model, True)
+
+
+def test_a_vision_tower_is_saved_as_it_is(everything, root, folders):
+    from transformers import AutoModelForImageTextToText
+
+    assert everything(1)
+    folder = Path(root) / "megatron vision" / "model"
+    start = load_file(Path(folders["vision"]["policy"]) / "model.safetensors")
+    got = saved_tensors(folder)
+    assert got.keys() == start.keys() and all(torch.equal(got[n], start[n]) for n in got)
+    assert sum(n.startswith("visual.") for n in got) > 4
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(model.model.visual.merger.ln_q.weight, start["visual.merger.ln_q.weight"])
 
 
 def test_offload_changes_nothing(folders):

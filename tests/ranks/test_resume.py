@@ -40,7 +40,7 @@ def train_and_save(world, root):
     for _ in range(2):
         update_once(cfg, world, policy, None, synthetic_batch())
     state = {"step": 2, "version": policy.version, "updates_done": policy.updates_done}
-    folder = checkpoint.save(Path(root), 2, Models(policy), state, world, keep=2)
+    folder = checkpoint.save(Path(root), 2, Models(policy), state, {"rank": world.rank}, world)
     saved = full_weights(policy)
     return str(folder), result(cfg, world, policy), saved if world.rank == 0 else None
 
@@ -134,11 +134,15 @@ def test_resume_sharded_safetensors_open_too(tmp_path):
 class Plain:
     """A policy that saves one small file: what is tested is the folder around it."""
 
-    def save(self, folder):
+    def saving(self, copy=False):
         """As the contract says."""
-        (folder / "model").mkdir(exist_ok=True)
-        (folder / "model" / "config.json").write_text("{}")
-        (folder / "model" / "weights").write_bytes(bytes(range(256)) * 40)
+
+        def write(folder, world):
+            (folder / "model").mkdir(exist_ok=True)
+            (folder / "model" / "config.json").write_text("{}")
+            (folder / "model" / "weights").write_bytes(bytes(range(256)) * 40)
+
+        return write
 
 
 def keep_some(world, root):
@@ -151,8 +155,8 @@ def keep_some(world, root):
     torch.distributed.barrier()
     before = find_resume(root, world)
     for step in (1, 2, 3):
-        checkpoint.save(root, step, Models(Plain()), {"step": step}, world, keep=2)
-    checkpoint.save(root, 3, Models(Plain()), {"step": 3, "again": True}, world, keep=2)
+        checkpoint.save(root, step, Models(Plain()), {"step": step}, None, world)
+    checkpoint.save(root, 3, Models(Plain()), {"step": 3, "again": True}, None, world)
     return before, str(find_resume(root, world))
 
 

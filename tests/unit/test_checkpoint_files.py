@@ -1,29 +1,53 @@
-"""Checkpoint folders as files: what is published, what verifies, what makes room."""
+"""Checkpoint folders as files: what is published, what verifies, what makes room, what the command line says of it."""
 
+import errno
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
+import torch
+import xxhash
+from safetensors.torch import save_file
 
 from spmdrl import checkpoint
+from spmdrl.checkpoint import files, room, store
+from spmdrl.checkpoint.__main__ import main
+from spmdrl.checkpoint.files import Keep
 from spmdrl.models import Models
+
+ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 
 
 class FilePolicy:
     """Stands for a policy only in that it writes a model folder; the real one is in tests/ranks/test_resume.py."""
 
-    def save(self, folder):
-        (folder / "model").mkdir(parents=True, exist_ok=True)
-        (folder / "model" / "config.json").write_text("{}")
-        (folder / "model" / "model.safetensors").write_bytes(b"x" * 100)
+    def __init__(self, weights: bytes = b"x" * 100):
+        self.weights = weights
+
+    def saving(self, copy=False):
+        def write(folder, world):
+            (folder / "model").mkdir(parents=True, exist_ok=True)
+            (folder / "model" / "config.json").write_text("{}")
+            (folder / "model" / "model.safetensors").write_bytes(self.weights)
+
+        return write
 
 
 @pytest.fixture
-def save(monkeypatch, tmp_path):
-    monkeypatch.setattr(dist, "barrier", lambda group=None: None)
-    world = SimpleNamespace(is_first=True, size=1, host_group=None)
-    return lambda step, keep: checkpoint.save(tmp_path, step, Models(FilePolicy()), {"step": step}, world, keep)
+def save(tmp_path):
+    def run(step, keep=2, metrics=None, mine=None, **rules):
+        content = store.content_of(step, Models(FilePolicy()), {"step": step}, mine)
+        content.facts = {"metrics": metrics or {}}
+        return store.write(tmp_path, content, ALONE, Keep(keep, **rules))
+
+    return run
 
 
 def test_resume_prune_never_counts_damaged_newer_ones(save, tmp_path):
@@ -38,11 +62,14 @@ def test_resume_prune_never_counts_damaged_newer_ones(save, tmp_path):
     assert checkpoint.problems(tmp_path / "step_5") == []
 
 
-@pytest.mark.parametrize("manifest", ["[]", "{", '{"files": {}}', '{"files": []}', "null", '{"files": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "manifest",
+    ["[]", "{", '{"files": {}}', '{"files": []}', "null", '{"files": {"a": 1}}', "\x00\xff", "[" * 100_000, ""],
+)
 def test_resume_malformed_manifest_is_damage_and_falls_back(save, tmp_path, manifest):
     save(1, 2)
     save(2, 2)
-    (tmp_path / "step_2" / "MANIFEST.json").write_text(manifest)
+    (tmp_path / "step_2" / "MANIFEST.json").write_text(manifest, encoding="latin-1")
     assert checkpoint.problems(tmp_path / "step_2")
     assert checkpoint.newest_valid(tmp_path).name == "step_1"
 
@@ -60,8 +87,275 @@ def test_resume_every_changed_file_is_found(save, tmp_path):
     assert checkpoint.problems(folder) == []
 
 
+def test_resume_every_bit_of_the_manifest_counts(save):
+    """Of its own hash, too; no byte of it can change without being seen."""
+    path = save(1, 2) / "MANIFEST.json"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        assert checkpoint.problems(path.parent), (place, whole[max(0, place - 20) : place + 20])
+
+
+def sign(folder: Path, change) -> None:
+    """Change a manifest and make its own hash right again, as a mistaken program would."""
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    change(manifest)
+    manifest["xxh3_128"] = "0" * 32
+    own = xxhash.xxh3_128_hexdigest(json.dumps(manifest, indent=1).encode())
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"xxh3_128": own}, indent=1))
+
+
+def rename(manifest: dict, name: str) -> None:
+    manifest["files"][name] = manifest["files"].pop("model/model.safetensors")
+
+
+WRONG = {
+    "absolute name": (lambda m: rename(m, "/etc/hostname"), "does not lie in the checkpoint"),
+    "name that leaves": (lambda m: rename(m, "model/../../step_1/model/config.json"), "does not lie in the checkpoint"),
+    "name with a zero": (lambda m: rename(m, "model/a\0b"), "does not lie in the checkpoint"),
+    "other step": (lambda m: m.update(step=2), "is of step 2"),
+    "other world": (lambda m: m.update(world_size=3), "holds files of 1 ranks, the manifest says 3"),
+    "no world": (lambda m: m.pop("world_size"), "says no step and number of ranks"),
+    "no size": (lambda m: m["files"]["model/config.json"].pop("bytes"), "says no size and hash"),
+    "not listed": (lambda m: m["files"].pop("model/model.safetensors"), "model.safetensors: is not in the manifest"),
+    "listed only": (lambda m: m["files"].update({"model/b": {"bytes": 1, "xxh3_128": ""}}), "model/b: missing"),
+    "other size": (lambda m: m["files"]["model/config.json"].update(bytes=3), "2 bytes, the manifest says 3"),
+    "other hash": (lambda m: m["files"]["model/config.json"].update(xxh3_128="0"), "its hash is not the manifest's"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_resume_a_manifest_that_is_whole_and_wrong_is_refused(save, how):
+    change, message = WRONG[how]
+    folder = save(1, mine={"a": 1})
+    assert checkpoint.problems(folder) == [] and len(checkpoint.rank_files(folder)) == 1
+    sign(folder, lambda manifest: None)
+    assert checkpoint.problems(folder) == [], "the test's own hash is right"
+    sign(folder, change)
+    assert any(message in line for line in checkpoint.problems(folder)), checkpoint.problems(folder)
+
+
+def test_resume_files_and_links_that_the_manifest_does_not_list_are_refused(save, tmp_path):
+    folder = save(1)
+    extra = folder / "model" / "pytorch_model.bin"
+    extra.write_bytes(b"a pickle, perhaps")
+    assert checkpoint.problems(folder) == ["model/pytorch_model.bin: is not in the manifest"]
+    extra.unlink()
+    weights = folder / "model" / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    assert checkpoint.problems(folder) == ["model/model.safetensors: is no plain file"]
+    weights.unlink()
+    (tmp_path / "elsewhere").rename(weights)
+    (folder / "more").symlink_to(tmp_path)
+    assert checkpoint.problems(folder) == ["more: is not in the manifest"]
+
+
 def test_resume_none_usable_is_refused(save, tmp_path):
     folder = save(1, 2)
     (folder / "state" / "run.json").unlink()
     with pytest.raises(ValueError, match="move the folder away"):
         checkpoint.newest_valid(tmp_path)
+
+
+def test_resume_the_manifest_says_what_it_is_of(save, tmp_path):
+    manifest = json.loads((save(7, metrics={"reward/mean": 0.5}) / "MANIFEST.json").read_text())
+    total = sum(p.stat().st_size for p in (tmp_path / "step_7").rglob("*") if p.is_file() and p.name != "MANIFEST.json")
+    assert manifest["step"] == 7 and manifest["world_size"] == 1 and manifest["bytes"] == total
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", manifest["time"])
+    assert manifest["versions"]["torch"] == torch.__version__ and "python" in manifest["versions"]
+    assert manifest["metrics"] == {"reward/mean": 0.5}
+    for name, entry in manifest["files"].items():
+        raw = (tmp_path / "step_7" / name).read_bytes()
+        assert entry == {"bytes": len(raw), "xxh3_128": xxhash.xxh3_128_hexdigest(raw)}
+
+
+# ── which ones stay ──────────────────────────────────────────────────────────
+
+
+def test_keep_the_newest_every_nth_and_the_best(save, tmp_path):
+    accuracy = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.2, 6: 0.3, 7: 0.4, 8: 0.1}
+    for step, value in accuracy.items():
+        save(step, 2, metrics={"eval/accuracy": value}, every=3, best="eval/accuracy")
+    # The two newest, multiples of 3, and of the two best the newer one.
+    assert checkpoint.steps_saved(tmp_path) == [8, 7, 6, 4, 3]
+    assert files.best_of(tmp_path, [8, 7, 6, 4, 3], "eval/accuracy") == 4
+    assert files.best_of(tmp_path, [8, 7, 6, 4, 3], "-eval/accuracy") == 8
+    assert files.best_of(tmp_path, [8, 7], "loss") is None
+
+
+def test_keep_what_was_measured_of_the_weights_themselves_counts_before_what_was_known_at_the_time(save, tmp_path):
+    """The evaluation of a checkpoint's weights comes after it was saved, at the beginning of the next step."""
+    rules = dict(keep=1, best="acc")
+    save(1, metrics={"acc": 0.9}, **rules)
+    files.measured(tmp_path, 1, {"acc": 0.2})
+    save(2, metrics={"acc": 0.2}, **rules)
+    files.measured(tmp_path, 2, {"acc": 0.6})
+    save(3, metrics={"acc": 0.6}, **rules)
+    files.measured(tmp_path, 3, {"acc": 0.3})
+    save(4, metrics={"acc": 0.3}, **rules)
+    assert checkpoint.steps_saved(tmp_path) == [4, 2], "3 was told 0.6 when it was saved, and had 0.3"
+    assert files.best_of(tmp_path, [4, 2], "acc") == 2
+    files.measured(tmp_path, 4, {"acc": 0.7})
+    assert files.best_of(tmp_path, [4, 2], "acc") == 4
+    files.measured(tmp_path, 2, {"acc": 0.1})  # the run fell back to 2: what stands there of later steps is void
+    assert files.value_of(tmp_path, 2, "acc") == 0.1 and files.value_of(tmp_path, 4, "acc") == 0.3
+    (tmp_path / "measured.json").write_text("{")
+    assert files.value_of(tmp_path, 2, "acc") == 0.2, "a damaged file of measurements is none"
+
+
+def test_keep_a_checkpoint_that_reads_back_wrong_takes_nothing_away(save, tmp_path, monkeypatch):
+    save(1, 1)
+    flush = files.flush
+
+    def bad_disk(path):
+        if path.name == "model.safetensors":
+            path.write_bytes(b"y" + path.read_bytes()[1:])
+        flush(path)
+
+    monkeypatch.setattr(files, "flush", bad_disk)
+    with pytest.raises(ValueError, match="step_2 reads back damaged .*its hash is not the manifest's"):
+        save(2, 1)
+    assert checkpoint.steps_saved(tmp_path) == [1] and checkpoint.problems(tmp_path / "step_1") == []
+    assert not list(tmp_path.glob(".incomplete*"))
+
+
+def test_keep_a_kill_between_the_renames_loses_nothing(save, tmp_path):
+    save(1)
+    save(2)
+    os.rename(tmp_path / "step_2", tmp_path / ".replaced-step_2")
+    shutil.copytree(tmp_path / "step_1", tmp_path / ".incomplete-step_2")
+    shutil.copytree(tmp_path / "step_1", tmp_path / ".replaced-step_1")
+    files.clean(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
+    assert checkpoint.problems(tmp_path / "step_2") == []
+
+
+# ── room ─────────────────────────────────────────────────────────────────────
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_full_disk_is_told_before_anything_is_written(save, tmp_path, monkeypatch):
+    save(1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 2048, 2048))
+    content = store.content_of(2, Models(FilePolicy()), {"step": 2}, None)
+    content.wanted = 5 << 20
+    with pytest.raises(room.DiskFullError, match=r"takes 5.0 MiB and .* has 2.0 KiB free: .*--checkpoint.keep"):
+        store.write(tmp_path, content, ALONE, Keep())
+    assert checkpoint.steps_saved(tmp_path) == [1] and not list(tmp_path.glob(".incomplete*"))
+    content.wanted = 2000
+    assert store.write(tmp_path, content, ALONE, Keep()).name == "step_2"
+
+
+class FullPolicy(FilePolicy):
+    """Meets a full disk in the middle: a real ENOSPC, from the device that is for that."""
+
+    def saving(self, copy=False):
+        before = super().saving()
+
+        def write(folder, world):
+            before(folder, world)
+            with open("/dev/full", "wb", buffering=0) as full:
+                full.write(b"x")
+
+        return write
+
+
+def test_full_disk_in_the_middle_removes_what_is_half_written_and_nothing_else(save, tmp_path):
+    save(1)
+    with pytest.raises(room.DiskFullError, match="step_2 could not be written to .*No space left.*Those before it"):
+        checkpoint.save(tmp_path, 2, Models(FullPolicy()), {}, None, ALONE)
+    assert checkpoint.steps_saved(tmp_path) == [1] and checkpoint.problems(tmp_path / "step_1") == []
+    assert not list(tmp_path.glob(".incomplete*"))
+
+
+def test_full_disk_as_safetensors_and_the_system_tell_it(tmp_path):
+    """A limit on a file's size is met as a full disk is: an error while writing, here by the library itself."""
+    script = """
+import resource, signal, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from spmdrl.checkpoint import room
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    with room.told_when_full(Path(sys.argv[1]), 3):
+        save_file({"x": torch.zeros(100_000)}, sys.argv[1] + "/x.safetensors")
+except room.DiskFullError as error:
+    print("told", error)
+"""
+    run = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ".:kernels"})
+    assert done.stdout.startswith("told checkpoint step_3 could not be written"), done.stdout + done.stderr
+
+
+def test_full_disk_is_not_what_another_error_is(tmp_path):
+    with pytest.raises(PermissionError), room.told_when_full(tmp_path, 1):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+# ── the command line ─────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run with two checkpoints that have weights."""
+    for step in (1, 2):
+        weights = {"a": torch.full((3, 2), 1.0 * step), "b": torch.zeros(5), "c": torch.tensor(2.0)}
+        weights["a"][2, 1] += step - 1
+        save_file(weights, tmp_path / "w.safetensors")
+        policy = FilePolicy((tmp_path / "w.safetensors").read_bytes())
+        checkpoint.save(tmp_path / "run" / "checkpoints", step, Models(policy), {"step": step, "seed": 3}, None, ALONE)
+        (tmp_path / "run" / "config.yaml").write_text("optimizer: {lr: 0.1}\n")
+    return tmp_path / "run"
+
+
+def test_command_list_and_verify(run_folder, capsys):
+    assert main(["list", str(run_folder)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["step", "time", "size", "ranks", "layout", "metric", "files"]
+    assert [line.split()[0] for line in lines] == ["1", "2"]
+    assert lines[0].endswith("ok") and "latest" not in lines[0] and "latest" in lines[1]
+    assert main(["verify", str(run_folder)]) == 0
+    assert [line.rsplit(": ")[-1] for line in capsys.readouterr().out.splitlines()] == ["ok", "ok"]
+    (run_folder / "checkpoints" / "step_1" / "state" / "run.json").write_text("{}")
+    (run_folder / "checkpoints" / "step_2" / "MANIFEST.json").unlink()
+    assert main(["verify", str(run_folder)]) == 1
+    one, two = capsys.readouterr().out.splitlines()
+    assert "step_1: DAMAGED: state/run.json: 2 bytes, the manifest says" in one
+    assert "step_2: DAMAGED: MANIFEST.json: No such file" in two
+    assert main(["list", str(run_folder)]) == 0
+    one, two = capsys.readouterr().out.splitlines()[1:]
+    assert one.endswith("DAMAGED: state/run.json: 2 bytes, the manifest says 26") and "DAMAGED: MANIFEST.json" in two
+
+
+def test_command_diff(run_folder, tmp_path, capsys):
+    assert main(["diff", str(run_folder)]) == 0
+    out = capsys.readouterr().out
+    assert "settings: alike" in out and "versions: alike" in out and "  step: 1 -> 2" in out and "seed" not in out
+    # a: 1 -> 2 everywhere and 1 -> 3 in one place.
+    assert "model: 1 of 3 tensors differ, by at most 2\n  2  a\n" in out
+    other = tmp_path / "other"
+    shutil.copytree(run_folder, other, symlinks=True)
+    (other / "config.yaml").write_text("optimizer: {lr: 0.2, eps: 1}\n")
+    assert main(["diff", str(run_folder), str(other / "checkpoints" / "step_2")]) == 0
+    out = capsys.readouterr().out
+    assert "  --optimizer.lr: 0.1 -> 0.2" in out and "  --optimizer.eps: not there -> 1" in out
+    assert "model: 3 tensors, all alike" in out
+
+
+def test_command_on_what_is_no_run_is_one_line(tmp_path, capsys):
+    for words in (["list", tmp_path], ["verify", tmp_path / "no"], ["diff", tmp_path, tmp_path], ["diff", tmp_path]):
+        assert main([str(word) for word in words]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and len(said.err.splitlines()) == 1 and str(tmp_path) in said.err
+
+
+def test_command_needs_no_torch_to_verify(run_folder):
+    script = (
+        "import sys; from spmdrl.checkpoint.__main__ import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
+    run = [sys.executable, "-c", script, "list", str(run_folder)]
+    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ".:kernels"})
+    assert done.returncode == 0 and "latest" in done.stdout, done.stderr

@@ -490,3 +490,19 @@ def test_every_preset_is_made_of_settings_and_passes():
 def test_an_unknown_preset_names_the_nearest():
     with pytest.raises(ConfigError, match="--algo.preset grop: unknown; did you mean grpo"):
         load("--algo.preset", "grop")
+
+
+def test_deterministic_has_a_short_name_and_implies_the_static_assignment(tmp_path):
+    assert load("--rollout.assignment", "queue").rollout.assignment == "queue"
+    for words in (["--deterministic"], ["--run.deterministic"], ["--run.deterministic", "true"]):
+        config = load(*words)
+        assert config.run.deterministic and config.rollout.assignment == "static"
+        check(config, 1)
+    for words in ([], ["--deterministic", "--no-deterministic"], ["--deterministic=false"]):
+        assert not load(*words).run.deterministic and load(*words).rollout.assignment == "queue"
+    file = tmp_path / "run.yaml"
+    file.write_text("deterministic: true\n")
+    assert load("--config", str(file)).rollout.assignment == "static"
+    assert not load("--config", str(file), "--no-deterministic").run.deterministic
+    with pytest.raises(ConfigError, match="--rollout.assignment queue: goes by the clock"):
+        check(load("--deterministic", "--rollout.assignment", "queue"), 1)

@@ -29,7 +29,7 @@ RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/config.yaml"
 OWN = sorted((ROOT / "recipes" / "own").glob("*.py"))
 YAMLS = sorted([*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob("**/*.yaml")])
 PAGES = sorted([ROOT / "README.md", ROOT / "docs" / "algorithms.md", *(ROOT / "recipes").glob("*/README.md")])
-WORLDS = (1, 2, 4, 8, 16, 32, 64, 128)
+WORLDS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 512)
 
 
 def name_of(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,15 @@ ROOT = Path(spmdrl.__file__).parent
 # Bottom first. A room may import from rooms of lower floors and from itself, never sideways or upwards.
 FLOORS = [
     ["config", "spmdrl_kernels"],
-    ["spmd", "algos", "tracking", "environment"],
+    ["spmd", "algos", "tracking", "environment", "flight"],
     ["data"],
     ["rewards", "policy"],
     ["rollout", "models", "algorithm"],
-    ["collect", "compose", "learn", "memory", "checkpoint", "journal"],
+    ["collect", "compose", "determinism", "learn", "memory", "checkpoint", "journal", "spikes"],
     ["accuracy", "experience"],
+    ["resume"],
     ["run"],
-    ["train", "evaluate"],
+    ["train", "evaluate", "replay"],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 EXCEPTIONS = {
@@ -151,8 +153,11 @@ def test_no_pickle_and_no_objects_between_ranks():
         tree = ast.parse(path.read_text())
         modules = {n for node in ast.walk(tree) if isinstance(node, ast.Import) for n in [a.name for a in node.names]}
         modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not modules & {"pickle", "dill", "cloudpickle", "joblib", "marshal"}, path
+        # Of what torch recorded in this very process, and a look at what torch is about to read: both refuse classes.
+        if path not in (ROOT / "spmd" / "flight.py", ROOT / "policy" / "vetted.py"):
+            assert not modules & {"pickle", "dill", "cloudpickle", "joblib", "marshal"}, path
         for name, line in calls(tree):
             assert not name.endswith("_object") and not name.endswith("_object_list"), f"{path}:{line}"
     text = {p: p.read_text() for p in files()}
-    assert [str(p) for p, t in text.items() if "torch.load(" in t] == []
+    unsafe = re.compile(r"torch\.load\((?![^\n]*weights_only=True)")
+    assert [str(p) for p, t in text.items() if unsafe.search(t)] == []

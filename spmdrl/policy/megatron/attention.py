@@ -22,6 +22,14 @@ from spmdrl.policy.megatron.layout import Layout
 
 
 @dataclass
+class Params(PackedSeqParams):
+    """What layers are told of a pack."""
+
+    routing: Any = None
+    """See `routing.py`; None where there are no experts."""
+
+
+@dataclass
 class Pack:
     """What one rank feeds a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
 
@@ -29,7 +37,7 @@ class Pack:
     """int64 [1, S]; padding is 0."""
     positions: torch.Tensor
     """int64 [1, S], inside each sequence."""
-    params: PackedSeqParams
+    params: Params
     rows: torch.Tensor
     """int64 [S]: which of the T tokens stands here; -1 for padding."""
 
@@ -74,7 +82,7 @@ def make_pack(
     tokens_S = torch.where(rows_S >= 0, tokens_T.cpu()[rows_S.clamp(min=0)], 0)
     cu = torch.tensor([0, *padded]).cumsum(0).to(torch.int32).to(device)
     longest = max(padded)
-    params = PackedSeqParams("thd", cu, cu, cu, cu, longest, longest)
+    params = Params("thd", cu, cu, cu, cu, longest, longest)
     return Pack(tokens_S[None].to(device), torch.cat(positions)[mine][None].to(device), params, rows_S.to(device))
 
 

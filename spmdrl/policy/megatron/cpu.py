@@ -115,6 +115,7 @@ def install() -> None:
         loaded = {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
     _steps()
     if torch.cuda.is_available():
+        _shards()
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
@@ -195,6 +196,25 @@ def _steps() -> None:
 
     restore._counts_steps = True  # type: ignore[attr-defined]
     DistributedOptimizer._set_main_param_and_optimizer_states = restore
+
+
+def _shards() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    made: Any = DistributedOptimizer
+    inner = made._build_model_and_main_param_groups
+    if getattr(inner, "_retains", False):
+        return
+
+    def build(cls, *args):
+        groups = inner.__func__(cls, *args)
+        for shard in (p for group in groups[3] for p in group):
+            # Parts of float32 parameters are views, which the optimizer on the host takes for nobody's.
+            shard.retain_grad()
+        return groups
+
+    build._retains = True  # type: ignore[attr-defined]
+    made._build_model_and_main_param_groups = classmethod(build)
 
 
 def dress(parameters: Any) -> None:

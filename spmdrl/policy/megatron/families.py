@@ -91,6 +91,8 @@ class Architecture:
     """Embeddings are multiplied with it."""
     post_norms: bool = False
     """Attention and feed-forward are normed again before they join the residual."""
+    beside: str = ""
+    """How tensors of the checkpoint begin that are not trained but saved as they are: a vision tower."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,11 @@ def describe(h: Any) -> Architecture:
             "docs/megatron.md shows how to add one; --policy.backend fsdp trains any model of transformers"
         )
     family = FAMILIES[h.model_type]
-    out = _common(h)
+    # Of a model that sees, the part that reads and writes.
+    text = h.get_text_config()
+    out = _common(text, bool(h.tie_word_embeddings))
     out.names |= family.names
-    family.adapt(h, out)
+    family.adapt(text, out)
     return out
 
 
@@ -124,7 +128,7 @@ def _refuse(h: Any, what: str) -> ValueError:
     return ValueError(f"--policy.backend megatron does not support {what} of {h.model_type}; fsdp does")
 
 
-def _common(h: Any) -> Architecture:
+def _common(h: Any, tied: bool) -> Architecture:
     if getattr(h, "quantization_config", None):
         raise _refuse(h, "a quantized checkpoint")
     act = getattr(h, "hidden_activation", None) or h.hidden_act
@@ -158,7 +162,7 @@ def _common(h: Any) -> Architecture:
         names=dict(NAMES),
         vocab=h.vocab_size,
         positions=h.max_position_embeddings,
-        tied=bool(h.tie_word_embeddings),
+        tied=tied,
         rope_base=0.0,
     )
     if not hasattr(h, "kv_lora_rank"):
@@ -196,6 +200,12 @@ def _llama(h: Any, out: Architecture) -> None:
 
 def _qwen2(h: Any, out: Architecture) -> None:
     out.settings["add_qkv_bias"] = True
+
+
+def _qwen2_5_vl(h: Any, out: Architecture) -> None:
+    # Text has the same position three times over: its rotary embedding in sections is the ordinary one.
+    _qwen2(h, out)
+    out.beside = "visual."
 
 
 def _qwen3(h: Any, out: Architecture) -> None:
@@ -295,6 +305,7 @@ def _gemma2(h: Any, out: Architecture) -> None:
 FAMILIES = {
     "llama": Family(_llama),
     "qwen2": Family(_qwen2),
+    "qwen2_5_vl": Family(_qwen2_5_vl),
     "qwen3": Family(_qwen3),
     "qwen3_moe": Family(_qwen3_moe),
     "mixtral": Family(_mixtral, MIXTRAL),

@@ -35,6 +35,7 @@ from spmdrl.policy.contract import Head
 from spmdrl.policy.megatron.attention import CoreAttention
 from spmdrl.policy.megatron.families import Architecture
 from spmdrl.policy.megatron.layout import Layout, as_list
+from spmdrl.policy.megatron.routing import Router, attach
 
 
 class Norm(nn.Module):
@@ -148,6 +149,7 @@ class Model(GPTModel):
             self.output_layer.__class__ = States  # type: ignore[assignment]
         elif last:
             self.output_layer = Scalar(config, self.pg_collection.tp)
+        attach(self, arch)
         if first and arch.embedding_scale:
             self.embedding.register_forward_hook(self._scaled)
         for name, p in self.named_parameters():
@@ -230,7 +232,7 @@ def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> Module
             grouped = MLPSubmodules(te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear)
             experts = ModuleSpec(TEGroupedMLP, submodules=grouped)
         shared = ModuleSpec(SharedExpertMLP, submodules=forward)
-        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts, shared, router=Router))
     parts = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=attention,

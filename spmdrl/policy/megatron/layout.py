@@ -21,6 +21,8 @@ class Layout:
     """Columns of each expert."""
     sequence_parallel: bool = True
     """Between the tensor-parallel parts of a layer, tokens are divided over tp; no effect at tp 1."""
+    last_stage_layers: int = 0
+    """Layers of the last stage, while the others divide the rest; 0: all stages have as many."""
 
     @property
     def sp(self) -> bool:
@@ -48,6 +50,8 @@ def check_ranks(layout: Layout, ranks: int) -> None:
         )
     if layout.virtual_stages > 1 and layout.pp == 1:
         raise ValueError(f"--parallel.virtual-stages {layout.virtual_stages} needs --parallel.pp of at least 2")
+    if layout.last_stage_layers and layout.pp == 1:
+        raise ValueError(f"--parallel.last-stage-layers {layout.last_stage_layers} needs --parallel.pp of at least 2")
 
 
 def check_model(layout: Layout, settings: dict) -> None:
@@ -68,9 +72,8 @@ def check_model(layout: Layout, settings: dict) -> None:
         tp.append(("columns of the shared experts", settings["moe_shared_expert_intermediate_size"]))
     for what, count in tp:
         divides("--parallel.tp", layout.tp, what, count)
-    layers = settings["num_layers"]
-    divides("--parallel.pp", layout.pp, "layers", layers)
-    divides("--parallel.virtual-stages", layout.virtual_stages, "layers of a pipeline rank", layers // layout.pp)
+    for count in sorted(set(stages(layout, settings["num_layers"]))):
+        divides("--parallel.virtual-stages", layout.virtual_stages, "layers of a pipeline rank", count)
     if experts:
         divides("--parallel.ep", layout.ep, "experts", experts)
         divides("--parallel.etp", layout.etp, "columns of an expert", settings["moe_ffn_hidden_size"])
@@ -81,6 +84,31 @@ def check_model(layout: Layout, settings: dict) -> None:
     if layout.tp > 1 and not layout.sequence_parallel and (experts or mla):
         # Megatron refuses the first; with the second it sums gradients of latents and rotary keys over tp wrongly.
         raise ValueError("a mixture of experts, or latent attention, over --parallel.tp needs sequence parallelism")
+
+
+def stages(layout: Layout, layers: int) -> list[int]:
+    """Layers of each stage of the pipeline.
+
+    Raises:
+        ValueError: they cannot be divided so; the message names the flag and values that would do.
+    """
+    last, others = layout.last_stage_layers, layout.pp - 1
+    # What leaves as many for each of the others, nearest to an even share first.
+    uneven = [n for n in range(1, layers - others + 1) if others and (layers - n) % others == 0]
+    uneven.sort(key=lambda n: abs(n - layers / layout.pp))
+    if last and last not in uneven:
+        raise ValueError(
+            f"--parallel.last-stage-layers {last}: the other {others} of --parallel.pp {layout.pp} cannot divide the "
+            f"rest of {layers} layers; --parallel.last-stage-layers may be {some(uneven) or 'nothing with this pp'}"
+        )
+    if not last and layers % layout.pp:
+        more = f", or this with --parallel.last-stage-layers {uneven[0]}" if uneven else ""
+        raise ValueError(
+            f"--parallel.pp {layout.pp}: the model has {layers} layers; --parallel.pp may be "
+            f"{some(divisors(layers))}{more}"
+        )
+    each = (layers - last) // others if last else layers // layout.pp
+    return [each] * others + [last or each]
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:

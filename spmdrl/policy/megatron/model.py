@@ -40,6 +40,10 @@ def initialize(layout: Layout) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     check_ranks(layout, dist.get_world_size())
+    for group in parallel_state._global_process_group_list or []:
+        if group in dist.distributed_c10d._world.pg_map:
+            # Of another layout: each gloo group has a thread that wakes a hundred times a second.
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -69,6 +73,7 @@ def transformer_config(
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         # Losses are sums over tokens, divided by global counts already; gradients are summed over ranks.

@@ -4,13 +4,14 @@ Law 2 as everywhere: a micro-batch's loss is a sum divided by counts of the whol
 the ranks that hold other data, so no axis enters the result.
 """
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from spmdrl.config.schema import Config, OptimizerConfig
+from spmdrl.config.schema import Config, OptimizerConfig, PolicyConfig
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import DTYPES, Head, Loss, Part
 from spmdrl.policy.heads import Second
@@ -19,7 +20,8 @@ from spmdrl.policy.load import load_tokenizer, plain_errors, resolve
 from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import build, initialize, require
-from spmdrl.policy.weights import fill, save_model
+from spmdrl.policy.weights import Stored, fill, prediction_heads, save_model, stored
+from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Piece
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
@@ -29,7 +31,25 @@ from spmdrl.tracking.metrics import Metrics
 def layout_of(cfg: Config) -> Layout:
     """The axes that the settings ask for."""
     axes = cfg.parallel
-    return Layout(axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp, axes.sequence_parallel)
+    sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
+    return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers)
+
+
+def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
+    """Weight of the loss and rate of the bias for evenly used experts (`routing.py`), 0 where a model has none of it.
+
+    Raises:
+        ValueError: they are demanded, and the model has no experts or no bias.
+    """
+    have = describe(hf_config).settings
+    experts, bias = have.get("num_moe_experts"), have.get("moe_router_enable_expert_bias")
+    if demanded and cfg.moe_aux_loss and not experts:
+        raise ValueError(f"--policy.moe-aux-loss {cfg.moe_aux_loss}: {hf_config.model_type} has no experts; take 0")
+    if demanded and cfg.moe_bias_rate and not bias:
+        raise ValueError(
+            f"--policy.moe-bias-rate {cfg.moe_bias_rate}: routers of {hf_config.model_type} have no bias; take 0"
+        )
+    return cfg.moe_aux_loss if experts else 0.0, cfg.moe_bias_rate if bias else 0.0
 
 
 class MegatronPolicy(Learner):
@@ -71,11 +91,19 @@ class MegatronPolicy(Learner):
         if path and path != cfg.model.path and not describe(self.hf_config).settings.get("num_moe_experts"):
             # A dense critic or reward model beside a mixture of experts.
             self.grid = replace(self.grid, ep=1, etp=1)
-        recompute = cfg.policy.activation_checkpointing and trainable
-        full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-        # An expert's bias is no parameter, and balance no part of the loss: it stays as the checkpoint has it.
-        more = dict(moe_router_bias_update_rate=0.0) | (full if recompute else {})
+        recompute = dict(recompute_granularity=cfg.policy.recompute)
+        if cfg.policy.recompute == "full":
+            recompute |= dict(recompute_method="uniform", recompute_num_layers=1)
+        more = recompute if cfg.policy.activation_checkpointing and trainable else {}
         self.chunks = build(self.hf_config, self.folder, self.grid, self.dtype, world.device, head, **more)
+        own = trainable and path in ("", cfg.model.path)
+        self.kept: Stored = []
+        if own and head == "lm":
+            beside = self.chunks[0].arch.beside
+            self.kept = [x for x in stored(self.folder) if beside and x[1].startswith(beside)]
+            if cfg.policy.mtp == "keep":
+                self.kept += prediction_heads(self.folder, self.hf_config)
+        self.aux_loss, self.bias_rate = balancing(cfg.policy, self.hf_config, own) if trainable else (0.0, 0.0)
         for chunk in self.chunks:
             chunk.train(trainable).requires_grad_(trainable)
         self.trainer = Trainer(self.chunks, self.settings, self.dtype, cfg.policy.host_optimizer) if trainable else None
@@ -83,7 +111,7 @@ class MegatronPolicy(Learner):
         divisor = getattr(text, "logits_scaling", 1.0) / getattr(text, "logit_scale", 1.0)
         models = self.trainer.models if self.trainer else self.chunks
         softcap = getattr(text, "final_logit_softcapping", None)
-        self.pipeline = Pipeline(models, self.grid, softcap, divisor, world.device)
+        self.pipeline = Pipeline(models, self.grid, softcap, divisor, world.device, routing_replay)
         # An interleaved schedule runs its chunks in rounds of pp micro-batches.
         self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
         self.away: list[Parked] = []
@@ -98,17 +126,32 @@ class MegatronPolicy(Learner):
         """See `Learner`."""
         assert self.trainer
         self.trainer.zero()
-        return self.pipeline.forward_backward(micros, temperature, loss, shared)
+        from spmdrl.policy.megatron.routing import mean_loss, routers
+
+        weight, mine = 0.0, sum(micro.n_tokens for micro in micros)
+        for router in routers(self.chunks):
+            router.forget()
+        if self.aux_loss:
+            tokens = torch.tensor([mine]).to(self.world.device)
+            weight = self.aux_loss / int(all_reduce(tokens, "sum", self.world.data_group))
+        metrics = self.pipeline.forward_backward(micros, temperature, loss, shared, weight)
+        if self.aux_loss:
+            metrics.add("moe/aux_loss", mean_loss(self.chunks) / max(mine, 1), mine)
+        return metrics
 
     def gradient_norm(self) -> float:
-        """See `Learner`; in float32, and of tied embeddings once."""
+        """See `Learner`; in float64."""
         assert self.trainer
         return self.trainer.norm()
 
     def step(self, lr: float, norm: float) -> None:
         """See `Learner`."""
         assert self.trainer
+        from spmdrl.policy.megatron.routing import move_biases
+
         self.trainer.step(lr, norm, self.settings.clip_grad_norm)
+        if self.bias_rate:
+            move_biases(self.chunks, self.bias_rate)
 
     def zero_grad(self) -> None:
         """Megatron's buffers are zeroed where a gradient begins."""
@@ -164,7 +207,12 @@ class MegatronPolicy(Learner):
             tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code)
             if self.head == "lm" and (self.folder / "generation_config.json").exists():
                 generation = GenerationConfig.from_pretrained(self.folder)
-        save_model(folder / "model", self.pieces(), self.world, self.dtype, self.hf_config, generation, tokenizer)
+        parts = (self.hf_config, generation, tokenizer, self.kept)
+        save_model(folder / "model", self.pieces(), self.world, self.dtype, *parts)
+        if self.world.is_first and self.chunks[0].arch.beside:
+            # How an engine prepares what such a model sees.
+            for file in self.folder.glob("*processor_config.json"):
+                shutil.copy(file, folder / "model")
         if self.trainer:
             self.trainer.save(folder / "state" / "optimizer")
 

@@ -17,7 +17,9 @@ from spmdrl.policy.megatron.attention import Pack, make_packs
 from spmdrl.policy.megatron.convert import unwrapped
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import head_weight
+from spmdrl.policy.megatron.routing import plan
 from spmdrl.policy.ulysses import total
+from spmdrl.spmd.here import alive
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels import collision_probability, linear_logprob
 
@@ -34,17 +36,31 @@ def stand_in() -> Batch:
 class Pipeline:
     """The chunks of a model on this rank, run over micro-batches by Megatron's schedules (1F1B, interleaved)."""
 
-    def __init__(self, models: list[Any], layout: Layout, softcap: float | None, divisor: float, device: torch.device):
-        """models: as `model.build` gives them, wrapped for training or not. softcap, divisor: of the logits."""
+    def __init__(
+        self,
+        models: list[Any],
+        layout: Layout,
+        softcap: float | None,
+        divisor: float,
+        device: torch.device,
+        replay: bool = False,
+    ):
+        """models: as `model.build` gives them, wrapped for training or not. softcap, divisor: of the logits.
+
+        replay: routers choose the experts that `token["experts"]` names.
+        """
         from megatron.core import parallel_state
 
-        self.models, self.layout, self.device = models, layout, device
+        self.models, self.layout, self.device, self.replay = models, layout, device, replay
+        self.settings = unwrapped(models[0]).arch.settings
+        self.balance = 0.0
         self.softcap, self.divisor = softcap, divisor
         self.head = unwrapped(models[0]).head
         state: Any = parallel_state
         self.tp_group = state.get_tensor_model_parallel_group() if layout.tp > 1 else None
         self.cp_group = state.get_context_parallel_group() if layout.cp > 1 else None
         self.cp_rank = parallel_state.get_context_parallel_rank()
+        self.part = (layout.tp, parallel_state.get_tensor_model_parallel_rank()) if layout.sp else (1, 0)
         self.pp_group = state.get_pipeline_model_parallel_group()
 
     def forward(self, micros: list[Batch], temperature: float, second: Second) -> list[Numbers]:
@@ -52,9 +68,14 @@ class Pipeline:
         with torch.no_grad():
             return self._everywhere(micros, self._run(micros, temperature, second, None))
 
-    def forward_backward(self, micros: list[Batch], temperature: float, loss: Loss, shared: dict) -> Metrics:
-        """Add the gradient of the sum of losses to the models' buffers; statistics on every stage. Collective."""
-        metrics = Metrics()
+    def forward_backward(
+        self, micros: list[Batch], temperature: float, loss: Loss, shared: dict, balance: float = 0.0
+    ) -> Metrics:
+        """Add the gradient of the sum of losses to the models' buffers; statistics on every stage. Collective.
+
+        balance: weight of the loss for evenly used experts, for one token.
+        """
+        metrics, self.balance = Metrics(), balance
         mine = self._run(micros, temperature, "entropy", partial(self._loss, loss, shared, metrics))
         numbers = self._everywhere(micros, mine)
         if not self.last:
@@ -87,11 +108,19 @@ class Pipeline:
         runs = [micro if len(micro) else stand_in() for micro in micros]
         tokens = [(run.token["tokens"], run.lengths) for run in runs]
         made = make_packs(tokens, self.layout, self.cp_rank, self.device)
+        if self.settings.get("num_moe_experts"):
+            for micro, run, pack in zip(micros, runs, made, strict=True):
+                told = None
+                if self.replay and len(micro):
+                    told = run.token["experts"].unflatten(1, (-1, self.settings["moe_router_topk"]))
+                real = len(micro) > 0
+                pack.params.routing = plan(pack.rows, run.lengths, real, self.part, self.balance, told)
         packs = list(zip(micros, runs, made, strict=True))
         iterators = [iter(packs) for _ in self.models]
 
         def step(iterator, model):
             micro, run, pack = next(iterator)
+            alive()
             states = model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)
             return states, partial(finish, micro, run, pack, model)
 

@@ -1,12 +1,15 @@
 """Gradients and optimizer of a Megatron policy: its DDP buffers and its distributed optimizer."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.policy.megatron import cpu
+from spmdrl.policy.vetted import vet
 
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -19,13 +22,16 @@ class Trainer:
     """What a model needs to learn: buffers in which gradients are summed over data, and AdamW sharded over it."""
 
     def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
-        """models: as `model.build` gives them. host_optimizer: AdamW runs on the host, its state stays there."""
+        """models: as `model.build` gives them. host_optimizer: AdamW runs on the host, its state stays there.
+
+        On a CPU it does so anyway.
+        """
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.optimizer import OptimizerConfig as Settings
         from megatron.core.optimizer import get_megatron_optimizer
 
-        config = models[0].config
+        config, away = models[0].config, host_optimizer and torch.cuda.is_available()
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         with cpu.quiet():
             self.models: list[Any] = [
@@ -49,8 +55,8 @@ class Trainer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
-                optimizer_cpu_offload=host_optimizer,
-                optimizer_offload_fraction=float(host_optimizer),
+                optimizer_cpu_offload=away,
+                optimizer_offload_fraction=float(away),
             )
             self.optimizer: Any = get_megatron_optimizer(settings, self.models)
         # The sum over the data is all that is asked for: no division by ranks, micro-batches or tokens.
@@ -63,10 +69,17 @@ class Trainer:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    @torch.no_grad()
     def norm(self) -> float:
-        """Global 2-norm of the gradient, alike on every rank. Collective."""
+        """Global 2-norm of the gradient, in float64, alike on every rank; tied embeddings count once. Collective."""
         self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        gradients = [g for each in self._chained() for g in each.get_main_grads_for_grad_norm()]
+        total = torch.zeros((), dtype=torch.float64, device=next(self.models[0].parameters()).device)
+        for gradient in gradients:
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        # One sum for all of them: a stage of a pipeline may lack the optimizer of experts.
+        dist.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
+        return math.sqrt(total.item())
 
     def step(self, lr: float, norm: float, largest: float) -> None:
         """One step of AdamW; gradients above `largest` are scaled to it (0: never). Collective."""
@@ -74,11 +87,17 @@ class Trainer:
 
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for each in self._chained():
             parameters = [] if getattr(each, "is_stub_optimizer", False) else each.get_parameters()
             if largest and norm > largest and parameters:
                 clip(parameters, largest, norm)
-        self.optimizer.step_with_ready_grads()
+        *before, last = self._chained()
+        for each in before:
+            # Each would gather the weights of all; the last one's gather does.
+            chunks, each.model_chunks = each.model_chunks, []
+            each.step_with_ready_grads()
+            each.model_chunks = chunks
+        last.step_with_ready_grads()
 
     def held(self) -> dict[str, list[torch.Tensor | None]]:
         """Tensors of gradients and of the optimizer on this rank."""
@@ -93,9 +112,12 @@ class Trainer:
     def _buffers(self) -> list[Any]:
         return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
 
+    def _chained(self) -> list[Any]:
+        """Megatron's optimizers: experts have one of their own."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
     def _optimizers(self) -> list[Any]:
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [each.optimizer for each in chained if getattr(each, "optimizer", None) is not None]
+        return [each.optimizer for each in self._chained() if getattr(each, "optimizer", None) is not None]
 
     def _state(self, loading: bool) -> dict:
         for each in self._optimizers():
@@ -122,6 +144,7 @@ class Trainer:
         """What `save` wrote, on this or another layout. Collective."""
         from megatron.core import dist_checkpointing
 
+        vet(folder)
         with cpu.quiet(), torch.no_grad():
             found: Any = dist_checkpointing.load(self._state(True), str(folder))
             self.optimizer.load_state_dict(found["optimizer"])

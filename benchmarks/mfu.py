@@ -1,0 +1,348 @@
+"""Model flops utilization of forward and backward: our policies, and plain HF + FSDP2, on the same sequences.
+
+    python benchmarks/mfu.py [--quick] [--json FILE] [--only fsdp megatron plain] [--tokens N] [--length N]
+
+One device: a GPU with a random Qwen2 of Qwen2.5-1.5B's shapes in bfloat16 over float32 masters (Megatron: bfloat16 with
+float32 gradients), or a CPU with a small one in float32. `fsdp` and `megatron` are the policies as a run has them:
+packed sequences, logp and entropy without logits. `plain` is what one writes with transformers and FSDP2: padded rows,
+logits, `F.cross_entropy`. All sides take turns on `--tokens` tokens of two kinds: sequences of one length, and ragged
+ones, where padding costs. Their losses must agree before anything is timed. What does not fit is named and left out.
+
+Flops of a step (PaLM, https://arxiv.org/abs/2204.02311, appendix B, with the causal half of attention): 6 N T for the
+matrices, N parameters without the embedding that is looked up, T real tokens; 12 L H d sum(s^2) / 2 for attention, L
+layers, H heads of width d, s the length of each sequence. What is padded or computed twice does not count. Peak: the
+best of some matmuls in the same run, and the maker's figure where it is known. On a CPU time is that of the process, on
+one thread, so that a machine that does other things too gives the same figures. GiB: what a step takes on the device
+above what all sides hold.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+# This folder is left out: `megatron.py` in it has the name of a package.
+others = [p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks"]
+sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *others]
+
+import torch  # noqa: E402 (threads and paths first)
+import torch.nn.functional as F  # noqa: E402
+
+MODELS = {
+    "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, heads=(12, 2), vocab_size=151936),
+    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, heads=(14, 2), vocab_size=151936),
+    "20M": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, heads=(6, 2), vocab_size=8192),
+    "2M": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, heads=(3, 1), vocab_size=2048),
+}
+"""Shapes of Qwen2.5-1.5B and 0.5B, and small ones."""
+MAKERS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "A100": 312e12}
+"""Dense bfloat16 flops a second, from data sheets, by a part of torch's name of the device."""
+SIDES = ("fsdp", "megatron", "plain")
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest relative difference of losses."""
+
+
+def make_model(folder: Path, name: str, longest: int) -> Any:
+    """A random model as a HF folder; its config."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    values = dict(MODELS[name], tie_word_embeddings=True, max_position_embeddings=max(longest, 1024), eos_token_id=2)
+    heads, groups = values.pop("heads")
+    config = Qwen2Config(**values, num_attention_heads=heads, num_key_value_heads=groups)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return config
+
+
+def flops(config: Any, lengths: list[int]) -> float:
+    """Of forward and backward, see above."""
+    width = config.hidden_size // config.num_attention_heads
+    attention = 2 * config.hidden_size * width * (config.num_attention_heads + config.num_key_value_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    matrices = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    squares = sum(s * s for s in lengths) / 2
+    return 6 * matrices * sum(lengths) + 12 * config.num_hidden_layers * config.hidden_size * squares
+
+
+def lengths_of(tokens: int, longest: int) -> dict[str, list[int]]:
+    """Two ways to fill about so many tokens: the kind -> lengths of sequences."""
+    from spmdrl.spmd.seeds import generator_for
+
+    rng, ragged = generator_for(2), []
+    while sum(ragged) < tokens:
+        ragged.append(rng.randrange(longest // 8, longest + 1))
+    ragged[-1] -= sum(ragged) - tokens
+    return {"even": [longest] * (tokens // longest), "ragged": [n for n in ragged if n > 1]}
+
+
+def sequences(config: Any, lengths: list[int]) -> list[torch.Tensor]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, config.vocab_size, (n,), generator=generator) for n in lengths]
+
+
+class Ours:
+    """A policy of this project over packed micro-batches."""
+
+    def __init__(self, kind: str, folder: str, dtype: str, world: Any, budget: int, recompute: bool):
+        from spmdrl.config.schema import Config
+        from spmdrl.policy.backends import backend
+
+        cfg = Config()
+        self.cfg = dataclasses.replace(
+            cfg,
+            model=dataclasses.replace(cfg.model, path=folder, dtype=dtype),
+            policy=dataclasses.replace(
+                cfg.policy,
+                backend=kind,
+                share_prompts=False,
+                max_tokens_per_microbatch=budget,
+                activation_checkpointing=recompute,
+            ),
+        )
+        if kind == "megatron":
+            from spmdrl.policy.megatron.model import initialize
+            from spmdrl.policy.megatron.policy import layout_of
+
+            initialize(layout_of(self.cfg))
+        self.policy = backend(kind)(self.cfg, world, 1)
+
+    def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
+        """A step on these sequences: its loss, the mean of -log p of all tokens but the first ones."""
+        from spmdrl.data.batch import Batch
+        from spmdrl.policy.contract import LossResult
+        from spmdrl.tracking.metrics import Metrics
+
+        lengths = torch.tensor([len(x) for x in tokens])
+        order = torch.arange(len(tokens))
+        batch = Batch(lengths, {"tokens": torch.cat(tokens)}, {"position": order, "sample": order})
+        mask = torch.ones(batch.n_tokens, dtype=torch.bool)
+        mask[batch.cu_seqlens[:-1].long()] = False
+        batch.token["mask"] = mask
+        micros, count, losses = self.policy.microbatches(batch), int(mask.sum()), []
+
+        def loss(micro, logp_T, entropy_T, shared):
+            value = -logp_T.sum() / count
+            losses.append(value.detach())
+            return LossResult(value, Metrics())
+
+        def step() -> float:
+            losses.clear()
+            self.policy.zero_grad()
+            self.policy.gradient(micros, loss, {}, 1.0)
+            return torch.stack(losses).sum().item()
+
+        return step
+
+
+class Plain:
+    """transformers and FSDP2: rows padded to the longest of a micro-batch, which has as many as the budget holds."""
+
+    def __init__(self, folder: str, dtype: str, world: Any, budget: int, recompute: bool):
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from transformers import AutoModelForCausalLM
+
+        self.budget, self.device = budget, world.device
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(world.device).train()
+        if recompute:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        kind = getattr(torch, dtype)
+        mixed = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
+        for module in [*self.model.model.layers, self.model]:
+            fully_shard(module, mesh=world.shard_mesh, mp_policy=mixed)
+
+    def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
+        """As `Ours.prepare`."""
+        rows = max(1, self.budget // max(map(len, tokens)))
+        micros = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
+        count = sum(len(x) - 1 for x in tokens)
+
+        def step() -> float:
+            self.model.zero_grad(set_to_none=True)
+            total = torch.zeros((), device=self.device)
+            for i, micro in enumerate(micros):
+                self.model.set_requires_gradient_sync(i == len(micros) - 1)
+                padded = torch.nn.utils.rnn.pad_sequence(micro, batch_first=True).to(self.device)
+                seen = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in micro], batch_first=True)
+                seen = seen.to(self.device)
+                # With every token seen there is no mask to give, and the causal kernel without one is the faster.
+                even = len({len(x) for x in micro}) == 1
+                logits = self.model(padded, attention_mask=None if even else seen, use_cache=False).logits
+                labels = padded.masked_fill(seen == 0, -100)[:, 1:]
+                value = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels.flatten(), reduction="sum") / count
+                del logits
+                value.backward()
+                total += value.detach()
+            return total.item()
+
+        return step
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(action: Callable, device: torch.device) -> float:
+    """Of an action, with what it leaves on the device to do."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    synchronize(device)
+    began = clock()
+    action()
+    synchronize(device)
+    return clock() - began
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Flops a second of a square matmul: the best of several."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    inner = 20 if device.type == "cuda" else 4
+    best = min(seconds(lambda: [a @ b for _ in range(inner)], device) for _ in range(10))
+    return 2 * size**3 * inner / best
+
+
+def build(name: str, args: tuple) -> Any:
+    """A side by its name, or None with a line that says why not."""
+    if name == "megatron" and find_spec("megatron") is None:
+        print("megatron: megatron-core is not installed")
+        return None
+    try:
+        return Plain(*args) if name == "plain" else Ours(name, *args)
+    except torch.OutOfMemoryError:
+        print(f"{name}: out of memory")
+    return None
+
+
+def measure(sides: dict[str, Any], config: Any, lengths: list[int], times: int, device, dtype) -> list[dict]:
+    """A row for each side that can: median seconds in turns, and the peak of the device's memory."""
+    tokens, steps, rows = sequences(config, lengths), {}, {}
+    for name, side in sides.items():
+        try:
+            step = side.prepare(tokens)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+            loss = step()
+            synchronize(device)
+        except torch.OutOfMemoryError:
+            print(f"{name}: out of memory; try --tokens-per-microbatch or --recompute")
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
+        steps[name] = step
+        taken = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+        rows[name] = {"side": name, "loss": loss, "step_gib": taken / 2**30, "seconds_all": []}
+    losses = [row["loss"] for row in rows.values()]
+    if losses and max(losses) - min(losses) > LIMITS[dtype] * max(map(abs, losses)):
+        raise RuntimeError(f"the sides do not compute the same: losses {dict(zip(rows, losses, strict=True))}")
+    for _ in range(times):
+        for name, step in steps.items():
+            rows[name]["seconds_all"].append(seconds(step, device))
+    for row in rows.values():
+        row["seconds"] = statistics.median(row["seconds_all"])
+        row["tokens_per_s"] = sum(lengths) / row["seconds"]
+        row["flops_per_s"] = flops(config, lengths) / row["seconds"]
+    return list(rows.values())
+
+
+def main() -> None:
+    """Print the table and one line per target; write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smaller model, two repetitions")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--model", choices=MODELS, help="default: 1.5B on a GPU (quick 0.5B), 20M on a CPU (quick 2M)")
+    parser.add_argument("--tokens", type=int, help="of a step; default 65536 on a GPU (quick 16384), 2048 on a CPU")
+    parser.add_argument("--length", type=int, help="of the longest sequence; default 4096 on a GPU, 256 on a CPU")
+    parser.add_argument("--tokens-per-microbatch", type=int, help="default 8192 on a GPU, 1024 on a CPU")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing on every side")
+    args = parser.parse_args()
+    from transformers.utils.logging import disable_progress_bar
+
+    from spmdrl.config.schema import ParallelConfig
+    from spmdrl.environment import keep_freed_memory, prepare
+    from spmdrl.spmd.mesh import start
+
+    prepare()
+    disable_progress_bar()
+    world = start(ParallelConfig(), 1, "auto", 300.0)
+    device, on_gpu = world.device, world.device.type == "cuda"
+    if not on_gpu:
+        keep_freed_memory()
+        torch.set_num_threads(1)
+    name = args.model or (("0.5B", "1.5B") if on_gpu else ("2M", "20M"))[not args.quick]
+    total = args.tokens or ((65536, 16384) if on_gpu else (4096, 2048))[args.quick]
+    longest = args.length or (4096 if on_gpu else 256)
+    budget = max(longest, args.tokens_per_microbatch or (8192 if on_gpu else 1024))
+    kind = "bfloat16" if on_gpu else "float32"
+    dtype = getattr(torch, kind)
+    peak = matmul_peak(device, dtype)
+    label = torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine()
+    maker = next((value for part, value in MAKERS.items() if part in label), None) if on_gpu else None
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        config = make_model(Path(scratch), name, longest)
+        built = {side: build(side, (scratch, kind, world, budget, args.recompute)) for side in args.only}
+        sides = {side: x for side, x in built.items() if x is not None}
+        print(f"{name} of {label}, {kind}; matmul {peak / 1e12:.3g} TFLOPS, maker's figure ", end="")
+        print(f"{maker / 1e12:.0f}" if maker else "unknown: MFU is against the matmul of this machine")
+        head = ("kind", "side", "step s", "tokens/s", "TFLOPS", "MFU", "of maker's", "to plain", "GiB")
+        print("{:7} {:9} {:>9} {:>9} {:>8} {:>6} {:>10} {:>8} {:>6}".format(*head))
+        for case, lengths in lengths_of(total, longest).items():
+            found = measure(sides, config, lengths, 2 if args.quick else 7, device, dtype)
+            base = next((row["seconds"] for row in found if row["side"] == "plain"), None)
+            for row in found:
+                row |= {"kind": case, "tokens": sum(lengths), "mfu": row["flops_per_s"] / peak}
+                row["mfu_maker"] = row["flops_per_s"] / maker if maker else None
+                row["ratio"] = base / row["seconds"] if base else None
+                rows.append(row)
+                cells = [f"{row[k]:.2f}" if row[k] else "-" for k in ("mfu_maker", "ratio")]
+                print(
+                    f"{case:7} {row['side']:9} {row['seconds']:9.3f} {row['tokens_per_s']:9.0f} "
+                    f"{row['flops_per_s'] / 1e12:8.3g} {row['mfu']:6.2f} {cells[0]:>10} {cells[1]:>8} "
+                    f"{row['step_gib']:6.1f}"
+                )
+    print()
+    for row in rows:
+        if row["side"] != "plain" and row["ratio"]:
+            verdict = "ok" if row["ratio"] >= 1 else "miss"
+            print(f"target mfu_{row['side']}_over_plain_{row['kind']} {row['ratio']:.3f} >=1 {verdict}")
+    if args.json:
+        facts = {"machine": label, "cores": os.cpu_count(), "python": platform.python_version(), "model": name}
+        facts |= {"dtype": kind, "matmul_flops": peak, "maker_flops": maker, "budget": budget, "longest": longest}
+        facts |= {"recompute": args.recompute, "date": time.strftime("%Y-%m-%d")}
+        facts |= {package: installed(package) for package in ("torch", "transformers", "megatron-core")}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    sys.stdout.flush()
+    # Destructors of a group wait for ranks that may be gone.
+    os._exit(0)
+
+
+def installed(package: str) -> str | None:
+    """Its version."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

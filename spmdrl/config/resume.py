@@ -1,0 +1,120 @@
+"""Which settings may change when a run goes on from its folder, and how two of them differ.
+
+Laws 2 and 3 say what may: layout, machine and pace do not change the answer. All other settings do, and a run that went
+on with others would be neither the one nor the other.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spmdrl.config.dump import to_dict
+from spmdrl.config.fields import flag, leaves
+from spmdrl.config.presets import with_preset
+from spmdrl.config.schema import Config
+
+FREE: dict[str, tuple[str, ...]] = {
+    "where a run is, how long it goes on, how it is watched": (
+        *("run.dir", "run.name", "run.steps", "run.device", "run.timeout", "run.lockstep_debug", "run.fresh"),
+        *("run.allow_changes", "run.spike_factor", "run.deterministic", "run.grace"),
+    ),
+    "what is seen and kept of it": ("eval.*", "checkpoint.*", "tracking.*", "data.eval", "policy.mtp"),
+    "law 2: which ranks hold what": ("parallel.*",),
+    "law 2: how a rank computes the same": (
+        *("policy.max_tokens_per_microbatch", "policy.activation_checkpointing", "policy.recompute"),
+        *("policy.host_optimizer", "policy.reshard_after_forward", "policy.attention", "policy.share_prompts"),
+        *("policy.chunked_loss", "policy.liger", "policy.offload", "reference.offload", "lora.push"),
+    ),
+    "law 3: draws belong to the data, whatever engine makes them": (
+        *("rollout.engine", "rollout.tp", "rollout.assignment", "rollout.max_sequences", "rollout.kv_cache_gib"),
+        *("rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.deterministic", "rollout.push_bucket_mib"),
+        *("rollout.enforce_eager", "rollout.sglang_push"),
+    ),
+    "limits: a run that they did not stop is the same run": (
+        *("rollout.logp_diff_warn", "rollout.logp_diff_stop", "filter.max_rounds", "filter.bad_sample"),
+        *("optimizer.bad_steps", "reward.workers", "reward.timeout", "reward.on_timeout", "model.trust_remote_code"),
+    ),
+}
+"""Reason -> settings, or whole sections, that may differ."""
+FIXED = (
+    *("run.seed", "model.path", "model.dtype", "optimizer.lr", "optimizer.betas", "optimizer.eps"),
+    *("optimizer.weight_decay", "optimizer.clip_grad_norm", "optimizer.schedule", "optimizer.warmup_steps"),
+    # The state of an optimizer is in its backend's form.
+    *("optimizer.min_lr_ratio", "policy.backend", "policy.moe_aux_loss", "policy.moe_bias_rate"),
+    *("lora.rank", "lora.alpha", "lora.targets", "reference.enabled", "reference.path", "reference.refresh_every"),
+    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_prompt_tokens", "rollout.max_new_tokens"),
+    *("rollout.temperature", "rollout.top_p", "rollout.oversample", "rollout.partial_steps", "rollout.staleness"),
+    *("rollout.routing_replay", "rollout.quantization"),
+    *("algo.*", "correction.*", "shaping.*", "critic.*", "process_reward.*", "safety.*"),
+    *("filter.keep", "filter.metric", "filter.low", "filter.high", "filter.resample", "filter.resample_power"),
+    *("filter.replay_steps", "data.train", "data.prompt_column", "data.answer_column", "data.template", "data.system"),
+    *("data.prefill", "data.chat", "data.chat_template", "data.limit"),
+    *("reward.function", "reward.model", "reward.model_coef"),
+)
+"""Settings, or whole sections, that change the answer."""
+
+
+def listed(name: str, names: tuple[str, ...]) -> bool:
+    """The setting or its section stands among them."""
+    return name in names or f"{name.split('.')[0]}.*" in names
+
+
+def may_change(name: str, schedule: str) -> bool:
+    """A setting that a resume may change. schedule: `optimizer.schedule`, which may end with the run."""
+    if name == "run.steps":
+        return schedule == "constant"
+    return any(listed(name, names) for names in FREE.values())
+
+
+def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value of nested sections."""
+    if not isinstance(nested, dict):
+        return {prefix[:-1]: nested}
+    return {k: v for name, value in nested.items() for k, v in flat(value, f"{prefix}{name}.").items()}
+
+
+def settled(cfg: Config) -> dict[str, Any]:
+    """The settings that a resume must keep, redacted."""
+    return {k: v for k, v in flat(to_dict(cfg)).items() if not may_change(k, cfg.optimizer.schedule)}
+
+
+@dataclass
+class Differences:
+    """Between a run folder's settings and a run's."""
+
+    lines: list[str] = field(default_factory=list)
+    """`--optimizer.lr: 0.0002 there, 0.001 here`, of those that a resume must keep."""
+    notes: list[str] = field(default_factory=list)
+    """What else is to be told."""
+
+
+def differences(path: Path, cfg: Config) -> Differences:
+    """A run folder's `config.yaml` against the settings of this run. What is wrong with the file is a note.
+
+    A setting that the file lacks (it may be older than the setting) counts as its default.
+    """
+    out, there = Differences(), {}
+    try:
+        nested = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(nested, dict):
+            raise TypeError("it holds no settings")
+        there = flat(nested)
+        unknown = sorted(set(there) - set(leaves(type(cfg))))
+        if unknown:
+            out.notes.append(f"{path} has settings that are not known here: {', '.join(unknown)}")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, AttributeError, TypeError) as error:
+        what = " ".join(str(error).split())
+        out.notes.append(f"{path} cannot be read ({what}): its settings are taken to be the defaults")
+    defaults = flat(to_dict(with_preset(Config(), cfg.algo.preset)))
+    for name, here in settled(cfg).items():
+        then = there.get(name, defaults.get(name))
+        if then != here:
+            out.lines.append(f"{flag(name)}: {shown(then)} there, {shown(here)} here")
+    return out
+
+
+def shown(value: Any) -> str:
+    """As on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else repr(value) if value == "" else str(value)

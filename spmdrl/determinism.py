@@ -1,0 +1,63 @@
+"""`--run.deterministic`: two runs of the same settings on the same layout are equal to the last bit.
+
+Without it a run of a static assignment is so on a CPU already; what this adds is certainty. torch refuses operations
+whose sums go in no fixed order, prompts have fixed engines (`config/load.py` sets the static assignment), engines on
+GPUs take batch-invariant kernels, and what goes by the clock is named. It costs speed.
+"""
+
+import os
+import random
+
+import numpy
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.rewards.load import scores_timeouts
+from spmdrl.rollout.build import engine_name
+from spmdrl.spmd.seeds import seed_for
+
+ENVIRONMENT = {
+    # cuBLAS: a workspace of fixed size for every stream, which torch asks for in this mode.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # NVLS adds up in the switch, in the order in which values arrive.
+    "NCCL_ALGO": "^NVLS",
+    # flash-attn in transformers, and Transformer Engine in Megatron.
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    # Of processes that are started from this one: sets of theirs are walked through in the same order.
+    "PYTHONHASHSEED": "0",
+}
+"""A user's own values stay."""
+
+
+def make_deterministic(cfg: Config) -> list[str]:
+    """Set torch and its libraries so, before the first of them starts; returns what may still differ, for the user.
+
+    Without `--run.deterministic` the generators of this process are seeded, and that is all.
+
+    Raises:
+        ValueError: an engine whose samples depend on the clock.
+    """
+    # The run's own draws are keyed by data; a user's loss may draw from these.
+    seed = seed_for(cfg.run.seed, int(os.environ.get("RANK", "0")))
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if not cfg.run.deterministic:
+        return []
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    notes = []
+    if scores_timeouts(cfg.reward):
+        notes.append(
+            f"warning: --run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
+            "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
+        )
+    if engine_name(cfg) == "sglang" and cfg.rollout.oversample > 1:
+        raise ValueError(
+            f"--rollout.oversample {cfg.rollout.oversample:g}: which groups are cut goes by the clock with sglang, a "
+            "process of its own; take 1, or another --rollout.engine, for --run.deterministic"
+        )
+    return notes

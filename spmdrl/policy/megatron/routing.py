@@ -1,0 +1,189 @@
+"""Routers of a Megatron policy: choices told to them, a loss for evenly used experts, a bias that follows their load.
+
+What routers need to know of a pack travels with it (`attention.Params.routing`) and is put before a router when its
+layer begins, so that activation checkpointing, which runs a layer again after other packs have passed, finds it too.
+
+The loss is the load balancing loss of https://arxiv.org/abs/2101.03961 in each sequence by itself, as in DeepSeek-V3
+(https://arxiv.org/abs/2412.19437, eq. 17 to 20): sequences are never divided over micro-batches or data, so it is the
+same on every layout. Megatron's own counts a micro-batch together, or averages counts of those that came before.
+
+S tokens of a pack on this rank (a tp-th of it under sequence parallelism), B sequences, L layers with experts, E
+experts, K of them for a token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import nn
+
+from spmdrl.policy.megatron.families import Architecture
+from spmdrl.policy.megatron.layout import as_list
+
+
+@dataclass
+class Routing:
+    """What routers must know of a pack; rows in the order in which a router gets its tokens."""
+
+    sequence_S: torch.Tensor
+    """int64: which sequence each token belongs to; B for padding, and for all of a pack that stands in for nothing."""
+    lengths_B: torch.Tensor
+    """float32: tokens of each sequence, of all ranks together."""
+    weight: float
+    """Of the loss for one token: its coefficient divided by the tokens of the whole update; 0 for none."""
+    told_SLK: torch.Tensor | None = None
+    """Experts to choose, FREE (-1) where the router chooses; None: it does everywhere."""
+
+
+def plan(
+    rows_S: torch.Tensor,
+    lengths_B: torch.Tensor,
+    real: bool,
+    part: tuple[int, int],
+    weight: float,
+    told_TLK: torch.Tensor | None,
+) -> Routing:
+    """The routing of one pack.
+
+    rows_S: `Pack.rows`. lengths_B: of its sequences. real: not a stand-in. part: into how many equal parts sequence
+    parallelism cuts the pack, and which is this rank's. weight, told_TLK: as in `Routing`, the latter for all tokens of
+    the pack in their order.
+    """
+    count, index = part
+    rows = rows_S.chunk(count)[index]
+    inside = rows >= 0
+    device = rows.device
+    ends = lengths_B.to(device).cumsum(0)
+    sequence = torch.where(inside & real, torch.searchsorted(ends, rows, right=True), len(ends))
+    told = None
+    if told_TLK is not None and real:
+        told = torch.where(inside[:, None, None], told_TLK.to(device)[rows.clamp(min=0)].long(), -1)
+    return Routing(sequence, lengths_B.to(device, torch.float32), weight, told)
+
+
+class Router(TopKRouter):
+    """Megatron's, with choices that can be told, and counts and loss over a pack's own tokens."""
+
+    place = 0
+    """Which of the model's layers with experts this is, from 0."""
+    routing_of: Routing | None = None
+    """Of the pack that is under way."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # Asked by Megatron where it would choose by topk; no module, which this one would be a part of itself by.
+        self.router_replay: Any = SimpleNamespace(get_replay_topk=self._choose)
+        self.forget()
+
+    def forget(self) -> None:
+        """No token has been seen."""
+        device = self.weight.device
+        self.load_E = torch.zeros(len(self.weight), dtype=torch.float64, device=device)
+        self.balance = torch.zeros((), dtype=torch.float64, device=device)
+
+    def _choose(
+        self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and numbers of the chosen experts, [S, K] each. scores: [S, E]."""
+        values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        told = self.routing_of.told_SLK if self.routing_of else None
+        if told is None:
+            return values, chosen
+        chosen = torch.where(told[:, self.place] >= 0, told[:, self.place], chosen)
+        return scores.gather(1, chosen), chosen
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
+        """See Megatron's; [S, 1, E] to weights and choices, [S, E] each."""
+        probs, chosen = super().routing(logits, padding_mask)
+        now = self.routing_of
+        # Passes without gradient are no part of an update: old logp, and the first of two under checkpointing.
+        if now is None or not self.training or not torch.is_grad_enabled():
+            return probs, chosen
+        real = now.sequence_S < len(now.lengths_B)
+        self.load_E += chosen[real].sum(0)
+        if now.weight:
+            loss = self._loss(logits.flatten(0, 1), now)
+            self.balance += loss.detach()
+            probs = _WithLoss.apply(probs, loss * now.weight)
+        return probs, chosen
+
+    def _loss(self, logits_SE: torch.Tensor, now: Routing) -> torch.Tensor:
+        """Sum over sequences of length * E * sum of f * P: this rank's part of it. Collective over tp and cp."""
+        chosen, scores = compute_routing_scores_for_aux_loss(logits_SE, self.topk, self.score_function)
+        sums = [
+            x.new_zeros(len(now.lengths_B) + 1, x.shape[1]).index_add(0, now.sequence_S, x)[:-1]
+            for x in (chosen.to(scores.dtype), scores)
+        ]
+        counts, mine = reduce_from_tensor_model_parallel_region(sums[0], self.tp_cp_group), sums[1]
+        experts = logits_SE.shape[1]
+        return ((counts * mine).sum(1) / now.lengths_B).sum() * (experts / self.topk)
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is, whose backward starts that of a loss as well, with a gradient of 1."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0], torch.ones((), dtype=grads[0].dtype, device=grads[0].device)
+
+
+def routers(models: list[Any]) -> list[Router]:
+    """Those of this rank, in the order of the layers."""
+    return [m for model in models for m in model.modules() if isinstance(m, Router)]
+
+
+def attach(model: nn.Module, arch: Architecture) -> None:
+    """Number the routers of a chunk and have its layers tell them of their pack. model: a GPTModel."""
+    if not arch.settings.get("num_moe_experts"):
+        return
+    freq = as_list(arch.settings["moe_layer_freq"])
+    for layer in model.decoder.layers:  # type: ignore[union-attr]
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            router.place = sum(freq[: layer.layer_number - 1])
+            layer.register_forward_pre_hook(partial(_tell, router), with_kwargs=True)
+
+
+def _tell(router: Router, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+    router.routing_of = getattr(kwargs.get("packed_seq_params"), "routing", None)
+
+
+def mean_loss(models: list[Any]) -> torch.Tensor:
+    """Mean over layers, summed over the tokens of this data position, of what `Router.balance` gathered. Collective.
+
+    For each token 1 where experts are used alike, and E / K where the same K are always chosen.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=next(models[0].parameters()).device)
+    for router in routers(models):
+        total += router.balance
+    for group in (
+        parallel_state.get_tensor_and_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        dist.all_reduce(total, group=group)
+    return total / sum(as_list(models[0].arch.settings["moe_layer_freq"]))
+
+
+@torch.no_grad()
+def move_biases(models: list[Any], rate: float) -> None:
+    """Add rate to the bias of experts with less than the mean load of the update, and take it from the others'.
+
+    https://arxiv.org/abs/2408.15664. Loads are numbers of tokens, so the layout has no part in it. Collective.
+    """
+    for router in routers(models):
+        load = router.load_E
+        dist.all_reduce(load, group=router.tp_dp_cp_group)
+        bias: Any = router.expert_bias
+        bias += rate * torch.sign(load.mean() - load).to(bias.dtype)

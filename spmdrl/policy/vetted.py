@@ -1,0 +1,84 @@
+"""Looks at the pickles of a checkpoint's optimizer state before torch or Megatron may read them.
+
+torch.distributed.checkpoint keeps its index (`.metadata`) as a pickle, and reads values that are no tensors with
+weights_only=False: whoever wrote the files could run code here. A manifest tells that files are whole, not who wrote
+them. So the index is read here first, by a reader that knows the classes of such an index and no other, and every value
+beside tensors by torch's reader for weights.
+"""
+
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+    "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
+}
+"""Module -> names that such an index consists of. None of them does anything when it is called."""
+LARGEST = 64 << 20
+"""Bytes of one value beside tensors; such values are numbers and names."""
+
+
+class _Index(pickle.Unpickler):
+    """Reads nothing but CLASSES."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, or an error: nothing else is even imported."""
+        if name not in CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+def vet(folder: Path) -> None:
+    """Make sure that reading `folder` (optimizer state) runs nothing but what a checkpoint needs.
+
+    Raises:
+        ValueError: it would, or it is none; nothing of it was run.
+    """
+    try:
+        _vet(folder)
+    except Exception as error:  # bytes of a stranger fail in any way
+        reason = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
+        # torch begins with how to read it all the same.
+        reason = reason.rpartition("WeightsUnpickler error:")[2].strip()[:200]
+        raise ValueError(
+            f"{folder} is not optimizer state that may be read ({type(error).__name__}: {reason}): it was not written "
+            "by a run, or changed since. Resume from another checkpoint, or start anew from its model/ by --model.path"
+        ) from error
+
+
+def _vet(folder: Path) -> None:
+    with open(folder / ".metadata", "rb") as file:
+        index = _Index(file).load()
+    tensors = {n for n, kind in index.state_dict_metadata.items() if type(kind).__name__ == "TensorStorageMetadata"}
+    for key, where in index.storage_data.items():
+        name = str(where.relative_path)
+        if Path(name).name != name or (folder / name).is_symlink():
+            raise ValueError(f"{name!r} lies elsewhere")
+        if getattr(where, "transform_descriptors", None):
+            raise ValueError("its values are packed by extensions")
+        if key.fqn in tensors:
+            # torch itself reads these as weights only.
+            continue
+        if not 0 <= where.length <= LARGEST:
+            raise ValueError(f"{key.fqn} has {where.length} bytes")
+        with open(folder / name, "rb") as file:
+            file.seek(where.offset)
+            _weights(io.BytesIO(file.read(where.length)))
+    for file in folder.glob("*.pt"):
+        _weights(file)
+
+
+def _weights(source: Any) -> None:
+    torch.load(source, map_location="cpu", weights_only=True)

@@ -1,0 +1,110 @@
+"""Once a step all ranks compare how many collectives each group has seen, and what they hold alike (law 1).
+
+One all_reduce of a few integers over a group of its own, which a rank that went elsewhere in another group does not
+disturb. A difference names groups, ranks and counts; the lines stand in the flight record. The same message carries
+whether a rank was asked to leave.
+"""
+
+import hashlib
+import json
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
+from spmdrl.spmd.flight import collectives_of
+from spmdrl.spmd.lockstep import LockstepError
+from spmdrl.spmd.mesh import World
+
+NEVER = -(1 << 62)
+
+
+def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
+    """The groups of a world that this rank is in, by their ranks and name."""
+    groups = [world.group, world.host_group, world.rollout_group, world.training_group, world.role_group]
+    groups.append(world.data_group)
+    for mesh in (world.mesh, world.shard_mesh, world.rollout_mesh):
+        if mesh.get_coordinate() is not None:
+            groups += mesh.get_all_groups()
+    found = {}
+    for group in groups:
+        if group is not None and dist.get_world_size(group) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            # Every rank makes every group, so the names agree.
+            found[f"{group.group_name} of ranks {shown(ranks)}"] = group
+    return found
+
+
+def shown(ranks: list[int]) -> str:
+    """`0-7`, or the ranks one by one."""
+    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
+
+
+def word(value: object) -> int:
+    """62 bits of a value that JSON can write."""
+    text = json.dumps(value, sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+class Agreement:
+    """Make one on every rank when all groups stand, with the same world. Collective."""
+
+    def __init__(self, world: World, timeout: float):
+        """timeout: seconds that a rank may come later than another."""
+        self.world, self.own = world, world.host_group
+        self.groups = groups_of(world)
+        everyone = all_gather_text("\n".join(self.groups), world.host_group)
+        self.names = sorted({name for text in everyone for name in text.splitlines()})
+        if world.size > 1:
+            own = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            assert isinstance(own, dist.ProcessGroup)
+            self.own = own
+
+    def __call__(self, values: dict[str, object], leave: bool = False) -> bool:
+        """True if any rank wants to leave. Collective: all ranks, at the same place of a step.
+
+        Args:
+            values: JSON-able, the same names on every rank, and the same values if all is well.
+            leave: what this rank has heard.
+
+        Raises:
+            LockstepError: on every rank, with what differs.
+        """
+        counts = {name: collectives_of(group) for name, group in self.groups.items()}
+        facts = [word(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]
+        # Maxima of the numbers and of their negatives: the largest and the smallest.
+        least = [-fact if fact != NEVER else NEVER for fact in facts]
+        row = torch.tensor([int(leave), *facts, *least])
+        all_reduce(row, "max", self.own if self.world.size > 1 else None)
+        wanted, *extremes = row.tolist()
+        high, low = extremes[: len(facts)], extremes[len(facts) :]
+        differ = [i for i, (most, minus) in enumerate(zip(high, low, strict=True)) if most != -minus and most != NEVER]
+        if differ:
+            self._explain(values, facts, differ)
+        return bool(wanted)
+
+    def _explain(self, values: dict[str, object], facts: list[int], differ: list[int]) -> None:
+        rows = torch.cat(all_gather_rows(torch.tensor([facts]), self.own)).tolist()
+        names = list(values)
+        texts = all_gather_text(json.dumps(list(values.values())), self.own)
+        said = []
+        for i in differ:
+            if i < len(names):
+                by_rank = [str(json.loads(text)[i]) for text in texts]
+                what, unit = f"{names[i]} is", ""
+            else:
+                by_rank = [str(row[i]) if row[i] != NEVER else "" for row in rows]
+                what, unit = f"group {self.names[i - len(names)]} has seen", " collectives"
+            ranks: dict[str, list[int]] = {}
+            for rank, value in enumerate(by_rank):
+                if value:
+                    ranks.setdefault(value, []).append(rank)
+            parts = [f"{value}{unit} on rank {shown(held)}" for value, held in ranks.items()]
+            said.append(f"{what} {', '.join(parts)}")
+        raise LockstepError(
+            f"ranks went different ways in this step: {'; '.join(said)}. Somewhere a rank decides alone whether to "
+            "communicate (law 1): `python -m spmdrl.flight` on the run folder shows the lines, and "
+            "--run.lockstep-debug stops at the first"
+        )

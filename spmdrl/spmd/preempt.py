@@ -1,0 +1,139 @@
+"""Preemption: a signal asks the run to end well. The step is finished, or abandoned while it samples, and saved.
+
+SIGUSR1, or a SIGTERM that nobody sent because of a lost rank, to any one rank is a request to all. Law 1: what a rank
+has heard decides nothing by itself; `Agreement` and the sampling ask all ranks.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+AGENT_WAITS = 25.0
+"""Seconds after a SIGTERM under torchrun, which sends SIGKILL after 30."""
+SAMPLING = 0.5
+"""Share of the grace that a step may go on to sample; the rest is for the save."""
+
+
+class PreemptedError(Exception):
+    """All ranks agreed to leave."""
+
+    def __init__(self, step: int, why: str, abandoned: bool = False):
+        """step: how many are done and in the weights. abandoned: the one after it had begun."""
+        super().__init__(why)
+        self.step, self.abandoned = step, abandoned
+
+
+class AbandonedError(Exception):
+    """All ranks that sample agreed to stop sampling."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Somebody wants the run to end."""
+
+    signal: str
+    rank: int
+    """That was told."""
+    at: float
+    """time.time() of the signal."""
+    grace: float
+    """Seconds from then on until the job must be gone."""
+
+    @property
+    def until(self) -> float:
+        """time.time() at which it must be gone."""
+        return self.at + self.grace
+
+    @property
+    def sampling_until(self) -> float:
+        """time.time() at which a step that still samples is abandoned."""
+        return self.at + SAMPLING * self.grace
+
+    def __str__(self) -> str:
+        return f"{self.signal} at rank {self.rank}"
+
+
+class Preemption:
+    """What this rank has heard; one per process."""
+
+    def __init__(self) -> None:
+        """Nothing heard."""
+        self.request: Request | None = None
+        self.own = 0
+        """Signals that came to this process itself."""
+        self.grace = 60.0
+        self.late: Callable[[], None] = lambda: None
+        """Called by a thread when time is up."""
+
+    def asked(self, number: int) -> Request:
+        """The request that a signal to this process makes."""
+        under_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
+        grace = min(self.grace, AGENT_WAITS) if under_agent else self.grace
+        return Request(signal.Signals(number).name, int(os.environ.get("RANK", "0")), time.time(), grace)
+
+    def heed(self, request: Request) -> bool:
+        """Take up the first request; False for a further one."""
+        if self.request is not None:
+            return False
+        self.request = request
+        timer = threading.Timer(max(0.0, request.until - time.time()), lambda: self.late())
+        timer.daemon = True
+        timer.start()
+        return True
+
+    @property
+    def wanted(self) -> bool:
+        """This rank has heard of a request."""
+        return self.request is not None
+
+    @property
+    def sampling_over(self) -> bool:
+        """And for so long that sampling should stop."""
+        return self.request is not None and time.time() > self.request.sampling_until
+
+
+preemption = Preemption()
+
+
+def agreed(mine: bool, group: dist.ProcessGroup) -> bool:
+    """True on every rank if it is so on one. Collective."""
+    flag = torch.tensor([int(mine)])
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
+def listen(told: Callable[[int], None]) -> Callable[[], None]:
+    """From here on `told(number)` is called in a thread for SIGTERM and SIGUSR1. Returns what ends that.
+
+    A thread: the main one may sit in a collective, where Python runs no handler. Main thread only; forked processes
+    have what was there before.
+    """
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    before: list[tuple] = [(handlers, signal.set_wakeup_fd(write, warn_on_full_buffer=False))]
+
+    def give_back() -> None:
+        if before:
+            handlers, fd = before.pop()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(fd)
+            os.close(write)
+
+    def wait() -> None:
+        while data := os.read(read, 64):
+            for number in data:
+                if number in numbers:
+                    told(number)
+
+    os.register_at_fork(after_in_child=give_back)
+    threading.Thread(target=wait, daemon=True, name="signals").start()
+    return give_back

@@ -1,0 +1,250 @@
+"""`spmdrl.train` in which one thing goes wrong, on one rank, in one phase: `python -m tests.e2e.faults`.
+
+SPMDRL_FAULT holds {"fault", "phase", "rank", "step", "stamp"}; the moment of the fault goes into the file `stamp`.
+Nothing of the program knows of it: the clock of the phases, which every phase passes through, is wrapped. Also how a
+job with a fault is run and judged.
+"""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv
+
+TIMEOUT = 8
+"""--run.timeout of the jobs here."""
+FLAGS = argv(
+    "--rollout.engine hf --run.steps 3 --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 0 "
+    "--tracking.trackers jsonl --checkpoint.every 1 --checkpoint.background false --optimizer.bad-steps 0 "
+    f"--run.timeout {TIMEOUT}"
+)
+PHASES = ("start", "push", "rollout", "reward", "exchange", "logp", "advantage", "update", "log", "checkpoint")
+VARIABLE = "SPMDRL_FAULT"
+
+
+def raise_error() -> None:
+    """An error that nobody foresaw."""
+    raise RuntimeError("the planted error")
+
+
+def fill_disk() -> None:
+    """The system's refusal of a write."""
+    with open("/dev/full", "w") as full:
+        full.write("x" * 10000)
+        full.flush()
+
+
+def take_memory() -> None:
+    """More than any machine has."""
+    import torch
+
+    torch.empty(1 << 58, dtype=torch.uint8)
+
+
+def hang() -> None:
+    """A call that never returns."""
+    time.sleep(3600)
+
+
+def busy() -> None:
+    """A call that never returns and holds Python's lock: no thread of this process runs."""
+    import ctypes
+
+    ctypes.PyDLL(None).sleep(3600)
+
+
+worlds: list = []
+"""Of this rank, once its run is being built."""
+
+
+def stay_away() -> None:
+    """This rank waits in a collective of another group than the rest does."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(3), group=worlds[0].host_group)
+
+
+def mismatch() -> None:
+    """This rank alone runs one more collective, of another size than the next one: gloo ends a process by SIGABRT."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(3))
+
+
+def kill() -> None:
+    """As the system does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """A process that stands still with all its threads."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def poison() -> None:
+    """Gradients are not numbers from here on."""
+    from spmdrl.policy.learner import Learner
+
+    gradient = Learner.gradient_norm
+    for kind in {*Learner.__subclasses__(), Learner}:
+        kind.gradient_norm = lambda self, gradient=gradient: float("nan")  # type: ignore[method-assign]
+
+
+def engine_dies() -> None:
+    """The engine gives up at its next step."""
+    from spmdrl.rollout.hf import HFEngine
+
+    def poll(self):
+        raise RuntimeError("the engine's memory is gone")
+
+    HFEngine.poll = poll  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    do: Callable[[], None]
+    words: tuple[str, ...]
+    """That the last line must hold, beside rank, host and phase; ` or ` stands between two of which one will do."""
+    waits: bool = False
+    """Is noticed only when time is up."""
+    rank: str = "1"
+    """Who speaks, as a regular expression: the victim is rank 1."""
+    everywhere: bool = False
+    """Planted on every rank."""
+    phases: tuple[str, ...] = PHASES
+    silent: bool = False
+    """The victim leaves no flight record."""
+
+
+OTHER = "0"
+FAULTS = {
+    "exception": Fault(raise_error, ("RuntimeError: the planted error", "its traceback stands in")),
+    "SIGKILL": Fault(kill, ("another rank is lost", "SIGTERM"), rank=OTHER, silent=True),
+    "SIGSTOP": Fault(stop, ("rank 1 has not been heard of", "its process is stopped"), True, OTHER, silent=True),
+    "hang": Fault(hang, ("faults.py",), True, "[01]"),
+    "hang without threads": Fault(busy, ("rank 1 has not been heard of",), True, OTHER, silent=True),
+    "hang in a collective": Fault(stay_away, ("spmdrl.flight", "faults.py"), True, "[01]"),
+    "mismatched collective": Fault(mismatch, (), rank="[01]", phases=("update",), silent=True),
+    "engine death": Fault(engine_dies, ("RuntimeError: the engine's memory is gone",), phases=("rollout",)),
+    "disk full": Fault(fill_disk, ("OSError: [Errno 28]", "make room on the disk")),
+    "out of memory": Fault(take_memory, ("can't allocate memory or no room for training", "--policy.")),
+    "NaN gradient": Fault(
+        poison, ("NonFiniteError", "--optimizer.lr"), rank="[01]", everywhere=True, phases=("update",)
+    ),
+}
+
+
+@dataclass
+class Outcome:
+    """How a job with a fault ended."""
+
+    fault: str
+    phase: str
+    seconds: float
+    """From the fault to the end of the job."""
+    ended: Ended
+    folder: Path
+
+    def problems(self) -> list[str]:
+        """What is not as law 6 has it; empty where all is."""
+        fault, ended, wrong = FAULTS[self.fault], self.ended, []
+        limit = GONE_WITHIN + TIMEOUT * fault.waits
+        if ended.timed_out or self.seconds > limit:
+            wrong.append(f"took {self.seconds:.1f} s, {limit:.0f} are allowed")
+        if ended.rc == 0:
+            wrong.append("ended with exit code 0")
+        if ended.left:
+            wrong.append(f"left {ended.left}")
+        lines = [line for line in ended.ours.splitlines() if line.strip()]
+        if len(ended.messages) != 1 or (lines and lines[-1] != ended.messages[0]):
+            wrong.append(f"{len(ended.messages)} last lines, or one that is not the last")
+            return wrong
+        message = ended.messages[0]
+        if not re.match(rf"spmdrl: rank {fault.rank} on \S+ (failed|was ended by SIGTERM) in phase \w+: ", message):
+            wrong.append("the last line does not name rank, host and phase")
+        if fault.rank == "1" and f"in phase {self.phase}:" not in message:
+            wrong.append(f"the last line does not name phase {self.phase}")
+        missing = [word for word in fault.words if not any(one in message for one in word.split(" or "))]
+        wrong += [f"{word!r} is not in the last line" for word in missing]
+        # A rank that had not come to the end of its start may have no folder for it yet.
+        records = {path.name for path in (self.folder / "flight").glob("*.json")}
+        wanted = {"rank_00000.json"} if fault.silent else {"rank_00000.json", "rank_00001.json"}
+        if records != wanted and not (fault.silent and len(records) == 1):
+            wrong.append(f"flight records {sorted(records)}, not {sorted(wanted)}")
+        return wrong
+
+
+def run_fault(fault: str, phase: str, folder: Path, flags: list | None = None, step: int = 2) -> Outcome:
+    """A job of two ranks in which `fault` happens to rank 1 in `phase` of a step, and its end."""
+    folder.mkdir(parents=True)
+    stamp = folder / "stamp"
+    step = 0 if phase == "start" else step
+    plan = {"fault": fault, "phase": phase, "rank": 1, "step": step, "stamp": str(stamp)}
+    job = Job(
+        [*FLAGS, *(flags or []), "--run.dir", folder / "run"],
+        ranks=2,
+        module="tests.e2e.faults",
+        env={VARIABLE: json.dumps(plan)},
+    )
+    try:
+        job.wait_for(stamp.exists, 120, f"{fault} in {phase}")
+        ended = job.wait(60)
+    finally:
+        job.kill()
+    return Outcome(fault, phase, ended.ended - float(stamp.read_text() or "nan"), ended, folder / "run")
+
+
+def plant(plan: dict) -> None:
+    """Wrap what every phase passes through."""
+    from spmdrl.run import Run
+    from spmdrl.spmd.here import here
+    from spmdrl.tracking.metrics import Timer
+
+    fault = FAULTS[plan["fault"]]
+    here_too = fault.everywhere or int(os.environ["RANK"]) == plan["rank"]
+    done = []
+
+    def happen(phase: str, step: int) -> None:
+        if here_too and phase == plan["phase"] and step == plan["step"] and not done:
+            done.append(True)
+            if int(os.environ["RANK"]) == plan["rank"]:
+                part = Path(plan["stamp"] + ".part")
+                part.write_text(repr(time.time()))
+                os.replace(part, plan["stamp"])
+            fault.do()
+
+    enter, note = Timer._enter, Run.note
+
+    def entered(self, name: str) -> None:
+        enter(self, name)
+        happen(name, here.step)
+
+    def noted(self, text: str) -> None:
+        note(self, text)
+        worlds[:] = [self.world]
+        happen("start", 0)
+
+    Timer._enter, Run.note = entered, noted  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Train with the fault of the environment."""
+    from spmdrl import train
+    from spmdrl.environment import prepare
+
+    prepare()
+    plant(json.loads(os.environ[VARIABLE]))
+    train.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""`--deterministic`: two runs of one command are equal to the last bit, with every engine that runs here."""
+
+import importlib.util
+
+import pytest
+
+from spmdrl.rollout.build import check_engine
+from tests.e2e.kills import differences, untimed
+from tests.e2e.runner import argv, run, succeed
+from tests.ranks.cases import config
+
+pytestmark = pytest.mark.timeout(600)
+STEPS = 3
+FLAGS = argv(
+    f"--run.steps {STEPS} --rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 --eval.every 2 --eval.prompts 16 "
+    "--tracking.trackers jsonl --run.timeout 200 --algo.updates_per_step 2 --algo.kl_coef 0.05"
+)
+ENGINES = {"hf": True, "vllm": importlib.util.find_spec("vllm") is not None}
+"""Name -> is it installed. SGLang differs by rounding from run to run on a CPU, and is refused."""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_deterministic_runs_are_bit_equal(engine, tmp_path):
+    if not ENGINES[engine]:
+        pytest.skip(f"{engine} is not installed")
+    for name in ("one", "other"):
+        succeed([*FLAGS, "--deterministic", "--rollout.engine", engine, "--run.dir", tmp_path / name], 280, ranks=2)
+    assert differences(tmp_path / "one", tmp_path / "other") == []
+    rows = untimed(tmp_path / "one")
+    assert len(rows) == STEPS and all(row["grad_norm"] > 0 for row in rows)
+    settings = (tmp_path / "one" / "config.yaml").read_text()
+    assert "deterministic: true" in settings and "assignment: static" in settings
+
+
+def test_deterministic_refuses_what_goes_by_the_clock():
+    said = run([*FLAGS, "--run.deterministic", "--rollout.assignment", "queue", "--dry-run"])
+    assert said.rc == 2 and "--rollout.assignment queue: goes by the clock" in "\n".join(said.err), said.show()
+    with pytest.raises(ValueError, match="--run.deterministic: SGLang's scheduler"):
+        check_engine(config(run={"deterministic": True}, rollout={"engine": "sglang"}), True)

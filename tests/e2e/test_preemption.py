@@ -1,0 +1,111 @@
+"""A request to leave: the step is finished or abandoned, saved, marked, and the same command goes on from there."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+from tests.e2e.runner import Job, argv, metrics, succeed
+
+pytestmark = pytest.mark.timeout(300)
+FLAGS = argv(
+    "--rollout.engine hf --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 0 "
+    "--tracking.trackers jsonl --run.timeout 60 --rollout.assignment static"
+)
+LONG = argv("--rollout.prompts_per_step 2048 --rollout.max_sequences 16 --rollout.max_new_tokens 60 --run.steps 2")
+"""A step samples for minutes."""
+SLOW = """
+import pathlib, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    pathlib.Path({stamp!r}).touch()
+    time.sleep({seconds})
+    return float(solution_str == ground_truth)
+"""
+
+
+def marker(folder) -> dict:
+    return json.loads((folder / "PREEMPTED").read_text())
+
+
+def said(ended) -> list[str]:
+    return [line for line in ended.out if line.startswith("preempted (")]
+
+
+@pytest.mark.parametrize(("number", "target"), [(signal.SIGUSR1, "everyone"), (signal.SIGTERM, "torchrun")])
+def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path):
+    """SIGUSR1 at all processes, torchrun's and graders' too; or torchrun is told to end, and tells every rank."""
+    reward, folder = tmp_path / "reward.py", tmp_path / "run"
+    reward.write_text(SLOW.format(stamp=str(tmp_path / "stamp"), seconds=0.1))
+    flags = [*FLAGS, "--reward.function", reward, "--run.dir", folder]
+    # As after `trap '' USR1`: what is ignored stays so in torchrun, and not in the ranks.
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    job = Job([*flags, "--run.steps", "200"], ranks=2)
+    signal.signal(signal.SIGUSR1, before)
+    try:
+        job.wait_for(lambda: len(metrics(folder)) >= 1, 120, "step 1")
+        told = time.time()
+        for process in job.family() if target == "everyone" else [job.process]:
+            process.send_signal(number)
+        ended = job.wait(90)
+    finally:
+        job.kill()
+    # torchrun itself ends with an exit code of its own where it was told to.
+    assert not ended.timed_out and not ended.left and (ended.rc == 0) == (target == "everyone"), ended.show()
+    print(f"left {ended.ended - told:.1f} s after {number.name}")
+    done, mark = metrics(folder)[-1]["step"], marker(folder)
+    assert mark["step"] == done and mark["checkpoint"] == f"checkpoints/step_{done}" and mark["signal"] == number.name
+    assert (folder / mark["checkpoint"] / "MANIFEST.json").is_file()
+    (line,) = said(ended)
+    assert re.match(rf"preempted \({number.name} at rank \d\): step {done} was finished, which is in ", line), line
+    assert ended.messages == [], ended.show()
+    if target == "everyone":
+        assert "Traceback" not in ended.ours, ended.show()
+        resumed = succeed([*flags, "--run.steps", done + 1], 120, ranks=2)
+        assert f"resumed from {folder}/checkpoints/step_{done}: step {done}" in resumed.out, resumed.show()
+        assert not (folder / "PREEMPTED").exists()
+        assert [row["step"] for row in metrics(folder)] == list(range(1, done + 2))
+
+
+def test_preemption_abandons_a_step_that_would_sample_too_long(tmp_path):
+    """Half of the grace goes to sampling, on all ranks or on none; no step was done, so there is nothing to save."""
+    reward, stamp, folder = tmp_path / "reward.py", tmp_path / "stamp", tmp_path / "run"
+    reward.write_text(SLOW.format(stamp=str(stamp), seconds=0))
+    job = Job([*FLAGS, *LONG, "--run.grace", "16", "--reward.function", reward, "--run.dir", folder], ranks=2)
+    try:
+        job.wait_for(stamp.exists, 120, "a first grading")
+        told = time.time()
+        job.rank(0).send_signal(signal.SIGUSR1)
+        ended = job.wait(60)
+    finally:
+        job.kill()
+    assert not ended.timed_out and not ended.left and ended.rc == 0, ended.show()
+    assert 7 < ended.ended - told < 16 + 10, ended.show()
+    assert metrics(folder) == [] and marker(folder)["step"] == 0 and marker(folder)["checkpoint"] == ""
+    assert said(ended) == [
+        "preempted (SIGUSR1 at rank 0): step 1 was abandoned while it sampled, nothing is learnt yet; the same command "
+        "goes on from there"
+    ], ended.show()
+
+
+def test_preemption_second_signal_ends_the_job_at_once(tmp_path):
+    reward, stamp, folder = tmp_path / "reward.py", tmp_path / "stamp", tmp_path / "run"
+    reward.write_text(SLOW.format(stamp=str(stamp), seconds=0))
+    job = Job([*FLAGS, *LONG, "--reward.function", reward, "--run.dir", folder])
+    try:
+        job.wait_for(stamp.exists, 120, "a first grading")
+        job.process.send_signal(signal.SIGUSR1)
+        time.sleep(1.5)
+        assert job.process.poll() is None, "the step goes on"
+        told = time.time()
+        job.process.send_signal(signal.SIGUSR1)
+        ended = job.wait(30)
+    finally:
+        job.kill()
+    assert not ended.timed_out and not ended.left and ended.rc == 128 + signal.SIGUSR1, ended.show()
+    assert ended.ended - told < 5, ended.show()
+    (message,) = ended.messages
+    assert "was ended by a second signal, SIGUSR1, in phase rollout" in message
+    assert not (folder / "PREEMPTED").exists()

@@ -1,0 +1,311 @@
+"""N steps are k steps, a kill, and N - k steps: bit for bit on the same world, within 1e-5 on another one.
+
+A run that is not interrupted saves after step k. What it has written by then, and the lines of later steps that a
+killed job leaves, is copied to where another run of the same settings goes on.
+"""
+
+import json
+import random
+import shutil
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+from spmdrl import resume
+from spmdrl.checkpoint.files import write_manifest
+from spmdrl.collect import Group, Part
+from spmdrl.data import treefile
+from spmdrl.data.batch import from_trajectories, to_trajectories
+from spmdrl.data.prompts import Prompt, PromptSet
+from spmdrl.data.trajectory import Trajectory
+from spmdrl.experience import Ahead, Experience, Replay
+from spmdrl.train import train
+from tests.ranks.cases import config, full_weights
+from tests.ranks.demo import STEPS, metrics, open_demo, untimed
+from tests.ranks.harness import run_ranks
+
+K = 2
+DRAWING = """
+import random
+
+import numpy
+import torch
+
+from spmdrl.algos.losses import LOSSES
+
+
+def drawing(inputs, **settings):
+    per_token, stats = LOSSES["ppo"](inputs, **settings)
+    noise = torch.rand(()).item() + random.random() + numpy.random.rand()
+    return per_token * (1 + 0.1 * noise), stats | {"noise": torch.full_like(per_token, noise)}
+"""
+CUT = {"oversample": 1.75, "partial_steps": 2, "max_sequences": 12, "temperature": 3.0, "max_new_tokens": 16}
+SPLIT = {"placement": "split", "rollout_ranks": 1}
+CASES = {
+    "generators": {"algo": {"loss": "FOLDER/loss.py:drawing"}},
+    "partial rollouts": {"rollout": CUT},
+    "replay": {"filter": {"resample": "pow", "replay_steps": 2}},
+    "ppo": {"algo": {"preset": "ppo", "kl_coef": 0.05, "kl_controller": "adaptive", "kl_horizon": 200.0}},
+    "filter": {"filter": {"keep": "accuracy_range", "low": 0.05, "high": 0.95}},
+    "filter, partial": {
+        "rollout": CUT | {"temperature": 2.0},
+        "filter": {"keep": "accuracy_range", "low": 0.01, "high": 0.99, "max_rounds": 40},
+    },
+    "ahead": {"parallel": SPLIT, "rollout": {"staleness": 1}},
+    "two ahead, partial": {"parallel": SPLIT, "rollout": CUT | {"staleness": 2}},
+}
+HELD = {
+    "partial rollouts": ("carried",),
+    "filter, partial": ("carried",),
+    "replay": ("replay",),
+    "ahead": ("ready",),
+    "two ahead, partial": ("ready", "carried"),
+}
+
+
+def held_in(folder: Path) -> set[str]:
+    """What a checkpoint's files of ranks hold anything of."""
+    found = set()
+    for file in (folder / "state" / "ranks").iterdir():
+        tree = treefile.read(file)
+        found |= {name for name, value in ((tree["ahead"] or {}) | {"replay": tree["replay"]}).items() if value}
+    return found
+
+
+def finish(world, folder, sections):
+    """Train to the end; the weights on rank 0."""
+    # Any state will do, as long as it is not what the run left.
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(world.rank)
+    run = open_demo(world, str(folder), sections)
+    first = run.start_step
+    train(run)
+    run.close()
+    weights = {}
+    if run.policy:
+        models = {"policy": run.policy, **run.models.trained()}
+        weights = {f"{name}/{n}": w for name, model in models.items() for n, w in full_weights(model).items()}
+    return first, weights if world.rank == 0 else None
+
+
+def go_on(source: Path, folder: Path) -> None:
+    """What a kill after the checkpoint of step K leaves of a run."""
+    shutil.copytree(source, folder, symlinks=True)
+    for later in folder.glob("checkpoints/step_*"):
+        if later.name != f"step_{K}":
+            shutil.rmtree(later)
+
+
+def both(world, root, sections):
+    """A run, and one that goes on in its middle."""
+    root = Path(root)
+    _, whole = finish(world, root / "whole", sections)
+    if world.is_first:
+        go_on(root / "whole", root / "resumed")
+    torch.distributed.barrier()
+    first, resumed = finish(world, root / "resumed", sections)
+    return whole, first, resumed
+
+
+def sections_of(case: str, root: Path) -> dict:
+    (root / "loss.py").write_text(DRAWING)
+    sections = json.loads(json.dumps(CASES[case]).replace("FOLDER", str(root)))
+    if case != "generators":
+        sections["eval"] = {"every": 0}
+    return sections | {"checkpoint": {"every": K, "keep": 9, "at_end": False}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """case -> (settings, folder, weights at the end, where the second one began, its weights), each made once."""
+    made = {}
+
+    def of(case: str, tp: int = 1):
+        if (case, tp) not in made:
+            root = tmp_path_factory.mktemp("exact")
+            sections = sections_of(case, root)
+            if tp > 1:
+                sections["rollout"] = sections.get("rollout", {}) | {"tp": tp}
+            ranks = run_ranks(both, 2, str(root), sections, rollout_tp=tp, parallel=sections.get("parallel"))
+            made[case, tp] = sections, root, *ranks[0]
+        return made[case, tp]
+
+    return of
+
+
+@pytest.mark.parametrize(("case", "tp"), [*((case, 1) for case in CASES), ("partial rollouts", 2)])
+def test_resume_is_exact_on_the_same_world(runs, case, tp):
+    _, root, whole, first, resumed = runs(case, tp)
+    assert first == K and set(HELD.get(case, ())) <= held_in(root / "whole" / "checkpoints" / f"step_{K}")
+    want, got = untimed(metrics(root / "whole")), untimed(metrics(root / "resumed"))
+    assert [row["step"] for row in got] == list(range(1, STEPS + 1))
+    assert got == want
+    assert all(abs(row["grad_norm"]) > 0 for row in got[K:])
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[n], resumed[n]) for n in whole)
+
+
+OTHER = [("replay", 1, {}), ("ppo", 1, {}), ("filter", 3, {}), ("ahead", 3, {"rollout_ranks": 2})]
+
+
+@pytest.mark.parametrize(("case", "n", "changes"), OTHER)
+def test_resume_on_another_world_goes_on_alike(runs, tmp_path, case, n, changes):
+    sections, root, whole, *_ = runs(case)
+    if changes:
+        sections = sections | {"parallel": sections["parallel"] | changes}
+    go_on(root / "whole", tmp_path / "run")
+    first, weights = run_ranks(finish, n, str(tmp_path / "run"), sections, parallel=sections.get("parallel"))[0]
+    want, got = untimed(metrics(root / "whole")), untimed(metrics(tmp_path / "run"))
+    assert first == K and len(want) == len(got)
+    for a, b in zip(want, got, strict=True):
+        assert a.keys() == b.keys()
+        for name in [name for name in a if not name.endswith("microbatches")]:
+            assert abs(a[name] - b[name]) <= 1e-5 * max(1.0, abs(a[name])), (a["step"], name)
+    assert max((whole[n] - weights[n]).abs().max().item() for n in whole) <= 1e-5
+
+
+def test_resume_can_fail_to_be_exact(runs, tmp_path):
+    """Without the files of ranks a run goes on too, says what it lacks, and ends elsewhere."""
+    for case in ("generators", "replay", "ahead"):
+        sections, root, whole, *_ = runs(case)
+        folder = tmp_path / case
+        go_on(root / "whole", folder)
+        step = folder / "checkpoints" / f"step_{K}"
+        shutil.rmtree(step / "state" / "ranks")
+        write_manifest(step, K, 2)
+        first, weights = run_ranks(finish, 2, str(folder), sections, parallel=sections.get("parallel"))[0]
+        assert first == K and len(metrics(folder)) == STEPS
+        assert max((whole[n] - weights[n]).abs().max().item() for n in whole) > 1e-5, case
+
+
+# ── dealt out to other worlds ────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("now", [1, 2, 3, 4, 6, 7])
+def test_resume_deals_everything_once(before, now):
+    things = {(holder, i) for holder in range(before) for i in range(5)}
+    taken = []
+    for mine in range(now):
+        numbers, share, shares = resume.dealt(mine, now, before)
+        taken += [(holder, i) for holder in numbers for i in range(5)[share::shares]]
+        if now == before:
+            assert (numbers, share, shares) == ([mine], 0, 1)
+    assert len(taken) == len(set(taken)) and set(taken) == things
+
+
+PROMPTS = PromptSet([Prompt(3 * i + 1, [i, i + 1], "x", "s", {}, "t") for i in range(40)], 0, "made")
+
+
+def trajectory(position: int, sample: int) -> Trajectory:
+    tokens = torch.arange(3 + sample)
+    mask = tokens > 1
+    return Trajectory(position, sample, position, tokens, mask, mask * -0.5, 1, "stop", parts={"a": 0.1 * position})
+
+
+def holder(rank: int, size: int, tp: int = 1, **changes):
+    """A rank of a world that is only looked at."""
+    cfg = config(rollout={"tp": tp, "partial_steps": 2, "staleness": 1} | changes, filter={"replay_steps": 2})
+    world = SimpleNamespace(
+        rank=rank,
+        size=size,
+        samples=True,
+        roles=SimpleNamespace(samplers=tuple(range(size))),
+        engine_index=rank // tp,
+        engine_count=size // tp,
+        engine_tp_rank=rank % tp,
+        device=torch.device("cpu"),
+    )
+    ahead = Ahead(lambda *_: pytest.fail("nothing is sampled here"), 1, 4, 9, 0)
+    return resume.Holder(cfg, world, PROMPTS, ahead, Replay(cfg.filter, 8), False)
+
+
+def filled(rank: int, size: int, tp: int):
+    """The same, with something in it: groups 100, 101, .. cut short, a step ahead, two steps to be replayed."""
+    held = holder(rank, size, tp)
+    engine, engines, leads = rank // tp, size // tp, rank % tp == 0
+    for i in range(engine, 6, engines):
+        part = Part([5, 6, i], [-0.1, -1 / 3, -0.7], [3, 3, 4], torch.full((4, 2), i, dtype=torch.int16))
+        prompt = PROMPTS.prompts[i]
+        held.ahead.carried.append(Group(100 + i, prompt, 3, {0: part, 1: Part([7], [-2.0], [4], None, "stop")}))
+    mine = [trajectory(p, s) for p in range(engine, 8, engines) for s in range(2)] if leads else []
+    done = Experience(mine, 11, bad_samples=leads)
+    done.stats.add("filter/rounds", 2)
+    held.ahead.ready, held.ahead.step, held.ahead.draws = deque([done]), 5, 77
+    for step in (2, 3):
+        batch = from_trajectories([trajectory(p, step) for p in range(rank, 8, size)], ("a",))
+        held.replay.buffer.append(step, [batch])
+    return held
+
+
+@pytest.mark.parametrize(("before", "now"), [((2, 1), (1, 1)), ((1, 1), (3, 1)), ((4, 2), (4, 1)), ((3, 1), (4, 2))])
+def test_resume_hands_on_whole_groups_to_other_worlds(before, now, tmp_path):
+    (old, old_tp), (new, tp) = before, now
+    files = [tmp_path / f"rank_{rank:05d}.safetensors" for rank in range(old)]
+    for rank, file in enumerate(files):
+        treefile.write(file, resume.rank_state(filled(rank, old, old_tp)))
+    held = [holder(rank, new, tp) for rank in range(new)]
+    for one in held:
+        said = resume.restore(one, files)
+        assert ("states of generators" in said) == (old != new)
+        assert (one.ahead.step, one.ahead.draws, one.ahead.ready[0].drawn) == (5, 77, 11)
+        assert one.ahead.ready[0].stats.dump() == [("filter/rounds", "mean", 2.0, 1.0)]
+    leaders = held[::tp]
+    for one in held:
+        same = leaders[one.world.engine_index].ahead.carried
+        assert [g.position for g in one.ahead.carried] == [g.position for g in same]
+        if one.world.engine_tp_rank:
+            assert not one.ahead.ready[0].trajectories and not one.ahead.ready[0].bad_samples
+    groups = sorted((g for one in leaders for g in one.ahead.carried), key=lambda g: g.position)
+    assert [(g.position, g.prompt, g.born) for g in groups] == [(100 + i, PROMPTS.prompts[i], 3) for i in range(6)]
+    for i, group in enumerate(groups):
+        first, second = group.parts[0], group.parts[1]
+        assert (first.tokens, first.logp, first.versions) == ([5, 6, i], [-0.1, -1 / 3, -0.7], [3, 3, 4])
+        assert torch.equal(first.experts, torch.full((4, 2), i, dtype=torch.int16)) and first.finish == ""
+        assert (second.tokens, second.finish, second.experts) == ([7], "stop", None)
+    by_engine = [{t.position for t in one.ahead.ready[0].trajectories} for one in leaders]
+    assert sum(map(len, by_engine)) == 8 and set.union(*by_engine) == set(range(8)), "a group is with one engine"
+    ready = [t for one in leaders for t in one.ahead.ready[0].trajectories]
+    assert len(ready) == 16 and all(t.parts == {"a": 0.1 * t.position} for t in ready)
+    assert sum(one.ahead.ready[0].bad_samples for one in held) == old // old_tp
+    for age, step in ((0, 3), (1, 2)):
+        rows = [t for one in held for batch in one.replay.buffer.aged(age) for t in to_trajectories(batch)]
+        assert sorted((t.position, t.sample) for t in rows) == [(p, step) for p in range(8)]
+
+
+def test_resume_says_what_does_not_fit(tmp_path):
+    file = tmp_path / "rank_00000.safetensors"
+    treefile.write(file, resume.rank_state(filled(0, 1, 1)))
+    other = holder(0, 1, samples_per_prompt=3)
+    said = resume.restore(other, [file])
+    assert said.startswith("not resumed, as other --rollout.samples-per-prompt: groups that were cut short, exp")
+    assert not other.ahead.carried and not other.ahead.ready and other.ahead.step == 4
+    said = resume.restore(holder(0, 1), [])
+    assert said.startswith("not resumed, as it holds nothing of its ranks: ") and said.endswith("number generators")
+    late = holder(0, 1)
+    late.ahead.step = 6
+    with pytest.raises(ValueError, match="experience for step 4 was saved, and the run goes on at 6"):
+        resume.restore(late, [file])
+    with pytest.raises(ValueError, match="holds files of 2 ranks, saved by 1"):
+        resume.restore(holder(0, 1), [file, file])
+    tree = treefile.read(file)
+    del tree["ahead"]["draws"]
+    treefile.write(file, tree)
+    with pytest.raises(ValueError, match="another version of this program"):
+        resume.restore(holder(0, 1), [file])
+
+
+def test_resume_generators_go_on_where_they_were(tmp_path):
+    def draw():
+        return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.randn(3).tolist()
+
+    cpu = torch.device("cpu")
+    numpy.random.randn()  # one of a pair is kept
+    random.gauss(0, 1)
+    treefile.write(tmp_path / "x", resume.generator_states(cpu))
+    want, other = draw(), draw()
+    resume.set_generator_states(treefile.read(tmp_path / "x"), cpu)
+    assert draw() == want != other

@@ -1,0 +1,142 @@
+"""A run folder goes on with the settings it was begun with; what may change is written down, setting by setting."""
+
+import dataclasses
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from spmdrl import checkpoint
+from spmdrl.config.dump import to_yaml
+from spmdrl.config.fields import leaves
+from spmdrl.config.load import from_command_line
+from spmdrl.config.resume import FIXED, FREE, differences, listed, may_change, settled
+from spmdrl.config.schema import Config
+
+ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
+FLAGS = ["--optimizer.lr", "0.001", "--algo.preset", "dapo", "--lora.targets", "q_proj", "v_proj"]
+
+
+def load(*flags: str) -> Config:
+    return from_command_line([*FLAGS, *flags]).config
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A run folder that was begun with FLAGS."""
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint.write_config(run, load())
+    return run
+
+
+def lines(folder: Path, *flags: str) -> list[str]:
+    return differences(folder / "config.yaml", load(*flags)).lines
+
+
+def test_resume_every_setting_is_classified_once():
+    groups = [*FREE.values(), FIXED]
+    for name in leaves(Config):
+        homes = sum(listed(name, names) for names in groups)
+        assert homes == 1, f"{name} stands {homes} times in FREE and FIXED of config/resume.py: say once what it does"
+    known = set(leaves(Config)) | {f"{field.name}.*" for field in dataclasses.fields(Config)}
+    assert {name for names in groups for name in names} <= known
+
+
+def test_resume_the_same_settings_and_what_may_change_pass(folder):
+    assert lines(folder) == []
+    free = (
+        "--parallel.dp-replicate 2 --run.steps 500 --rollout.engine hf --eval.every 3 --checkpoint.every 7 --run.name x"
+    )
+    assert lines(folder, *free.split()) == []
+    assert settled(load()) == settled(load(*free.split())) != settled(load("--run.seed", "1"))
+
+
+def test_resume_every_other_change_is_listed(folder):
+    changes = "--optimizer.lr 2e-4 --run.seed 1 --algo.clip-low 0.1 --lora.targets q_proj --data.system be_brief"
+    assert lines(folder, *changes.split()) == [
+        "--run.seed: 0 there, 1 here",
+        "--optimizer.lr: 0.001 there, 0.0002 here",
+        "--lora.targets: q_proj v_proj there, q_proj here",
+        "--algo.clip-low: 0.2 there, 0.1 here",
+        "--data.system: '' there, be_brief here",
+    ]
+
+
+def test_resume_the_length_of_a_run_counts_where_the_learning_rate_depends_on_it(folder, tmp_path):
+    assert may_change("run.steps", "constant") and not may_change("run.steps", "cosine")
+    checkpoint.write_config(tmp_path, load("--optimizer.schedule", "linear"))
+    assert lines(tmp_path, "--optimizer.schedule", "linear", "--run.steps", "99") == ["--run.steps: 60 there, 99 here"]
+
+
+def test_resume_settings_older_than_the_program_count_as_their_defaults(folder):
+    path = folder / "config.yaml"
+    there = yaml.safe_load(path.read_text())
+    del there["optimizer"]["lr"], there["critic"], there["algo"]["clip_high"]
+    there["rollout"]["gone"] = 3
+    path.write_text(yaml.dump(there))
+    found = differences(path, load())
+    # dapo's own clip_high is a default here; lr was not given at all.
+    assert found.lines == ["--optimizer.lr: 0.0002 there, 0.001 here"]
+    assert found.notes == [f"{path} has settings that are not known here: rollout.gone"]
+    assert differences(path, load("--critic.lr", "1")).lines[-1] == "--critic.lr: 0.0005 there, 1.0 here"
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "\x00", "3", "", "{1: 2}", "optimizer: 5", "? [a]\n: b", "&a [*a]"])
+def test_resume_a_file_that_is_no_config_is_told_and_counts_as_defaults(folder, text):
+    path = folder / "config.yaml"
+    path.write_text(text)
+    found = differences(path, load())
+    assert "--optimizer.lr: 0.0002 there, 0.001 here" in found.lines
+    assert len(found.notes) == 1
+
+
+def test_resume_is_refused_with_the_difference_and_allowed_when_asked(folder):
+    with pytest.raises(ValueError) as error:
+        checkpoint.check_settings(folder, load("--run.seed", "1"), ALONE)
+    said = str(error.value)
+    assert "--run.seed: 0 there, 1 here. Take the same settings, another --run.dir, --run.fresh" in said
+    assert "--run.allow-changes" in said and len(said.splitlines()) == 1
+    notes = checkpoint.check_settings(folder, load("--run.seed", "1", "--run.allow-changes"), ALONE)
+    assert notes == ["--run.allow-changes: --run.seed: 0 there, 1 here"]
+    assert checkpoint.check_settings(folder, load(), ALONE) == []
+    assert checkpoint.check_settings(folder / "none", load("--run.seed", "1"), ALONE) == []
+
+
+def test_resume_without_the_runs_own_config_that_of_the_newest_checkpoint_counts(folder):
+    state = folder / "checkpoints" / "latest" / "state"
+    state.mkdir(parents=True)
+    (folder / "config.yaml").rename(state / "config.yaml")
+    with pytest.raises(ValueError, match="--run.seed: 0 there, 1 here"):
+        checkpoint.check_settings(folder, load("--run.seed", "1"), ALONE)
+
+
+def test_resume_the_written_config_asks_for_no_new_start(tmp_path):
+    cfg = load("--run.fresh", "--run.allow-changes")
+    checkpoint.write_config(tmp_path, cfg)
+    assert from_command_line(["--config", str(tmp_path / "config.yaml")]).config == load()
+    assert (tmp_path / "config.yaml").read_text() == to_yaml(load()) and not list(tmp_path.glob(".*"))
+
+
+def test_fresh_moves_the_folder_aside_and_deletes_nothing(folder, monkeypatch):
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    parent = folder.parent
+    assert checkpoint.start_over(folder, False, ALONE) == "" and folder.exists()
+    for index in (1, 2):
+        folder.mkdir(exist_ok=True)
+        (folder / "mark").write_text(str(index))
+        assert checkpoint.start_over(folder, True, ALONE) == f"--run.fresh: {folder} is now {folder}.old-{index}"
+        assert not folder.exists() and (parent / f"run.old-{index}" / "mark").read_text() == str(index)
+    assert checkpoint.start_over(folder, True, ALONE) == "", "there is nothing to move"
+    folder.mkdir()
+    (folder / "mark").touch()
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.setenv(name, "1")
+        assert checkpoint.start_over(folder, True, ALONE) == "" and (folder / "mark").exists()
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(PermissionError("not yours")))
+    with pytest.raises(ValueError, match="cannot be moved to .*run.old-3 .*another --run.dir"):
+        checkpoint.start_over(folder, True, ALONE)

@@ -1,0 +1,123 @@
+"""What `--policy.backend megatron` is asked for and cannot give, each as one line that names what to change."""
+
+import importlib.util
+
+import pytest
+
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.load import from_command_line
+from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks, stages
+
+
+def problems(ranks: int, words: str) -> list[str]:
+    """Lines of the message, without its head."""
+    try:
+        check(from_command_line(words.split()).config, ranks)
+    except ConfigError as error:
+        return [line.strip() for line in str(error).splitlines()[1:]]
+    return []
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Whether megatron-core is here says nothing of the other checks."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "megatron" else find(name))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("ranks", "words", "says"),
+    [
+        (4, "--parallel.tp 3", ["--parallel.tp 3", "multiply to 3", "must divide the 4 ranks"]),
+        (4, "--parallel.tp 2 --parallel.pp 4", ["--parallel.pp 4", "multiply to 8", "the 4 ranks"]),
+        (4, "--parallel.cp 3", ["--parallel.cp 3", "must divide the 4 ranks"]),
+        (4, "--parallel.tp 2 --parallel.dp-shard 4", ["--parallel.dp-shard 4", "2 or -1"]),
+        (4, "--parallel.ep 3", ["--parallel.ep 3", "pp x etp x ep = 3", "divide 4 ranks"]),
+        (4, "--parallel.pp 2 --parallel.ep 2 --parallel.etp 2", ["--parallel.ep 2", "= 8 must divide 4 ranks"]),
+        (4, "--parallel.virtual-stages 2", ["--parallel.virtual-stages 2", "--parallel.pp of at least 2"]),
+        (4, "--parallel.last-stage-layers 2", ["--parallel.last-stage-layers 2", "--parallel.pp of at least 2"]),
+        (4, "--parallel.pp 2 --parallel.last-stage-layers -1", ["--parallel.last-stage-layers -1", "0 or more"]),
+        (4, "--parallel.sp 2", ["--parallel.sp 2", "--parallel.cp divides sequences"]),
+        (4, "--parallel.placement split --parallel.rollout-ranks 2", ["--parallel.placement split", "colocated"]),
+        (4, "--lora.rank 8", ["--lora.rank 8", "take 0"]),
+        (4, "--model.dtype float64 --rollout.engine hf", ["--model.dtype float64", "take float32"]),
+    ],
+)
+def test_bad_setting_is_one_line_that_says_what_to_change(ranks, words, says):
+    (line,) = problems(ranks, f"--policy.backend megatron {words}")
+    for word in says:
+        assert word in line
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (8, "--parallel.tp 2 --parallel.pp 2 --parallel.cp 2"),
+        (8, "--parallel.pp 2 --parallel.ep 4 --parallel.last-stage-layers 1"),
+        (4, "--parallel.tp 2 --parallel.dp-shard 2"),
+        (3, "--parallel.tp 3 --rollout.engine hf"),
+    ],
+)
+def test_settings_that_fit_pass(ranks, words):
+    assert problems(ranks, f"--policy.backend megatron {words}") == []
+
+
+def test_bad_axis_of_megatron_under_fsdp():
+    (line,) = problems(4, "--parallel.last-stage-layers 2")
+    assert line == "--parallel.last-stage-layers 2: is of megatron's backend; take 0"
+
+
+def test_missing_megatron_core_is_told_with_the_line_that_installs_it(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron" else find(name))
+    (line,) = problems(2, "--policy.backend megatron --parallel.tp 2")
+    assert line == '--policy.backend megatron: megatron-core is not installed: pip install "spmdrl[megatron]"'
+    assert problems(2, "") == []
+
+
+DENSE = dict(num_layers=6, num_attention_heads=12, num_query_groups=4, ffn_hidden_size=96)
+MIXTURE = DENSE | dict(num_moe_experts=8, moe_ffn_hidden_size=24, moe_layer_freq=[1] * 6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "says"),
+    [
+        (DENSE, Layout(tp=5), "--parallel.tp 5: the model has 12 attention heads; --parallel.tp may be 1, 2, 3, 4, 6"),
+        (DENSE, Layout(tp=6), "--parallel.tp 6: the model has 4 key-value heads; --parallel.tp may be 1, 2, 4"),
+        (DENSE | {"ffn_hidden_size": 90}, Layout(tp=4), "--parallel.tp 4: the model has 90 feed-forward columns"),
+        (DENSE, Layout(pp=4), "--parallel.pp 4: the model has 6 layers; --parallel.pp may be 1, 2, 3, 6"),
+        (DENSE, Layout(pp=4), "or this with --parallel.last-stage-layers 3"),
+        (DENSE, Layout(pp=7), "--parallel.pp 7: the model has 6 layers; --parallel.pp may be 1, 2, 3, 6$"),
+        (DENSE, Layout(pp=3, last_stage_layers=3), "--parallel.last-stage-layers 3: the other 2 of --parallel.pp 3"),
+        (DENSE, Layout(pp=2, last_stage_layers=6), "--parallel.last-stage-layers may be 3, 2, 4, 1, 5$"),
+        (DENSE, Layout(ep=2), "the model has no experts; leave both at 1"),
+        (MIXTURE, Layout(ep=3), "--parallel.ep 3: the model has 8 experts; --parallel.ep may be 1, 2, 4, 8"),
+        (MIXTURE, Layout(etp=5), "--parallel.etp 5: the model has 24 columns of an expert"),
+    ],
+)
+def test_bad_division_of_a_model_names_what_would_do(settings, layout, says):
+    with pytest.raises(ValueError, match=says):
+        check_model(layout, settings)
+
+
+def test_layers_of_stages_add_up():
+    for layers in range(1, 20):
+        for pp in range(1, 6):
+            for last in range(layers + 2):
+                try:
+                    found = stages(Layout(pp=pp, last_stage_layers=last), layers)
+                except ValueError:
+                    # Not for want of a division: pp - 1 stages of as many layers each.
+                    assert last >= layers or pp == 1 or (layers - last) % (pp - 1) or (not last and layers % pp)
+                else:
+                    assert len(found) == pp and sum(found) == layers and min(found) > 0
+                    assert len(set(found[:-1])) <= 1 and found[-1] == (last or layers // pp)
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_ranks_that_are_refused_are_told_what_would_do(ranks):
+    with pytest.raises(ValueError, match=rf"--parallel.ep 5 .* {ranks} ranks; --parallel.ep may be 1, "):
+        check_ranks(Layout(ep=5), ranks)
