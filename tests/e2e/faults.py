@@ -132,7 +132,13 @@ FAULTS = {
     "SIGSTOP": Fault(stop, ("rank 1 has not been heard of", "its process is stopped"), True, OTHER, silent=True),
     "hang": Fault(hang, ("faults.py",), True, "[01]"),
     "hang without threads": Fault(busy, ("rank 1 has not been heard of",), True, OTHER, silent=True),
-    "hang in a collective": Fault(stay_away, ("spmdrl.flight", "faults.py"), True, "[01]"),
+    "hang in a collective": Fault(
+        # Whoever's time is up first names where the other one is.
+        stay_away,
+        ("spmdrl.flight", "faults.py or rank 0 is in phase"),
+        True,
+        "[01]",
+    ),
     "mismatched collective": Fault(mismatch, (), rank="[01]", phases=("update",), silent=True),
     "engine death": Fault(engine_dies, ("RuntimeError: the engine's memory is gone",), phases=("rollout",)),
     "disk full": Fault(fill_disk, ("OSError: [Errno 28]", "make room on the disk")),
