@@ -257,7 +257,7 @@ class Run:
         if self.algo.skip_zero_advantage:
             # Groups come whole from an engine; one that agrees will not be run, and counts as next to nothing.
             batch.seq["work"] = torch.where(batch.group_differs(), batch.lengths, 1)
-        if self.cfg.policy.share_prompts:
+        if self.policy.share if self.policy else self.cfg.policy.share_prompts:
             common = prompt_lengths(batch.lengths, batch.token["mask"])
             batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
         batch = self.replay.mix(batch, seed, step, self.world.group, self.world.device)

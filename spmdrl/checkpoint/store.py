@@ -230,8 +230,9 @@ def facts_of(config: Config | None, world: World) -> dict[str, Any]:
         axes = {"dp_shard": world.mesh.size()}
         if world.mesh.mesh_dim_names:
             axes = dict(zip(world.mesh.mesh_dim_names, world.mesh.shape, strict=True))
-        for axis in ("cp", "ep", "etp", "virtual_stages") if config.policy.backend == "megatron" else ():
-            axes[axis] = getattr(config.parallel, axis)
+        # Axes inside of those of the mesh.
+        inside = {name: getattr(config.parallel, name) for name in ("cp", "ep", "etp", "virtual_stages")}
+        axes |= {name: size for name, size in inside.items() if size > 1}
         facts["layout"] = {
             "backend": config.policy.backend,
             "placement": config.parallel.placement,

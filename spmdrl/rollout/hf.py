@@ -13,7 +13,7 @@ import torch.distributed as dist
 from spmdrl.config.schema import Config
 from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.experts import Layout
-from spmdrl.policy.load import build_model, resolve
+from spmdrl.policy.load import build_model, read_config, resolve
 from spmdrl.policy.lora import attach, plain_name, pushed_parts
 from spmdrl.policy.routing import Routers
 from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_length, check_version, longest_sequence
@@ -55,7 +55,10 @@ class HFEngine:
         self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
         self.dtype = DTYPES[cfg.model.dtype]
         folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-        self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, "sdpa").to(world.device).eval()
+        config = read_config(folder, cfg.model.trust_remote_code).get_text_config()
+        # torch's fused attention has no cap on scores (Gemma 2), and transformers leaves it out without a word.
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, attention).to(world.device).eval()
         if "adapter" in pushed_parts(cfg):
             attach(self.model, cfg.lora, cfg.run.seed, self.dtype, scaled=True)
         self.model.requires_grad_(False)

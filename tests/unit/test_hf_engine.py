@@ -86,6 +86,28 @@ def test_parity_logp_is_that_of_the_distribution_sampled_from(tiny, temperature,
         assert torch.allclose(torch.tensor(done[i, 0].logp), own, atol=1e-5)
 
 
+def test_parity_logp_of_a_model_whose_scores_are_capped(tmp_path):
+    """Gemma 2, against the packed forward that trains it."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    from spmdrl.policy import attention
+    from spmdrl.policy.heads import PackedLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    more = dict(num_key_value_heads=2, head_dim=8, sliding_window=6, attn_logit_softcapping=2.0, bos_token_id=1)
+    ids = dict(eos_token_id=2, pad_token_id=None, initializer_range=0.4, max_position_embeddings=64)
+    Gemma2ForCausalLM(Gemma2Config(**sizes, **more, **ids, final_logit_softcapping=5.0)).save_pretrained(tmp_path)
+    done = run(make(str(tmp_path)), [ask(i, p, n=12) for i, p in enumerate(PROMPTS)])
+    model = PackedLM(build_model(tmp_path, torch.float32, False, attention.register()), "auto")
+    for i, prompt in enumerate(PROMPTS):
+        reply = done[i, 0].tokens
+        tokens = torch.tensor(prompt + reply)
+        mask = torch.arange(len(tokens)) >= len(prompt)
+        logp, _ = model(tokens, torch.tensor([len(tokens)]), mask, 1.0)
+        torch.testing.assert_close(torch.tensor(done[i, 0].logp), logp[mask].detach(), atol=1e-5, rtol=0)
+
+
 def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
     expected = p.double() * counts.sum()
     keep = expected > 0
