@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.fields import ConfigError, flag, get, nearest
-from spmdrl.config.placement import placement_problems, ranks_line, role_problems, samplers, shown, trainers
+from spmdrl.config.placement import (
+    how_to_have_more,
+    placement_problems,
+    ranks_line,
+    role_problems,
+    samplers,
+    shown,
+    trainers,
+)
 from spmdrl.config.rules import RULES
 from spmdrl.config.schema import Config
 
@@ -82,7 +90,12 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
         ]
         problems += [
             f"{flag('policy.' + name)} {getattr(config.policy, name)}: needs --policy.backend megatron; take {plain}"
-            for name, plain in (("recompute", "full"), ("moe_aux_loss", 0.0), ("moe_bias_rate", 0.0))
+            for name, plain in (
+                ("recompute", "full"),
+                ("host_optimizer", False),
+                ("moe_aux_loss", 0.0),
+                ("moe_bias_rate", 0.0),
+            )
             if getattr(config.policy, name) != plain
         ]
         if config.policy.liger and importlib.util.find_spec("liger_kernel") is None:
@@ -116,13 +129,18 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
     """What that backend cannot do. Whether it can divide the model, the model says (`policy/megatron/layout.py`)."""
     axes, problems = config.parallel, []
     if importlib.util.find_spec("megatron") is None:
-        problems.append('--policy.backend megatron: megatron-core is not installed: pip install "spmdrl[megatron]"')
+        problems.append(
+            "--policy.backend megatron: megatron-core is not installed: "
+            './launch/install.sh, or pip install "megatron-core>=0.16.1,<0.18" einops'
+        )
     if axes.sp > 1:
         problems.append(f"--parallel.sp {axes.sp}: is of the fsdp backend; --parallel.cp divides sequences in megatron")
     if config.policy.liger:
         problems.append("--policy.liger True: is of the fsdp backend; Megatron has kernels of its own")
     if axes.placement == "split":
         problems.append("--parallel.placement split: not with the megatron backend; take colocated")
+    if config.policy.attention != "auto":
+        problems.append(f"--policy.attention {config.policy.attention}: is of the fsdp backend; leave it out")
     if config.lora.rank:
         problems.append(f"--lora.rank {config.lora.rank}: adapters are of the fsdp backend; take 0")
     if config.model.dtype == "float64":
@@ -131,7 +149,13 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
         problems.append(f"--policy.recompute {config.policy.recompute}: needs --policy.activation-checkpointing")
     rest = axes.pp * axes.etp * axes.ep
     if world_size and world_size % rest:
-        problems.append(f"--parallel.ep {axes.ep}: pp x etp x ep = {rest} must divide {world_size} ranks")
+        stage = world_size // axes.pp
+        fits = ", ".join(str(n) for n in range(1, stage + 1) if stage % (n * axes.etp) == 0)
+        problems.append(
+            f"--parallel.ep {axes.ep}: pp x etp x ep = {rest} must divide {world_size} ranks"
+            + how_to_have_more(world_size)
+            + (f"; --parallel.ep may be {fits}" if fits else f"; lower --parallel.etp {axes.etp}")
+        )
     if axes.virtual_stages > 1 and axes.pp == 1:
         problems.append(f"--parallel.virtual-stages {axes.virtual_stages}: needs --parallel.pp of at least 2")
     if axes.last_stage_layers and axes.pp == 1:
@@ -381,7 +405,9 @@ def _other_problems(config: Config) -> list[str]:
     if ".py" in config.reward.function:
         problems += _file_problems("reward.function", config.reward.function, default="compute_score")
     if config.checkpoint.background and config.policy.backend == "megatron":
-        problems.append("--checkpoint.background True: not with the megatron backend, which has no copy of its state")
+        problems.append(
+            "--checkpoint.background True: not with the megatron backend, which has no copy of its state; leave it out"
+        )
     if "eval/" in config.checkpoint.best and not config.eval.every:
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured with --eval.every 0")
     if config.eval.every > 0 and not config.data.eval:

@@ -1,5 +1,7 @@
 """Who does what, as the settings say: how many ranks train and sample, and what cannot be with a placement."""
 
+import os
+
 from spmdrl.config.schema import Config
 
 
@@ -19,7 +21,14 @@ def samplers(config: Config, world_size: int) -> int:
 def shown(config: Config, count: int, verb: str) -> str:
     """`the 4 ranks of the job`, or `the 2 ranks that train`."""
     of = "of the job" if config.parallel.placement == "colocated" else f"that {verb}"
-    return f"the {count} ranks {of}"
+    return f"the {count} ranks {of}{how_to_have_more(count)}"
+
+
+def how_to_have_more(count: int) -> str:
+    """For a message about one rank: what starts more, unless a launcher has said how many there are."""
+    if count > 1 or "WORLD_SIZE" in os.environ:
+        return ""
+    return " (torchrun starts more; for a dry run of N set WORLD_SIZE=N)"
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:

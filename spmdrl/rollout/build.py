@@ -28,6 +28,7 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
         ValueError: an engine that is not installed, or one that cannot do what the config asks.
     """
     name = engine_name(cfg)
+    check_kind(cfg, name, on_cpu)
     check_tp(cfg, name)
     check_kv_cache(cfg, name, on_cpu)
     kind = cfg.rollout.quantization
@@ -68,6 +69,29 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
     from spmdrl.rollout.hf import HFEngine
 
     return HFEngine(cfg, world, stop)
+
+
+def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
+    """ValueError for a model that reads more than text, where the engine cannot run it.
+
+    Such a model is no causal language model to transformers; vLLM has it, but its CPU build comes without torchvision.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from spmdrl.policy.load import resolve
+
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    model = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    own = "AutoModelForCausalLM" in (getattr(model, "auto_map", None) or {})
+    if own or type(model) in AutoModelForCausalLM._model_mapping:
+        return
+    if engine == "hf":
+        raise ValueError(
+            f"--rollout.engine hf: transformers has no causal language model for {model.model_type}; take "
+            "--rollout.engine vllm on a GPU"
+        )
+    if engine == "vllm" and on_cpu:
+        raise ValueError(f"--rollout.engine vllm: vLLM on a CPU cannot run {model.model_type}; it takes a GPU")
 
 
 def check_tp(cfg: Config, engine: str) -> None:

@@ -36,7 +36,7 @@ def test_bad_machine_without_megatron_core(tmp_path):
     ended = run([*flags, "--run.dir", tmp_path / "run"], 2 * START, ranks=2, env={"PYTHONPATH": paths})
     refused(
         ended,
-        'megatron-core is not installed: pip install "spmdrl[megatron]"',
+        'megatron-core is not installed: ./launch/install.sh, or pip install "megatron-core>=0.16.1',
         "--parallel.sp 2: is of the fsdp backend; --parallel.cp divides sequences",
         "--parallel.ep 3: pp x etp x ep = 3 must divide 2 ranks",
     )

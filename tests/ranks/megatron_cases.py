@@ -3,6 +3,8 @@
 import dataclasses
 import gc
 import os
+from collections import Counter
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -71,6 +73,38 @@ def weights_of(world, models: Models) -> dict[str, torch.Tensor]:
     return found
 
 
+@contextmanager
+def forwards(kind: str):
+    """Counts calls of attention and of MLPs by name, and of attention where there is a gradient as `trained`.
+
+    Of Megatron's modules in plain torch; of other kinds of policies nothing.
+    """
+    counts = Counter()
+    if kind != "megatron":
+        yield counts
+        return
+    from megatron.core.transformer.mlp import MLP
+
+    from spmdrl.policy.megatron.attention import CoreAttention
+
+    kept = {CoreAttention: CoreAttention.forward, MLP: MLP.forward}
+
+    def counted(cls, name):
+        def forward(self, *args, **kwargs):
+            counts[f"forwards/{name}"] += 1
+            counts["forwards/trained"] += name == "attention" and torch.is_grad_enabled()
+            return kept[cls](self, *args, **kwargs)
+
+        return forward
+
+    CoreAttention.forward, MLP.forward = counted(CoreAttention, "attention"), counted(MLP, "mlp")
+    try:
+        yield counts
+    finally:
+        for cls, forward in kept.items():
+            cls.forward = forward
+
+
 def updates(world, cases: list, kind: str) -> dict:
     """Case -> (metrics, weights afterwards on rank 0) of one step on the same trajectories everywhere.
 
@@ -79,8 +113,9 @@ def updates(world, cases: list, kind: str) -> dict:
     out = {}
     for key, axes, sections, folders in cases:
         cfg, here, models = open_models(world, axes, sections, folders, kind)
-        metrics = update_models(cfg, here, models, synthetic_batch())
-        out[key] = metrics, weights_of(here, models)
+        with forwards(kind) as counts:
+            metrics = update_models(cfg, here, models, synthetic_batch())
+        out[key] = metrics | counts, weights_of(here, models)
     return out
 
 
@@ -155,15 +190,18 @@ def keeps(world, cases: list, kind: str, root: str) -> None:
     weights.SafetensorsWriter = SafetensorsWriter
 
 
-def by_backend(world, kind: str, root: str, steps=(), told=(), balanced=(), half=(), kept=(), moves=()) -> tuple:
-    """All of these in one group of ranks; moves are saved by several, and loaded by one."""
+def by_backend(
+    world, kind: str, root: str, steps=(), told=(), balanced=(), half=(), kept=(), moves=(), grows=()
+) -> tuple:
+    """All of these in one group of ranks; moves are saved by several and loaded by one, grows the other way about."""
     keeps(world, kept, kind, root)
     return (
         updates(world, steps, kind),
         replays(world, told, kind),
         balances(world, balanced),
         halves(world, half, kind),
-        (saves if world.size > 1 else loads)(world, moves, root),
+        (saves if world.size > 1 else loads)(world, moves, root)
+        | (loads if world.size > 1 else saves)(world, grows, root),
     )
 
 

@@ -69,9 +69,15 @@ FAMILIES = {
         "DeepseekV3",
         LATENT | EXPERTS | dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
     ),
+    # As Moonlight: no groups that limit the choice, queries that are not compressed.
+    "moonlight": (
+        "DeepseekV3",
+        LATENT | EXPERTS | dict(n_group=1, topk_group=1, num_experts_per_tok=6, q_lora_rank=None),
+    ),
     "gemma2": ("Gemma2", GEMMA2),
 }
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight")
+MOONLIGHT = (Layout(), Layout(tp=2), Layout(ep=2), Layout(tp=2, ep=2))
 ON_2 = {
     "tp1": Layout(),
     "tp2": Layout(tp=2, sequence_parallel=False),
@@ -81,11 +87,13 @@ ON_2 = {
     "pp2 3+1": Layout(pp=2, last_stage_layers=1),
     "ep2": Layout(ep=2),
     "tp2 etp2": Layout(tp=2, etp=2),
+    "etp2": Layout(etp=2),
     "cp2": Layout(cp=2),
 }
 ON_4 = {
     "tp2 pp2": Layout(tp=2, pp=2),
     "tp2 ep2": Layout(tp=2, ep=2),
+    "tp2 etp2 ep2": Layout(tp=2, ep=2, etp=2),
     "tp2 cp2": Layout(tp=2, cp=2),
     "tp4": Layout(tp=4),
 }
@@ -95,6 +103,8 @@ LENGTHS = [[9, 1, 23, 12], [30, 5, 6]]
 
 def fits(family: str, layout: Layout) -> bool:
     """The tests ask for no division that the model refuses."""
+    if family == "moonlight" and layout not in MOONLIGHT:
+        return False
     mixture = family in MIXTURES
     if mixture and layout.tp > 1 and not layout.sequence_parallel:
         return False

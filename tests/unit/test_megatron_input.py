@@ -74,7 +74,10 @@ def test_missing_megatron_core_is_told_with_the_line_that_installs_it(monkeypatc
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron" else find(name))
     (line,) = problems(2, "--policy.backend megatron --parallel.tp 2")
-    assert line == '--policy.backend megatron: megatron-core is not installed: pip install "spmdrl[megatron]"'
+    assert line == (
+        "--policy.backend megatron: megatron-core is not installed: "
+        './launch/install.sh, or pip install "megatron-core>=0.16.1,<0.18" einops'
+    )
     assert problems(2, "") == []
 
 
@@ -93,14 +96,70 @@ MIXTURE = DENSE | dict(num_moe_experts=8, moe_ffn_hidden_size=24, moe_layer_freq
         (DENSE, Layout(pp=7), "--parallel.pp 7: the model has 6 layers; --parallel.pp may be 1, 2, 3, 6$"),
         (DENSE, Layout(pp=3, last_stage_layers=3), "--parallel.last-stage-layers 3: the other 2 of --parallel.pp 3"),
         (DENSE, Layout(pp=2, last_stage_layers=6), "--parallel.last-stage-layers may be 3, 2, 4, 1, 5$"),
+        (
+            DENSE | {"num_layers": 7},
+            Layout(pp=2, virtual_stages=2),
+            "--parallel.pp may be nothing with --parallel.v",
+        ),
+        (DENSE | {"num_layers": 10}, Layout(pp=4, virtual_stages=2), "may be 5, or this with --parallel.last-.* 4$"),
+        (DENSE, Layout(pp=4, virtual_stages=2), "--parallel.pp may be 3$"),
+        (DENSE, Layout(pp=2, virtual_stages=2), "--parallel.virtual-stages may be 1, 3$"),
         (DENSE, Layout(ep=2), "the model has no experts; leave both at 1"),
         (MIXTURE, Layout(ep=3), "--parallel.ep 3: the model has 8 experts; --parallel.ep may be 1, 2, 4, 8"),
         (MIXTURE, Layout(etp=5), "--parallel.etp 5: the model has 24 columns of an expert"),
+        (MIXTURE, Layout(tp=2, sequence_parallel=False), "leave out --parallel.no-sequence-parallel"),
     ],
 )
 def test_bad_division_of_a_model_names_what_would_do(settings, layout, says):
     with pytest.raises(ValueError, match=says):
         check_model(layout, settings)
+
+
+def test_suggested_stages_are_accepted():
+    told = 0
+    for layers in range(2, 25):
+        for pp in range(2, 6):
+            for virtual in range(1, 4):
+                wanted = dict(num_layers=layers, num_attention_heads=1, ffn_hidden_size=1)
+                try:
+                    stages(Layout(pp=pp, virtual_stages=virtual), layers)
+                except ValueError as error:
+                    head, _, last = str(error).partition(", or this with --parallel.last-stage-layers ")
+                    options = head.partition("--parallel.pp may be ")[2]
+                    for n in [] if options.startswith("nothing") else options.removesuffix(", ...").split(", "):
+                        check_model(Layout(pp=int(n), virtual_stages=virtual), wanted)
+                    if last:
+                        told += 1
+                        check_model(Layout(pp=pp, virtual_stages=virtual, last_stage_layers=int(last)), wanted)
+    assert told > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("GPTNeoX", "gpt_neox has no rms_norm_eps; "), ("GPT2", "gpt2 has no rms_norm_eps and .* and no hidden_act; ")],
+)
+def test_config_without_what_families_share_is_refused(kind, says, monkeypatch):
+    import transformers
+
+    from spmdrl.policy.megatron.families import FAMILIES, Family, describe
+
+    config = getattr(transformers, f"{kind}Config")()
+    monkeypatch.setitem(FAMILIES, config.model_type, Family())
+    with pytest.raises(ValueError, match=f"needs RMSNorm and a gated MLP: the config of {says}"):
+        describe(config)
+
+
+def test_groups_of_experts_that_limit_nothing_are_left_out():
+    from transformers import DeepseekV3Config
+
+    from spmdrl.policy.megatron.families import describe
+
+    free = describe(DeepseekV3Config(n_group=1, topk_group=1, num_experts_per_tok=6)).settings
+    assert free["moe_router_num_groups"] is free["moe_router_group_topk"] is None
+    limited = describe(DeepseekV3Config(n_group=8, topk_group=4, num_experts_per_tok=8)).settings
+    assert (limited["moe_router_num_groups"], limited["moe_router_group_topk"]) == (8, 4)
+    with pytest.raises(ValueError, match="num_experts_per_tok other than twice topk_group"):
+        describe(DeepseekV3Config(n_group=8, topk_group=4, num_experts_per_tok=6))
 
 
 def test_layers_of_stages_add_up():

@@ -3,7 +3,7 @@
 Megatron asks torch for CUDA devices, streams and random states by name. Here every loaded module of it gets, in place
 of its global name `torch`, a stand-in that answers for the CPU and passes everything else through; torch itself stays
 as it is, for other libraries in this process depend on it. Nothing is left out but streams, so the numbers are the
-same.
+same. Nothing here is active where there is a GPU.
 """
 
 import contextlib
@@ -11,33 +11,15 @@ import functools
 import importlib
 import sys
 import types
-import warnings
 from typing import Any
 
 import torch
 
+from spmdrl.policy.megatron import repairs
+
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 """Functions of torch that Megatron calls with a CUDA device or pinned memory."""
-MODULES = (
-    "models.gpt.gpt_layer_specs",
-    "models.gpt.gpt_model",
-    "pipeline_parallel.schedules",
-    "dist_checkpointing",
-    "dist_checkpointing.strategies.torch",
-    "distributed.finalize_model_grads",
-    "optimizer",
-    "transformer.multi_latent_attention",
-    "transformer.moe.moe_layer",
-)
-"""What a policy uses of megatron.core; these bring in the rest."""
-
-NOISE = (
-    r"`torch\.distributed\.\w+` is deprecated",
-    r"When using .* CUDA_DEVICE_MAX_CONNECTIONS",
-    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
-)
-"""Warnings of every step that its user can do nothing about."""
 
 
 class _Nothing:
@@ -71,10 +53,42 @@ class _Cuda(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
+class _Distributed(types.ModuleType):
+    """torch.distributed, with the two collectives over parts of unequal size that gloo lacks.
+
+    Megatron's experts use them where their columns are divided (`--parallel.etp`).
+    """
+
+    def __getattr__(self, name):
+        return getattr(torch.distributed, name)
+
+    @staticmethod
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        """Of torch; the parts may differ in their first dimension, and every rank knows all sizes."""
+        if all(part.shape == tensor_list[0].shape for part in tensor_list):
+            return torch.distributed.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        mine = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
+        mine[: len(tensor)] = tensor
+        padded = [torch.empty_like(mine) for _ in tensor_list]
+        torch.distributed.all_gather(padded, mine, group=group)
+        for part, whole in zip(tensor_list, padded, strict=True):
+            part.copy_(whole[: len(part)])
+
+    @staticmethod
+    def reduce_scatter(output, input_list, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
+        """Of torch; the parts may differ in their first dimension, and every rank knows all sizes."""
+        if all(part.shape == input_list[0].shape for part in input_list):
+            return torch.distributed.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        whole = torch.cat(input_list)
+        torch.distributed.all_reduce(whole, op=op, group=group)
+        output.copy_(whole.split(list(map(len, input_list)))[torch.distributed.get_rank(group)])
+
+
 class _Torch(types.ModuleType):
     """torch, as megatron.core sees it."""
 
     cuda = _Cuda("torch.cuda")
+    distributed = _Distributed("torch.distributed")
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -96,27 +110,14 @@ for _name in FACTORIES:
 STAND_IN = _Torch("torch")
 
 
-@contextlib.contextmanager
-def quiet():
-    """Megatron says at import and construction that Apex and TransformerEngine are missing; that is meant here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def install() -> None:
-    """Make megatron.core run on this machine's CPU; almost nothing where there is a GPU. May be called again."""
-    for message in NOISE:
-        warnings.filterwarnings("ignore", message=message)
-    with quiet():
-        if not torch.cuda.is_available():
-            # Its small functions would each be compiled at first use, which takes seconds and gains nothing here.
-            importlib.import_module("megatron.core.jit").disable_jit_fuser()
-        loaded = {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
-    _steps()
+    """Make megatron.core run on this machine's CPU; nothing where there is a GPU. May be called again."""
     if torch.cuda.is_available():
-        _shards()
         return
+    with repairs.quiet():
+        # Its small functions would each be compiled at first use, which takes seconds and gains nothing here.
+        importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    loaded = repairs.load()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = STAND_IN  # type: ignore[attr-defined]
@@ -176,45 +177,6 @@ def _optimizer() -> None:
 
     for module in (clip_grads, optimizer):
         module.clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
-
-
-def _steps() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    inner = DistributedOptimizer._set_main_param_and_optimizer_states
-    if getattr(inner, "_counts_steps", False):
-        return
-
-    @torch.no_grad()
-    def restore(self, model_param, tensors):
-        # torch's AdamW counts the steps of each parameter, where saved states have one count of a group.
-        group, place = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        if "step" not in tensors and "step" in state:
-            tensors = {**tensors, "step": state["step"].clone()}
-        return inner(self, model_param, tensors)
-
-    restore._counts_steps = True  # type: ignore[attr-defined]
-    DistributedOptimizer._set_main_param_and_optimizer_states = restore
-
-
-def _shards() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    made: Any = DistributedOptimizer
-    inner = made._build_model_and_main_param_groups
-    if getattr(inner, "_retains", False):
-        return
-
-    def build(cls, *args):
-        groups = inner.__func__(cls, *args)
-        for shard in (p for group in groups[3] for p in group):
-            # Parts of float32 parameters are views, which the optimizer on the host takes for nobody's.
-            shard.retain_grad()
-        return groups
-
-    build._retains = True  # type: ignore[attr-defined]
-    made._build_model_and_main_param_groups = classmethod(build)
 
 
 def dress(parameters: Any) -> None:

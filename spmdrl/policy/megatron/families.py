@@ -131,7 +131,14 @@ def _refuse(h: Any, what: str) -> ValueError:
 def _common(h: Any, tied: bool) -> Architecture:
     if getattr(h, "quantization_config", None):
         raise _refuse(h, "a quantized checkpoint")
-    act = getattr(h, "hidden_activation", None) or h.hidden_act
+    act = getattr(h, "hidden_activation", None) or getattr(h, "hidden_act", None)
+    missing = [n for n in ("rms_norm_eps", "intermediate_size") if not hasattr(h, n)]
+    missing += [] if act else ["hidden_act"]
+    if missing:
+        raise ValueError(
+            f"--policy.backend megatron needs RMSNorm and a gated MLP: the config of {h.model_type} has no "
+            f"{' and no '.join(missing)}; --policy.backend fsdp trains any model of transformers"
+        )
     if act not in ACTIVATIONS:
         raise _refuse(h, f"the activation {act}")
     if getattr(h, "mlp_bias", False):
@@ -243,7 +250,9 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
     _llama(h, out)
     if not h.norm_topk_prob or not getattr(h, "rope_interleave", True):
         raise _refuse(h, "norm_topk_prob or rope_interleave set to false")
-    if h.num_experts_per_tok // h.topk_group != 2:
+    # Groups limit nothing where a token may choose from all of them.
+    limited = h.n_group != h.topk_group
+    if limited and h.num_experts_per_tok // h.topk_group != 2:
         # Megatron scores a group by its best topk // topk_group experts, the model by its best two.
         raise _refuse(h, "num_experts_per_tok other than twice topk_group")
     head, rope = h.qk_nope_head_dim + h.qk_rope_head_dim, h.rope_parameters
@@ -278,8 +287,8 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         # The bias stays the checkpoint's: engines route with it too.
         moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=h.routed_scaling_factor,
-        moe_router_num_groups=h.n_group,
-        moe_router_group_topk=h.topk_group,
+        moe_router_num_groups=h.n_group if limited else None,
+        moe_router_group_topk=h.topk_group if limited else None,
     )
 
 

@@ -1,6 +1,7 @@
 """How a Megatron policy is divided over ranks, and whether a model can be divided so."""
 
 from dataclasses import dataclass
+from math import gcd
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,13 @@ def check_model(layout: Layout, settings: dict) -> None:
         tp.append(("columns of the shared experts", settings["moe_shared_expert_intermediate_size"]))
     for what, count in tp:
         divides("--parallel.tp", layout.tp, what, count)
-    for count in sorted(set(stages(layout, settings["num_layers"]))):
-        divides("--parallel.virtual-stages", layout.virtual_stages, "layers of a pipeline rank", count)
+    held = stages(layout, settings["num_layers"])
+    if any(count % layout.virtual_stages for count in held):
+        raise ValueError(
+            f"--parallel.virtual-stages {layout.virtual_stages}: pipeline ranks hold "
+            f"{' and '.join(map(str, sorted(set(held))))} of the model's layers; --parallel.virtual-stages may be "
+            f"{some(divisors(gcd(*held)))}"
+        )
     if experts:
         divides("--parallel.ep", layout.ep, "experts", experts)
         divides("--parallel.etp", layout.etp, "columns of an expert", settings["moe_ffn_hidden_size"])
@@ -83,7 +89,10 @@ def check_model(layout: Layout, settings: dict) -> None:
         )
     if layout.tp > 1 and not layout.sequence_parallel and (experts or mla):
         # Megatron refuses the first; with the second it sums gradients of latents and rotary keys over tp wrongly.
-        raise ValueError("a mixture of experts, or latent attention, over --parallel.tp needs sequence parallelism")
+        raise ValueError(
+            f"--parallel.tp {layout.tp}: a mixture of experts, or latent attention, needs sequence parallelism too; "
+            "leave out --parallel.no-sequence-parallel"
+        )
 
 
 def stages(layout: Layout, layers: int) -> list[int]:
@@ -96,16 +105,21 @@ def stages(layout: Layout, layers: int) -> list[int]:
     # What leaves as many for each of the others, nearest to an even share first.
     uneven = [n for n in range(1, layers - others + 1) if others and (layers - n) % others == 0]
     uneven.sort(key=lambda n: abs(n - layers / layout.pp))
+    # Of these, what virtual stages divide as well.
+    parts = layout.virtual_stages
+    would = [n for n in uneven if n % parts == 0 and (layers - n) // others % parts == 0]
+    nothing = "nothing" + (f" with --parallel.virtual-stages {parts}" if parts > 1 else " with this --parallel.pp")
     if last and last not in uneven:
         raise ValueError(
             f"--parallel.last-stage-layers {last}: the other {others} of --parallel.pp {layout.pp} cannot divide the "
-            f"rest of {layers} layers; --parallel.last-stage-layers may be {some(uneven) or 'nothing with this pp'}"
+            f"rest of {layers} layers; --parallel.last-stage-layers may be {some(would) or nothing}"
         )
     if not last and layers % layout.pp:
-        more = f", or this with --parallel.last-stage-layers {uneven[0]}" if uneven else ""
+        more = f", or this with --parallel.last-stage-layers {would[0]}" if would else ""
+        even = [n for n in divisors(layers) if layers // n % parts == 0 and (n > 1 or parts == 1)]
         raise ValueError(
             f"--parallel.pp {layout.pp}: the model has {layers} layers; --parallel.pp may be "
-            f"{some(divisors(layers))}{more}"
+            f"{some(even) or nothing}{more}"
         )
     each = (layers - last) // others if last else layers // layout.pp
     return [each] * others + [last or each]

@@ -4,6 +4,9 @@ On a CPU, and on a GPU without TransformerEngine, layers are Megatron's own in p
 are its. Parameters have the same names either way: norms are modules of their own, not fused into what follows.
 """
 
+import logging
+from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,19 +15,33 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.policy.contract import Head
-from spmdrl.policy.megatron import cpu
+from spmdrl.policy.megatron import cpu, repairs
 from spmdrl.policy.megatron.families import Architecture, describe
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks
 
+log = logging.getLogger("spmdrl")
 SEED = 1
 """Of Megatron's random states; nothing that is trained here draws from them."""
+TESTED = "0.16."
+"""How versions of megatron-core begin that are taken without a warning, from 0.16.1 on."""
 
 
 def require() -> None:
-    """Raises ValueError where megatron-core is not installed; installs what it needs on a CPU."""
+    """Raises ValueError where megatron-core is not installed; repairs it, and installs what it needs on a CPU."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise ValueError('--policy.backend megatron needs megatron-core: pip install "spmdrl[megatron]"')
+        raise ValueError(
+            "--policy.backend megatron needs megatron-core: "
+            './launch/install.sh, or pip install "megatron-core>=0.16.1,<0.18" einops'
+        )
+    _warn_of(version("megatron-core"))
     cpu.install()
+    repairs.install()
+
+
+@cache
+def _warn_of(found: str) -> None:
+    if not found.startswith(TESTED) or found.startswith(TESTED + "0"):
+        log.warning("megatron-core %s: --policy.backend megatron is tested with 0.16.1 only", found)
 
 
 def initialize(layout: Layout) -> None:
@@ -143,7 +160,7 @@ def build(
 
     arch = describe(hf_config)
     check_model(layout, arch.settings)
-    with cpu.quiet():
+    with repairs.quiet():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
         for stage in range(layout.virtual_stages):

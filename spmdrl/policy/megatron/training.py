@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.policy.megatron import cpu
+from spmdrl.policy.megatron import repairs
 from spmdrl.policy.vetted import vet
 
 SHARDING = {
@@ -33,7 +33,7 @@ class Trainer:
 
         config, away = models[0].config, host_optimizer and torch.cuda.is_available()
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        with cpu.quiet():
+        with repairs.quiet():
             self.models: list[Any] = [
                 DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
             ]
@@ -137,7 +137,7 @@ class Trainer:
         from megatron.core import dist_checkpointing
 
         folder.mkdir(parents=True, exist_ok=True)
-        with cpu.quiet():
+        with repairs.quiet():
             dist_checkpointing.save(self._state(False), str(folder), _in_this_process())
 
     def load(self, folder: Path) -> None:
@@ -145,7 +145,7 @@ class Trainer:
         from megatron.core import dist_checkpointing
 
         vet(folder)
-        with cpu.quiet(), torch.no_grad():
+        with repairs.quiet(), torch.no_grad():
             found: Any = dist_checkpointing.load(self._state(True), str(folder))
             self.optimizer.load_state_dict(found["optimizer"])
         for each in self._optimizers():

@@ -1,0 +1,69 @@
+"""Engines refuse, before anything is built, models that they cannot run."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen2_5_VLConfig
+
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError
+from spmdrl.policy.load import TINY
+from spmdrl.rollout.build import check_engine, check_kind
+from tests.ranks.cases import config
+
+HF = (
+    "--rollout.engine hf: transformers has no causal language model for qwen2_5_vl; take --rollout.engine vllm on a GPU"
+)
+VLLM = "--rollout.engine vllm: vLLM on a CPU cannot run qwen2_5_vl; it takes a GPU"
+
+
+def with_weights(folder) -> None:
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "on_cpu", "says"), [("hf", True, HF), ("hf", False, HF), ("vllm", True, VLLM), ("vllm", False, "")]
+)
+def test_a_model_that_reads_more_than_text(engine, on_cpu, says, tmp_path):
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with_weights(tmp_path)
+    cfg = config(model={"path": str(tmp_path)}, rollout={"engine": engine})
+    if says:
+        with pytest.raises(ValueError) as error:
+            check_engine(cfg, on_cpu)
+        assert str(error.value) == says
+    else:
+        check_kind(cfg, engine, on_cpu)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_language_models_pass_and_so_does_code_of_their_own(engine, tmp_path):
+    check_kind(config(), engine, True)
+    values = json.loads((TINY / "config.json").read_text())
+    values |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    code = "from transformers import Qwen2Config\n\n\nclass Config(Qwen2Config):\n    model_type = 'own'\n"
+    (tmp_path / "own.py").write_text(code)
+    with_weights(tmp_path)
+    check_kind(config(model={"path": str(tmp_path), "trust_remote_code": True}), engine, True)
+
+
+def test_one_rank_is_told_how_to_have_more(monkeypatch):
+    more = "torchrun starts more; for a dry run of N set WORLD_SIZE=N"
+    for told in (False, True):
+        if told:
+            monkeypatch.setenv("WORLD_SIZE", "1")
+        else:
+            monkeypatch.delenv("WORLD_SIZE", raising=False)
+        for sections in (
+            {"rollout": {"engine": "hf", "tp": 4}},
+            {"policy": {"backend": "megatron", "share_prompts": False}, "parallel": {"ep": 8}},
+        ):
+            with pytest.raises(ConfigError) as error:
+                check(config(**sections), 1)
+            assert (more in str(error.value)) is not told
+    with pytest.raises(ConfigError) as error:
+        check(config(rollout={"engine": "hf", "tp": 4}), 2)
+    assert more not in str(error.value)
