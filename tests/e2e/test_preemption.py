@@ -14,7 +14,7 @@ FLAGS = argv(
     "--rollout.engine hf --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 0 "
     "--tracking.trackers jsonl --run.timeout 60 --rollout.assignment static"
 )
-LONG = argv("--rollout.prompts_per_step 2048 --rollout.max_sequences 16 --rollout.max_new_tokens 60 --run.steps 2")
+LONG = argv("--rollout.prompts_per_step 20000 --rollout.max_sequences 16 --rollout.max_new_tokens 60 --run.steps 2")
 """A step samples for minutes."""
 SLOW = """
 import pathlib, time

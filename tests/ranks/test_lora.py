@@ -326,7 +326,7 @@ def train_and_save(world, folder, root):
     policy = adapted(cfg, world)
     for _ in range(2):
         step(cfg, world, policy)
-    checkpoint.save(Path(root), 2, Models(policy), {"version": 2}, world, keep=2)
+    checkpoint.save(Path(root), 2, Models(policy), {"version": 2}, None, world)
     return halves(policy)[1], step(cfg, world, policy)
 
 
