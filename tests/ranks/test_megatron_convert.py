@@ -385,7 +385,11 @@ def test_parity_of_a_push_and_of_a_critic(models):
         ("llama", Layout(pp=3), "pp 3: the model has 4 layers; --parallel.pp may be 1, 2, 4, or .*last-stage-layers 2"),
         ("llama", Layout(pp=3, last_stage_layers=1), "rest of 4 layers; --parallel.last-stage-layers may be 2"),
         ("llama", Layout(pp=2, last_stage_layers=4), "--parallel.last-stage-layers 4: .* may be 2, 1, 3"),
-        ("llama", Layout(pp=2, virtual_stages=2, last_stage_layers=3), "the model has 1 layers of a pipeline rank"),
+        (
+            "llama",
+            Layout(pp=2, virtual_stages=2, last_stage_layers=3),
+            "pipeline ranks hold 1 and 3 of the model's layers",
+        ),
         ("llama", Layout(pp=2, virtual_stages=3), "--parallel.virtual-stages may be 1, 2"),
         ("llama", Layout(ep=2), "has no experts"),
         ("qwen3_moe", Layout(ep=3), "--parallel.ep may be 1, 2, 4"),
