@@ -38,8 +38,9 @@ def make_deterministic(cfg: Config) -> list[str]:
     Raises:
         ValueError: an engine whose samples depend on the clock.
     """
-    # The run's own draws are keyed by data; a user's loss may draw from these.
-    seed = seed_for(cfg.run.seed, int(os.environ.get("RANK", "0")))
+    # The run's own draws are keyed by data; a user's loss may draw from these. Alike on every rank (law 3): those that
+    # hold the same tokens (--parallel.sp) take the same loss from them.
+    seed = seed_for(cfg.run.seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -131,6 +131,7 @@ class _Caller:
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, caller: _Caller, needed: bool):
+        """The sum, a scalar, then what the caller has logged, [T] each; gradients are kept for backward."""
         need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
         dtype, vocabulary = job.dtype, job.vocabulary
         sums = Gradients(job.blocks, hidden_TD, weight_VD, need, vocabulary, dtype)
@@ -191,6 +192,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, *_):
+        """Hands out the gradients [T, D] and [V, D] times that of the sum."""
         if ctx.gradients is None:
             raise RuntimeError("backward through chunked_loss works once: its gradients were handed out")
         gradients, ctx.gradients = ctx.gradients, None

@@ -201,6 +201,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
+        """Gradients of hidden [T, D] and weight [V, D], each where it is asked for; logits are computed again."""
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if (grad_logp_T is None and grad_entropy_T is None) or not (need_hidden or need_weight):
             return (None,) * 5

@@ -73,6 +73,7 @@ def _blocks(operations, logits_TV: torch.Tensor, size: int):
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TV, targets_T, scale_T, settings, with_entropy, inplace):
+        """logp [T], and the entropy [T] or None."""
         vocabulary, softcap, backend = settings
         dtype = wide(logits_TV)
         operations = row_operations(backend, logits_TV.device, dtype)
@@ -93,6 +94,7 @@ class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
+        """Gradient of the logits [T, V], written over them if `inplace`."""
         if grad_logp_T is None and grad_entropy_T is None:
             return (None,) * 6
         logits_TV, targets_T, scale_T, lse_T, entropy_T = ctx.saved_tensors
