@@ -187,7 +187,7 @@ def main() -> None:
         engine, model, out = args.side
         return side(engine, model, args.quick, Path(out))
     sys.path[:0] = [str(ROOT)]
-    from spmdrl.config.checks import sglang_python
+    from spmdrl.config.engines import sglang_python
 
     engines = args.engines or ["hf", *(["vllm"] if find_spec("vllm") else [])]
     if not args.engines and not args.quick and sglang_python():

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("python -m spmdrl.evaluate: --data.eval is empty; name the prompts to evaluate on")
     loaded = dataclasses.replace(loaded, config=evaluation_config(loaded.config))
     prepare()
-    from spmdrl.run import open_run
+    from spmdrl.opening import open_run
 
     with open_run(loaded) as run:
         if run is not None:

@@ -1,35 +1,24 @@
 """Everything one run is made of, built in one place: world, models, engine, prompts, reward, trackers, checkpoints."""
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import torch
-import torch.distributed as dist
-from transformers.utils.logging import disable_progress_bar
 
-from spmdrl import checkpoint
 from spmdrl.accuracy import evaluate_round, evaluation_round
 from spmdrl.algorithm import Algorithm
 from spmdrl.algos.filters import FILTERS
 from spmdrl.collect import Collected, Group, Round, collect, whole
 from spmdrl.compose import compose, load_function
-from spmdrl.config.checks import plan_lines
-from spmdrl.config.dump import to_yaml
-from spmdrl.config.load import Loaded
-from spmdrl.config.paths import check_run_folder
+from spmdrl.config.paths import run_folder
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, from_trajectories, share_out, to_trajectories
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.sampler import drawn_indices
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.determinism import make_deterministic
-from spmdrl.environment import keep_freed_memory
 from spmdrl.experience import Ahead, Experience, Replay, fill
 from spmdrl.journal import Journal, check_mismatch, describe, describe_age, told, with_rates
 from spmdrl.learn import serve, steer
@@ -37,30 +26,21 @@ from spmdrl.memory import Memory
 from spmdrl.models import build_models
 from spmdrl.policy.load import load_tokenizer, resolve
 from spmdrl.policy.routing import experts_of
-from spmdrl.resume import Holder, rank_state, restore
+from spmdrl.progress import Progress
+from spmdrl.resume import Holder
 from spmdrl.rewards.load import load_reward
-from spmdrl.rollout.build import build_engine, check_engine, context_length, stop_tokens
+from spmdrl.rollout.build import build_engine, check_engine, prompt_room, stop_tokens
 from spmdrl.spikes import Spikes
-from spmdrl.spmd.agreement import Agreement
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
-from spmdrl.spmd.failure import mark, named_exit, request, watch
 from spmdrl.spmd.here import here
-from spmdrl.spmd.lockstep import lockstep
-from spmdrl.spmd.mesh import World, start
+from spmdrl.spmd.mesh import World
 from spmdrl.spmd.preempt import AbandonedError, PreemptedError, agreed, preemption
 from spmdrl.spmd.seeds import generator_for, seed_for
 from spmdrl.spmd.storage import scratch_folder
 from spmdrl.tracking.console import Console
-from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.metrics import Metrics, Timer
-from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 log = logging.getLogger("spmdrl")
-
-
-def run_folder(cfg: Config) -> Path:
-    """`--run.dir`, or `runs/<name>`."""
-    return Path(cfg.run.dir or Path("runs") / cfg.run.name)
 
 
 class Run:
@@ -74,20 +54,13 @@ class Run:
         self.algo: Algorithm = compose(cfg)
         self.keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
         self.replay = Replay(cfg.filter, cfg.rollout.prompts_per_step)
-        self.draws = 0
         self.note("loading tokenizer and prompts")
         model_folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         check_engine(cfg, world.device.type == "cpu")
         if "disk" in (cfg.policy.offload, cfg.reference.offload):
             scratch_folder()
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
-        context = context_length(model_folder, cfg.model.trust_remote_code)
-        if context <= cfg.rollout.max_new_tokens:
-            raise ValueError(
-                f"--rollout.max_new_tokens {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} "
-                f"takes {context} tokens in all"
-            )
-        room = min(cfg.rollout.max_prompt_tokens, context - cfg.rollout.max_new_tokens)
+        room = prompt_room(cfg, model_folder)
         self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit)
         self.eval_prompts = None
         if cfg.data.eval and cfg.eval.every:
@@ -103,20 +76,18 @@ class Run:
         self.models = build_models(cfg, world, self.algo.needs)
         self.policy = self.models.policy
         self.spikes = Spikes(self.folder, world, self.models, self.algo, self.warn)
-        self.saver = checkpoint.Saver(cfg, self.folder / "checkpoints", world)
-        self.saver.check_room(self.models, self.warn)
-        self.start_step = self._resume()
-        self.ahead = Ahead(self._sample, cfg.rollout.staleness, self.start_step, cfg.run.steps, self.draws)
+        self.progress = Progress(
+            cfg, world, self.folder, self.models, self.algo, self.spikes, timer, self.note, self.warn
+        )
+        self.start_step = self.progress.start_step
+        self.ahead = Ahead(self._sample, cfg.rollout.staleness, self.start_step, cfg.run.steps, self.progress.draws)
         stop = stop_tokens(model_folder, self.tokenizer)
         self.note(f"starting engine {cfg.rollout.engine}")
         self.engine = build_engine(cfg, world, stop) if world.samples else None
         self.memory = Memory(cfg, self.models, self.engine, timer, world)
         self.journal = Journal(cfg, world, self.folder, console, self.tokenizer, self.start_step)
-        self.agreement = Agreement(world, cfg.run.timeout)
         self.eval_metrics: dict[str, float] = {}
-        self.holder = Holder(cfg, world, self.prompts, self.ahead, self.replay, "greedy" in self.algo.needs)
-        if self.start_step and (lost := restore(self.holder, self.rank_files)):
-            self.note(lost)
+        self.progress.begin(Holder(cfg, world, self.prompts, self.ahead, self.replay, "greedy" in self.algo.needs))
         self.step_began = time.perf_counter()
 
     # ── building ─────────────────────────────────────────────────────────────
@@ -142,26 +113,6 @@ class Run:
         dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
         self.note(f"{len(prompts)} prompts from {prompts.source}{dropped}")
         return prompts
-
-    def _resume(self) -> int:
-        found = checkpoint.find_resume(self.folder / "checkpoints", self.world)
-        if found is None:
-            return 0
-        state = checkpoint.load(found, self.models)
-        if self.policy:
-            self.policy.version = state["version"]
-            self.policy.updates_done = state["updates_done"]
-        for name, model in self.models.trained().items():
-            model.updates_done = state["trained"][name]
-        self.algo.state |= state["algorithm"]
-        self.spikes.restore(state.get("guards", {}))
-        self.draws = state["draws"]
-        self.rank_files = checkpoint.rank_files(found)
-        if self.world.is_first and state.get("wandb") and not wandb_id(self.folder):
-            # A checkpoint that was moved to another folder.
-            keep_wandb_id(self.folder, state["wandb"])
-        self.note(f"resumed from {found}: step {state['step']}")
-        return state["step"]
 
     # ── one step ─────────────────────────────────────────────────────────────
 
@@ -293,7 +244,7 @@ class Run:
         self.timeouts_seen = timeouts
         timeouts, bad, drawn = all_reduce(counts, "sum", world.host_group).tolist()
         # Of the steps that were learnt from: what was sampled ahead is sampled again after a resume.
-        self.draws += drawn
+        self.progress.draws += drawn
         if world.trains:
             describe(stats, batch, self.part_names)
             if world.roles.split or rollout.oversample > 1:
@@ -311,8 +262,8 @@ class Run:
             values |= {"version": self.policy.version}
         else:
             values = stats.reduce(lambda x, op: all_reduce(x, op, world.role_group))
-        values = told(values, world) | self.eval_metrics | self.saver.poll()
-        self.saver.know(step + 1, values)
+        values = told(values, world) | self.eval_metrics | self.progress.saver.poll()
+        self.progress.saver.know(step + 1, values)
         self.eval_metrics = {}
         steer(self.algo, values, rollout.prompts_per_step * rollout.samples_per_prompt)
         self.journal.step(step + 1, values, to_trajectories(batch) if world.roles.split else done.trajectories)
@@ -321,66 +272,16 @@ class Run:
             self.warn(warning)
 
     def checkpoint(self, step: int) -> None:
-        """Agree with all ranks on the step that was done, save if it is due, and leave if that is wanted. Collective.
-
-        Raises:
-            LockstepError: ranks went different ways.
-            PreemptedError: on every rank.
-        """
-        cfg = self.cfg.checkpoint
-        done = step + 1
-        leave = self.agree(step)
-        last = done == self.cfg.run.steps and cfg.at_end
-        if last or (cfg.every and done % cfg.every == 0):
-            self._save(done)
-        if leave:
-            raise PreemptedError(done, f"step {done} was finished")
-
-    def agree(self, step: int) -> bool:
-        """Compare with all ranks what all have; True if one of them was asked to leave. Collective."""
-        with self.timer("agree"):
-            held = {"step": step, "draws": self.draws, "version": self.memory.version}
-            return self.agreement(held, preemption.wanted)
+        """Agree on the step that was done, save if it is due, and leave if that is wanted. Collective."""
+        self.progress.step_done(step, self.memory.version)
 
     def leave(self, left: PreemptedError) -> None:
-        """Save what was learnt where no checkpoint has it, and say so in a file. Collective."""
+        """Save what was learnt where no checkpoint has it. Collective."""
         if left.abandoned:
             # The weights may be off the device.
             with self.memory.training_phase():
                 pass
-        if left.step > self.start_step:
-            self.save_now(left.step - 1)
-        who = request()
-        if self.world.is_first:
-            mark(preemption.request, left.step)
-        saved = f"which is in {self.folder}/checkpoints/step_{left.step}" if left.step else "nothing is learnt yet"
-        self.note(f"preempted ({who}): {left}, {saved}; the same command goes on from there")
-
-    def save_now(self, step: int) -> None:
-        """Save what there is after this step, whatever is due, and wait until it is published. Collective."""
-        if self.saver.saved != step + 1:
-            self._save(step + 1)
-        with self.timer("checkpoint"):
-            self.saver.finish()
-
-    def _save(self, done: int) -> None:
-        with self.timer("checkpoint"):
-            with self.timer("checkpoint_wait"):
-                self.saver.finish()
-            # Rank 0 writes it, which trains.
-            state = self.policy and {
-                "step": done,
-                "version": self.policy.version,
-                "updates_done": self.policy.updates_done,
-                "trained": {name: model.updates_done for name, model in self.models.trained().items()},
-                "guards": self.spikes.state(),
-                "algorithm": self.algo.state,
-                "draws": self.draws,
-                "seed": self.cfg.run.seed,
-                "wandb": wandb_id(self.folder),
-            }
-            mine = rank_state(self.holder)
-            self.saver.save(done, state, mine, self.models)
+        self.progress.leave(left)
 
     def finish(self) -> None:
         """Evaluate what was learnt, and say where everything is. Collective."""
@@ -390,10 +291,10 @@ class Run:
             with self.memory.rollout_phase():
                 self.evaluate(done, force=True)
             self.journal.numbers(done, self.eval_metrics | {"version": self.memory.version})
-            self.saver.know(done + 1, self.eval_metrics)
+            self.progress.saver.know(done + 1, self.eval_metrics)
             lines.append("  ".join(f"{k} {v:.3f}" for k, v in self.eval_metrics.items()))
-        self.saver.finish()
-        if written := self.saver.poll():
+        self.progress.saver.finish()
+        if written := self.progress.saver.poll():
             self.journal.numbers(done, written)
         latest = self.folder / "checkpoints" / "latest"
         lines.append(
@@ -408,57 +309,3 @@ class Run:
         self.journal.close()
         if self.grader:
             self.grader.close()
-
-
-@contextmanager
-def open_run(loaded: Loaded) -> Iterator[Run | None]:
-    """The run on this rank, or None for a dry run; whatever fails inside ends the whole job by name. Collective."""
-    cfg: Config = loaded.config
-    timer, console, run = Timer(), None, None
-
-    def give_terminal_back() -> None:
-        if console:
-            console.close()
-
-    with named_exit(lambda: timer.phase, give_terminal_back):
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if loaded.dry_run:
-            if rank == 0:
-                print(to_yaml(cfg) + "\n" + "\n".join(plan_lines(cfg, size)))
-            yield None
-            return
-        notes = make_deterministic(cfg)
-        # The group first: from here on one rank alone speaks for all when something fails.
-        world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
-        folder = run_folder(cfg)
-        check_run_folder(folder)
-        notes += [checkpoint.start_over(folder, cfg.run.fresh, world)]
-        setup_logging(folder, rank)
-        newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
-        watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
-        notes += checkpoint.check_settings(folder, cfg, world)
-        if world.device.type == "cpu":
-            keep_freed_memory()
-        disable_progress_bar()
-        if world.is_first:
-            console = Console(cfg.tracking.console, cfg.run.steps, newest())
-            timer = Timer(console.phase)
-            for line in [*filter(None, notes), *plan_lines(cfg, size)]:
-                console.note(line)
-        with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
-            run = Run(cfg, world, timer, console)
-            if world.is_first:
-                # Only once everything could be built: a start that fails leaves an existing run folder as it was.
-                checkpoint.write_config(folder, cfg)
-                (folder / "PREEMPTED").unlink(missing_ok=True)
-            try:
-                yield run
-            except PreemptedError as left:
-                run.leave(left)
-            run.close()
-        give_terminal_back()
-        with suppress(Exception):
-            dist.barrier(group=world.host_group)
-        # Engines tear the process group down; leave before they can complain.
-        sys.stdout.flush()
-        os._exit(0)

@@ -1,9 +1,9 @@
 """Train a language model by reinforcement learning: `torchrun --nproc-per-node 8 -m spmdrl.train --config run.yaml`.
 
 The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring
-says so). Left out of this page: how the parts are built (`run.py`), what a phase moves on and off the device
-(`memory.py`), the formulas (`algos/`), where experience comes from (`experience.py`, `collect.py`), what every model
-of a run does with it (`learn.py`), and what those do meanwhile who only sample or score (`Run.stand_by`).
+says so). Left out of this page: how the parts are built (`opening.py`, `run.py`), what a phase moves on and off the
+device (`memory.py`), the formulas (`algos/`), where experience comes from (`experience.py`, `collect.py`), what every
+model of a run does with it (`learn.py`), and what those do meanwhile who only sample or score (`Run.stand_by`).
 """
 
 from spmdrl.config.load import load_or_exit
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     """Read flags, build the run, train; any failure ends the whole job by name."""
     loaded = load_or_exit(argv)
     prepare()
-    from spmdrl.run import open_run
+    from spmdrl.opening import open_run
 
     with open_run(loaded) as run:
         if run is not None:

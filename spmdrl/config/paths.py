@@ -2,8 +2,15 @@
 
 from pathlib import Path
 
+from spmdrl.config.schema import Config
+
 WRITTEN = ("config.yaml", "metrics.jsonl", "samples.jsonl", "logs", "checkpoints", "spikes", "tensorboard", "wandb")
 """What a run writes at the top of its folder."""
+
+
+def run_folder(cfg: Config) -> Path:
+    """`--run.dir`, or `runs/<name>`."""
+    return Path(cfg.run.dir or Path("runs") / cfg.run.name)
 
 
 def inside(folder: Path, *names: str) -> Path:

@@ -177,7 +177,22 @@ def stop_tokens(folder: Path, tokenizer) -> set[int]:
     return {i for i in ids if i is not None}
 
 
-def context_length(folder: Path, trust_remote_code: bool) -> int:
+def prompt_room(cfg: Config, folder: Path) -> int:
+    """Longest prompt, in tokens, that the settings and the context of the model in `folder` leave room for.
+
+    Raises:
+        ValueError: they leave none.
+    """
+    context = _context_length(folder, cfg.model.trust_remote_code)
+    if context <= cfg.rollout.max_new_tokens:
+        raise ValueError(
+            f"--rollout.max_new_tokens {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} "
+            f"takes {context} tokens in all"
+        )
+    return min(cfg.rollout.max_prompt_tokens, context - cfg.rollout.max_new_tokens)
+
+
+def _context_length(folder: Path, trust_remote_code: bool) -> int:
     """Longest sequence the model takes, in tokens."""
     from transformers import AutoConfig
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.checks import sglang_python
+from spmdrl.config.engines import sglang_python
 from spmdrl.config.schema import Config
 from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import resolve

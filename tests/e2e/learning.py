@@ -171,7 +171,7 @@ def _child(words: list[str], folder: str, target: float) -> None:
     import torch
 
     from spmdrl.config.load import load_or_exit
-    from spmdrl.run import open_run
+    from spmdrl.opening import open_run
     from spmdrl.train import train
 
     torch.set_num_threads(1)

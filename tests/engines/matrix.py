@@ -48,7 +48,7 @@ def main() -> None:
     """As `spmdrl.train.main`."""
     loaded = load_or_exit(sys.argv[1:])
     prepare()
-    from spmdrl.run import open_run
+    from spmdrl.opening import open_run
     from spmdrl.train import train
 
     stand_ins()

@@ -650,7 +650,7 @@ def preload() -> None:
         "vllm.entrypoints.llm",
         "vllm.model_executor.models.qwen2",
         "vllm.v1.worker.cpu_model_runner",
-        "spmdrl.run",
+        "spmdrl.opening",
     ):
         importlib.import_module(name)
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from spmdrl.config.checks import sglang_python
+from spmdrl.config.engines import sglang_python
 from spmdrl.policy.load import TINY
 from tests.e2e.runner import argv, metrics, succeed
 

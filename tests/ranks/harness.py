@@ -31,7 +31,7 @@ PRELOAD = [
     "pytest",
     "safetensors.torch",
     "spmdrl.train",
-    "spmdrl.run",
+    "spmdrl.opening",
     "spmdrl.policy.fsdp",
     "spmdrl.rollout.hf",
     "spmdrl.tracking.console",

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from spmdrl.compose import compose
-from spmdrl.config.checks import check, plan_lines
+from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
+from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.run import Run
 from spmdrl.spmd.mesh import world_from_group

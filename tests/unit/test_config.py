@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from spmdrl.config import schema
-from spmdrl.config.checks import RULES, TRACKERS, check, plan_lines
+from spmdrl.config.checks import RULES, TRACKERS, check
 from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
 from spmdrl.config.fields import ConfigError, get, leaves, nearest
 from spmdrl.config.load import from_command_line, load_or_exit
+from spmdrl.config.plan import plan_lines
 from spmdrl.config.presets import PRESETS, with_preset
 from spmdrl.config.schema import Config
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.config.checks import check, plan_lines
+from spmdrl.config.checks import check
 from spmdrl.config.fields import leaves
+from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
 from tests.unit.test_docs_algorithms import anchors, functions_of, load, parts, table
 
@@ -120,7 +121,7 @@ def test_named_settings_exist(page):
 def test_commands_pass_the_checks_on_their_number_of_ranks(ranks, flags, monkeypatch):
     monkeypatch.chdir(ROOT)
     # Whether SGLang is installed says nothing of the page.
-    monkeypatch.setattr("spmdrl.config.checks.sglang_python", lambda: Path("python"))
+    monkeypatch.setattr("spmdrl.config.engines.sglang_python", lambda: Path("python"))
     check(load(*flags), ranks)
 
 

@@ -22,12 +22,17 @@ FLOORS = [
     ["collect", "compose", "determinism", "learn", "memory", "checkpoint", "journal", "spikes"],
     ["accuracy", "experience"],
     ["resume"],
+    ["progress"],
     ["run"],
+    ["opening"],
     ["train", "evaluate", "replay"],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 EXCEPTIONS = {
-    ("config/checks.py", "algos"): "valid names live with the functions, which need torch; late, so --help stays quick",
+    (
+        "config/methods.py",
+        "algos",
+    ): "valid names live with the functions, which need torch; late, for --help",
 }
 
 

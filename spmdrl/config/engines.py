@@ -1,0 +1,91 @@
+"""What the ranks that sample must satisfy: what each engine can do, adapters included."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from spmdrl.config.placement import shown
+from spmdrl.config.schema import Config
+
+VLLM_RANK = 512
+"""Largest rank of an adapter inside vLLM 0.32 (`vllm.config.lora.MaxLoRARanks`)."""
+
+
+def sglang_python() -> Path | None:
+    """An interpreter that has SGLang: what `launch/install.sh --sglang` makes, else this one; None if neither has."""
+    python = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
+    # The stamp is written when everything is there.
+    if (python.parents[1] / ".spmdrl" / "sglang").is_file():
+        return python
+    return Path(sys.executable) if importlib.util.find_spec("sglang") is not None else None
+
+
+def engine_problems(config: Config, world_size: int) -> list[str]:
+    """One line for each setting to change. world_size: ranks that sample; 0 where it is not known."""
+    rollout, problems = config.rollout, []
+    if rollout.tp > 1 and world_size % rollout.tp:
+        problems.append(f"--rollout.tp {rollout.tp}: must divide {shown(config, world_size, 'sample')}")
+    if rollout.engine == "sglang" and sglang_python() is None:
+        problems.append(
+            "--rollout.engine sglang: SGLang is not installed; run ./launch/install.sh --sglang, or take vllm or hf"
+        )
+    if rollout.engine in ("sglang", "vllm") and config.model.dtype == "float64":
+        problems.append(f"--model.dtype float64: {rollout.engine} has none; take float32, or --rollout.engine hf")
+    if rollout.engine == "sglang" and rollout.routing_replay:
+        problems.append(
+            "--rollout.routing-replay True: SGLang's experts are not asked for here; take --rollout.engine vllm on "
+            "GPUs, or hf"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.partial_steps and rollout.oversample == 1:
+        problems.append(
+            f"--rollout.partial-steps {rollout.partial_steps}: nothing is cut short while --rollout.oversample is 1; "
+            "raise it, to 1.5 for example"
+        )
+    if config.run.deterministic and rollout.assignment != "static":
+        problems.append(
+            f"--rollout.assignment {rollout.assignment}: goes by the clock; leave it out, or take static, for "
+            "--run.deterministic"
+        )
+    if config.shaping.overlong_buffer > rollout.max_new_tokens:
+        problems.append(
+            f"--shaping.overlong-buffer {config.shaping.overlong_buffer}: must not be above max_new_tokens "
+            f"{rollout.max_new_tokens}"
+        )
+    if config.policy.max_tokens_per_microbatch < longest:
+        problems.append(
+            f"--policy.max-tokens-per-microbatch {config.policy.max_tokens_per_microbatch}: must hold one sequence, "
+            f"so at least {longest} (max_prompt_tokens {rollout.max_prompt_tokens} + "
+            f"max_new_tokens {rollout.max_new_tokens})"
+        )
+    return problems
+
+
+def adapter_problems(config: Config) -> list[str]:
+    """One line for each setting to change."""
+    lora, engine, problems = config.lora, config.rollout.engine, []
+    if not lora.rank:
+        return problems
+    shown = f"--lora.rank {lora.rank}"
+    if importlib.util.find_spec("peft") is None:
+        problems.append(f"{shown}: PEFT is not installed; run ./launch/install.sh, or take 0")
+    if not lora.targets:
+        problems.append("--lora.targets: name linear layers of the model, or all-linear")
+    if config.reference.refresh_every:
+        problems.append(
+            f"--reference.refresh-every {config.reference.refresh_every}: with adapters the reference is the model "
+            "without them, which stays as it is; take 0"
+        )
+    if engine == "auto":
+        engine = "hf" if importlib.util.find_spec("vllm") is None or config.model.dtype == "float64" else "vllm"
+    if lora.push == "adapter" and engine == "sglang":
+        problems.append("--lora.push adapter: SGLang takes full weights only; take --lora.push merged")
+    if lora.push == "adapter" and engine == "hf" and config.rollout.tp > 1:
+        problems.append(f"--rollout.tp {config.rollout.tp}: the hf engine divides no adapters; take --lora.push merged")
+    if lora.push == "adapter" and config.rollout.quantization != "none":
+        problems.append(
+            f"--rollout.quantization {config.rollout.quantization}: not beside adapters; take --lora.push merged"
+        )
+    if lora.push == "adapter" and engine == "vllm" and lora.rank > VLLM_RANK:
+        problems.append(f"{shown}: vLLM holds adapters of rank {VLLM_RANK} at most; take --lora.push merged")
+    return problems

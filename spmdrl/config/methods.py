@@ -1,0 +1,128 @@
+"""What the settings of a method must satisfy together: advantage, loss, correction, filters, critic."""
+
+from spmdrl.config.fields import flag, get
+from spmdrl.config.named import name_problems
+from spmdrl.config.schema import Config
+
+GROUP_BASELINES = (
+    *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_k", "gdpo", "prime"),
+    *("optimal_token_baseline", "gigpo", "win_rate"),
+)
+"""Advantage estimators that compare the samples of one prompt, so one sample gives no signal."""
+
+
+def method_problems(config: Config) -> list[str]:
+    """One line for each setting to change."""
+    # Deliberately late and upwards: the valid names live with the functions, which need torch, and `--help` must not.
+    from spmdrl.algos.aggregate import AGGREGATIONS
+    from spmdrl.algos.estimators import ADVANTAGES
+    from spmdrl.algos.filters import FILTERS
+    from spmdrl.algos.losses import LOSSES, SEQUENCE_LOSSES
+    from spmdrl.algos.selection import SELECTIONS
+
+    algo, rollout, problems = config.algo, config.rollout, []
+    if algo.advantage in GROUP_BASELINES and rollout.samples_per_prompt < 2:
+        problems.append(
+            f"--rollout.samples-per-prompt {rollout.samples_per_prompt}: must be at least 2, "
+            f"as {algo.advantage} compares the samples of a prompt"
+        )
+    if algo.updates_per_step >= 1 and rollout.prompts_per_step % algo.updates_per_step:
+        near = [n for n in range(1, rollout.prompts_per_step + 1) if rollout.prompts_per_step % n == 0]
+        near = sorted(sorted(near, key=lambda n: abs(n - algo.updates_per_step))[:3])
+        problems.append(
+            f"--algo.updates-per-step {algo.updates_per_step}: must divide prompts_per_step {rollout.prompts_per_step} "
+            f"(each update takes an equal share), such as {', '.join(map(str, near))}"
+        )
+    if algo.kl_coef and config.reference.enabled == "off":
+        problems.append(
+            f"--reference.enabled off: KL needs the reference while --algo.kl-coef is {algo.kl_coef}; "
+            "take auto, or kl-coef 0"
+        )
+    if algo.kl_controller == "adaptive" and not algo.kl_coef:
+        problems.append(
+            "--algo.kl-controller adaptive: steers the KL coefficient, so --algo.kl-coef must start above 0"
+        )
+    if algo.preset == "distill" and not config.reference.path:
+        problems.append("--reference.path '': distill learns from a teacher; name its model")
+    if algo.loss in SEQUENCE_LOSSES and algo.aggregation not in ("", "seq-mean-token-mean"):
+        problems.append(
+            f"--algo.aggregation {algo.aggregation}: {algo.loss} has one loss for a sequence and takes their mean; "
+            "leave it empty" + (", or take gspo_token" if algo.loss == "gspo" else "")
+        )
+    if algo.length_adaptive is not None and algo.lam is not None:
+        problems.append(f"--algo.lam {algo.lam}: --algo.length-adaptive sets lambda by length; give one of the two")
+    if config.safety.cost_model and algo.advantage == "prime":
+        problems.append("--safety.cost-model: prime has no cost; choose another --algo.advantage")
+    problems += _range_problems(config)
+    cost = config.safety.cost or config.safety.cost_model
+    if cost and algo.advantage in ("gdpo", "prime", "remax"):
+        problems.append(
+            f"--algo.advantage {algo.advantage}: looks at more than the reward, so a cost (--safety.cost, "
+            "--safety.cost-model) has no advantage of its own; take gae, grpo or rloo"
+        )
+    if algo.advantage == "remax" and config.shaping != type(config.shaping)(mask_cut=config.shaping.mask_cut):
+        problems.append("--algo.advantage remax: the greedy baseline is not shaped; leave the shaping settings at rest")
+    if algo.advantage == "gae" and 0 < config.run.steps <= config.critic.warmup_steps:
+        problems.append(
+            f"--critic.warmup-steps {config.critic.warmup_steps}: the policy learns nothing in a run of "
+            f"--run.steps {config.run.steps}; lower it"
+        )
+    correction, old_logp = config.correction, algo.old_logp
+    if config.filter.replay_steps and old_logp == "auto":
+        old_logp = "rollout"
+    if algo.advantage == "optimal_token_baseline" and old_logp == "rollout":
+        problems.append(
+            "--algo.advantage optimal_token_baseline: needs a pass of the policy before the update; leave out "
+            "--filter.replay-steps and --algo.old-logp rollout"
+        )
+    if correction.kind not in ("none", "auto") and old_logp == "rollout" and algo.loss not in ("reinforce", "gpg"):
+        problems.append(
+            f"--correction.kind {correction.kind}: with --algo.old-logp rollout the ratio of {algo.loss} is the "
+            "correction already; take none, or old-logp policy"
+        )
+    if config.filter.replay_steps and old_logp == "policy":
+        problems.append(
+            f"--filter.replay-steps {config.filter.replay_steps}: what is replayed was sampled by older weights, whose "
+            "logp the engine reported: take --algo.old-logp rollout or auto"
+        )
+    if config.reward.model and algo.advantage == "remax":
+        problems.append(f"--reward.model {config.reward.model}: remax's greedy baseline has no score of a model in it")
+    if config.reward.model and (config.filter.resample != "none" or config.filter.keep):
+        which = "filter.resample" if config.filter.resample != "none" else "filter.keep"
+        problems.append(
+            f"{flag(which)} {get(config, which)}: looks at rewards before --reward.model adds its score; take one"
+        )
+    if config.filter.replay_steps and algo.loss in SELECTIONS:
+        problems.append(f"--filter.replay-steps {config.filter.replay_steps}: not with --algo.loss {algo.loss}")
+    if config.filter.keep == "accuracy_range" and config.filter.low > config.filter.high:
+        problems.append(f"--filter.low {config.filter.low}: must not be above --filter.high {config.filter.high}")
+    problems += name_problems("algo.advantage", algo.advantage, ADVANTAGES, file_allowed=True)
+    problems += name_problems("algo.loss", algo.loss, LOSSES, file_allowed=True)
+    problems += name_problems("algo.aggregation", algo.aggregation, AGGREGATIONS, file_allowed=False)
+    problems += name_problems("filter.keep", config.filter.keep, FILTERS, file_allowed=True)
+    return problems
+
+
+def _range_problems(config: Config) -> list[str]:
+    """Bounds that are given in pairs."""
+    correction, algo, problems = config.correction, config.algo, []
+    pairs = {
+        ("shaping.clip_low", "shaping.clip_high"): (config.shaping.clip_low, config.shaping.clip_high),
+        ("correction.low", "correction.high"): (correction.low, correction.high),
+        ("correction.reject_low", "correction.reject_high"): (correction.reject_low, correction.reject_high),
+        ("algo.cov_low", "algo.cov_high"): (algo.cov_low, algo.cov_high),
+    }
+    for (low_name, high_name), (low, high) in pairs.items():
+        if low is not None and high is not None and low > high:
+            problems.append(f"{flag(low_name)} {low}: must not be above {flag(high_name)} {high}")
+    if correction.kind.startswith("tis") and correction.low is not None:
+        problems.append(f"--correction.low {correction.low}: {correction.kind} truncates from above only; take icepop")
+    if correction.kind == "auto" and (correction.low is not None or correction.high is not None):
+        bound = "low" if correction.low is not None else "high"
+        problems.append(f"--correction.{bound} {getattr(correction, bound)}: name the --correction.kind that it bounds")
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if algo.kl_controller == "adaptive" and algo.kl_horizon < samples / 5:
+        problems.append(
+            f"--algo.kl-horizon {algo.kl_horizon}: must be at least a fifth of the {samples} samples of a step"
+        )
+    return problems

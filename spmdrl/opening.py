@@ -1,0 +1,80 @@
+"""Opens and closes a run on this rank: process group, run folder, logs, console, watchdog; `run.py` builds the rest."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from spmdrl import checkpoint
+from spmdrl.config.dump import to_yaml
+from spmdrl.config.load import Loaded
+from spmdrl.config.paths import check_run_folder, run_folder
+from spmdrl.config.plan import plan_lines
+from spmdrl.config.schema import Config
+from spmdrl.determinism import make_deterministic
+from spmdrl.environment import keep_freed_memory
+from spmdrl.run import Run
+from spmdrl.spmd.failure import named_exit, watch
+from spmdrl.spmd.lockstep import lockstep
+from spmdrl.spmd.mesh import start
+from spmdrl.spmd.preempt import PreemptedError
+from spmdrl.tracking.console import Console
+from spmdrl.tracking.logs import setup_logging
+from spmdrl.tracking.metrics import Timer
+
+
+@contextmanager
+def open_run(loaded: Loaded) -> Iterator[Run | None]:
+    """The run on this rank, or None for a dry run; whatever fails inside ends the whole job by name. Collective."""
+    cfg: Config = loaded.config
+    timer, console, run = Timer(), None, None
+
+    def give_terminal_back() -> None:
+        if console:
+            console.close()
+
+    with named_exit(lambda: timer.phase, give_terminal_back):
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if loaded.dry_run:
+            if rank == 0:
+                print(to_yaml(cfg) + "\n" + "\n".join(plan_lines(cfg, size)))
+            yield None
+            return
+        notes = make_deterministic(cfg)
+        # The group first: from here on one rank alone speaks for all when something fails.
+        world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
+        folder = run_folder(cfg)
+        check_run_folder(folder)
+        notes += [checkpoint.start_over(folder, cfg.run.fresh, world)]
+        setup_logging(folder, rank)
+        newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
+        watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
+        notes += checkpoint.check_settings(folder, cfg, world)
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        disable_progress_bar()
+        if world.is_first:
+            console = Console(cfg.tracking.console, cfg.run.steps, newest())
+            timer = Timer(console.phase)
+            for line in [*filter(None, notes), *plan_lines(cfg, size)]:
+                console.note(line)
+        with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
+            run = Run(cfg, world, timer, console)
+            if world.is_first:
+                # Only once everything could be built: a start that fails leaves an existing run folder as it was.
+                checkpoint.write_config(folder, cfg)
+                (folder / "PREEMPTED").unlink(missing_ok=True)
+            try:
+                yield run
+            except PreemptedError as left:
+                run.leave(left)
+            run.close()
+        give_terminal_back()
+        with suppress(Exception):
+            dist.barrier(group=world.host_group)
+        # Engines tear the process group down; leave before they can complain.
+        sys.stdout.flush()
+        os._exit(0)

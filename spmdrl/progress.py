@@ -1,0 +1,121 @@
+"""Where a run stands: what is taken up at its start, saved after its steps, and left behind when it is asked to go."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from spmdrl import checkpoint
+from spmdrl.algorithm import Algorithm
+from spmdrl.config.schema import Config
+from spmdrl.models import Models
+from spmdrl.resume import Holder, rank_state, restore
+from spmdrl.spikes import Spikes
+from spmdrl.spmd.agreement import Agreement
+from spmdrl.spmd.failure import mark, request
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.preempt import PreemptedError, preemption
+from spmdrl.tracking.metrics import Timer
+from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
+
+
+class Progress:
+    """Steps done, prompts drawn, and the checkpoints of them. Every method is collective over all ranks.
+
+    Made once the models stand: they are loaded from the newest checkpoint here. `begin` follows when all else is built.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        folder: Path,
+        models: Models,
+        algo: Algorithm,
+        spikes: Spikes,
+        timer: Timer,
+        note: Callable[[str], None],
+        warn: Callable[[str], None],
+    ):
+        self.cfg, self.world, self.folder, self.timer, self.note = cfg, world, folder, timer, note
+        self.models, self.algo, self.spikes = models, algo, spikes
+        self.saver = checkpoint.Saver(cfg, folder / "checkpoints", world)
+        self.saver.check_room(models, warn)
+        self.draws = 0
+        """Prompts drawn for the steps that were learnt from."""
+        self.rank_files: list[Path] = []
+        self.start_step = self._resume()
+
+    def _resume(self) -> int:
+        found = checkpoint.find_resume(self.folder / "checkpoints", self.world)
+        if found is None:
+            return 0
+        state = checkpoint.load(found, self.models)
+        if self.models.policy:
+            self.models.policy.version = state["version"]
+            self.models.policy.updates_done = state["updates_done"]
+        for name, model in self.models.trained().items():
+            model.updates_done = state["trained"][name]
+        self.algo.state |= state["algorithm"]
+        self.spikes.restore(state.get("guards", {}))
+        self.draws = state["draws"]
+        self.rank_files = checkpoint.rank_files(found)
+        if self.world.is_first and state.get("wandb") and not wandb_id(self.folder):
+            # A checkpoint that was moved to another folder.
+            keep_wandb_id(self.folder, state["wandb"])
+        self.note(f"resumed from {found}: step {state['step']}")
+        return state["step"]
+
+    def begin(self, holder: Holder) -> None:
+        """Put back what every rank held, last before the first step: building an engine draws from the generators."""
+        self.holder = holder
+        self.agreement = Agreement(self.world, self.cfg.run.timeout)
+        if self.start_step and (lost := restore(holder, self.rank_files)):
+            self.note(lost)
+
+    def step_done(self, step: int, version: int) -> None:
+        """Agree with all ranks on this step, counted from 0; save if it is due, leave if that is wanted.
+
+        Raises:
+            LockstepError: ranks went different ways.
+            PreemptedError: on every rank.
+        """
+        cfg = self.cfg.checkpoint
+        done = step + 1
+        with self.timer("agree"):
+            held = {"step": step, "draws": self.draws, "version": version}
+            leave = self.agreement(held, preemption.wanted)
+        last = done == self.cfg.run.steps and cfg.at_end
+        if last or (cfg.every and done % cfg.every == 0):
+            self._save(done)
+        if leave:
+            raise PreemptedError(done, f"step {done} was finished")
+
+    def leave(self, left: PreemptedError) -> None:
+        """Save what was learnt where no checkpoint has it, wait until it is published, and say so in a file."""
+        if left.step > self.start_step and self.saver.saved != left.step:
+            self._save(left.step)
+        with self.timer("checkpoint"):
+            self.saver.finish()
+        who = request()
+        if self.world.is_first:
+            mark(preemption.request, left.step)
+        saved = f"which is in {self.folder}/checkpoints/step_{left.step}" if left.step else "nothing is learnt yet"
+        self.note(f"preempted ({who}): {left}, {saved}; the same command goes on from there")
+
+    def _save(self, done: int) -> None:
+        with self.timer("checkpoint"):
+            with self.timer("checkpoint_wait"):
+                self.saver.finish()
+            # Rank 0 writes it, which trains.
+            policy = self.models.policy
+            state = policy and {
+                "step": done,
+                "version": policy.version,
+                "updates_done": policy.updates_done,
+                "trained": {name: model.updates_done for name, model in self.models.trained().items()},
+                "guards": self.spikes.state(),
+                "algorithm": self.algo.state,
+                "draws": self.draws,
+                "seed": self.cfg.run.seed,
+                "wandb": wandb_id(self.folder),
+            }
+            self.saver.save(done, state, rank_state(self.holder), self.models)
