@@ -1,6 +1,7 @@
 """`--deterministic`: two runs of one command are equal to the last bit, with every engine that runs here."""
 
 import importlib.util
+import shutil
 
 import pytest
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 STEPS = 3
 FLAGS = argv(
     f"--run.steps {STEPS} --rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 --eval.every 2 --eval.prompts 16 "
-    "--tracking.trackers jsonl --run.timeout 200 --algo.updates_per_step 2 --algo.kl_coef 0.05"
+    "--tracking.trackers jsonl --run.timeout 200 --checkpoint.every 1 --algo.updates_per_step 2 --algo.kl_coef 0.05"
 )
 ENGINES = {"hf": True, "vllm": importlib.util.find_spec("vllm") is not None}
 """Name -> is it installed. SGLang differs by rounding from run to run on a CPU, and is refused."""
@@ -21,11 +22,23 @@ ENGINES = {"hf": True, "vllm": importlib.util.find_spec("vllm") is not None}
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_deterministic_runs_are_bit_equal(engine, tmp_path):
+    """Two runs, and one that goes on from the first step of another: `latest` then points to what is not there."""
     if not ENGINES[engine]:
         pytest.skip(f"{engine} is not installed")
+
+    def train(name: str) -> str:
+        flags = [*FLAGS, "--deterministic", "--rollout.engine", engine, "--run.dir", tmp_path / name]
+        ended = succeed(flags, 280, ranks=2)
+        return " ".join([*ended.out, *ended.err])
+
     for name in ("one", "other"):
-        succeed([*FLAGS, "--deterministic", "--rollout.engine", engine, "--run.dir", tmp_path / name], 280, ranks=2)
+        train(name)
     assert differences(tmp_path / "one", tmp_path / "other") == []
+    shutil.copytree(tmp_path / "one", tmp_path / "resumed", symlinks=True)
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step_{step}")
+    assert "checkpoints/step_1: step 1" in train("resumed")
+    assert differences(tmp_path / "one", tmp_path / "resumed") == []
     rows = untimed(tmp_path / "one")
     assert len(rows) == STEPS and all(row["grad_norm"] > 0 for row in rows)
     settings = (tmp_path / "one" / "config.yaml").read_text()
