@@ -1,4 +1,4 @@
-"""docs/engines.md, placement.md, reliability.md and the README's tree say what is so: settings, files, tests, metrics, words."""
+"""The pages on engines, placement and reliability and the README's tree say what is so: settings, files, words."""
 
 import ast
 import re
