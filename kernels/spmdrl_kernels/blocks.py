@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 480 * 2**20}
-"""Logits held at a time: on a CPU about what stays in its cache."""
-WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 600 * 2**20}
+WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 400 * 2**20}
+"""Logits held at a time: on a CPU about what stays in its cache. A gradient in a narrow dtype takes half of it more."""
+WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 540 * 2**20}
 """The same where all columns of a row are needed at once."""
+EXACT_BYTES = {"cpu": 2 * 2**20, "gpu": 60 * 2**20}
+"""Beside whole rows of a narrow dtype: logits in fp32 before they are rounded, about what a cache holds."""
 BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
 INVARIANT_ROWS = {"cpu": 64, "gpu": 512}
 """Rows of a block where results may not depend on other rows."""
@@ -28,19 +30,21 @@ class Blocks:
     rows: int
     columns: int
 
-    def products(self, hidden_TD, weight_VD, exact: bool) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    def products(self, hidden_TD, weight_VD) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """hidden @ weight.T block by block, in one buffer; all columns of some rows, then the next rows.
 
-        exact: in fp32 for narrower inputs too, where the device's matmul gives that away: rounding logits to bf16 is
-        most of the error of a logp from bf16 states (2^-9 of the logit).
+        In fp32 for narrower inputs too, but on AMD GPUs, whose matmul rounds: rounding logits to bf16 is most of the
+        error of a logp from bf16 states (2^-9 of the logit). A CPU multiplies in fp32 then, which is slower.
         """
-        dtype = torch.float32 if exact and widens(hidden_TD) else hidden_TD.dtype
+        exact = narrow(hidden_TD) and (hidden_TD.is_cpu or widens(hidden_TD))
+        dtype = torch.float32 if exact else hidden_TD.dtype
         buffer = hidden_TD.new_empty(min(self.rows, self.tokens) * min(self.columns, self.vocab), dtype=dtype)
         for rows in spans(self.tokens, self.rows):
+            states_CD = hidden_TD[rows].float() if exact and hidden_TD.is_cpu else hidden_TD[rows]
             for columns in spans(self.vocab, self.columns):
                 shape = (rows.stop - rows.start, columns.stop - columns.start)
                 logits_CV = buffer[: shape[0] * shape[1]].view(shape)
-                product_(logits_CV, hidden_TD[rows], weight_VD[columns].t(), False)
+                product_(logits_CV, states_CD, weight_VD[columns].t(), False)
                 yield rows, columns, logits_CV
 
 
@@ -97,6 +101,11 @@ def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -
         total.add_(c) if add else total.copy_(c)
 
 
+def narrow(a: torch.Tensor) -> bool:
+    """Whether logits in this dtype are rounded coarsely."""
+    return a.dtype in (torch.bfloat16, torch.float16)
+
+
 def widens(a: torch.Tensor) -> bool:
     """Whether the device multiplies matrices of this dtype into fp32: cuBLAS does, through torch from 2.10 on."""
-    return a.is_cuda and torch.version.cuda is not None and a.dtype in (torch.bfloat16, torch.float16)
+    return a.is_cuda and torch.version.cuda is not None and narrow(a)

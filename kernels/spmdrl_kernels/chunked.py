@@ -4,7 +4,7 @@
 Where the loss of a token depends on that token alone, it can be taken while the logits of its chunk are still there: 3.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,17 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from spmdrl_kernels.backend import row_operations
-from spmdrl_kernels.blocks import BLOCK_ROWS, WORKSPACE_BYTES, plan_rows, spans
+from spmdrl_kernels.blocks import (
+    BLOCK_ROWS,
+    EXACT_BYTES,
+    WORKSPACE_BYTES,
+    Blocks,
+    even,
+    narrow,
+    place_of,
+    plan_rows,
+    spans,
+)
 from spmdrl_kernels.checks import check_linear, check_settings, check_values
 from spmdrl_kernels.gradients import Gradients
 from spmdrl_kernels.linear import Job, results_of, spread
@@ -52,7 +62,7 @@ def chunked_loss(
         entropy: whether `loss_fn` gets the entropy.
         softcap: see there.
         mask: see there.
-        group: see there; two collectives a chunk, so `chunk_tokens` must be the same on its ranks.
+        group: see there; a few collectives a chunk, so `chunk_tokens` must be the same on its ranks.
         valid_vocab: see there.
         chunk_tokens: rows of logits held at a time, all columns of each.
         backend: `triton` or `torch`, see there.
@@ -128,6 +138,23 @@ class _Caller:
                 )
 
 
+def _logits(logits_CV, hidden_CD, weight_VD, pieces: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Fill the logits of a chunk, and show them piece by piece: before they are rounded to a narrow dtype.
+
+    A logp from rounded ones would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp from
+    1. The gradient is taken from those, which stay, with the logsumexp of their own.
+    """
+    if not narrow(hidden_CD):
+        torch.mm(hidden_CD, weight_VD[: logits_CV.shape[1]].t(), out=logits_CV)
+        yield from ((columns, logits_CV[:, columns]) for columns in pieces)
+        return
+    n, vocab = logits_CV.shape
+    blocks = Blocks(n, vocab, n, even(vocab, EXACT_BYTES[place_of(hidden_CD.device)] // (4 * max(1, n)), 256))
+    for _, columns, exact_CV in blocks.products(hidden_CD, weight_VD):
+        logits_CV[:, columns].copy_(exact_CV)
+        yield columns, exact_CV
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, caller: _Caller, needed: bool):
@@ -149,14 +176,21 @@ class _ChunkedLoss(torch.autograd.Function):
             n, scale_C = rows.stop - rows.start, job.scale(rows)
             pieces = list(spans(vocabulary.size, step))
             logits_CV = buffer[: n * vocabulary.size].view(n, vocabulary.size)
-            state_4C = new_state(n, dtype, hidden_TD.device)
-            torch.mm(hidden_TD[rows], weight_VD[: vocabulary.size].t(), out=logits_CV)
+            state_4C = rounded_4C = new_state(n, dtype, hidden_TD.device)
+            if narrow(hidden_TD) and any(need):
+                rounded_4C = new_state(n, dtype, hidden_TD.device)
             at = [targets_T[rows] - (vocabulary.start + columns.start) for columns in pieces]
-            for columns, at_C in zip(pieces, at, strict=True):
-                piece = operations.borrow(logits_CV[:, columns])
-                operations.add_stats_(piece, state_4C, at_C, scale_C, job.softcap, second)
+            for columns, piece_CV in _logits(logits_CV, hidden_TD[rows], weight_VD, pieces):
+                at_C = targets_T[rows] - (vocabulary.start + columns.start)
+                operations.add_stats_(operations.borrow(piece_CV), state_4C, at_C, scale_C, job.softcap, second)
+                if rounded_4C is not state_4C:
+                    piece_CV = operations.borrow(logits_CV[:, columns])
+                    operations.add_stats_(piece_CV, rounded_4C, at_C, scale_C, job.softcap, second)
             vocabulary.merge_(state_4C, second)
-            logp_C, entropy_C, lse_C = results_of(state_4C, caller.entropy)
+            logp_C, entropy_C, _ = results_of(state_4C, caller.entropy)
+            if rounded_4C is not state_4C:
+                vocabulary.merge_(rounded_4C, second)
+            _, flatness_C, lse_C = results_of(rounded_4C, caller.entropy)
             if not parts:
                 caller.check_separable(logp_C, entropy_C, rows)
             with torch.enable_grad():
@@ -175,7 +209,14 @@ class _ChunkedLoss(torch.autograd.Function):
             for columns, at_C in zip(pieces, at, strict=True):
                 block_CV = logits_CV[:, columns]
                 gradient_CV = operations.logit_gradient(
-                    operations.borrow(block_CV), at_C, scale_C, job.softcap, lse_C, entropy_C, grad_logp_C, gradients[1]
+                    operations.borrow(block_CV),
+                    at_C,
+                    scale_C,
+                    job.softcap,
+                    lse_C,
+                    flatness_C,
+                    grad_logp_C,
+                    gradients[1],
                 )
                 sums.add(rows, columns, gradient_CV, block_CV)
         ctx.gradients = sums.finish() if any(need) else (None, None)

@@ -33,11 +33,20 @@ class Gradients:
                 weight_VD.shape, dtype=weight_VD.dtype if once else dtype, device=weight_VD.device
             )
             self.weight_sum[0 if empty else blocks.vocab :] = 0
+        self.buffer = hidden_TD.new_empty(0)
+
+    def room(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """Where the gradient of a block may stand in the inputs' dtype: over its logits, or beside wider ones."""
+        if logits_CV.dtype == self.hidden_TD.dtype:
+            return logits_CV
+        if self.buffer.numel() < logits_CV.numel():
+            self.buffer = self.hidden_TD.new_empty(logits_CV.numel())
+        return self.buffer[: logits_CV.numel()].view(logits_CV.shape)
 
     def add(self, rows: slice, columns: slice, gradient_CV: torch.Tensor, spare_CV: torch.Tensor) -> None:
         """Take in the gradient of one block of logits; blocks come in the order of `Blocks.products`.
 
-        spare_CV: a block in the inputs' dtype that may be overwritten, or the gradient itself.
+        spare_CV: what `room` gave, which may be overwritten, or the gradient itself.
         """
         if self.weight_sum is not None:
             product_(self.weight_sum[columns], gradient_CV.t(), self.hidden_TD[rows], rows.start > 0)

@@ -64,9 +64,9 @@ def linear_logprob(
             a GPU and torch elsewhere. `liger`: see `liger.py`.
 
     Returns:
-        logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. The matmul runs in the
-        inputs' dtype (on CUDA it leaves fp32 logits for the forward), all else in fp32 or fp64. Differentiable once in
-        hidden and weight, through both outputs; what the gradients sum over T or V is summed in fp32 (fp64).
+        logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. Logits of bf16
+        and fp16 inputs are fp32 (on AMD GPUs rounded); what the backward's matmuls take is narrow again. Differentiable
+        once in hidden and weight, through both outputs; what the gradients sum over T or V is summed in fp32 (fp64).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a target outside the vocabulary, a setting out of its
@@ -156,7 +156,7 @@ class Job:
         """The state of all rows over the whole vocabulary, [4, T]."""
         state_4T = new_state(len(hidden_TD), self.dtype, hidden_TD.device)
         operations = self.operations(hidden_TD)
-        for rows, columns, logits_CV in self.blocks.products(hidden_TD, weight_VD, exact=True):
+        for rows, columns, logits_CV in self.blocks.products(hidden_TD, weight_VD):
             at_C = targets_T[rows] - (self.vocabulary.start + columns.start)
             operations.add_stats_(logits_CV, state_4T[:, rows], at_C, self.scale(rows), self.softcap, second)
         self.vocabulary.merge_(state_4T, second)
@@ -211,7 +211,9 @@ class _LinearLogprob(torch.autograd.Function):
             grad_logp_T = torch.zeros_like(lse_T)
         sums = Gradients(job.blocks, hidden_TD, weight_VD, (need_hidden, need_weight), job.vocabulary, job.dtype)
         operations = job.operations(hidden_TD)
-        for rows, columns, logits_CV in job.blocks.products(hidden_TD, weight_VD, exact=False):
+        # As exact as the forward, or probabilities would not sum to 1: to e^0.06 for a logit of 30 rounded to bf16.
+        for rows, columns, logits_CV in job.blocks.products(hidden_TD, weight_VD):
+            room_CV = sums.room(logits_CV)
             gradient_CV = operations.logit_gradient(
                 logits_CV,
                 targets_T[rows] - (job.vocabulary.start + columns.start),
@@ -221,6 +223,7 @@ class _LinearLogprob(torch.autograd.Function):
                 None if entropy_T is None else entropy_T[rows],
                 grad_logp_T[rows],
                 None if grad_entropy_T is None else grad_entropy_T[rows],
+                room_CV,
             )
-            sums.add(rows, columns, gradient_CV, logits_CV)
+            sums.add(rows, columns, gradient_CV, room_CV)
         return *sums.finish(), None, None, None

@@ -67,8 +67,9 @@ class TorchRows:
         entropy_C: torch.Tensor | None,
         grad_logp_C: torch.Tensor,
         grad_entropy_C: torch.Tensor | None,
+        out_CV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Gradient of a block of logits, in a buffer or in their own storage.
+        """Gradient of a block of logits in `dtype`, in a buffer or in their own storage; out_CV is for other devices.
 
         With q = log p: dz = g (onehot - p) - e p (q + H), for g, e the gradients of logp and entropy, times scale and
         the slope of the cap.

@@ -104,6 +104,8 @@ def _stats_kernel(
 def _gradient_kernel(
     logits,
     row_stride,
+    out,
+    out_stride,
     columns,
     targets,
     scales,
@@ -115,19 +117,18 @@ def _gradient_kernel(
     FP64: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for BLOCK columns of a row: the logits' gradient over the logits themselves.
+    """One program for BLOCK columns of a row: the logits' gradient, into out, which may be the logits themselves.
 
     q = y - logsumexp, p = e^q; dy = g (onehot - p) - e p (q + H); draw = dy * scale * (1 - tanh^2).
     Every element is read and written by one program only, so in place is safe.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = logits + row * row_stride + at
     lse = tl.load(lses + row)
     scale = lse * 0 + 1
     if scales is not None:
         scale = tl.load(scales + row)
-    raw = tl.load(place, mask=at < columns, other=0.0)
+    raw = tl.load(logits + row * row_stride + at, mask=at < columns, other=0.0)
     raw = raw.to(tl.float64) if FP64 else raw.to(tl.float32)
     y, tanh = _distribution_logits(raw, scale, SOFTCAP)
     q = y - lse
@@ -140,7 +141,7 @@ def _gradient_kernel(
     d *= scale
     if SOFTCAP is not None:
         d *= 1 - tanh * tanh
-    tl.store(place, d.to(logits.dtype.element_ty), mask=at < columns)
+    tl.store(out + row * out_stride + at, d.to(out.dtype.element_ty), mask=at < columns)
 
 
 class TritonRows:
@@ -176,18 +177,22 @@ class TritonRows:
             )
 
     def logit_gradient(
-        self, logits_CV, targets_C, scale_C, softcap, lse_C, entropy_C, grad_logp_C, grad_entropy_C
+        self, logits_CV, targets_C, scale_C, softcap, lse_C, entropy_C, grad_logp_C, grad_entropy_C, out_CV=None
     ) -> torch.Tensor:
-        """As `TorchRows.logit_gradient`, in the logits' own storage and dtype."""
+        """As `TorchRows.logit_gradient`, in out_CV and its dtype; by default over the logits."""
         rows, columns = logits_CV.shape
+        out_CV = logits_CV if out_CV is None else out_CV
         if not rows or not columns:
-            return logits_CV
-        assert logits_CV.stride(1) == 1 and (grad_entropy_C is None or entropy_C is not None)
+            return out_CV
+        assert logits_CV.stride(1) == out_CV.stride(1) == 1 and out_CV.shape == logits_CV.shape
+        assert grad_entropy_C is None or entropy_C is not None
         constants = self._constants(softcap, columns, GRADIENT_BLOCK)
         with _on(logits_CV):
             _gradient_kernel[(rows, triton.cdiv(columns, constants["BLOCK"]))](
                 logits_CV,
                 logits_CV.stride(0),
+                out_CV,
+                out_CV.stride(0),
                 columns,
                 targets_C.contiguous(),
                 scale_C,
@@ -197,7 +202,7 @@ class TritonRows:
                 None if grad_entropy_C is None else grad_entropy_C.contiguous(),
                 **constants,
             )
-        return logits_CV
+        return out_CV
 
     def _constants(self, softcap: float | None, columns: int, most: int) -> dict[str, Any]:
         """What a kernel is compiled for. Warps are chosen here and not tried out, see above."""

@@ -139,6 +139,7 @@ def story(root: Path, kills: int, steps: int, seed: int) -> dict:
             record["odd"].append(f"{kill}: {ended.show()}")
         if died is None:
             # The run came to its end first.
+            phases.append(phase)
             ended_well()
             folder = root / f"run_{len(record['runs']) + 1}"
             continue

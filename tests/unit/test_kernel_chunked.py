@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spmdrl_kernels import chunked_loss
+from spmdrl_kernels import chunked_loss, linear_logprob
 from tests.unit.test_kernel_reference import make, plain
 
 
@@ -49,6 +49,47 @@ def test_kernel_loss_in_chunks_of_other_dtypes(dtype, limit):
     got = torch.autograd.grad(total, (hidden, weight))
     for a, b, like in zip((total, *got), (loss, *want), (total, hidden, weight), strict=True):
         assert a.dtype == like.dtype and (a.double() - b).norm() <= limit * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernel_logp_of_narrow_dtypes_is_that_of_their_exact_products(dtype):
+    """Logits of +-30, whose rounding to bfloat16 would be 0.06: the target is 2e-3, and that both ways agree."""
+    T, D, V = 70, 64, 3001
+    hidden, weight, targets, _ = make(T, D, V, dtype=dtype)
+    hidden = (8 * hidden).detach().requires_grad_()
+    logp, entropy = plain(hidden, weight, targets)
+    one = linear_logprob(hidden, weight, targets, chunk_vocab=999)
+    _, told = chunked_loss(hidden, weight, targets, lambda logp, entropy, x: logp * entropy, chunk_tokens=32)
+    for got in (one, (told["logp"], told["entropy"])):
+        assert (got[0] - logp).abs().max() < 2e-4 and (got[1] - entropy).abs().max() < 2e-4
+    assert (one[0] - told["logp"]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("way", ["linear_logprob", "chunked_loss"])
+def test_kernel_gradient_of_tokens_that_are_nearly_certain(way):
+    """p = 0.97 to 0.9999 at logits of about 32: 1 - p is small, and one rounding of a logit would drown it."""
+    T, D, V = 24, 64, 501
+    hidden, weight, targets, (g, e) = make(T, D, V, dtype=torch.bfloat16)
+    with torch.no_grad():
+        # 20 for every logit, and a direction of its own for each target, which its token has.
+        hidden[:, T], weight[:, T], targets = 5.0, 4.0, torch.arange(T)
+        weight[:T, :T], hidden[:, :T] = 2.75 * torch.eye(T), 4.5 * torch.eye(T)
+        hidden += torch.rand(hidden.shape, generator=torch.Generator().manual_seed(5)).bfloat16() / 8
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logp, entropy = plain(*wide, targets)
+    assert logp.exp().min() > 0.97 and logp.exp().max() < 0.9999, logp.exp()
+    inputs = {"g": g, "e": e}
+
+    def loss(logp, entropy, x):
+        return x["g"] * logp + x["e"] * entropy
+
+    want = torch.autograd.grad(loss(logp, entropy, inputs).sum(), wide)
+    if way == "chunked_loss":
+        total, _ = chunked_loss(hidden, weight, targets, loss, inputs, chunk_tokens=16)
+    else:
+        total = loss(*linear_logprob(hidden, weight, targets, chunk_vocab=99), inputs).sum()
+    for a, b in zip(torch.autograd.grad(total, (hidden, weight)), want, strict=True):
+        assert (a.double() - b).norm() < (0.1 if way == "chunked_loss" else 0.01) * b.norm()
 
 
 def test_kernel_loss_in_chunks_with_mask_and_padding():

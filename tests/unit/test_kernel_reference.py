@@ -76,8 +76,8 @@ def test_kernel_half_precision(dtype, tolerance):
     assert [g.dtype for g in got] == [torch.float32, torch.float32, dtype, dtype]
     for a, b in zip(got, want, strict=True):
         assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
-    # All that separates it from fp32 is the rounding of the logits and of the gradients that leave.
-    logits = (hidden @ weight.t()).float()
+    # Logits are not rounded; what is, are the backward's and the gradients that leave.
+    logits = hidden.float() @ weight.float().t()
     logp = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
     torch.testing.assert_close(got[0], logp.detach(), rtol=1e-5, atol=1e-5)
 

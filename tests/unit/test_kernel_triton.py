@@ -24,16 +24,20 @@ from spmdrl_kernels import triton_rows as rows
 
 ARGUMENTS = dict(
     logits="*{0}", row_stride="i32", columns="i32", targets="*i64", scales="*{1}", state="*{1}", state_stride="i32",
-    lses="*{1}", entropies="*{1}", grad_logps="*{1}", grad_entropies="*{1}",
+    lses="*{1}", entropies="*{1}", grad_logps="*{1}", grad_entropies="*{1}", out="*{2}", out_stride="i32",
 )
 TARGETS = [GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)]
-VARIANTS = [("bf16", "fp32", None), ("bf16", "fp32", 30.0), ("fp64", "fp64", 30.0)]
-for target, (narrow, wide, softcap) in product(TARGETS, VARIANTS):
+VARIANTS = [
+    ("bf16", "fp32", "bf16", None), ("bf16", "fp32", "bf16", 30.0), ("fp32", "fp32", "bf16", None),
+    ("fp64", "fp64", "fp64", 30.0),
+]
+for target, (narrow, wide, out, softcap) in product(TARGETS, VARIANTS):
     for kernel, block in ((rows._stats_kernel, rows.STATS_BLOCK), (rows._gradient_kernel, rows.GRADIENT_BLOCK)):
         constants = dict(SOFTCAP=softcap, SECOND=1, FP64=wide == "fp64", BLOCK=block)
         constants |= {} if softcap else dict(scales=None, grad_entropies=None)
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        signature = {n: "constexpr" if n in constants else ARGUMENTS[n].format(narrow, wide) for n in kernel.arg_names}
+        types = {name: text.format(narrow, wide, out) for name, text in ARGUMENTS.items()}
+        signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
         built = triton.compile(ASTSource(kernel, signature, constants), target=target, options={"num_warps": 8})
         code = built.asm["cubin" if target.backend == "cuda" else "hsaco"]
         print(target.backend, target.arch, kernel.__name__, narrow, softcap, len(code) > 1000)
@@ -66,4 +70,4 @@ def test_kernel_triton_in_the_interpreter(tmp_path):
 def test_kernel_triton_compiles_for_nvidia_and_amd(tmp_path):
     """Both targets' compilers come with the triton package; that the code runs is for tests/gpu to say."""
     lines = run(tmp_path, "-c", COMPILE).splitlines()
-    assert len(lines) == 12 and all(line.endswith("True") for line in lines), lines
+    assert len(lines) == 16 and all(line.endswith("True") for line in lines), lines
