@@ -97,6 +97,22 @@ def poison() -> None:
         kind.gradient_norm = lambda self, gradient=gradient: float("nan")  # type: ignore[method-assign]
 
 
+REWARD = """
+import pathlib
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    while pathlib.Path(__file__).with_name("stamp").exists():
+        pass
+    return float(len(solution_str) % 3)
+"""
+"""A user's reward that does not end once the fault's moment has come."""
+
+
+def reward_hangs() -> None:
+    """The stamp is all it takes."""
+
+
 def engine_dies() -> None:
     """The engine gives up at its next step."""
     from spmdrl.rollout.hf import HFEngine
@@ -123,6 +139,8 @@ class Fault:
     phases: tuple[str, ...] = PHASES
     silent: bool = False
     """The victim leaves no flight record."""
+    reward: str = ""
+    """A reward file of the job's."""
 
 
 OTHER = "0"
@@ -140,6 +158,9 @@ FAULTS = {
         "[01]",
     ),
     "mismatched collective": Fault(mismatch, (), rank="[01]", phases=("update",), silent=True),
+    "hang in a reward": Fault(
+        reward_hangs, ("RewardError", "--reward.timeout"), True, "[01]", phases=("rollout",), reward=REWARD
+    ),
     "engine death": Fault(engine_dies, ("RuntimeError: the engine's memory is gone",), phases=("rollout",)),
     "disk full": Fault(fill_disk, ("OSError: [Errno 28]", "make room on the disk")),
     "out of memory": Fault(take_memory, ("can't allocate memory or no room for training", "--policy.")),
@@ -194,9 +215,13 @@ def run_fault(fault: str, phase: str, folder: Path, flags: list | None = None, s
     folder.mkdir(parents=True)
     stamp = folder / "stamp"
     step = 0 if phase == "start" else step
+    flags = [*FLAGS, *(flags or []), "--run.dir", folder / "run"]
+    if text := FAULTS[fault].reward:
+        (folder / "reward.py").write_text(text)
+        flags += ["--reward.function", folder / "reward.py", "--reward.timeout", TIMEOUT]
     plan = {"fault": fault, "phase": phase, "rank": 1, "step": step, "stamp": str(stamp)}
     job = Job(
-        [*FLAGS, *(flags or []), "--run.dir", folder / "run"],
+        flags,
         ranks=2,
         module="tests.e2e.faults",
         env={VARIABLE: json.dumps(plan)},
