@@ -38,11 +38,6 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
         raise ValueError(
             f"--rollout.deterministic: {name}'s batch-invariant kernels want a GPU; take --rollout.engine hf here"
         )
-    if name == "sglang" and cfg.run.deterministic and on_cpu:
-        raise ValueError(
-            "--run.deterministic: SGLang's scheduler, a process of its own, runs together what has arrived, and sums "
-            "round by their company; its batch-invariant kernels want a GPU. Take --rollout.engine hf or vllm here"
-        )
     for flag, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
         if name == "vllm" and not (temperature == 0 or VLLM_TEMPERATURE[0] <= temperature <= VLLM_TEMPERATURE[1]):
             raise ValueError(

@@ -105,6 +105,10 @@ class SGLangEngine:
         self.version: int | None = None
         self.asleep: set[str] = set()
         self.running: dict[str, tuple[int, int]] = {}
+        # Sums on a CPU round by the company a request runs in, and the scheduler runs together what has arrived: so
+        # that company does not go by the clock, requests go in waves, each in one message, when the last one has ended.
+        self.in_waves = cfg.run.deterministic and self.on_cpu
+        self.wave: list[dict] = []
         self.backlog: list[Completion] = []
         self.group = self._tp_group(cfg)
         self.process: Process | None = None
@@ -170,15 +174,24 @@ class SGLangEngine:
         assert name not in self.running, f"request {request.key} is running already"
         self.running[name] = request.key
         if self.process:
-            self.process.send(
-                "generate",
-                id=name,
-                prompt=request.prompt,
-                seed=request.seed,
-                new=request.max_new_tokens,
-                temperature=request.temperature,
-                top_p=request.top_p,
+            self.wave.append(
+                {
+                    "id": name,
+                    "prompt": request.prompt,
+                    "seed": request.seed,
+                    "new": request.max_new_tokens,
+                    "temperature": request.temperature,
+                    "top_p": request.top_p,
+                }
             )
+            if not self.in_waves:
+                self._send_wave()
+
+    def _send_wave(self) -> None:
+        """What was submitted, to the scheduler in one message."""
+        if self.process and self.wave:
+            self.process.send("generate", requests=self.wave)
+            self.wave = []
 
     def _finished(self) -> list[Completion]:
         """What the first rank was told is done, on all ranks."""
@@ -198,6 +211,8 @@ class SGLangEngine:
         if not self.running:
             return backlog
         if self.process:
+            if len(self.wave) == len(self.running):
+                self._send_wave()
             line = self.process.take(0 if backlog or self.process.done else POLL_SECONDS)
             if line is not None:
                 raise RuntimeError(f"SGLang: {line.get('error', line)}")
@@ -209,6 +224,7 @@ class SGLangEngine:
         names = [name for name, key in self.running.items() if key in keys]
         if not names:
             return []
+        self._send_wave()
         if self.process:
             self.process.call("abort", ids=names)
         done = self._finished()

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from spmdrl.rollout.build import check_engine
+from spmdrl.config.engines import sglang_python
+from spmdrl.determinism import make_deterministic
 from tests.e2e.kills import differences, untimed
 from tests.e2e.runner import argv, run, succeed
 from tests.ranks.cases import config
@@ -17,8 +18,12 @@ FLAGS = argv(
     "--tracking.trackers jsonl --run.timeout 200 --checkpoint.every 1 --checkpoint.keep 3 "
     "--algo.updates_per_step 2 --algo.kl_coef 0.05"
 )
-ENGINES = {"hf": True, "vllm": importlib.util.find_spec("vllm") is not None}
-"""Name -> is it installed. SGLang differs by rounding from run to run on a CPU, and is refused."""
+ENGINES = {
+    "hf": True,
+    "vllm": importlib.util.find_spec("vllm") is not None,
+    "sglang": sglang_python() is not None,
+}
+"""Name -> is it installed."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -49,5 +54,5 @@ def test_deterministic_runs_are_bit_equal(engine, tmp_path):
 def test_deterministic_refuses_what_goes_by_the_clock():
     said = run([*FLAGS, "--run.deterministic", "--rollout.assignment", "queue", "--dry-run"])
     assert said.rc == 2 and "--rollout.assignment queue: goes by the clock" in "\n".join(said.err), said.show()
-    with pytest.raises(ValueError, match="--run.deterministic: SGLang's scheduler"):
-        check_engine(config(run={"deterministic": True}, rollout={"engine": "sglang"}), True)
+    with pytest.raises(ValueError, match="--rollout.oversample 1.5: which groups are cut goes by the clock"):
+        make_deterministic(config(run={"deterministic": True}, rollout={"engine": "sglang", "oversample": 1.5}))

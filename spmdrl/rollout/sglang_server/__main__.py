@@ -88,33 +88,44 @@ class Server:
             command = json.loads(line)
             name = command.pop("do")
             if name == "generate":
-                self.running[command["id"]] = asyncio.create_task(self.generate(**command))
+                task = asyncio.create_task(self.generate(**command))
+                self.running |= {request["id"]: task for request in command["requests"]}
                 continue
             try:
                 self.say(answer=await getattr(self, name)(**command))
             except Exception as error:
                 self.say(error=f"{type(error).__name__}: {error}")
 
-    async def generate(self, id: str, prompt: list[int], seed: int, new: int, temperature: float, top_p: float) -> None:
-        """One request to its end."""
-        params = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "max_new_tokens": new,
-            "stop_token_ids": self.stop,
-            "sampling_seed": seed_at(seed, len(prompt)),
-        }
+    async def generate(self, requests: list[dict]) -> None:
+        """Requests that go to the scheduler in one message, each with id, prompt, seed, new, temperature, top_p."""
+        ids = [request["id"] for request in requests]
+        params = [
+            {
+                "temperature": request["temperature"],
+                "top_p": request["top_p"],
+                "max_new_tokens": request["new"],
+                "stop_token_ids": self.stop,
+                "sampling_seed": seed_at(request["seed"], len(request["prompt"])),
+            }
+            for request in requests
+        ]
         try:
-            out = await self.engine.async_generate(
-                input_ids=prompt, sampling_params=params, return_logprob=True, rid=id
+            outs = await self.engine.async_generate(
+                input_ids=[request["prompt"] for request in requests],
+                sampling_params=params,
+                return_logprob=True,
+                rid=ids,
             )
-            meta = out["meta_info"]
-            logp = [row[0] for row in meta.get("output_token_logprobs") or []]
-            self.say(done=id, tokens=out["output_ids"], logp=logp, finish=meta["finish_reason"]["type"])
+            for id, out in zip(ids, outs, strict=True):
+                meta = out["meta_info"]
+                logp = [row[0] for row in meta.get("output_token_logprobs") or []]
+                self.say(done=id, tokens=out["output_ids"], logp=logp, finish=meta["finish_reason"]["type"])
         except Exception as error:
-            self.say(failed=id, error=f"request {id}: {type(error).__name__}: {error}")
+            names = f"request {ids[0]}" + (f" and {len(ids) - 1} more" if ids[1:] else "")
+            self.say(failed=ids[0], error=f"{names}: {type(error).__name__}: {error}")
         finally:
-            del self.running[id]
+            for id in ids:
+                del self.running[id]
 
     async def abort(self, ids: list[str]) -> None:
         """Returns when the requests' last tokens are on their way."""
