@@ -27,8 +27,12 @@ def choose(backend: str | None, device: torch.device) -> str:
 
 
 def row_operations(backend: str | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """Row operations in dtype for tensors on a device: `TorchRows` or `TritonRows`."""
-    if choose(backend, device) == "triton":
+    """Row operations in dtype for tensors on a device: `TorchRows` or `TritonRows`. ValueError: `liger` has none."""
+    name = choose(backend, device)
+    if name == "liger":
+        where = "backend" if backend else "SPMDRL_KERNELS"
+        raise ValueError(f"{where} liger is of linear_logprob alone: use triton or torch here")
+    if name == "triton":
         # Heavy, and absent from many machines without a GPU.
         from spmdrl_kernels.triton_rows import TritonRows
 

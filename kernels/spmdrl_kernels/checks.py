@@ -4,6 +4,8 @@ import math
 
 import torch
 
+LEAST = 1e-30
+"""Smallest temperature: the largest 1 / temperature that leaves room in fp32 for logits."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -41,13 +43,18 @@ def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
             raise ValueError(f"{name} and temperature must share one device, got {device} and {temperature.device}")
         if temperature.requires_grad:
             raise ValueError("temperature has no gradient here: detach it")
-    elif not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    elif not usable(temperature):
+        raise ValueError(f"temperature must be positive and finite, and 1 / temperature too: {temperature}")
     if mask_T is not None and (mask_T.shape != (tokens,) or mask_T.dtype != torch.bool or mask_T.device != device):
         raise ValueError(
             f"mask must be bool [T] ({tokens} here) on {device}, got {tuple(mask_T.shape)} {mask_T.dtype} "
             f"on {mask_T.device}"
         )
+
+
+def usable(temperature: float) -> bool:
+    """Whether logits can be divided by it in fp32."""
+    return temperature >= LEAST and math.isfinite(temperature)
 
 
 def check_settings(softcap, sizes: dict[str, int | None]) -> None:
@@ -72,5 +79,7 @@ def check_values(targets_T, temperature, vocab: int) -> None:
             f"targets must lie in [0, {vocab}), got values from {int(low)} to {int(high)}: "
             "leave masked positions out by mask, or give them any valid token"
         )
-    if heat and not (heat[0] > 0 and math.isfinite(heat[1])):
-        raise ValueError(f"temperature must be positive and finite, got values from {heat[0]} to {heat[1]}")
+    if heat and not (usable(heat[0]) and usable(heat[1])):
+        raise ValueError(
+            f"temperature must be positive and finite, and 1 / temperature too: values from {heat[0]} to {heat[1]}"
+        )

@@ -56,7 +56,7 @@ def chunked_loss(
         weight_VD: see there.
         targets_T: see there.
         loss_fn: see `LossFn`. Each token's loss comes with its final weight (1 / global count, say), depends on no
-            other token and on no graph outside of logp and entropy.
+            other token, and on nothing with a gradient but logp and entropy: it gets none. Called with no tokens too.
         inputs: tensors [T, ...] that `loss_fn` gets the chunk's rows of (advantages, old logp, weights); no gradient.
         temperature: see there.
         entropy: whether `loss_fn` gets the entropy.
@@ -73,17 +73,18 @@ def chunked_loss(
         without gradient mode nothing but the loss is computed.
 
     Raises:
-        ValueError: as in `linear_logprob`; a `loss_fn` that does not return [C] tensors, whose loss of a token changes
-            when other tokens leave the chunk (tried on the first one), or that does not depend on logp or entropy;
-            inputs of other lengths or with gradient.
+        ValueError: as in `linear_logprob`; a `loss_fn` that does not return [C] tensors, that logs a name taken here,
+            whose loss of a token changes when other tokens leave the chunk (tried on the first one of several rows), or
+            that does not depend on logp or entropy; inputs of other lengths or with gradient.
     """
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
     check_settings(softcap, {"chunk_tokens": chunk_tokens})
     tokens, kept, inputs = len(hidden_TD), None, dict(inputs or {})
     for name, value in inputs.items():
-        if value.shape[:1] != (tokens,) or value.requires_grad:
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != (tokens,) or value.requires_grad:
             raise ValueError(
-                f"inputs[{name!r}] must be [T, ...] ({tokens} here) without gradient: {tuple(value.shape)}"
+                f"inputs[{name!r}] must be [T, ...] ({tokens} here) without gradient, got "
+                f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)}"
             )
     if mask is not None:
         kept = torch.nonzero(mask).flatten()
@@ -113,7 +114,11 @@ class _Caller:
     def __call__(self, logp_C, entropy_C, at) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """loss [C] and what to log, for rows `at`."""
         result = self.loss_fn(logp_C, entropy_C, {name: value[at] for name, value in self.inputs.items()})
-        loss_C, extra = result if isinstance(result, tuple) else (result, {})
+        loss_C, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(loss_C, torch.Tensor) or not isinstance(extra, Mapping):
+            raise ValueError(f"loss_fn must return loss [C], or (loss [C], dict of [C] tensors), got {type(result)}")
+        if taken := {"logp", "entropy", "loss"} & extra.keys():
+            raise ValueError(f"loss_fn logs {sorted(taken)}, which chunked_loss tells itself: take other names")
         for name, value in {"loss": loss_C, **extra}.items():
             if value.shape != logp_C.shape:
                 raise ValueError(
@@ -125,8 +130,6 @@ class _Caller:
     @torch.no_grad()
     def check_separable(self, logp_C, entropy_C, rows: slice) -> None:
         """Take every other token out of a chunk: the loss of those that stay must not change."""
-        if len(logp_C) < 2:
-            return
         whole, _ = self(logp_C, entropy_C, rows)
         for first in (0, 1):
             at = torch.arange(rows.start, rows.stop, device=logp_C.device)[first::2]
@@ -165,6 +168,7 @@ class _ChunkedLoss(torch.autograd.Function):
         operations = row_operations(job.backend, hidden_TD.device, dtype)
         second = "entropy" if caller.entropy else ""
         parts: list[dict[str, torch.Tensor]] = []
+        checked = False
         buffer = hidden_TD.new_empty(min(job.blocks.rows, len(hidden_TD)) * vocabulary.size)
         # Plain torch takes a chunk in pieces that stay in a cache.
         step = (
@@ -191,8 +195,9 @@ class _ChunkedLoss(torch.autograd.Function):
             if rounded_4C is not state_4C:
                 vocabulary.merge_(rounded_4C, second)
             _, flatness_C, lse_C = results_of(rounded_4C, caller.entropy)
-            if not parts:
+            if not checked and n > 1:
                 caller.check_separable(logp_C, entropy_C, rows)
+                checked = True
             with torch.enable_grad():
                 given = [x.detach().requires_grad_(any(need)) for x in (logp_C, entropy_C) if x is not None]
                 loss_C, extra = caller(given[0], given[1] if caller.entropy else None, rows)
@@ -221,9 +226,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 sums.add(rows, columns, gradient_CV, block_CV)
         ctx.gradients = sums.finish() if any(need) else (None, None)
         if not parts:
-            # No tokens: the caller is not asked.
-            names = ("logp", "entropy", "loss") if caller.entropy else ("logp", "loss")
-            parts = [dict.fromkeys(names, targets_T.new_zeros(0, dtype=dtype))]
+            # The caller's names and dtypes on a rank without tokens are those of the others.
+            none = [targets_T.new_zeros(0, dtype=dtype)] * (1 + caller.entropy)
+            loss_C, extra = caller(none[0], none[1] if caller.entropy else None, slice(0, 0))
+            parts = [dict(zip(("logp", "entropy"), none, strict=False)) | {"loss": loss_C} | extra]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         caller.names = list(columns)
         total = columns["loss"].sum(dtype=torch.float64).to(columns["loss"].dtype)

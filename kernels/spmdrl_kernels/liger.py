@@ -7,6 +7,8 @@ vocabulary over ranks.
 import torch
 import torch.distributed as dist
 
+from spmdrl_kernels.checks import check_values
+
 
 def liger_logprob(
     hidden_TD: torch.Tensor,
@@ -28,6 +30,12 @@ def liger_logprob(
     }
     if missing := [name for name, wished in wishes.items() if wished]:
         raise ValueError(f"backend='liger' has no {', '.join(missing)}: use backend='triton' or 'torch'")
+    if valid_vocab is not None and not 1 <= valid_vocab <= len(weight_VD):
+        raise ValueError(f"valid_vocab must lie in [1, {len(weight_VD)}], the rows of the weight: {valid_vocab}")
+    heat = temperature
+    if isinstance(heat, torch.Tensor) and heat.ndim and mask is not None:
+        heat = heat[mask]
+    check_values(targets_T if mask is None else targets_T[mask], heat, valid_vocab or len(weight_VD))
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError as error:

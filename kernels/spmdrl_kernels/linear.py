@@ -77,6 +77,9 @@ def linear_logprob(
     if choose(backend, hidden_TD.device) == "liger":
         from spmdrl_kernels.liger import liger_logprob
 
+        sizes = {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab, "batch_invariant": batch_invariant or None}
+        if asked := [name for name, value in sizes.items() if value is not None]:
+            raise ValueError(f"backend='liger' has no {', '.join(asked)}: leave it out, or use 'triton' or 'torch'")
         return liger_logprob(hidden_TD, weight_VD, targets_T, temperature, entropy, softcap, mask, group, valid_vocab)
     tokens, kept = len(hidden_TD), None
     if mask is not None:
@@ -84,7 +87,7 @@ def linear_logprob(
         hidden_TD, targets_T = hidden_TD.index_select(0, kept), targets_T[kept]
         if isinstance(temperature, torch.Tensor) and temperature.ndim:
             temperature = temperature[kept]
-    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group)
+    vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, batch_invariant)
     check_values(targets_T, temperature, vocabulary.total)
     real = len(hidden_TD)
     if batch_invariant:

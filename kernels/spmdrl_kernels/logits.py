@@ -54,8 +54,9 @@ def token_logprob(
     vocabulary = open_vocabulary(logits_TV.shape[1], targets_T, valid_vocab, group)
     check_values(targets_T, temperature, vocabulary.total)
     scale_T = scale_of(temperature, len(logits_TV), wide(logits_TV), logits_TV.device)
-    if logits_TV.stride(1) != 1:
-        logits_TV = logits_TV.contiguous()
+    if logits_TV.stride(1) != 1 or logits_TV.stride(0) < logits_TV.shape[1]:
+        # A kernel reads columns side by side, and writes over rows of which each has a place of its own.
+        logits_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format).copy_(logits_TV)
     return _TokenLogprob.apply(logits_TV, targets_T, scale_T, (vocabulary, softcap, backend), entropy, inplace_backward)
 
 

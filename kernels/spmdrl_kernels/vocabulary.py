@@ -11,6 +11,10 @@ sum of e^(y-m); sum of e^(y-m) (y-m) for the entropy, or of e^(2(y-m)) for the c
 """
 
 
+GATHERED = 4 * 2**20
+"""Numbers that are gathered at a time."""
+
+
 def new_state(tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """State [4, tokens] before any column."""
     state_4T = torch.zeros(4, tokens, dtype=dtype, device=device)
@@ -27,6 +31,8 @@ class Vocabulary:
     size: int
     total: int
     group: dist.ProcessGroup | None
+    ordered: bool = False
+    """Sums over ranks go by their order: of three ranks and more an all_reduce's goes by the place in its buffer."""
 
     def merge_(self, state_4T: torch.Tensor, second: str) -> None:
         """States of the ranks' parts to that of the whole vocabulary. Two collectives, however many tokens."""
@@ -35,12 +41,21 @@ class Vocabulary:
         top_T = state_4T[MAX].clone()
         dist.all_reduce(top_T, dist.ReduceOp.MAX, group=self.group)
         rescale_(state_4T, top_T, second)
-        dist.all_reduce(state_4T[SUM:], group=self.group)
+        self.sum_(state_4T[SUM:])
 
     def sum_(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the group, in place."""
-        if self.group is not None and value.numel():
+        if self.group is None or not value.numel():
+            return value
+        if not self.ordered:
             dist.all_reduce(value, group=self.group)
+            return value
+        for part in value.view(-1).split(GATHERED):
+            parts = part.new_empty(dist.get_world_size(self.group) * len(part))
+            dist.all_gather_into_tensor(parts, part, group=self.group)
+            part.zero_()
+            for other in parts.split(len(part)):
+                part.add_(other)
         return value
 
 
@@ -57,9 +72,15 @@ def rescale_(state_4T: torch.Tensor, top_T: torch.Tensor, second: str) -> None:
 
 
 def open_vocabulary(
-    rows: int, targets_T: torch.Tensor, valid_vocab: int | None, group: dist.ProcessGroup | None
+    rows: int,
+    targets_T: torch.Tensor,
+    valid_vocab: int | None,
+    group: dist.ProcessGroup | None,
+    ordered: bool = False,
 ) -> Vocabulary:
     """The part of a rank that holds `rows` rows, parts in the order of the group's ranks. Collective.
+
+    ordered: see `Vocabulary`.
 
     ValueError where ranks of the group hold different targets, or valid_vocab does not fit.
     """
@@ -80,4 +101,6 @@ def open_vocabulary(
     if valid_vocab is not None and not 1 <= valid_vocab <= total:
         raise ValueError(f"valid_vocab must lie in [1, {total}], the rows of the weight over all ranks: {valid_vocab}")
     valid = total if valid_vocab is None else valid_vocab
-    return Vocabulary(start, min(max(valid - start, 0), rows), valid, group if len(sizes) > 1 else None)
+    return Vocabulary(
+        start, min(max(valid - start, 0), rows), valid, group if len(sizes) > 1 else None, ordered and len(sizes) > 2
+    )

@@ -214,3 +214,15 @@ def test_kernel_triton_chunked_loss():
 )
 def test_kernel_triton_any_shape(T, D, V, dtype, temperature, softcap, rows, columns):
     check_linear(T, D, V, dtype, T, temperature=temperature, softcap=softcap, chunk_tokens=rows, chunk_vocab=columns)
+
+
+@pytest.mark.parametrize("shape, stride", [((6, 40), (0, 1)), ((6, 40), (20, 1)), ((6, 1), (1, 6)), ((6, 40), (1, 6))])
+def test_kernel_triton_given_logits_of_any_stride(shape, stride):
+    """Rows that share memory, columns that are not side by side: the gradient may not go over them."""
+    base = draw(240)
+    logits = base.as_strided(shape, stride).requires_grad_()
+    targets, upstream = tokens_of(6, shape[1]), list(draw(2, 6, seed=2))
+    want = plain(logits, targets)[:2]
+    (gradient,) = torch.autograd.grad(want, logits, upstream)
+    got = token_logprob(logits, targets, inplace_backward=True, backend="triton")
+    close([*got, *torch.autograd.grad(got, logits, upstream)], [*want, gradient], 1e-10, "logp entropy dlogits")

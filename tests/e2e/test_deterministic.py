@@ -16,8 +16,9 @@ STEPS = 3
 FLAGS = argv(
     f"--run.steps {STEPS} --rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 --eval.every 2 --eval.prompts 16 "
     "--tracking.trackers jsonl --run.timeout 200 --checkpoint.every 1 --checkpoint.keep 3 "
-    "--algo.updates_per_step 2 --algo.kl_coef 0.05"
+    "--algo.updates_per_step 2 --algo.kl_coef 0.05 --rollout.max_sequences 6 --rollout.max_new_tokens 24"
 )
+"""Few sequences at a time: engines take up others as some end, and sums round by the company."""
 ENGINES = {
     "hf": True,
     "vllm": importlib.util.find_spec("vllm") is not None,

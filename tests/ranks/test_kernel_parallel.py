@@ -160,3 +160,22 @@ def test_kernel_given_logits_and_chunked_loss_over_ranks():
     torch.testing.assert_close(torch.cat([got[4] for got in by_rank]), dw, rtol=1e-10, atol=1e-10)
     dlogits = torch.cat([got[5] for got in by_rank], 1)
     torch.testing.assert_close(dlogits.t() @ make()[0], dw, rtol=1e-10, atol=1e-10)
+
+
+def invariant(world):
+    """What a token gets beside few others and beside many."""
+    rng = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(200, 32, generator=rng), torch.randn(90, 32, generator=rng)
+    targets, shard = torch.randint(90, (200,), generator=rng), weight[30 * world.rank :][:30].contiguous()
+    results = []
+    for rows in (slice(64), slice(200)):
+        states = hidden[rows].clone().requires_grad_()
+        outputs = linear_logprob(states, shard, targets[rows], batch_invariant=True, group=dist.group.WORLD)
+        (dh,) = torch.autograd.grad(outputs, states, [torch.ones(len(states)), torch.ones(len(states))])
+        results.append([x.detach()[:64] for x in (*outputs, dh)])
+    return results
+
+
+def test_kernel_batch_invariant_to_the_bit_over_ranks():
+    for few, many in run_ranks(invariant, 3):
+        assert all(torch.equal(a, b) for a, b in zip(few, many, strict=True))

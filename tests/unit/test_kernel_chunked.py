@@ -174,3 +174,24 @@ def test_kernel_loss_in_chunks_refuses_what_is_not_token_by_token():
     for function, given, message in bad:
         with pytest.raises(ValueError, match=message):
             chunked_loss(hidden, weight, targets, function, given)
+
+
+def test_kernel_loss_in_chunks_names_no_rows_and_bad_results():
+    hidden, weight, targets, inputs = case()
+    for name in ("logp", "entropy", "loss"):
+        with pytest.raises(ValueError, match=f"logs \\['{name}'\\], which chunked_loss tells itself"):
+            chunked_loss(hidden, weight, targets, lambda logp, _, x, name=name: (-logp, {name: logp}))
+    for result in (None, [1, 2], (1, 2)):
+        with pytest.raises(ValueError, match="loss_fn must return loss"):
+            chunked_loss(hidden, weight, targets, lambda logp, _, x, result=result: result)
+    with pytest.raises(ValueError, match=r"inputs\['a'\] must be"):
+        chunked_loss(hidden, weight, targets, ppo, {"a": 3})
+    with pytest.raises(ValueError, match="looks at sequences"):
+        # The first chunk has one row, which cannot tell.
+        mask = torch.arange(41) < 4
+        chunked_loss(hidden, weight, targets, lambda lp, _, x: lp - lp.mean(), mask=mask, chunk_tokens=3)
+    total, told = chunked_loss(hidden, weight, targets, ppo, inputs, mask=torch.zeros(41, dtype=torch.bool))
+    some, names = chunked_loss(hidden, weight, targets, ppo, inputs)
+    assert total == 0 and total.dtype == some.dtype and told.keys() == names.keys()
+    assert all(told[name].dtype == names[name].dtype and not told[name].any() for name in names)
+    assert not any(x.any() for x in torch.autograd.grad(total, (hidden, weight)))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl_kernels import collision_probability, linear_logprob
+from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob, token_logprob
 from tests.unit.test_kernel_reference import compare, make, plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,3 +200,25 @@ def test_kernel_peak_memory_is_that_of_the_workspace():
     done = subprocess.run([sys.executable, "-c", PEAK], env=environment, capture_output=True, text=True, check=True)
     linear, chunked = map(int, done.stdout.split())
     assert linear <= 50 and chunked <= 90, (linear, chunked)
+
+
+def test_kernel_temperature_so_small_that_its_inverse_overflows_is_refused():
+    hidden, weight, targets, _ = make(T=3, D=4, V=5, dtype=torch.float32)
+    for heat in (1e-40, torch.tensor(1e-40)):
+        with pytest.raises(ValueError, match="1 / temperature"):
+            linear_logprob(hidden, weight, targets, heat)
+
+
+def test_kernel_liger_is_refused_where_it_has_nothing(monkeypatch):
+    hidden, weight, targets, _ = make(T=3, D=4, V=5, dtype=torch.float32)
+    with pytest.raises(ValueError, match="no chunk_tokens, batch_invariant"):
+        linear_logprob(hidden, weight, targets, entropy=False, chunk_tokens=2, batch_invariant=True, backend="liger")
+    with pytest.raises(ValueError, match=r"targets must lie in \[0, 5\)"):
+        linear_logprob(hidden, weight, targets - 100, entropy=False, backend="liger")
+    for call in (
+        lambda: chunked_loss(hidden, weight, targets, lambda logp, _, x: -logp, backend="liger"),
+        lambda: token_logprob(hidden @ weight.t(), targets, backend="liger"),
+        lambda: collision_probability(hidden, weight, backend="liger"),
+    ):
+        with pytest.raises(ValueError, match="backend liger is of linear_logprob alone"):
+            call()
