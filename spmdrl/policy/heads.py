@@ -72,6 +72,21 @@ def at_rows(rows: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tens
     return values.new_zeros(tokens).index_copy(0, rows, values)
 
 
+def softcap_of(config: Any) -> float | None:
+    """What a family's config says its logits are capped to (Gemma 2)."""
+    return getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+
+
+def divisor_of(config: Any) -> float:
+    """What they are divided by (Granite) over what they are multiplied by (Cohere, Falcon-H1, HyperCLOVA X)."""
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    if config.model_type == "hyperclovax":
+        scaling = 1 / scaling
+    return scaling / (
+        (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
+    )
+
+
 class PackedLM(nn.Module):
     """HF causal LM whose forward gives logp and entropy of the sampled tokens, never logits [T, V].
 
@@ -87,9 +102,7 @@ class PackedLM(nn.Module):
         super().__init__()
         self.hf, self.trunk = hf, Trunk(hf, attention, group, share)
         config = self.hf.config.get_text_config()
-        # Families that scale or cap their logits say so in the config (Gemma 2; Granite; Cohere).
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.logit_divisor = getattr(config, "logits_scaling", 1.0) / getattr(config, "logit_scale", 1.0)
+        self.softcap, self.logit_divisor = softcap_of(config), divisor_of(config)
 
     def forward(
         self,

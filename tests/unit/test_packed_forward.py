@@ -72,6 +72,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         {"logits_scaling": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
     ),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "hyperclovax": ("HyperCLOVAXConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.3}),
     "olmo2": ("Olmo2Config", {}),
     "smollm3": ("SmolLM3Config", {}),
     "glm4": ("Glm4Config", {"head_dim": 8}),

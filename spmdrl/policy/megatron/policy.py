@@ -14,7 +14,7 @@ import torch
 from spmdrl.config.schema import Config, OptimizerConfig, PolicyConfig
 from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import DTYPES, Head, Loss, Part
-from spmdrl.policy.heads import Second
+from spmdrl.policy.heads import Second, divisor_of, softcap_of
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.load import load_tokenizer, plain_errors, resolve
 from spmdrl.policy.megatron.families import describe
@@ -108,10 +108,8 @@ class MegatronPolicy(Learner):
             chunk.train(trainable).requires_grad_(trainable)
         self.trainer = Trainer(self.chunks, self.settings, self.dtype, cfg.policy.host_optimizer) if trainable else None
         text = self.hf_config.get_text_config()
-        divisor = getattr(text, "logits_scaling", 1.0) / getattr(text, "logit_scale", 1.0)
         models = self.trainer.models if self.trainer else self.chunks
-        softcap = getattr(text, "final_logit_softcapping", None)
-        self.pipeline = Pipeline(models, self.grid, softcap, divisor, world.device, routing_replay)
+        self.pipeline = Pipeline(models, self.grid, softcap_of(text), divisor_of(text), world.device, routing_replay)
         # An interleaved schedule runs its chunks in rounds of pp micro-batches.
         self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
         self.away: list[Parked] = []

@@ -1,0 +1,115 @@
+"""Inputs, one call on them, and how far its results and gradients are from those of fp64."""
+
+from typing import Any
+
+import torch
+from _contenders import Contender, ours, ours_loss, plain, told_logp
+from _measure import reason, target
+
+SHAPE = (48, 128, 1112)
+"""Small; kernels of others want D and V in multiples of 8 or 64."""
+KINDS = ("random", "certain")
+LIMITS = {
+    # A probability of 0.99 whose logit is 30 is known to 2e-6 in fp32, the 0.003 that are left of it to less than 1e-3.
+    (torch.float32, "random"): 2e-4,
+    (torch.float32, "certain"): 2e-3,
+    (torch.bfloat16, "random"): 2e-2,
+}
+"""Of results and gradients, as a share of their norm. (bf16, certain) is the contender's own."""
+GOALS = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+"""Of the largest error of a logp, see TARGETS."""
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def make(shape, device, dtype, seed, what="random"):
+    """hidden, weight, targets, upstream gradients [2, T]. `certain`: targets have p of 0.99 and more, logits near 30."""
+    T, D, V = shape
+    torch.manual_seed(seed)
+    h, w = torch.randn(T, D, device=device), torch.randn(V, D, device=device).div_(D**0.5)
+    t, upstream = torch.randint(V, (T,), device=device), torch.randn(2, T, device=device)
+    if what == "certain":
+        t = torch.arange(T, device=device)
+        # 16 to all logits, and 14.1 to the target's.
+        h[:, T], w[:, T] = 4.0, 4.0
+        h[:, :T] = w[:T, :T] = 3.75 * torch.eye(T, device=device)
+    return h.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), t, upstream
+
+
+def work(contender: Contender, kind: str, inputs) -> tuple[Any, Any]:
+    """One forward (no gradients), or forward and backward with upstream gradients that differ by token."""
+    h, w, t, (g, e) = inputs
+    if kind == "forward":
+        with torch.no_grad():
+            return contender.call(h, w, t), None
+    result = contender.call(h, w, t)
+    if contender.gives == "loss":
+        return result, torch.autograd.grad(result, (h, w))
+    logp, entropy = result
+    pairs = [(logp, g)] + ([(entropy, e)] if contender.gives == "both" else [])
+    outputs, upstream = zip(*((x, y.to(x.dtype)) for x, y in pairs), strict=True)
+    return result, torch.autograd.grad(outputs, (h, w), upstream)
+
+
+def errors(contender: Contender, device: str, dtype: torch.dtype, what: str) -> dict[str, float]:
+    """Of each result and gradient, as a share of its norm (of 1, if a result's is less); largest of logp as `max dlogp`."""
+    inputs = make(SHAPE, device, dtype, 7, what)
+    wide = tuple(x.detach().double().requires_grad_() for x in inputs[:2])
+    got, got_grads = work(contender, "backward", inputs)
+    logp, entropy = plain(*wide, inputs[2])
+    g, e = inputs[3].double()
+    loss = -logp.mean()
+    if contender.gives == "loss":
+        pairs, objective = {"loss": (got, loss)}, loss
+    else:
+        pairs, objective = {"logp": (got[0], logp)}, (g * logp).sum()
+        if contender.gives == "both":
+            pairs["entropy"], objective = (got[1], entropy), objective + (e * entropy).sum()
+    out = {name: share(*pair, 1.0) for name, pair in pairs.items()}
+    want_grads = torch.autograd.grad(objective, wide)
+    out |= {n: share(*pair) for n, *pair in zip(("dhidden", "dweight"), got_grads, want_grads, strict=True)}
+    given = contender.logp(*inputs[:3]) if contender.logp else got[0] if contender.gives != "loss" else None
+    if given is not None:
+        out["max dlogp"] = (given.double() - logp).abs().max().item()
+    return out
+
+
+def share(got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float:
+    """Norm of the difference over that of what is wanted."""
+    return (got.double() - want).norm().item() / max(want.norm().item(), least)
+
+
+def too_far(off: dict[str, float], limit: float, what: str) -> str:
+    """Names what is off by more than the limit, nan too; empty if nothing is."""
+    wrong = [f"{name} is off by {x:.1e} for {what} tokens" for name, x in off.items() if not x <= limit]
+    return "; ".join(x for x in wrong if not x.startswith("max dlogp"))
+
+
+def check(contender: Contender, device: str, dtype: torch.dtype) -> str:
+    """Empty if its results and gradients are those of fp64 on a small shape; else what is wrong."""
+    for what in KINDS:
+        try:
+            off = errors(contender, device, dtype, what)
+        except Exception as error:
+            return reason(error)
+        if problem := too_far(off, LIMITS.get((dtype, what), contender.certain), what):
+            return problem
+    return ""
+
+
+def precision(backend: str, device: str) -> dict[str, dict[str, float]]:
+    """Errors of ours in bf16 and fp32; prints the targets."""
+    found = {}
+    mine = {
+        "": Contender("linear_logprob", "both", ours(backend), 4, certain=2e-2),
+        "loss-": Contender("chunked_loss", "loss", ours_loss(backend), 3, logp=told_logp(backend)),
+    }
+    for (kind, contender), dtype in ((pair, dtype) for pair in mine.items() for dtype in GOALS):
+        off = {what: errors(contender, device, dtype, what) for what in KINDS}
+        largest = max(x["max dlogp"] for x in off.values())
+        target(f"kernel-{kind}{NAMES[dtype]}-max-dlogp", largest, GOALS[dtype], ".1e")
+        for what in KINDS:
+            found[f"{contender.name} {NAMES[dtype]} {what}"] = off[what]
+            steep = max(off[what]["dhidden"], off[what]["dweight"])
+            limit = LIMITS.get((dtype, what), contender.certain)
+            target(f"kernel-{kind}{NAMES[dtype]}-{what}-gradient", steep, limit, ".1e")
+    return found

@@ -1,0 +1,229 @@
+"""What the benchmarks share: the clock, the peak, turns of all contenders, tables, targets, files."""
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MIB = 2**20
+
+
+@dataclass
+class Job:
+    """One contender doing one thing. What is measured goes into `row`, or why it could not be: `error`."""
+
+    row: dict[str, Any]
+    """who, kind, gives, shape."""
+    run: Callable[[int], Any]
+    """One call on inputs number i, any i."""
+    least: float
+    """How often the bare work has to be done at best."""
+    returned: int = 0
+    """Bytes of the gradients that a call returns, which are no extra."""
+    ready: Callable[[int], Any] = lambda i: None
+    """Before every call, not timed."""
+
+
+def measure(jobs: list[Job], device: str, seconds: float, bare_ms: float) -> list[dict]:
+    """Time and peak memory of one shape, all in turn for so many seconds, at least three rounds."""
+    # Dynamo keeps 8 graphs of a function: each shape compiles afresh, or most would be timed as they are written.
+    torch.compiler.reset()
+    alive: list[tuple[Job, list[float]]] = []
+    for job in jobs:
+        try:
+            for i in range(2):
+                job.ready(i)
+                job.run(i)
+            job.ready(0)
+            job.row["mib"] = peak_mib(device, partial(job.run, 0)) - job.returned / MIB
+            alive.append((job, []))
+        except Exception as error:
+            job.row["error"] = reason(error)
+    end = time.monotonic() + seconds
+    for i in itertools.count():
+        for job, times in alive:
+            if "error" in job.row:
+                continue
+            try:
+                job.ready(i)
+                times.append(clock(device, partial(job.run, i)))
+            except Exception as error:
+                job.row["error"] = reason(error)
+        if i >= 2 and time.monotonic() > end:
+            break
+    for job, times in alive:
+        if "error" not in job.row:
+            ms = statistics.median(times)
+            job.row |= {"ms": ms, "rounds": len(times), "bare_ms": bare_ms, "roofline": job.least * bare_ms / ms}
+    return [job.row for job in jobs]
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:160]
+
+
+def clock(device: str, function: Callable[[], Any]) -> float:
+    """Milliseconds of one call."""
+    if device == "cpu":
+        began = time.process_time()
+        function()
+        return 1e3 * (time.process_time() - began)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def resident(name: str) -> int:
+    """KiB of this process: VmRSS, or VmHWM, the most it was."""
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1])
+
+
+def peak_mib(device: str, function: Callable[[], Any]) -> float:
+    """Peak of what one call holds beyond what stood before, what it returns included; nan where no one tells it.
+
+    Call the function once before: libraries load on the first call. On a CPU the peak of the resident process counts,
+    which Linux starts again at /proc/self/clear_refs, after what is free has gone back to the system.
+    """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+    except (OSError, AttributeError):
+        return float("nan")
+    function()
+    return (resident("VmHWM") - before) / 1024
+
+
+def show(rows: list[dict], sizes: str) -> None:
+    """A table; `sizes` names the numbers of a shape, a letter each."""
+    print(
+        " ".join(f"{s:>7}" for s in sizes),
+        f" {'what':9} {'who':32} {'gives':6} {'ms':>9} {'% roofline':>10} {'MiB':>7}",
+        flush=True,
+    )
+    for row in rows:
+        head = " ".join(f"{n:>7}" for n in row["shape"]) + f"  {row['kind']:9} {row['who']:32} {row['gives']:6}"
+        tail = row.get("error") or f"{row['ms']:>9.2f} {100 * row['roofline']:>10.0f} {row['mib']:>7.0f}"
+        print(head, tail, flush=True)
+
+
+def target(name: str, value: float | None, goal: float, form: str = ".2f") -> None:
+    """One line: met if at most the goal. A value that is missing, or nan, is a miss."""
+    met = "ok" if value is not None and value <= goal else "miss"
+    print(f"target {name} {'none' if value is None else format(value, form)} {goal:g} {met}", flush=True)
+
+
+def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
+    """(kind, gives) -> the largest time of ours over that of another that gives as much for the same shape."""
+    done, out = [row for row in rows if "ms" in row], {}
+    for mine, other in itertools.product(done, done):
+        same = all(tuple(mine[k]) == tuple(other[k]) for k in ("kind", "gives", "shape"))
+        if same and mine["who"].startswith("spmdrl") and not other["who"].startswith("spmdrl"):
+            name = mine["kind"], mine["gives"]
+            out[name] = max(out.get(name, 0.0), mine["ms"] / other["ms"])
+    return out
+
+
+def save(path: str | None, facts: dict, rows: list[dict]) -> None:
+    """The whole file after every shape, in one step: one that is stopped leaves what it has."""
+    if path:
+        Path(path + ".part").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+        os.replace(path + ".part", path)
+
+
+def plot(rows: list[dict], path: str | None) -> None:
+    """Time and memory of each kind over the shapes."""
+    if not path:
+        return
+    try:
+        import matplotlib
+    except ImportError as error:
+        print(f"no plot: {error}")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    figure, axes = plt.subplots(2, len(kinds), figsize=(16, 9), squeeze=False)
+    for column, kind in enumerate(kinds):
+        for axis, key, label in ((axes[0][column], "ms", "ms"), (axes[1][column], "mib", "peak MiB")):
+            chosen = [r for r in rows if r["kind"] == kind and "ms" in r]
+            shapes = sorted({tuple(r["shape"]) for r in chosen})
+            for who in dict.fromkeys(r["who"] for r in chosen):
+                values = {tuple(r["shape"]): r[key] for r in chosen if r["who"] == who}
+                axis.plot([str(s) for s in shapes], [values.get(s) for s in shapes], "o-", label=who)
+            axis.set(title=f"{kind}: {label}", yscale="log")
+            axis.tick_params(axis="x", rotation=20, labelsize=7)
+            if chosen:
+                axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def options(doc: str | None, sizes: str) -> argparse.Namespace:
+    """The command line, with `device`, and `shapes` as tuples of as many numbers as `sizes` has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json")
+    parser.add_argument("--plot")
+    parser.add_argument("--shapes", nargs="+", default=[], help=f"{','.join(sizes)} each")
+    parser.add_argument("--seconds", type=float, help="of timing, a shape")
+    args = parser.parse_args()
+    args.shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
+    if wrong := [s for s in args.shapes if len(s) != len(sizes)]:
+        parser.error(f"--shapes takes {','.join(sizes)} each, got {wrong[0]}")
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.seconds = args.seconds or (5 if args.quick or args.device == "cuda" else 12)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    return args
+
+
+def facts_of(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Machine, versions, date."""
+    versions = {}
+    for name in ("torch", "triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "absent"
+    facts = {"machine": machine(device), "dtype": str(dtype), "date": datetime.now(UTC).date().isoformat()}
+    facts |= {"versions": versions, "clock": "events" if device == "cuda" else "CPU seconds of the process"}
+    print(facts)
+    return facts
+
+
+def machine(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used"

@@ -1,0 +1,164 @@
+"""logp and entropy where the logits exist: `token_logprob` and others, checked first, then time and peak memory.
+
+    python kernels/bench/given.py [--quick] [--json FILE] [--plot FILE] [--shapes T,V ...] [--seconds S]
+
+As linear.py, from logits [T, V]. `backward` is forward and backward; ours writes the gradient over the logits, which
+are filled again before every call (not timed). Time is given next to that of copying the logits: half of it is the one
+pass of a forward, one and a half are those of both. Memory is the peak above the logits, the gradient included.
+"""
+
+import os
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import torch  # noqa: E402
+from _check import GOALS, KINDS, LIMITS, NAMES, share, too_far  # noqa: E402
+from _contenders import Contender, compiled  # noqa: E402
+from _measure import Job, clock, facts_of, measure, options, plot, reason, save, show, target, worst_ratios  # noqa: E402
+
+from spmdrl_kernels import token_logprob  # noqa: E402
+
+TARGET = (8192, 151936)
+SHAPES = {
+    "cuda": [TARGET, (1024, 32768), (1024, 151936), (8192, 32768), (8192, 128256), (32768, 151936)],
+    "cuda quick": [TARGET],
+    "cpu": [(512, 32768), (256, 151936)],
+    "cpu quick": [(128, 32768), (128, 151936)],
+}
+GOAL_MS = 0.75
+"""Forward at TARGET on an H200, see TARGETS."""
+LEAST = {"forward": 0.5, "backward": 1.5}
+
+
+def make(shape, device, dtype, seed, what="random"):
+    """logits, targets, upstream gradients [2, T]. `certain`: targets have p of 0.99 and more, logits near 31."""
+    T, V = shape
+    torch.manual_seed(seed)
+    logits = torch.randn(T, V, device=device)
+    targets, upstream = torch.randint(V, (T,), device=device), torch.randn(2, T, device=device)
+    if what == "certain":
+        logits += 18
+        logits[torch.arange(T, device=device), targets] = 31.25
+    return logits.to(dtype), targets, upstream
+
+
+def plain(logits, t):
+    log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    return log_p.gather(1, t[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def ours(backend):
+    return lambda logits, t: token_logprob(logits, t, inplace_backward=True, backend=backend)
+
+
+def contenders(device: str) -> list[Contender]:
+    mine = ("triton", "torch") if device == "cuda" else ("torch",)
+    out = [Contender(f"spmdrl ({name})", "both", ours(name), 0) for name in mine]
+    out.append(Contender("torch, log_softmax", "both", plain, 0))
+    if device == "cuda":  # On a CPU compiling takes longer than all of the rest.
+        out.append(Contender("torch.compile'd log_softmax", "both", compiled(plain), 0))
+    return out
+
+
+def work(contender: Contender, kind: str, logits, t, upstream):
+    """Results, and the gradient of the logits, which are a leaf here."""
+    if kind == "forward":
+        with torch.no_grad():
+            return contender.call(logits, t), None
+    leaf = logits.detach().requires_grad_()
+    result = contender.call(leaf, t)
+    return result, torch.autograd.grad(result, leaf, [g.to(x.dtype) for g, x in zip(upstream, result, strict=True)])[0]
+
+
+def errors(contender: Contender, device, dtype, what) -> dict[str, float]:
+    """As _check.errors."""
+    logits, t, upstream = make((48, 1112), device, dtype, 7, what)
+    wide = logits.double().requires_grad_()
+    want = plain(wide, t)
+    (want_gradient,) = torch.autograd.grad(want, wide, list(upstream.double()))
+    (logp, entropy), gradient = work(contender, "backward", logits, t, upstream)
+    out = {"logp": share(logp, want[0], 1.0), "entropy": share(entropy, want[1], 1.0)}
+    dlogp = (logp.double() - want[0]).abs().max().item()
+    return out | {"dlogits": share(gradient, want_gradient), "max dlogp": dlogp}
+
+
+def check(contender: Contender, device, dtype) -> str:
+    """Empty, or what is wrong. Logits are given: in bf16 too, certain tokens are as exact as random ones."""
+    for what in KINDS:
+        try:
+            off = errors(contender, device, dtype, what)
+        except Exception as error:
+            return reason(error)
+        if problem := too_far(off, LIMITS.get((dtype, what), LIMITS[dtype, "random"]), what):
+            return problem
+    return ""
+
+
+def jobs_of(shape, device, dtype, field) -> list[Job]:
+    sets = [make(shape, device, dtype, seed) for seed in range(2)]
+    space = [torch.empty_like(logits) for logits, *_ in sets]
+    jobs = []
+    for c in field:
+        for kind in LEAST:
+
+            def run(i, c=c, kind=kind):
+                work(c, kind, space[i % 2], *sets[i % 2][1:])
+
+            def ready(i):
+                space[i % 2].copy_(sets[i % 2][0])
+
+            jobs.append(
+                Job({"who": c.name, "kind": kind, "gives": c.gives, "shape": shape}, run, LEAST[kind], 0, ready)
+            )
+    return jobs
+
+
+def bare_copy(shape, device, dtype) -> float:
+    """Milliseconds of copying the logits."""
+    logits, *_ = make(shape, device, dtype, 0)
+    copy = partial(torch.empty_like(logits).copy_, logits)
+    copy()
+    return statistics.median(clock(device, copy) for _ in range(5))
+
+
+def targets(rows: list[dict], device: str) -> None:
+    if device == "cpu":
+        for (kind, _), ratio in worst_ratios(rows).items():
+            target(f"kernel-given-cpu-{kind}-worst-ratio", ratio, 1.0)
+        return
+    ours = (r for r in rows if r["kind"] == "forward" and r["who"] == "spmdrl (triton)" and r["shape"] == TARGET)
+    target("kernel-given-forward-ms", next(ours, {}).get("ms"), GOAL_MS)
+
+
+def main() -> None:
+    args = options(__doc__, "TV")
+    device, dtype = args.device, torch.bfloat16 if args.device == "cuda" else torch.float32
+    facts = facts_of(device, dtype)
+    field = contenders(device)
+    for kind, goal in GOALS.items():
+        largest = max(errors(field[0], device, kind, what)["max dlogp"] for what in KINDS)
+        target(f"kernel-given-{NAMES[kind]}-max-dlogp", largest, goal, ".1e")
+    facts["left_out"] = {c.name: problem for c in field if (problem := check(c, device, dtype))}
+    for name, problem in facts["left_out"].items():
+        print(f"left out: {name}: {problem}", flush=True)
+    field = [c for c in field if c.name not in facts["left_out"]]
+    rows = []
+    for shape in args.shapes or SHAPES[device + (" quick" if args.quick else "")]:
+        part = measure(jobs_of(shape, device, dtype, field), device, args.seconds, bare_copy(shape, device, dtype))
+        rows += part
+        save(args.json, facts, rows)
+        show(part, "TV")
+        if device == "cuda" and shape == TARGET:
+            targets(part, device)
+    if device == "cpu":
+        targets(rows, device)
+    plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
