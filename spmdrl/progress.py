@@ -31,12 +31,15 @@ class Progress:
         models: Models,
         algo: Algorithm,
         spikes: Spikes,
+        prompts: str,
         timer: Timer,
         note: Callable[[str], None],
         warn: Callable[[str], None],
     ):
         self.cfg, self.world, self.folder, self.timer, self.note = cfg, world, folder, timer, note
-        self.models, self.algo, self.spikes = models, algo, spikes
+        self.models, self.algo, self.spikes, self.prompts = models, algo, spikes, prompts
+        # What moves begins as the settings say.
+        self.begun_with = dict(algo.state)
         self.saver = checkpoint.Saver(cfg, folder / "checkpoints", world)
         self.saver.check_room(models, warn)
         self.draws = 0
@@ -49,20 +52,34 @@ class Progress:
         if found is None:
             return 0
         state = checkpoint.load(found, self.models)
+        if state.get("prompts", self.prompts) != self.prompts:
+            self._other_prompts(found)
         if self.models.policy:
             self.models.policy.version = state["version"]
             self.models.policy.updates_done = state["updates_done"]
         for name, model in self.models.trained().items():
             model.updates_done = state["trained"][name]
-        self.algo.state |= state["algorithm"]
+        # What was set anew (--run.allow-changes) is as it was set.
+        begun = state.get("begun_with", self.begun_with)
+        self.algo.state |= {k: v for k, v in state["algorithm"].items() if begun.get(k) == self.begun_with.get(k)}
         self.spikes.restore(state.get("guards", {}))
         self.draws = state["draws"]
         self.rank_files = checkpoint.rank_files(found)
+        self.saver.resumed(state["step"])
         if self.world.is_first and state.get("wandb") and not wandb_id(self.folder):
             # A checkpoint that was moved to another folder.
             keep_wandb_id(self.folder, state["wandb"])
         self.note(f"resumed from {found}: step {state['step']}")
         return state["step"]
+
+    def _other_prompts(self, found: Path) -> None:
+        said = f"{found} was trained on other prompts than {self.cfg.data.train} holds"
+        if not self.cfg.run.allow_changes:
+            raise ValueError(
+                f"{said}: give the same data, take another --run.dir, --run.fresh (moves that folder aside and starts "
+                "over), or --run.allow-changes (goes on so)"
+            )
+        self.note(f"--run.allow-changes: {said}")
 
     def begin(self, holder: Holder) -> None:
         """Put back what every rank held, last before the first step: building an engine draws from the generators."""
@@ -114,6 +131,8 @@ class Progress:
                 "trained": {name: model.updates_done for name, model in self.models.trained().items()},
                 "guards": self.spikes.state(),
                 "algorithm": self.algo.state,
+                "begun_with": self.begun_with,
+                "prompts": self.prompts,
                 "draws": self.draws,
                 "seed": self.cfg.run.seed,
                 "wandb": wandb_id(self.folder),

@@ -77,7 +77,16 @@ class Run:
         self.policy = self.models.policy
         self.spikes = Spikes(self.folder, world, self.models, self.algo, self.warn)
         self.progress = Progress(
-            cfg, world, self.folder, self.models, self.algo, self.spikes, timer, self.note, self.warn
+            cfg,
+            world,
+            self.folder,
+            self.models,
+            self.algo,
+            self.spikes,
+            self.prompts.digest(),
+            timer,
+            self.note,
+            self.warn,
         )
         self.start_step = self.progress.start_step
         self.ahead = Ahead(self._sample, cfg.rollout.staleness, self.start_step, cfg.run.steps, self.progress.draws)

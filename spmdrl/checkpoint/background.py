@@ -56,6 +56,12 @@ class Saver:
             self.root.mkdir(parents=True, exist_ok=True)
             files.measured(self.root, done - 1, self.known)
 
+    def resumed(self, step: int) -> None:
+        """What was known of `--checkpoint.best` when the run went on from the checkpoint of `step`."""
+        metric = self.keep.metric
+        if metric and (value := files.value_of(self.root, step, metric)) is not None:
+            self.known = {metric: value}
+
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
         """Save what there is after `step` steps, or begin to, when the one before is written. Collective.
 

@@ -3,12 +3,11 @@
 import json
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from spmdrl.checkpoint.files import write_text
 from spmdrl.config.dump import to_yaml
-from spmdrl.config.resume import differences
+from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import Config
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
@@ -74,6 +73,5 @@ def check_settings(folder: Path, cfg: Config, world: World) -> list[str]:
 
 
 def write_config(folder: Path, cfg: Config) -> None:
-    """`config.yaml`, whole or not at all, and without what was meant for this start alone."""
-    kept = replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
-    write_text(folder / "config.yaml", to_yaml(kept))
+    """`config.yaml`, whole or not at all."""
+    write_text(folder / "config.yaml", to_yaml(lasting(cfg)))

@@ -14,7 +14,7 @@ import xxhash
 
 from spmdrl.checkpoint import files, room
 from spmdrl.config.dump import to_yaml
-from spmdrl.config.resume import settled
+from spmdrl.config.resume import lasting, settled
 from spmdrl.config.schema import Config
 from spmdrl.data import treefile
 from spmdrl.models import Models
@@ -136,7 +136,7 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
             (temporary / "state" / "ranks").mkdir()
         (temporary / "state" / "run.json").write_text(json.dumps(content.state, indent=1))
         if content.config is not None:
-            (temporary / "state" / "config.yaml").write_text(to_yaml(content.config))
+            (temporary / "state" / "config.yaml").write_text(to_yaml(lasting(content.config)))
 
 
 def together(act: Callable[[], Any], world: World) -> None:

@@ -4,7 +4,7 @@ Laws 2 and 3 say what may: layout, machine and pace do not change the answer. Al
 on with others would be neither the one nor the other.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,11 @@ def differences(path: Path, cfg: Config) -> Differences:
         if then != here:
             out.lines.append(f"{flag(name)}: {shown(then)} there, {shown(here)} here")
     return out
+
+
+def lasting(cfg: Config) -> Config:
+    """Without what was meant for this start alone."""
+    return replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
 
 
 def shown(value: Any) -> str:

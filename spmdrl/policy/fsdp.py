@@ -27,7 +27,7 @@ from spmdrl.policy.heads import PackedLM, PackedScalar, Second
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.liger import use_liger
 from spmdrl.policy.load import build_model, decoder_layers, load_tokenizer, resolve
-from spmdrl.policy.optimizer import make_optimizer
+from spmdrl.policy.optimizer import fill_state, make_optimizer, restore_settings, settings_of
 from spmdrl.policy.routing import Routers
 from spmdrl.policy.ulysses import check_model
 from spmdrl.policy.vetted import vet
@@ -310,7 +310,10 @@ class FsdpPolicy(Learner):
             adapter, settings, base = own(lora.file_pieces(self._parts()[1])), self.adapters, self._base_facts()
         else:
             adapter, settings, base = None, None, {}
-        moments: Any = get_optimizer_state_dict(self.model, self.optimizer) if self.optimizer else None
+        moments: Any = None
+        if self.optimizer:
+            fill_state(self.optimizer)
+            moments = get_optimizer_state_dict(self.model, self.optimizer)
         moments = tree_on_host(moments) if copy else moments
 
         def write(folder: Path, world: World) -> None:
@@ -352,8 +355,11 @@ class FsdpPolicy(Learner):
         read_into(base + self.buffers, folder / "model", self.layout)
         if self.optimizer is None:
             return
+        settings = settings_of(self.optimizer)
+        fill_state(self.optimizer)
         state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
         where, group = str(folder / "state" / "optimizer"), self.world.training_group
         vet(Path(where))
         dcp.load(state, checkpoint_id=where, process_group=group)
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])
+        restore_settings(self.optimizer, settings)

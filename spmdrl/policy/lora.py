@@ -249,6 +249,9 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(held, folder / FILE, metadata={"format": "pt"})
     config.base_model_name_or_path = base["path"]
+    if isinstance(config.target_modules, set):
+        # In one order: two runs of one command write one file.
+        config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
     (folder / BASE).write_text(json.dumps(base))
 

@@ -17,6 +17,28 @@ def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
 
 
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """What AdamW has before its first step, on parameters that it has not stepped yet.
+
+    torch's state dict functions make it by a step of learning rate 0, which counts: the first real step would be
+    corrected for bias as the second one.
+    """
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
+        zeros = {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.zeros(())} | zeros
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """What each of its groups was made with, for `restore_settings`."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict]) -> None:
+    """Back to this run's settings after a load, which brings those of the run that saved."""
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+
 def learning_rate(cfg: OptimizerConfig, step: int, total: int) -> float:
     """Learning rate of optimizer step `step` (from 0) out of `total`."""
     if step < cfg.warmup_steps:

@@ -197,6 +197,38 @@ def test_resume_through_every_layout_loses_no_bit(saved, tmp_path):
     assert metrics["grad_norm"] > 1e-2
 
 
+def saved_before(world, root, way: str):
+    """The first two updates of a policy: alone, after a checkpoint, or gone on from that one."""
+    cfg = tiny(world)
+    policy = build_policy(cfg, world)
+    if way != "alone":
+        checkpoint.save(Path(root), 1, Models(policy), state_of(policy), None, world, config=cfg)
+    if way == "resumed":
+        cfg, policy, _ = take_up(world, root)
+    step(cfg, world, policy)
+    return step(cfg, world, policy), full_weights(policy)
+
+
+def test_resume_a_checkpoint_before_the_first_update_changes_nothing(tmp_path):
+    """A critic's warm-up, or first steps that learn nothing: AdamW counts its steps from the first real one."""
+    alone, *others = (run_ranks(saved_before, 2, str(tmp_path / way), way)[0] for way in ("alone", "saved", "resumed"))
+    for metrics, weights in others:
+        assert metrics == alone[0] and all(torch.equal(weights[name], alone[1][name]) for name in weights)
+
+
+def other_settings(world, root):
+    cfg = config(optimizer={"lr": 1e-3, "weight_decay": 7.0, "betas": (0.1, 0.2), "eps": 1e-3})
+    policy = build_policy(cfg, world)
+    checkpoint.load(checkpoint.find_resume(Path(root), world), Models(policy))
+    steps = {float(state["step"]) for state in policy.optimizer.state.values()}
+    return steps, [(group["weight_decay"], group["betas"], group["eps"]) for group in policy.optimizer.param_groups]
+
+
+def test_resume_with_settings_of_the_optimizer_that_were_set_anew(saved):
+    steps, groups = run_ranks(other_settings, 2, str(saved[0]))[0]
+    assert steps == {3.0} and groups == [(7.0, (0.1, 0.2), 1e-3), (0.0, (0.1, 0.2), 1e-3)]
+
+
 # ── beside training ──────────────────────────────────────────────────────────
 
 

@@ -25,7 +25,7 @@ from spmdrl.data.trajectory import Trajectory
 from spmdrl.experience import Ahead, Experience, Replay
 from spmdrl.train import train
 from tests.ranks.cases import config, full_weights
-from tests.ranks.demo import STEPS, metrics, open_demo, untimed
+from tests.ranks.demo import STEPS, metrics, open_demo, train_demo, untimed
 from tests.ranks.harness import run_ranks
 
 K = 2
@@ -309,3 +309,53 @@ def test_resume_generators_go_on_where_they_were(tmp_path):
     want, other = draw(), draw()
     resume.set_generator_states(treefile.read(tmp_path / "x"), cpu)
     assert draw() == want != other
+
+
+# ── settings and prompts that are not the run's ──────────────────────────────
+
+
+def set_anew(world, folder):
+    """A run of two steps, and what a third one of other settings begins with."""
+    sections = {"checkpoint": {"every": 1}, "run": {"steps": 2}, "eval": {"every": 0}}
+    adaptive = {"kl_controller": "adaptive", "kl_coef": 0.05}
+    train_demo(world, folder, sections | {"algo": adaptive})
+    told = {}
+    for name, algo in {"as it was": adaptive, "set anew": adaptive | {"kl_coef": 0.5}}.items():
+        run = open_demo(world, folder, sections | {"algo": algo})
+        told[name] = (run.start_step, run.algo.state["kl_coef"])
+        run.close()
+    try:
+        open_demo(world, folder, sections | {"data": {"limit": 32}})
+    except ValueError as error:
+        told["other prompts"] = str(error)
+    run = open_demo(world, folder, sections | {"data": {"limit": 32}, "run": {"steps": 2, "allow_changes": True}})
+    told["allowed"] = run.start_step
+    run.close()
+    settings = (Path(folder) / "checkpoints" / "latest" / "state" / "config.yaml").read_text()
+    return told, settings
+
+
+def test_resume_with_other_settings_takes_those_and_other_prompts_are_refused(tmp_path):
+    told, settings = run_ranks(set_anew, 1, str(tmp_path / "run"))[0]
+    step, coef = told["as it was"]
+    assert step == 2 and coef not in (0.05, 0.5), "steered by two steps"
+    assert told["set anew"] == (2, 0.5) and told["allowed"] == 2
+    assert "trained on other prompts" in told["other prompts"] and "--run.fresh" in told["other prompts"]
+    assert "allow_changes: true" not in settings
+
+
+def best_known(world, folder):
+    sections = {
+        "checkpoint": {"every": 1, "keep": 3, "best": "eval/accuracy"},
+        "run": {"steps": 2},
+        "eval": {"every": 9, "prompts": 8},
+    }
+    train_demo(world, folder, sections, stop_after=1)
+    run = open_demo(world, folder, sections)
+    known = run.progress.saver.known
+    run.close()
+    return known
+
+
+def test_resume_knows_the_value_of_the_best_checkpoint(tmp_path):
+    assert run_ranks(best_known, 1, str(tmp_path / "run"))[0].keys() == {"eval/accuracy"}

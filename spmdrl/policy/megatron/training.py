@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.policy.megatron import repairs
+from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.vetted import vet
 
 SHARDING = {
@@ -123,9 +124,7 @@ class Trainer:
         for each in self._optimizers():
             if isinstance(each, torch.optim.AdamW):
                 # Megatron reads a count of steps, which AdamW of torch has from its first step on.
-                for p in (p for group in each.param_groups for p in group["params"] if p not in each.state):
-                    zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                    each.state[p] = {"step": torch.zeros(())} | zeros
+                fill_state(each)
         names = {}
         for i, model in enumerate(self.models):
             prefix = f"{i}." if len(self.models) > 1 else ""
@@ -145,10 +144,12 @@ class Trainer:
         from megatron.core import dist_checkpointing
 
         vet(folder)
+        settings = [settings_of(each) for each in self._optimizers()]
         with repairs.quiet(), torch.no_grad():
             found: Any = dist_checkpointing.load(self._state(True), str(folder))
             self.optimizer.load_state_dict(found["optimizer"])
-        for each in self._optimizers():
+        for each, own in zip(self._optimizers(), settings, strict=True):
+            restore_settings(each, own)
             for state in each.state.values():
                 if "step" in state:
                     # Megatron gives all parameters one tensor, which each of them would count up.
