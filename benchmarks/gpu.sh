@@ -7,7 +7,8 @@
 # --dry-run  print what would run, and stop
 # --only     some of: tests, memory, transfer, shared_prompt, longtail, mfu, kernels (all of kernels/bench)
 # --limit    seconds after which one of them is stopped (default 300)
-# --results  where <name>_gpu.json and the logs <name>_gpu.log go (default benchmarks/results; logs to $TMPDIR)
+# --results  where <name>_gpu.json, the plots <name>_gpu.png of some and the logs <name>_gpu.log go (default
+#            benchmarks/results; logs to $TMPDIR)
 #
 # PYTHON names the interpreter (default: .venv/bin/python, else python3). No network is used: packages that it lacks are
 # taken from the wheels in the folder WHEELS (default .whl, if there is one), for the time of the run.
@@ -100,6 +101,8 @@ bench() { # bench NAME FILE OPTIONS...
         echo "$name: skipped, there is no $file"
         return
     fi
+    # Those that draw name the option in their usage.
+    grep -q -e '\[--plot FILE\]' "$file" && set -- --plot "$results/${name}_gpu.png" "$@"
     run "$name" "$PYTHON" "$file" ${quick[@]+"${quick[@]}"} --json "$results/${name}_gpu.json" "$@"
 }
 

@@ -10,9 +10,9 @@ SHAPE = (48, 128, 1112)
 """Small; kernels of others want D and V in multiples of 8 or 64."""
 KINDS = ("random", "certain")
 LIMITS = {
-    # A probability of 0.99 whose logit is 30 is known to 2e-6 in fp32, the 0.003 that are left of it to less than 1e-3.
+    # fp32 knows a logit of 30 and the logsumexp to 4e-6 together, so what p leaves of 1, 0.001 and more, to 4e-3.
     (torch.float32, "random"): 2e-4,
-    (torch.float32, "certain"): 2e-3,
+    (torch.float32, "certain"): 4e-3,
     (torch.bfloat16, "random"): 2e-2,
 }
 """Of results and gradients, as a share of their norm. (bf16, certain) is the contender's own."""
@@ -22,16 +22,18 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def make(shape, device, dtype, seed, what="random"):
-    """hidden, weight, targets, upstream gradients [2, T]. `certain`: targets have p of 0.99 and more, logits near 30."""
+    """hidden, weight, targets, upstream gradients [2, T]. `certain`: targets have p > 0.99, at logits of 29 to 30."""
     T, D, V = shape
     torch.manual_seed(seed)
     h, w = torch.randn(T, D, device=device), torch.randn(V, D, device=device).div_(D**0.5)
     t, upstream = torch.randint(V, (T,), device=device), torch.randn(2, T, device=device)
     if what == "certain":
         t = torch.arange(T, device=device)
-        # 16 to all logits, and 14.1 to the target's.
+        # 16 to all logits, and 12.7 to 14.5 to the target's: p of 0.994 to 0.999, and bf16 rounds each another way.
+        w[:T] = 0
         h[:, T], w[:, T] = 4.0, 4.0
-        h[:, :T] = w[:T, :T] = 3.75 * torch.eye(T, device=device)
+        h[:, :T] = 3.625 * torch.eye(T, device=device)
+        w[:T, :T] = torch.linspace(3.5, 4, T, device=device).diag()
     return h.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), t, upstream
 
 
@@ -51,11 +53,11 @@ def work(contender: Contender, kind: str, inputs) -> tuple[Any, Any]:
 
 
 def errors(contender: Contender, device: str, dtype: torch.dtype, what: str) -> dict[str, float]:
-    """Of each result and gradient, as a share of its norm (of 1, if a result's is less); largest of logp as `max dlogp`."""
+    """Of results (norm taken as 1 if less) and gradients, as a share of their norm; `max dlogp` is absolute."""
     inputs = make(SHAPE, device, dtype, 7, what)
-    wide = tuple(x.detach().double().requires_grad_() for x in inputs[:2])
+    wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
     got, got_grads = work(contender, "backward", inputs)
-    logp, entropy = plain(*wide, inputs[2])
+    logp, entropy = plain(wide[0], wide[1], inputs[2])
     g, e = inputs[3].double()
     loss = -logp.mean()
     if contender.gives == "loss":
@@ -64,9 +66,9 @@ def errors(contender: Contender, device: str, dtype: torch.dtype, what: str) -> 
         pairs, objective = {"logp": (got[0], logp)}, (g * logp).sum()
         if contender.gives == "both":
             pairs["entropy"], objective = (got[1], entropy), objective + (e * entropy).sum()
-    out = {name: share(*pair, 1.0) for name, pair in pairs.items()}
+    out = {name: share(*pair, least=1.0) for name, pair in pairs.items()}
     want_grads = torch.autograd.grad(objective, wide)
-    out |= {n: share(*pair) for n, *pair in zip(("dhidden", "dweight"), got_grads, want_grads, strict=True)}
+    out["dhidden"], out["dweight"] = map(share, got_grads, want_grads)
     given = contender.logp(*inputs[:3]) if contender.logp else got[0] if contender.gives != "loss" else None
     if given is not None:
         out["max dlogp"] = (given.double() - logp).abs().max().item()

@@ -64,7 +64,7 @@ def measure(jobs: list[Job], device: str, seconds: float, bare_ms: float) -> lis
                 times.append(clock(device, partial(job.run, i)))
             except Exception as error:
                 job.row["error"] = reason(error)
-        if i >= 2 and time.monotonic() > end:
+        if (i >= 2 and time.monotonic() > end) or all("error" in job.row for job, _ in alive):
             break
     for job, times in alive:
         if "error" not in job.row:
@@ -146,7 +146,7 @@ def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
     """(kind, gives) -> the largest time of ours over that of another that gives as much for the same shape."""
     done, out = [row for row in rows if "ms" in row], {}
     for mine, other in itertools.product(done, done):
-        same = all(tuple(mine[k]) == tuple(other[k]) for k in ("kind", "gives", "shape"))
+        same = all(mine[k] == other[k] for k in ("kind", "gives", "shape"))
         if same and mine["who"].startswith("spmdrl") and not other["who"].startswith("spmdrl"):
             name = mine["kind"], mine["gives"]
             out[name] = max(out.get(name, 0.0), mine["ms"] / other["ms"])

@@ -12,6 +12,7 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
@@ -36,7 +37,7 @@ LEAST = {"forward": 0.5, "backward": 1.5}
 
 
 def make(shape, device, dtype, seed, what="random"):
-    """logits, targets, upstream gradients [2, T]. `certain`: targets have p of 0.99 and more, logits near 31."""
+    """logits, targets, upstream gradients [2, T]. `certain`: targets have p > 0.99, at logits of 31."""
     T, V = shape
     torch.manual_seed(seed)
     logits = torch.randn(T, V, device=device)
@@ -65,7 +66,7 @@ def contenders(device: str) -> list[Contender]:
     return out
 
 
-def work(contender: Contender, kind: str, logits, t, upstream):
+def work(contender: Contender, kind: str, logits, t, upstream) -> tuple[Any, Any]:
     """Results, and the gradient of the logits, which are a leaf here."""
     if kind == "forward":
         with torch.no_grad():
@@ -113,7 +114,7 @@ def jobs_of(shape, device, dtype, field) -> list[Job]:
                 space[i % 2].copy_(sets[i % 2][0])
 
             jobs.append(
-                Job({"who": c.name, "kind": kind, "gives": c.gives, "shape": shape}, run, LEAST[kind], 0, ready)
+                Job({"who": c.name, "kind": kind, "gives": c.gives, "shape": shape}, run, LEAST[kind], ready=ready)
             )
     return jobs
 

@@ -18,7 +18,6 @@ import itertools
 import os
 import statistics
 import sys
-from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,7 +66,7 @@ def bare_matmuls(shape, device, dtype) -> float:
 def jobs_of(shape, device, dtype, field) -> list[Job]:
     sets = [make(shape, device, dtype, seed) for seed in range(2 if device == "cpu" else 3)]
     jobs = []
-    for c, kind in itertools.product(field, ("forward", "backward")):
+    for c, kind in [(c, kind) for c in field for kind in ("forward", "backward")]:
         if c.gives == "loss" and kind == "forward":
             continue
         name = "loss" if c.gives == "loss" else kind
@@ -83,10 +82,8 @@ def jobs_of(shape, device, dtype, field) -> list[Job]:
 def targets_gpu(rows: list[dict]) -> None:
     """Time and memory of ours at TARGET; a row that is missing is a miss."""
     for kind, goal in GOALS.items():
-        ours = (
-            r for r in rows if r["kind"] == kind and r["who"].startswith("spmdrl (triton)") and r["gives"] != "logp"
-        )
-        row = next((r for r in ours if "ms" in r), {})
+        ours = [r for r in rows if r["who"].startswith("spmdrl (triton)") and r["gives"] != "logp" and "ms" in r]
+        row = next((r for r in ours if r["kind"] == kind), {})
         target(f"kernel-{kind}-ms", row.get("ms"), goal)
         if kind != "loss":
             target(f"kernel-{kind}-extra-mib", row.get("mib"), EXTRA_MIB, ".0f")
@@ -112,9 +109,8 @@ def targets_cpu(rows: list[dict]) -> None:
         if least == most:
             continue
         if kind == "loss":
-            print(
-                f"memory of {who}, T={T} D={D}: {low:.0f} MiB at V={least}, {high:.0f} at {most}: whole rows of logits"
-            )
+            grows = f"{low:.0f} MiB at V={least}, {high:.0f} at {most}"
+            print(f"memory of {who}, T={T} D={D}: {grows}: whole rows of logits")
         else:
             name = f"kernel-cpu-{kind}{'-logp' if 'logp only' in who else ''}-memory-over-v"
             target(name, high / low, FLAT)

@@ -104,7 +104,8 @@ def kill_at(rng: random.Random, phase: str, longest: float, note: Path) -> dict:
 def story(root: Path, kills: int, steps: int, seed: int) -> dict:
     """Runs that are killed and started again by the same command, each compared with one that was left alone.
 
-    A run that comes to its end before all kills are dealt out gives way to another one in a folder of its own.
+    A run that comes to its end before all kills are dealt out gives way to another one in a folder of its own. Every
+    other start writes its checkpoints beside training.
 
     Returns:
         `kills`: what was killed, when, and the step at which the next start went on; `runs`: for every run that ended,
@@ -128,7 +129,8 @@ def story(root: Path, kills: int, steps: int, seed: int) -> dict:
         phase, before = phases.pop(), note.read_text() if note.exists() else ""
         kill = kill_at(rng, phase, took[phase], note)
         saved = folder / "checkpoints" / "latest"
-        job = Job([*flags, "--run.dir", folder], ranks=2, module="tests.e2e.kills", env={VARIABLE: json.dumps(kill)})
+        beside = ["--checkpoint.background"] if len(record["kills"]) % 2 else []
+        job = Job([*flags, *beside, "--run.dir", folder], ranks=2, module="tests.e2e.kills", env={VARIABLE: json.dumps(kill)})
         try:
             ended = job.wait(120)
         finally:
