@@ -11,7 +11,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from spmdrl.config import checks
+from spmdrl.config import checks, engines
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.schema import Config
 from tests.e2e.runner import GONE_WITHIN, Job, argv, metrics, run, succeed
@@ -19,7 +19,7 @@ from tests.engines.probe import long_prompts, random_qwen2
 
 pytestmark = pytest.mark.timeout(300)
 installed = pytest.mark.skipif(
-    checks.sglang_python() is None, reason="SGLang is not installed: ./launch/install.sh --sglang"
+    engines.sglang_python() is None, reason="SGLang is not installed: ./launch/install.sh --sglang"
 )
 FP32 = 1e-5
 """Largest |dlogp| in float32: engine, transformers, trainer, HF engine."""
@@ -218,7 +218,7 @@ def test_killed_engine_ends_the_job_while_its_rank_is_busy(flags, tmp_path):
 
 
 def test_missing_sglang_is_named_before_anything_is_built(monkeypatch):
-    monkeypatch.setattr(checks, "sglang_python", lambda: None)
+    monkeypatch.setattr(engines, "sglang_python", lambda: None)
     config = replace(Config(), rollout=replace(Config().rollout, engine="sglang"))
     with pytest.raises(ConfigError, match=r"--rollout.engine sglang: .* ./launch/install.sh --sglang"):
         checks.check(config, 1)

@@ -25,7 +25,7 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config, DataConfig
 from spmdrl.data.prompts import load_prompts
 from spmdrl.policy import load
-from spmdrl.rollout.build import context_length, stop_tokens
+from spmdrl.rollout.build import prompt_room, stop_tokens
 
 LIMIT = 120
 """Seconds for one case on a machine that does other things too."""
@@ -344,7 +344,7 @@ def read_model(folder: Path) -> None:
     """As a run does."""
     found = load.resolve(str(folder))
     tokens = load.load_tokenizer(found)
-    context_length(found, False)
+    prompt_room(Config(), found)
     stop_tokens(found, tokens)
     load_prompts("builtin:reverse", DataConfig(limit=2), tokens, 64, 2)
     load.build_model(found, "float32")
