@@ -130,7 +130,9 @@ def story(root: Path, kills: int, steps: int, seed: int) -> dict:
         kill = kill_at(rng, phase, took[phase], note)
         saved = folder / "checkpoints" / "latest"
         beside = ["--checkpoint.background"] if len(record["kills"]) % 2 else []
-        job = Job([*flags, *beside, "--run.dir", folder], ranks=2, module="tests.e2e.kills", env={VARIABLE: json.dumps(kill)})
+        job = Job(
+            [*flags, *beside, "--run.dir", folder], ranks=2, module="tests.e2e.kills", env={VARIABLE: json.dumps(kill)}
+        )
         try:
             ended = job.wait(120)
         finally:
