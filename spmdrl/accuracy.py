@@ -1,10 +1,11 @@
 """How good the policy is on a prompt set: the round that asks, and the numbers made of its scores."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from spmdrl.collect import Round, collect
+from spmdrl.collect import Round, collect, whole
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import Prompt
 from spmdrl.rewards.base import Grader
@@ -17,8 +18,10 @@ EVALUATION = 0x45564C
 """Key of evaluation draws: the same at every step, so that two evaluations are comparable."""
 
 
-def evaluation_round(cfg: Config, prompts: list[Prompt], version: int, name: str) -> Round:
-    """The round that evaluates: every prompt, in order."""
+def evaluation_round(
+    cfg: Config, prompts: list[Prompt], version: int, name: str, may_end: Callable[[], bool] | None = None
+) -> Round:
+    """The round that evaluates: every prompt, in order. may_end: as in `Round`."""
     return Round(
         f"eval/{name}",
         prompts,
@@ -30,12 +33,17 @@ def evaluation_round(cfg: Config, prompts: list[Prompt], version: int, name: str
         1.0,
         cfg.rollout.assignment,
         bad_sample=cfg.filter.bad_sample,
+        may_end=may_end,
     )
 
 
 def evaluate_round(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World) -> dict[str, float]:
-    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k. Collective over samplers."""
-    done = collect(round_, engine, grader, tokenizer, world, Timer()).trajectories
+    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k. Collective over samplers.
+
+    Raises:
+        AbandonedError: on every rank that samples.
+    """
+    done = whole(collect(round_, engine, grader, tokenizer, world, Timer()), world).trajectories
     # A sample without a score (--filter.bad-sample skip) is not right.
     scores = [[t.position, 0.0 if math.isnan(t.reward) else t.reward] for t in done]
     scores_n2 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2)

@@ -83,7 +83,7 @@ class Round:
     must_end: int = -1
     """Groups born in this step or before are waited for, whatever is enough."""
     may_end: Callable[[], bool] | None = None
-    """Asked between two steps of the engine: True abandons the round."""
+    """Asked between two steps of the engine, and of the grading: True abandons the round."""
 
     @property
     def requests_per_prompt(self) -> int:
@@ -208,15 +208,18 @@ def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: Wor
     if abandoned:
         return Collected([], [], begun, True)
     with timer("reward"):
-        rewards |= by_request(grader.drain())
-    if leader:
+        rewards |= by_request(grader.drain(round_.may_end))
+    if leader and not grader.pending:
         # Samples of a carried group that ended in an earlier step were graded there, and are graded again: cheap, and
         # nothing but tokens has to be kept.
         again = [(g, s) for g in groups.values() if g.done for s in g.parts if (g.position, s) not in rewards]
         for group, sample in again:
             _grade(group, sample, grader, tokenizer)
         with timer("reward"):
-            rewards |= by_request(grader.drain())
+            rewards |= by_request(grader.drain(round_.may_end))
+    if grader.pending:
+        # The engine's other ranks hear of it in `whole`.
+        return Collected([], [], begun, True)
     done = sorted((g for g in groups.values() if g.done), key=lambda g: g.position) if leader else []
     samples = range(round_.samples)
     return Collected([_trajectory(round_, g, s, rewards) for g in done for s in samples], open_ + waiting, begun)

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     from spmdrl.opening import open_run
 
-    with open_run(loaded) as run:
+    with open_run(loaded, keeps=False) as run:
         if run is not None:
             with run.memory.rollout_phase():
                 run.evaluate(0)

@@ -7,9 +7,36 @@ the last one. Ranks that were killed have left no record and are named.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 RAGGED = ("alltoall", "all_to_all", "gather", "scatter")
 """Sizes differ between ranks by design."""
+
+
+NUMBER = (int, float)
+_ROW = {"number": int, "op": str, "place": str, "sizes": object}
+SHAPE = {
+    **{"job": str, "time": NUMBER, "rank": int, "host": str, "step": int, "phase": str, "why": str, "stack": [str]},
+    "groups": {None: {"ranks": [int], "begun": int, "last": [_ROW]}},
+    "others": {None: {"phase": str, "step": int, "place": str, "time": NUMBER}},
+}
+"""What is read of a record; under None: of every entry."""
+
+
+def wrong(value: Any, shape: Any, name: str = "") -> str:
+    """What keeps a value from having a shape; empty where nothing does."""
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    if not isinstance(value, kind):
+        return f"{name or 'the whole'} is no {getattr(kind, '__name__', 'number')}"
+    if isinstance(shape, list):
+        return next(filter(None, (wrong(item, shape[0], f"an entry of {name}") for item in value)), "")
+    if not isinstance(shape, dict):
+        return ""
+    inner = [(key, shape[None]) for key in value] if None in shape else shape.items()
+    missing = next((key for key, _ in inner if key not in value), None)
+    if missing is not None:
+        return f"{name or 'it'} has no {missing!r}"
+    return next(filter(None, (wrong(value[key], part, f"{name}.{key}".lstrip(".")) for key, part in inner)), "")
 
 
 def read(folder: Path) -> list[dict]:
@@ -22,9 +49,10 @@ def read(folder: Path) -> list[dict]:
     for path in sorted((folder / "flight").glob("rank_*.json")):
         try:
             record = json.loads(path.read_text())
-            _ = (record["job"], record["time"], record["rank"], record["groups"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no flight record: {error}") from error
+            if said := wrong(record, SHAPE):
+                raise ValueError(said)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is no flight record: {error}; remove it to see the others") from error
         records.append(record)
     if not records:
         raise ValueError(f"{folder}/flight holds no records: a run writes them when it fails")
@@ -87,7 +115,7 @@ def report(folder: Path) -> list[str]:
     here = {record["rank"] for record in records}
     everyone = {rank for record in records for group in record["groups"].values() for rank in group["ranks"]}
     for rank in sorted(everyone - here):
-        beats = [record["others"][str(rank)] for record in records if str(rank) in record.get("others", {})]
+        beats = [record["others"][str(rank)] for record in records if str(rank) in record["others"]]
         last = max(beats, key=lambda beat: beat["time"], default=None)
         where = f"last heard of in phase {last['phase']} of step {last['step']} at {last['place']}" if last else "?"
         lines.append(f"rank {rank} left no record (killed, or its machine is gone): {where}")

@@ -1,5 +1,6 @@
 """Opens and closes a run on this rank: process group, run folder, logs, console, watchdog; `run.py` builds the rest."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from spmdrl.determinism import make_deterministic
 from spmdrl.environment import keep_freed_memory
 from spmdrl.run import Run
 from spmdrl.spmd.failure import named_exit, watch
+from spmdrl.spmd.here import here
 from spmdrl.spmd.lockstep import lockstep
 from spmdrl.spmd.mesh import start
 from spmdrl.spmd.preempt import PreemptedError
@@ -27,8 +29,11 @@ from spmdrl.tracking.metrics import Timer
 
 
 @contextmanager
-def open_run(loaded: Loaded) -> Iterator[Run | None]:
-    """The run on this rank, or None for a dry run; whatever fails inside ends the whole job by name. Collective."""
+def open_run(loaded: Loaded, keeps: bool = True) -> Iterator[Run | None]:
+    """The run on this rank, or None for a dry run; whatever fails inside ends the whole job by name. Collective.
+
+    keeps: the run folder is this job's alone, with its settings. An evaluation only leaves its log there.
+    """
     cfg: Config = loaded.config
     timer, console, run = Timer(), None, None
 
@@ -44,15 +49,24 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
             yield None
             return
         notes = make_deterministic(cfg)
+        folder = run_folder(cfg)
+        newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
+        if not cfg.run.fresh:
+            # For whoever fails before the watch begins.
+            here.saved = newest
         # The group first: from here on one rank alone speaks for all when something fails.
         world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
-        folder = run_folder(cfg)
+        # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.
+        logging.getLogger("spmdrl").addHandler(logging.NullHandler())
         check_run_folder(folder)
-        notes += [checkpoint.start_over(folder, cfg.run.fresh, world)]
+        if keeps:
+            notes += checkpoint.take_folder(folder, cfg.run.fresh, world, cfg.run.timeout)
+        else:
+            checkpoint.check_evaluation(folder, world)
         setup_logging(folder, rank)
-        newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
-        notes += checkpoint.check_settings(folder, cfg, world)
+        if keeps:
+            notes += checkpoint.check_settings(folder, cfg, world)
         if world.device.type == "cpu":
             keep_freed_memory()
         disable_progress_bar()
@@ -63,7 +77,7 @@ def open_run(loaded: Loaded) -> Iterator[Run | None]:
                 console.note(line)
         with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
             run = Run(cfg, world, timer, console)
-            if world.is_first:
+            if keeps and world.is_first:
                 # Only once everything could be built: a start that fails leaves an existing run folder as it was.
                 checkpoint.write_config(folder, cfg)
                 (folder / "PREEMPTED").unlink(missing_ok=True)

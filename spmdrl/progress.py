@@ -115,8 +115,9 @@ class Progress:
         who = request()
         if self.world.is_first:
             mark(preemption.request, left.step)
-        saved = f"which is in {self.folder}/checkpoints/step_{left.step}" if left.step else "nothing is learnt yet"
-        self.note(f"preempted ({who}): {left}, {saved}; the same command goes on from there")
+        saved = f"step {left.step} is in {self.folder}/checkpoints/step_{left.step}"
+        saved = saved if left.step else "nothing is learnt yet"
+        self.note(f"preempted ({who}): {left}; {saved}, and the same command goes on from there")
 
     def _save(self, done: int) -> None:
         with self.timer("checkpoint"):

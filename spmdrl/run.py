@@ -131,6 +131,7 @@ class Run:
             self.step_began = time.perf_counter()
             self.spikes.step = here.step = step + 1
             yield step
+            here.done = step + 1
 
     def experience(self, step: int) -> Experience:
         """What this step learns from, sampled and graded here unless that was done ahead. Collective over samplers.
@@ -143,14 +144,17 @@ class Run:
         done, world = None, self.world
         with suppress(AbandonedError):
             done = self.ahead.take(step) if world.samples else Experience([])
-        abandoned = done is None
-        if world.roles.split:
-            with self.timer("exchange"):
-                abandoned = agreed(abandoned, world.host_group)
-        if abandoned:
-            raise PreemptedError(step, f"step {step + 1} was abandoned while it sampled", abandoned=True)
+        with self.timer("exchange"):
+            self._unless(done is None, step, f"step {step + 1} was abandoned while it sampled")
         assert done is not None
         return done
+
+    def _unless(self, abandoned: bool, step: int, what: str) -> None:
+        """Go on only where those who sample, who agree among themselves, have not abandoned. Collective."""
+        if self.world.roles.split:
+            abandoned = agreed(abandoned, self.world.host_group)
+        if abandoned:
+            raise PreemptedError(step, what, abandoned=True)
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:
         """What a rank that does not train does while others do. Collective over ranks of its kind.
@@ -226,15 +230,23 @@ class Run:
         return share_out(batch, self.cfg.algo.updates_per_step, prompts, order)
 
     def evaluate(self, step: int, force: bool = False) -> None:
-        """Evaluate before this step's rollout if it is due; the numbers stand in that step's log line. Collective."""
+        """Evaluate before this step's rollout if it is due; the numbers stand in that step's log line. Collective.
+
+        Raises:
+            PreemptedError: on every rank, where it was abandoned.
+        """
         due = self.cfg.eval.every and (step % self.cfg.eval.every == 0 or force)
         if not due or self.eval_prompts is None:
             return
         with self.timer("eval"):
-            if self.engine and self.grader:
-                name = f"{self.start_step}/{step}/{force}"
-                round_ = evaluation_round(self.cfg, self.eval_prompts.prompts, self.memory.version, name)
-                self.eval_metrics = evaluate_round(round_, self.engine, self.grader, self.tokenizer, self.world)
+            abandoned = True
+            with suppress(AbandonedError):
+                if self.engine and self.grader:
+                    name, over = f"{self.start_step}/{step}/{force}", lambda: preemption.sampling_over
+                    round_ = evaluation_round(self.cfg, self.eval_prompts.prompts, self.memory.version, name, over)
+                    self.eval_metrics = evaluate_round(round_, self.engine, self.grader, self.tokenizer, self.world)
+                abandoned = False
+            self._unless(abandoned, step, f"the evaluation after step {step} was abandoned")
             self.eval_metrics = told(self.eval_metrics, self.world)
 
     # ── after a step ─────────────────────────────────────────────────────────
@@ -296,6 +308,7 @@ class Run:
         """Evaluate what was learnt, and say where everything is. Collective."""
         lines = []
         done = max(self.start_step, self.cfg.run.steps)
+        here.step = here.done = done
         if self.cfg.eval.every and self.eval_prompts is not None:
             with self.memory.rollout_phase():
                 self.evaluate(done, force=True)

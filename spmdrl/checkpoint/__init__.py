@@ -8,7 +8,8 @@ checkpoints/latest                  link to the newest
 checkpoints/measured.json           what was measured of each (--checkpoint.best), after it was saved
 
 `files.py` knows folders and needs no torch (`python -m spmdrl.checkpoint` looks with it); `store.py` writes and reads
-with all ranks; `background.py` is when, and beside what; `folder.py` is the run folder that all of it lies in.
+with all ranks; `background.py` is when, and beside what; `folder.py` is the run folder that all of it lies in, and
+`lock.py` keeps other jobs out of it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,12 @@ from spmdrl.checkpoint.files import newest_valid, problems, rank_files, steps_sa
 
 if TYPE_CHECKING:
     from spmdrl.checkpoint.background import Saver
-    from spmdrl.checkpoint.folder import check_settings, start_over, write_config
+    from spmdrl.checkpoint.folder import check_evaluation, check_settings, take_folder, write_config
     from spmdrl.checkpoint.store import find_resume, load, save
 
 __all__ = [
     "Saver",
+    "check_evaluation",
     "check_settings",
     "find_resume",
     "load",
@@ -29,8 +31,8 @@ __all__ = [
     "problems",
     "rank_files",
     "save",
-    "start_over",
     "steps_saved",
+    "take_folder",
     "write_config",
 ]
 

@@ -11,6 +11,7 @@ from typing import Any
 from spmdrl.checkpoint import files, room, store
 from spmdrl.config.schema import Config
 from spmdrl.models import Models
+from spmdrl.spmd.here import alive, here
 from spmdrl.spmd.mesh import World, twin
 
 log = logging.getLogger("spmdrl")
@@ -113,7 +114,12 @@ class Saver:
         """Wait until the checkpoint that was begun is published. Collective; what it failed of is raised here."""
         if self._thread is None:
             return
-        self._thread.join()
+        while self._thread.is_alive():
+            before = here.beside
+            self._thread.join(1.0)
+            if here.beside != before:
+                # The writer's signs of life are those of whoever waits for it.
+                alive()
         self._thread = None
         error, self._error = self._error, None
         if isinstance(error, ValueError):

@@ -14,6 +14,8 @@ from typing import Any
 
 import xxhash
 
+from spmdrl.spmd.here import alive
+
 log = logging.getLogger("spmdrl")
 
 MANIFEST = "MANIFEST.json"
@@ -36,7 +38,16 @@ def file_hash(path: Path) -> str:
     with open(path, "rb") as f:
         while block := f.read(16 << 20):
             state.update(block)
+            alive()
     return state.hexdigest()
+
+
+def flushed_hash(path: Path) -> str:
+    """Hash of a file that was just written, and the file to the disk."""
+    # The hash first: it is of what was written, and not of what the disk made of it.
+    found = file_hash(path)
+    flush(path)
+    return found
 
 
 def contents(folder: Path) -> dict[str, int]:
@@ -61,6 +72,7 @@ def flush(path: Path) -> None:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(handle)
+    alive()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -74,20 +86,18 @@ def write_text(path: Path, text: str) -> None:
 def write_manifest(
     folder: Path, step: int, world: int, facts: Mapping[str, Any] | None = None, hashes: Mapping[str, str] | None = None
 ) -> dict:
-    """Flush all files of a checkpoint to the disk and list them with size and hash; returns the manifest.
+    """List all files of a checkpoint with size and hash, and flush what is not yet on the disk; returns the manifest.
 
     Args:
         folder: what is written so far.
         step: steps done.
         world: ranks that wrote it.
         facts: what else it is to say (layout, config_hash, versions, metric).
-        hashes: of all files, where they are known already.
+        hashes: of all files, where they are known and the files are flushed already.
     """
     files = {}
     for name, size in contents(folder).items():
-        # The hash first: it is of what was written, and not of what the disk made of it.
-        files[name] = {"bytes": size, "xxh3_128": hashes[name] if hashes else file_hash(folder / name)}
-        flush(folder / name)
+        files[name] = {"bytes": size, "xxh3_128": hashes[name] if hashes else flushed_hash(folder / name)}
     manifest = {
         "step": step,
         "world_size": world,
@@ -311,4 +321,5 @@ def prune(root: Path, step: int, keep: Keep) -> list[int]:
         away = root / f".incomplete-step_{old}"
         os.replace(root / f"step_{old}", away)
         shutil.rmtree(away, ignore_errors=True)
+        alive()
     return gone

@@ -1,49 +1,114 @@
 """The run folder when a run begins: what is in it belongs to the same run, or is moved aside, or stays as it is."""
 
 import json
-import logging
 import os
 from pathlib import Path
 
-from spmdrl.checkpoint.files import write_text
+from spmdrl.checkpoint import lock
+from spmdrl.checkpoint.files import steps_saved, write_text
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import Config
 from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.here import here
 from spmdrl.spmd.mesh import World
 
-log = logging.getLogger("spmdrl")
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
+def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
+    """Make this job the one that writes to the run folder, until it ends; returns what is to be told. Collective.
 
-def restarted() -> bool:
-    """This process goes on for one of the same job that failed."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+    With `--run.fresh` a folder that holds something is moved aside first, and nothing deleted. A job that was started
+    again (by torchrun, by SLURM) goes on with what it has. Before anything opens a file in the folder.
 
-
-def start_over(folder: Path, fresh: bool, world: World) -> str:
-    """With `--run.fresh`, move a run folder aside; says where to. Collective, before anything opens a file in it.
-
-    Nothing is deleted. A job that is restarted goes on with what it has.
+    timeout: seconds that the other ranks wait for rank 0, which waits for half of that, and no longer than `lock.WAIT`,
+        until a job that is ending has let go.
 
     Raises:
-        ValueError: it cannot be moved.
+        ValueError: another job is at work in it, or it cannot be made or moved.
     """
-    said, error = "", ""
-    if world.is_first and fresh and not restarted() and folder.is_dir() and any(folder.iterdir()):
-        taken = 1
-        while folder.with_name(f"{folder.name}.old-{taken}").exists():
-            taken += 1
-        away = folder.with_name(f"{folder.name}.old-{taken}")
+    agents = {agent for agent in all_gather_text(lock.launcher(), world.host_group) if agent}
+    told: dict = {"notes": [], "error": ""}
+    if world.is_first:
         try:
-            os.rename(folder, away)
-            said = f"--run.fresh: {folder} is now {away}"
+            told["notes"] = _take(folder, fresh, agents, min(lock.WAIT, timeout / 2))
+        except ValueError as problem:
+            told["error"] = str(problem)
         except OSError as problem:
-            error = f"--run.fresh: {folder} cannot be moved to {away} ({problem}); choose another --run.dir"
-    answer = json.loads(all_gather_text(json.dumps([said, error]), world.host_group)[0])
-    if answer[1]:
-        raise ValueError(answer[1])
-    return answer[0]
+            told["error"] = f"{folder} cannot be written to ({problem}): choose another --run.dir"
+    told = json.loads(all_gather_text(json.dumps(told), world.host_group)[0])
+    if told["error"]:
+        raise ValueError(told["error"])
+    return told["notes"]
+
+
+def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]:
+    notes = []
+    folder.mkdir(parents=True, exist_ok=True)
+    while lock.held:
+        lock.held.pop().release()
+    mine = lock.take(folder, wait)
+    again = lock.same_job(mine.told, agents)
+    if fresh and not again and any(path.name != lock.NAME for path in folder.iterdir()):
+        try:
+            notes.append(_move_aside(folder))
+            before, mine = mine, lock.take(folder, 0)
+        except BaseException:
+            mine.release()
+            raise
+        before.release()
+    # A node may have been replaced, and come back.
+    mine.sign(agents | lock.agents_of(mine.told) if again else agents)
+    lock.held.append(mine)
+    return [*notes, f"warning: {mine.warning}"] if mine.warning else notes
+
+
+def _move_aside(folder: Path) -> str:
+    """The folder itself where a link leads to it, so that the run stays on its disk; an empty one takes its place."""
+    real = folder.resolve()
+    if Path.cwd().is_relative_to(real):
+        raise ValueError(
+            f"--run.fresh: {real} is the folder that this program was started in, or holds it, and is not moved from "
+            "under it: start from elsewhere, or choose another --run.dir"
+        )
+    taken = 1
+    while os.path.lexists(real.with_name(f"{real.name}.old-{taken}")):
+        taken += 1
+    away = real.with_name(f"{real.name}.old-{taken}")
+    try:
+        os.rename(real, away)
+        real.mkdir()
+    except OSError as problem:
+        raise ValueError(
+            f"--run.fresh: {real} cannot be moved to {away} ({problem}); choose another --run.dir"
+        ) from problem
+    return f"--run.fresh: {real} is now {away}"
+
+
+def still_ours(world: World) -> None:
+    """No other job has taken the run folder. Collective.
+
+    Raises:
+        TakenError: on every rank, which writes nothing more there.
+    """
+    said = lock.problem() if world.is_first else ""
+    said = all_gather_text(said, world.host_group)[0]
+    if said:
+        here.folder = None
+        raise lock.TakenError(said)
+
+
+def check_evaluation(folder: Path, world: World) -> None:
+    """The folder of an evaluation is not that of a run, from whose checkpoints it would go on. Collective.
+
+    Raises:
+        ValueError: it is.
+    """
+    said = str(len(steps_saved(folder / "checkpoints"))) if world.is_first else ""
+    if all_gather_text(said, world.host_group)[0] != "0":
+        raise ValueError(
+            f"{folder} holds the checkpoints of a run, and an evaluation wants a folder of its own, which is called "
+            "<run folder>-eval: give this one another --run.dir (or --run.name)"
+        )
 
 
 def check_settings(folder: Path, cfg: Config, world: World) -> list[str]:

@@ -12,7 +12,10 @@ from typing import Any
 
 import xxhash
 
-from spmdrl.checkpoint import files, room
+from spmdrl.checkpoint import files, lock, room
+from spmdrl.checkpoint.folder import still_ours
+from spmdrl.checkpoint.growth import growth_counts
+from spmdrl.checkpoint.lock import TakenError
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import lasting, settled
 from spmdrl.config.schema import Config
@@ -93,6 +96,7 @@ def save(
 
     Raises:
         DiskFullError: no room; what was there before stays.
+        TakenError: the run folder is another job's by now.
     """
     return write(root, content_of(step, models, state, mine, config=config), world, keep or files.Keep())
 
@@ -100,14 +104,16 @@ def save(
 def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
     """`save` of what `content_of` gave. Collective over the groups of `world`, which may be a twin's."""
     step, temporary = content.step, root / f".incomplete-step_{content.step}"
+    still_ours(world)
     together(lambda: _begin(root, temporary, content) if world.is_first else None, world)
     try:
         with room.told_when_full(root, step):
-            for name, model in content.writers.items():
-                model(temporary / name if name else temporary, world)
+            with growth_counts(temporary):
+                for name, model in content.writers.items():
+                    model(temporary / name if name else temporary, world)
             path = temporary / "state" / "ranks" / files.rank_name(world.rank)
             together(lambda: treefile.write(path, content.mine) if content.mine is not None else None, world)
-            hashes = read_by_all(temporary, world)
+            hashes = read_by_all(temporary, world, files.flushed_hash)
             facts = content.facts | facts_of(content.config, world)
             together(
                 lambda: files.write_manifest(temporary, step, world.size, facts, hashes) if world.is_first else None,
@@ -115,11 +121,15 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
             )
             # From the disk this time.
             wrong = verify(temporary, world)
+            still_ours(world)
             if wrong:
                 raise files.DamagedError(f"checkpoint step_{step} reads back damaged from {root}: {'; '.join(wrong)}")
             together(lambda: files.publish(temporary, root, step) if world.is_first else None, world)
-    except BaseException:
+    except BaseException as error:
         if world.is_first:
+            # In a folder that is another job's, what has that name is the other's, and the error comes of it.
+            if taken := lock.problem():
+                raise TakenError(taken) from error
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     together(lambda: files.prune(root, step, keep) if world.is_first else None, world)
@@ -159,8 +169,11 @@ def together(act: Callable[[], Any], world: World) -> None:
 # ── reading ──────────────────────────────────────────────────────────────────
 
 
-def read_by_all(folder: Path, world: World) -> dict[str, str]:
-    """Hash of every file, each read by one rank; `!` and the reason for one that cannot be read. Collective."""
+def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None = None) -> dict[str, str]:
+    """Hash of every file, each read by one rank; `!` and the reason for one that cannot be read. Collective.
+
+    read: gives the hash of a file; `files.file_hash` if not said. Whoever read a file before reads it again.
+    """
     listed = ""
     if world.is_first:
         try:
@@ -173,7 +186,7 @@ def read_by_all(folder: Path, world: World) -> dict[str, str]:
     mine = {}
     for name in names:
         try:
-            mine[name] = files.file_hash(folder / name)
+            mine[name] = (read or files.file_hash)(folder / name)
         except OSError as error:
             mine[name] = f"!{error}"
     hashes: dict[str, str] = {}

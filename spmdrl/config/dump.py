@@ -11,17 +11,21 @@ from spmdrl.config.fields import get, leaves
 REDACTED = "<redacted>"
 # Whole words of a name, so that max_new_tokens is not a secret.
 _SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|credential|credentials|key|apikey)$", re.IGNORECASE)
-# Hugging Face, OpenAI, GitHub, AWS, wandb (the whole value 40 hex digits), bearer headers, who logs in by a URL, and
-# what stands in its query under such a name.
+# Hugging Face, OpenAI, GitHub, GitLab, AWS, NVIDIA, Slack, Google, Groq, xAI, wandb (the whole value 40 hex digits),
+# bearer headers, who logs in by a URL, and what stands in its query under such a name.
 _SECRET_VALUE = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[A-Z0-9]{12,})\b|^[0-9a-f]{40}$"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|A[KS]IA[A-Z0-9]{12,}|nvapi-[\w-]{16,}|xox[abcdeprs]-[\w-]{10,}|xapp-[\w-]{10,}|AIza[\w-]{30,}|gsk_[A-Za-z0-9]{16,}"
+    r"|xai-[A-Za-z0-9]{16,})\b|^[0-9a-f]{40}$"
     r"|(?i:bearer\s+[\w.~+/-]{8,})|(?<=://)[^/\s@]+(?=@)"
 )
 _SECRET_QUERY = re.compile(
     r"([?&;][\w.-]*(?:token|secret|password|passwd|credential|key|signature|sig|auth)[\w.-]*=)[^&;\s'\"]+",
     re.IGNORECASE,
 )
-_SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|SECRET)KEY|(^|_)KEY(_ID)?|(^|_)PAT)$", re.IGNORECASE
+)
 LEAST = 8
 """Letters of a variable's value that is looked for in text; shorter ones are words."""
 

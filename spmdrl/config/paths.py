@@ -1,11 +1,24 @@
 """Where a run may write: inside its folder, links followed."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from spmdrl.config.schema import Config
 
-WRITTEN = ("config.yaml", "metrics.jsonl", "samples.jsonl", "logs", "checkpoints", "spikes", "tensorboard", "wandb")
-"""What a run writes at the top of its folder."""
+FOLDERS = ("logs", "checkpoints", "spikes", "flight", "tensorboard", "wandb")
+WRITTEN = (
+    *FOLDERS,
+    ".lock",
+    "PREEMPTED",
+    "config.yaml",
+    ".config.yaml.part",
+    "metrics.jsonl",
+    "samples.jsonl",
+    # `.part` while it is cut, `.old`, `.old-1`, ... for what an older run left.
+    "metrics.jsonl.*",
+    "samples.jsonl.*",
+)
+"""What a run writes at the top of its folder; `*` stands for any letters."""
 
 
 def run_folder(cfg: Config) -> Path:
@@ -37,9 +50,15 @@ def check_run_folder(folder: Path) -> None:
     Raises:
         ValueError: naming the link.
     """
-    for name in WRITTEN:
-        inside(folder, name)
-    for part in ("checkpoints", "logs", "spikes"):
-        for place in (folder / part).iterdir() if (folder / part).is_dir() else ():
-            if place.name not in ("latest", ".latest"):
-                inside(folder, part, place.name)
+    written = [place for place in _listed(folder) if any(fnmatchcase(place.name, name) for name in WRITTEN)]
+    for name in FOLDERS:
+        written += _listed(folder / name)
+    for place in _listed(folder / "spikes"):
+        written += _listed(place)
+    for place in written:
+        if place not in (folder / "checkpoints" / "latest", folder / "checkpoints" / ".latest"):
+            inside(folder, place.relative_to(folder).as_posix())
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -42,8 +42,8 @@ class RunConfig:
     lockstep_debug: bool = False
     """Compare (call site, op, shape) of every collective across ranks before it runs: slow, but names the rank."""
     fresh: bool = False
-    """Start over in a run folder that is there: it moves to `<dir>.old-1`, `.old-2`, ... A restart by torchrun or SLURM
-    goes on instead."""
+    """Start over in a run folder that is there: it moves to `<dir>.old-1`, `.old-2`, ... Once for a job: what
+    torchrun or SLURM starts again goes on."""
     allow_changes: bool = False
     """Go on in a run folder that was begun with settings which change the answer; without it they are refused."""
     spike_factor: float = 20.0

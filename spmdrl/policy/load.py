@@ -283,7 +283,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         raise ValueError(f"the tokenizer in {folder} has no end token: set eos_token in its tokenizer_config.json")
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float):
-        raise ValueError(f"{folder}: its tokenizer_config.json has model_max_length {longest!r}, which must be a number")
+        raise ValueError(f"{folder}: its tokenizer_config.json has model_max_length {longest!r}: write a number")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,8 +50,8 @@ class Grader(Protocol):
         """Results since the last call, without waiting. Raises RewardError."""
         ...
 
-    def drain(self) -> list[tuple[object, Reward]]:
-        """Wait for all that was submitted; results since the last call. Raises RewardError."""
+    def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
+        """Wait for all that was submitted, or until `stop()`; results since the last call. Raises RewardError."""
         ...
 
     def close(self) -> None:

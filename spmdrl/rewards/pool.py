@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
@@ -111,9 +112,9 @@ class Pool:
         done, self._done = self._done, []
         return done
 
-    def drain(self) -> list[tuple[object, Reward]]:
-        """Wait for all that was submitted; results since the last call."""
-        while self._items:
+    def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
+        """Wait for all that was submitted, or until `stop()`, asked once a second; results since the last call."""
+        while self._items and not (stop and stop()):
             self._turn(wait=True)
         done, self._done = self._done, []
         return done

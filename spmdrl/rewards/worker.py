@@ -96,7 +96,9 @@ def main() -> None:
     _die_with(int(sys.argv[1]))
     # A cluster's notice to all processes of a job is the ranks' to follow. A handler, as children of user code would
     # inherit a signal that is ignored.
-    signal.signal(signal.SIGUSR1, lambda *_: None)
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    # A child that user code forks ends when it is told to.
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, old) for number, old in before.items()])
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)

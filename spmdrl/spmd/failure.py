@@ -1,13 +1,10 @@
 """One rank down, all down, quickly and by name (law 6)."""
 
-import errno
 import json
 import logging
 import os
-import re
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,132 +12,21 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from spmdrl.config.dump import redact_text
 from spmdrl.spmd import flight
-from spmdrl.spmd.heartbeat import Heart
+from spmdrl.spmd.heartbeat import Heart, hearts
 from spmdrl.spmd.here import here, place
 from spmdrl.spmd.preempt import Request, listen, preemption
-from spmdrl.spmd.storage import out_of_memory
+from spmdrl.spmd.words import USER_MISTAKES, briefly, last_words, lost_peer, lost_steps, resume, told
 
 log = logging.getLogger("spmdrl")
-T = TypeVar("T")
-
-USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors whose message says what to change; their traceback goes to the log file only."""
-LONGEST = 1500
-"""Letters of a cause in the last line."""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 speaking = threading.Event()
 """This rank is ending."""
 ending = threading.Lock()
 """One thread ends it."""
-hearts: list[Heart] = []
-"""The heartbeat of this process, once it runs."""
-
-
-# ── what an error means ──────────────────────────────────────────────────────
-
-
-def lost_peer(error: BaseException) -> bool:
-    """A collective broke because another rank is gone, or the store with it."""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Failed to recv")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def timed_out(error: BaseException) -> bool:
-    """A collective waited for a rank longer than `--run.timeout`: gloo's words, NCCL's, the store's."""
-    words = ("Timed out waiting", "Application timeout caused", "collective operation timeout", "wait timeout after")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def disk_full(error: BaseException) -> bool:
-    """A write found no room; also where a library passes on only the words."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, OSError) and chain.errno in DISK_FULL:
-            return True
-        if any(words in str(chain) for words in ("No space left on device", "Disk quota exceeded", "File too large")):
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
-
-
-def advice(error: BaseException) -> str:
-    """What to do about an error; empty where its own message says it, as those of this program do."""
-    if timed_out(error):
-        missing = hearts[0].missing() if hearts else ""
-        record = f"`python -m spmdrl.flight {here.folder}` compares the last collectives of all ranks, "
-        missing = missing or "another rank did not come, and it is not known where it is"
-        return (
-            f"{missing}; {record if here.folder else ''}"
-            "--run.lockstep-debug names the line that differs, and a higher --run.timeout helps if one was slow only"
-        )
-    if lost_peer(error):
-        said = (hearts[0].lost() or hearts[0].missing()) if hearts else ""
-        return f"another rank ended{f': {said}' if said else ''}; its own log or torchrun says why. {_resume()}"
-    if type(error).__module__.startswith("spmdrl") or _raised_by_us(error):
-        return ""
-    if disk_full(error):
-        return (
-            f"make room on the disk of {here.folder or 'the run folder'} (--checkpoint.keep keeps fewer), or choose "
-            f"another --run.dir. {_resume()}"
-        )
-    if out_of_memory(error):
-        return f"{_less_memory(here.name)}. {_resume()}"
-    log_file = f"{here.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if here.folder else "the log"
-    return f"its traceback stands in {log_file}. {_resume()}"
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    """A mistake that this program found, and not a library or a user's function."""
-    found = isinstance(error, USER_MISTAKES) and traceback.extract_tb(error.__traceback__)
-    return bool(found) and str(Path(__file__).parents[1]) in found[-1].filename
-
-
-def _less_memory(phase: str) -> str:
-    if phase in ("rollout", "push", "wake", "eval"):
-        return "lower --rollout.max-sequences or --rollout.kv-cache-gib, or set --policy.offload"
-    if phase == "reward":
-        return "lower --reward.workers, or what the reward function holds"
-    if phase == "start":
-        return "take more ranks (--parallel.dp-shard), or --model.dtype bfloat16"
-    return "lower --policy.max-tokens-per-microbatch, or set --policy.activation-checkpointing"
-
-
-def _resume() -> str:
-    saved = 0
-    with suppress(Exception):
-        saved = here.saved()
-    if saved:
-        return f"The same command resumes from step {saved}"
-    return "No checkpoint is there yet (--checkpoint.every)" if here.step else "Nothing was learnt yet"
-
-
-def last_words(error: BaseException) -> str:
-    """The one line that a failed job ends with."""
-    text = str(error)
-    if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
-        # C++ adds where in its sources it was, and frames.
-        text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
-    text = one_line(text)[:LONGEST]
-    what = advice(error)
-    return told(f"failed in phase {here.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")
-
-
-def told(what: str) -> str:
-    """A last line of this rank."""
-    return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
-
-
-def one_line(text: str) -> str:
-    """Lines joined by a bar: what follows a line break would not be in the last line."""
-    return " | ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 # ── who speaks, and the end ──────────────────────────────────────────────────
@@ -164,18 +50,22 @@ def tell_torchrun(message: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": extra}}, f)
 
 
-def _briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
-    """What `work` gives, or `otherwise` where it fails or takes longer: a rank that ends waits for nothing."""
-    done: list[T] = []
+def _note(level: int, message: str) -> None:
+    """Last words into this rank's log file."""
+    briefly(lambda: log.log(level, message.removeprefix("spmdrl: "), extra={"file_only": True}), None, 1.0)
 
-    def run() -> None:
-        with suppress(Exception):
-            done.append(work())
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return done[0] if done else otherwise
+def _speak(message: str, error: BaseException | None) -> None:
+    """The last line, to where people look, even if it is not to be had in the way it should."""
+
+    def say() -> bool:
+        if error is not None and not isinstance(error, USER_MISTAKES):
+            print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        print(message, file=sys.stderr, flush=True)
+        return True
+
+    if not briefly(say, False):
+        briefly(lambda: os.write(2, f"{message}\n".encode()), 0, 1.0)
 
 
 def _leave(
@@ -189,24 +79,23 @@ def _leave(
     speaking.set()
     if not ending.acquire(blocking=False):
         time.sleep(60)
-    others = _briefly(hearts[0].beats, {}) if hearts else {}
+    others = briefly(hearts[0].beats, {}) if hearts else {}
     # At once without the lines, as those may take longer than there is.
-    _briefly(lambda: flight.write(message, others, error, frames=False), None)
-    _briefly(before_exit, None)
-    first = _briefly(lambda: first_to_fail(speak), True)
+    written = briefly(lambda: flight.write(message, others, error, frames=False) or True, False)
+    briefly(before_exit, None)
+    first = briefly(lambda: first_to_fail(speak), True)
     if first:
-        if error is not None and not isinstance(error, USER_MISTAKES):
-            print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        print(message, file=sys.stderr, flush=True)
+        _speak(message, error)
         if code not in (0, 143):
-            tell_torchrun(message)
-    _briefly(lambda: flight.write(message, others, error), None, 2.5)
+            briefly(lambda: tell_torchrun(message), None)
+    if written:
+        briefly(lambda: flight.write(message, others, error), None, 2.5)
     if code == 1 and not first:
         # torchrun names the rank that leaves first as the root cause: let it be the one that failed first.
         time.sleep(1)
     if hearts and code:
-        _briefly(hearts[0].end_stuck_siblings, None)
-    sys.stdout.flush()
+        briefly(hearts[0].end_stuck_siblings, None)
+    briefly(sys.stdout.flush, None, 1.0)
     os._exit(code)
 
 
@@ -222,30 +111,31 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
         return
     name = signal.Signals(number).name
     heart = hearts[0] if hearts else None
-    preemption.own += 1
-    lost = _briefly(heart.lost, "") if heart and "TORCHELASTIC_RUN_ID" in os.environ else ""
-    others_failed = bool(heart) and not lost and _briefly(lambda: heart.plain.add("failed", 0) > 0, True)
+    again = preemption.again(number)
+    lost = briefly(heart.lost, "") if heart and "TORCHELASTIC_RUN_ID" in os.environ else ""
+    others_failed = bool(heart) and not lost and briefly(lambda: heart.plain.add("failed", 0) > 0, True)
     if number == signal.SIGTERM and (lost or others_failed):
         why = "another rank is lost (torchrun names it below; a SIGKILL is often the system's, out of memory)"
         if lost == "torchrun is gone":
             why = "torchrun, which started it, is gone"
-        message, code = told(f"was ended by {name} in phase {here.name}: {why}. {_resume()}"), 143
-    elif preemption.own > 1:
-        message = told(f"was ended by a second signal, {name}, in phase {here.name}. {_resume()}")
+        message, code = told(f"was ended by {name} in phase {here.name}: {why}. {resume()}"), 143
+    elif again:
+        message = told(f"was ended by a second signal, {name}, in phase {here.name}. {resume()}")
         code = 128 + number
     elif heart is None or not here.step:
         message = told(
             f"was ended by {name} in phase {here.name}: another rank is lost (torchrun names it below), or the job was "
-            f"cancelled. {_resume()}"
+            f"cancelled. {resume()}"
         )
         code = 128 + number
     else:
         request = preemption.asked(number)
         heart.ask_all(request)
         preemption.heed(request)
-        log.info("%s: this step is finished or abandoned within %.0f s, and saved", name, request.grace)
+        what = f"{name}: this step is finished or abandoned within {request.grace:.0f} s, and saved"
+        briefly(lambda: log.info(what), None, 1.0)
         return
-    log.error(message.removeprefix("spmdrl: "), extra={"file_only": True})
+    _note(logging.ERROR, message)
     _leave(message, code, before_exit)
 
 
@@ -256,12 +146,11 @@ def _too_late(before_exit: Callable[[], None]) -> None:
         return
     message = told(
         f"left in phase {here.name} of step {here.step}: not done {request.grace:.0f} s after {request} "
-        f"(--run.grace), so this step is lost. {_resume()}"
+        f"(--run.grace), so {lost_steps()}. {resume()}"
     )
-    log.warning(message.removeprefix("spmdrl: "), extra={"file_only": True})
+    _note(logging.WARNING, message)
     if os.environ.get("RANK", "0") == "0":
-        with suppress(Exception):
-            mark(request, here.saved())
+        briefly(lambda: mark(request, here.saved()), None)
     _leave(message, 0, before_exit, "late")
 
 
@@ -287,13 +176,13 @@ def _stands_still(idle: float, before_exit: Callable[[], None]) -> None:
     """A thread saw no progress of the main one for longer than `--run.timeout`."""
     if speaking.is_set():
         return
-    waiting = _briefly(hearts[0].missing, "") if hearts and hearts[0].size > 1 else ""
+    waiting = briefly(hearts[0].missing, "") if hearts and hearts[0].size > 1 else ""
     message = told(
         f"failed in phase {here.name}: TimeoutError: no progress for {idle:.0f} s at {place()}"
         f"{f' ({waiting})' if waiting else ''}; its stack stands in {here.folder}/flight; raise --run.timeout if that "
-        f"takes so long. {_resume()}"
+        f"takes so long. {resume()}"
     )
-    log.error(message.removeprefix("spmdrl: "), extra={"file_only": True})
+    _note(logging.ERROR, message)
     _leave(message, 1, before_exit)
 
 
@@ -342,8 +231,8 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
         yield
         give_back()
     except KeyboardInterrupt:
-        before_exit()
-        sys.stdout.flush()
+        briefly(before_exit, None)
+        briefly(sys.stdout.flush, None)
         os._exit(130)
     except SystemExit:
         give_back()
@@ -351,7 +240,7 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
     except BaseException as error:
         message = last_words(error)
         # Every rank keeps its own story; the console gets one.
-        log.error("%s\n%s", message.removeprefix("spmdrl: "), traceback.format_exc(), extra={"file_only": True})
+        _note(logging.ERROR, f"{message}\n{traceback.format_exc()}")
         if lost_peer(error) or speaking.is_set():
             # The cause stands elsewhere. Where torchrun saw it, SIGTERM is on its way, and that has the last word; a
             # rank that left before that would be named as the root cause.

@@ -10,6 +10,8 @@ import signal
 import socket
 import threading
 import time
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,6 +28,11 @@ EVERY = 1.0
 """Seconds between two beats."""
 WARM = 30
 """Beats after the first step began at which the flight record is prepared."""
+RETRY = 5.0
+"""Seconds after an answer of the store that did not come until it is asked again; twice as many after each more."""
+LONGEST_PAUSE = 60.0
+REMEMBERED = 4096
+"""Own beats by which those of others are timed."""
 STALE = 6.0
 """Seconds without a beat after which a rank is not heard of."""
 SHOWN = 4
@@ -90,7 +97,11 @@ class Heart(threading.Thread):
                 mine.set_timeout(timedelta(seconds=5))
         self.rank, self.size, self.timeout, self.stuck = rank, size, timeout, stuck
         self.me = identity()
-        self.deaf = False
+        self.failures = 0
+        """Times in a row that the store did not answer."""
+        self.again_at = 0.0
+        self.seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        """The count of all beats after each own one, and time.monotonic() of it: a clock that all machines share."""
         self.siblings: dict[int, Identity] = {}
         self.ended = threading.Event()
         self.store.set(f"who/{rank}", json.dumps(asdict(self.me)))
@@ -98,19 +109,14 @@ class Heart(threading.Thread):
     def run(self) -> None:
         """Until the process ends or `ended` is set."""
         clock = Clock(3 * EVERY)
-        since, before, beats = time.time(), "", 0
+        since, before, beats = time.monotonic(), "", 0
         while not self.ended.is_set():
             where = place()
             idle = clock.look()
             if where != before:
-                since, before = time.time(), where
-            if not self.deaf:
-                try:
-                    self._tell(where, since)
-                    self._hear()
-                except Exception:
-                    # The store is gone, and with it all that could be told; the watch goes on.
-                    self.deaf = True
+                since, before = time.monotonic(), where
+            if time.monotonic() >= self.again_at:
+                self._beat(where, since)
             beats += here.step > 0
             if beats == WARM:
                 flight.warm()
@@ -118,9 +124,27 @@ class Heart(threading.Thread):
                 self.stuck(idle)
             self.ended.wait(EVERY)
 
+    @property
+    def deaf(self) -> bool:
+        """The store did not answer when it was last asked."""
+        return self.failures > 0
+
+    def _beat(self, where: str, since: float) -> None:
+        """Tell and hear. A store that did not answer is asked again after a while; the watch goes on without it."""
+        try:
+            self._tell(where, since)
+            self._hear()
+            self.failures = 0
+        except Exception:
+            self.failures += 1
+            self.again_at = time.monotonic() + min(RETRY * 2 ** (self.failures - 1), LONGEST_PAUSE)
+
     def _tell(self, where: str, since: float) -> None:
-        beat = {"time": time.time(), "phase": here.name, "step": here.step, "place": where, "since": since}
-        self.store.set(f"at/{self.rank}", json.dumps(beat))
+        now = time.monotonic()
+        count = self.store.add("beats", 1)
+        self.seen.append((count, now))
+        beat = {"time": time.time(), "phase": here.name, "step": here.step, "place": where}
+        self.store.set(f"at/{self.rank}", json.dumps(beat | {"count": count, "stood": now - since}))
 
     def _hear(self) -> None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -155,24 +179,31 @@ class Heart(threading.Thread):
             return dict(enumerate(map(json.loads, self.asking.multi_get(keys))))
         return {}
 
+    def age(self, beat: dict) -> float:
+        """Seconds since a beat of any rank, by this rank's clock: clocks of two machines may differ by more."""
+        at = bisect_left(seen := list(self.seen), (beat["count"], 0.0))
+        # One that came after the last own one is of this moment.
+        return time.monotonic() - seen[at][1] if at < len(seen) else 0.0
+
     def missing(self) -> str:
         """Who a collective of this rank waits for, in words; empty where nobody stands out."""
-        said, now = [], time.time()
+        said = []
         mine = place()
         for rank, beat in self.beats().items():
             stopped = rank in self.siblings and state_of(self.siblings[rank]) in ("T", "t")
             if rank == self.rank:
                 continue
-            if stopped or now - beat["time"] > STALE:
+            age = self.age(beat)
+            if stopped or age > STALE:
                 why = "its process is stopped" if stopped else "its process or its machine is stopped or gone"
                 said.append(
-                    f"rank {rank} has not been heard of for {now - beat['time']:.0f} s, since phase {beat['phase']} at "
+                    f"rank {rank} has not been heard of for {age:.0f} s, since phase {beat['phase']} at "
                     f"{beat['place']} ({why})"
                 )
             elif beat["place"] != mine:
                 said.append(
                     f"rank {rank} is in phase {beat['phase']} of step {beat['step']} at {beat['place']} for "
-                    f"{now - beat['since']:.0f} s"
+                    f"{age + beat['stood']:.0f} s"
                 )
         more = f" and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
         return ", ".join(said[:SHOWN]) + more
@@ -185,7 +216,11 @@ class Heart(threading.Thread):
         beats = self.beats() if self.siblings and not self.deaf else {}
         for rank, who in self.siblings.items():
             state = state_of(who)
-            silent = rank in beats and time.time() - beats[rank]["time"] > STALE
+            silent = rank in beats and self.age(beats[rank]) > STALE
             if state and (state in ("T", "t") or silent):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(who.pid, signal.SIGKILL)
+
+
+hearts: list[Heart] = []
+"""The heartbeat of this process, once it runs."""

@@ -20,6 +20,7 @@ _QUIET = ("/torch/", "/spmdrl/spmd/", "/site-packages/", "/spmdrl/tracking/metri
 _STANDARD = sysconfig.get_path("stdlib").replace("\\", "/") + "/"
 _OWN = ("spmdrl/spmd/here.py", "spmdrl/spmd/flight.py")
 _DEBUGGERS = ("pdb.py", "bdb.py")
+_MAIN = threading.main_thread().ident
 
 
 @dataclass
@@ -29,8 +30,12 @@ class Here:
     phase: Callable[[], str] = lambda: ""
     step: int = 0
     """The step in course, counted from 1; 0 before the first."""
+    done: int = 0
+    """Steps that are in the weights and came to their end."""
     count: int = 0
-    """Goes up with every sign of life."""
+    """Goes up with every sign of life of the main thread."""
+    beside: int = 0
+    """Goes up with those of other threads: who waits for one passes them on."""
     folder: Path | None = None
     """The run folder."""
     saved: Callable[[], int] = lambda: 0
@@ -48,8 +53,11 @@ here = Here()
 
 
 def alive() -> None:
-    """A sign of life of the main thread: 0.1 µs."""
-    here.count += 1
+    """A sign of life of this thread: 0.1 µs."""
+    if threading.get_ident() == _MAIN:
+        here.count += 1
+    else:
+        here.beside += 1
 
 
 def _frames() -> Iterator[FrameType]:

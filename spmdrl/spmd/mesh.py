@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.config.schema import ParallelConfig
+from spmdrl.spmd.joining import own_names
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Axes of the training mesh, outermost first. `sp` is what divides a pack's tokens: Ulysses, or context parallelism.
@@ -224,12 +225,15 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
         if os.environ["WORLD_SIZE"] == "1":
             # Port 0 lets the system choose, so that two single-process runs never meet.
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=wait)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, _, size = next(dist.rendezvous("env://", timeout=max(later, JOIN)))
+            store = own_names(store, rank, size, max(later, JOIN))
         backend = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
             store=store,
             rank=rank if store else -1,
-            world_size=1 if store else -1,
+            world_size=int(os.environ["WORLD_SIZE"]) if store else -1,
             # Ranks begin at different times: a machine's first start may take a minute.
             timeout=max(later, JOIN),
             device_id=where if where.type == "cuda" else None,

@@ -18,6 +18,8 @@ AGENT_WAITS = 25.0
 """Seconds after a SIGTERM under torchrun, which sends SIGKILL after 30."""
 SAMPLING = 0.5
 """Share of the grace that a step may go on to sample; the rest is for the save."""
+ECHO = 3.0
+"""Seconds in which a second SIGTERM under torchrun is torchrun's own: what ends a job may signal all its processes."""
 
 
 class PreemptedError(Exception):
@@ -30,7 +32,7 @@ class PreemptedError(Exception):
 
 
 class AbandonedError(Exception):
-    """All ranks that sample agreed to stop sampling."""
+    """All ranks that sample agreed to stop sampling and grading."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,9 @@ class Request:
     rank: int
     """That was told."""
     at: float
-    """time.time() of the signal."""
+    """time.time() of the signal, by that rank's clock: to be told, not to be compared with another machine's."""
     grace: float
-    """Seconds from then on until the job must be gone."""
-
-    @property
-    def until(self) -> float:
-        """time.time() at which it must be gone."""
-        return self.at + self.grace
-
-    @property
-    def sampling_until(self) -> float:
-        """time.time() at which a step that still samples is abandoned."""
-        return self.at + SAMPLING * self.grace
+    """Seconds until the job must be gone, which every rank counts from when it heard."""
 
     def __str__(self) -> str:
         return f"{self.signal} at rank {self.rank}"
@@ -65,11 +57,28 @@ class Preemption:
     def __init__(self) -> None:
         """Nothing heard."""
         self.request: Request | None = None
-        self.own = 0
-        """Signals that came to this process itself."""
+        self.heard = 0.0
+        """time.monotonic() when this rank heard of it."""
+        self.own: list[tuple[int, float]] = []
+        """Signals that came to this process itself, and time.monotonic() when."""
         self.grace = 60.0
         self.late: Callable[[], None] = lambda: None
         """Called by a thread when time is up."""
+
+    def again(self, number: int) -> bool:
+        """Take note of a signal to this process; True where it is one too many, which ends the job at once.
+
+        Under torchrun two SIGTERM within `ECHO` are one: who signals all processes of a job (the time limit of SLURM,
+        systemd) reaches a rank himself and by way of torchrun.
+        """
+        self.own.append((number, time.monotonic()))
+        echo = (
+            len(self.own) == 2
+            and all(one == signal.SIGTERM for one, _ in self.own)
+            and "TORCHELASTIC_RUN_ID" in os.environ
+            and self.own[1][1] - self.own[0][1] < ECHO
+        )
+        return len(self.own) > 1 and not echo
 
     def asked(self, number: int) -> Request:
         """The request that a signal to this process makes."""
@@ -81,8 +90,8 @@ class Preemption:
         """Take up the first request; False for a further one."""
         if self.request is not None:
             return False
-        self.request = request
-        timer = threading.Timer(max(0.0, request.until - time.time()), lambda: self.late())
+        self.request, self.heard = request, time.monotonic()
+        timer = threading.Timer(request.grace, lambda: self.late())
         timer.daemon = True
         timer.start()
         return True
@@ -95,7 +104,7 @@ class Preemption:
     @property
     def sampling_over(self) -> bool:
         """And for so long that sampling should stop."""
-        return self.request is not None and time.time() > self.request.sampling_until
+        return self.request is not None and time.monotonic() > self.heard + SAMPLING * self.request.grace
 
 
 preemption = Preemption()

@@ -26,7 +26,7 @@ class Tracker(Protocol):
 def cut_lines(path: Path, resume_step: int) -> list[str]:
     """Keep the lines of a JSONL file whose `step` is before resume_step, and return them.
 
-    A file of which nothing stays is set aside as `<name>.old`.
+    A file of which nothing stays is set aside as `<name>.old`, or `.old-1`, `.old-2`, ... where that name is taken.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -36,13 +36,22 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
         except (ValueError, KeyError, TypeError):
             continue  # a line cut short by a kill
     if not kept:
-        os.replace(path, f"{path}.old")
+        os.replace(path, _free_name(path))
         return kept
     # Beside it and then over it: a kill in between leaves the old file, not half of it.
     part = Path(f"{path}.part")
     part.write_text("".join(kept), encoding="utf-8")
     os.replace(part, path)
     return kept
+
+
+def _free_name(path: Path) -> str:
+    """Numbers that were set aside before stay."""
+    taken, name = 0, f"{path}.old"
+    while os.path.lexists(name):
+        taken += 1
+        name = f"{path}.old-{taken}"
+    return name
 
 
 class JsonlTracker:
@@ -58,7 +67,8 @@ class JsonlTracker:
         Args:
             path: the file; folders are made.
             resume_step: first step that will be logged. Lines from that step on are dropped, with a line that a killed
-                job left unfinished. A file of which nothing would be kept is an older run's: it moves to `<path>.old`.
+                job left unfinished. A file of which nothing would be kept is an older run's: it moves to `<path>.old`
+                (or `.old-1`, ... where that is taken).
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)

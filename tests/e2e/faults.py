@@ -6,12 +6,14 @@ job with a fault is run and judged.
 """
 
 import json
+import logging
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv
@@ -51,6 +53,13 @@ def hang() -> None:
     time.sleep(3600)
 
 
+def write_hangs() -> None:
+    """As in a write to a file system that hangs: the log's lock is held, and never given back."""
+    for handler in logging.getLogger("spmdrl").handlers:
+        handler.acquire()
+    time.sleep(3600)
+
+
 def busy() -> None:
     """A call that never returns and holds Python's lock: no thread of this process runs."""
     import ctypes
@@ -58,8 +67,8 @@ def busy() -> None:
     ctypes.PyDLL(None).sleep(3600)
 
 
-worlds: list = []
-"""Of this rank, once its run is being built."""
+groups: list = []
+"""A group of all ranks that nobody else uses, once the run is being built."""
 
 
 def stay_away() -> None:
@@ -67,7 +76,7 @@ def stay_away() -> None:
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.zeros(3), group=worlds[0].host_group)
+    dist.all_reduce(torch.zeros(3), group=groups[0])
 
 
 def mismatch() -> None:
@@ -149,6 +158,7 @@ FAULTS = {
     "SIGKILL": Fault(kill, ("another rank is lost", "SIGTERM"), rank=OTHER, silent=True),
     "SIGSTOP": Fault(stop, ("rank 1 has not been heard of", "its process is stopped"), True, OTHER, silent=True),
     "hang": Fault(hang, ("faults.py",), True, "[01]"),
+    "write that hangs": Fault(write_hangs, ("faults.py",), True, "[01]"),
     "hang without threads": Fault(busy, ("rank 1 has not been heard of",), True, OTHER, silent=True),
     "hang in a collective": Fault(
         # Whoever's time is up first names where the other one is.
@@ -157,13 +167,17 @@ FAULTS = {
         True,
         "[01]",
     ),
-    "mismatched collective": Fault(mismatch, (), rank="[01]", phases=("update",), silent=True),
+    "mismatched collective": Fault(
+        mismatch, ("another rank is lost or another rank ended",), rank="[01]", phases=("update",), silent=True
+    ),
     "hang in a reward": Fault(
         reward_hangs, ("RewardError", "--reward.timeout"), True, "[01]", phases=("rollout",), reward=REWARD
     ),
     "engine death": Fault(engine_dies, ("RuntimeError: the engine's memory is gone",), phases=("rollout",)),
     "disk full": Fault(fill_disk, ("OSError: [Errno 28]", "make room on the disk")),
-    "out of memory": Fault(take_memory, ("can't allocate memory or no room for training", "--policy.")),
+    "out of memory": Fault(
+        take_memory, ("can't allocate memory or no room for training or no room for sampling", "--policy.")
+    ),
     "NaN gradient": Fault(
         poison, ("NonFiniteError", "--optimizer.lr"), rank="[01]", everywhere=True, phases=("update",)
     ),
@@ -236,6 +250,8 @@ def run_fault(fault: str, phase: str, folder: Path, flags: list | None = None, s
 
 def plant(plan: dict) -> None:
     """Wrap what every phase passes through."""
+    import torch.distributed as dist
+
     from spmdrl.run import Run
     from spmdrl.spmd.here import here
     from spmdrl.tracking.metrics import Timer
@@ -261,7 +277,8 @@ def plant(plan: dict) -> None:
 
     def noted(self, text: str) -> None:
         note(self, text)
-        worlds[:] = [self.world]
+        if not groups:
+            groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT)))
         happen("start", 0)
 
     Timer._enter, Run.note = entered, noted  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def test_restart_by_torchrun_goes_on_from_the_last_step(record, root, tmp_path):
         ranks=2,
         module="tests.e2e.kills",
         launch=("--max-restarts", "1"),
-        env={VARIABLE: json.dumps(kill), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        env={VARIABLE: json.dumps(kill)},
     )
     assert (tmp_path / "note").exists(), "it was killed"
     said = [line for line in ended.out if line.startswith("resumed from")]

@@ -16,6 +16,18 @@ FLAGS = argv(
 )
 LONG = argv("--rollout.prompts_per_step 20000 --rollout.max_sequences 16 --rollout.max_new_tokens 60 --run.steps 2")
 """A step samples for minutes."""
+HANGS = """
+import pathlib, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    here = pathlib.Path(__file__).parent
+    rows = here / "run" / "metrics.jsonl"
+    while (here / "slow").exists() and rows.exists() and rows.read_text().count("\\n") >= 2:
+        (here / "stamp").touch()
+        time.sleep(0.1)
+    return float(solution_str == ground_truth)
+"""
+"""Does not end once two steps are done, as long as there is a file `slow`."""
 SLOW = """
 import pathlib, time
 
@@ -34,9 +46,11 @@ def said(ended) -> list[str]:
     return [line for line in ended.out if line.startswith("preempted (")]
 
 
-@pytest.mark.parametrize(("number", "target"), [(signal.SIGUSR1, "everyone"), (signal.SIGTERM, "torchrun")])
+@pytest.mark.parametrize(
+    ("number", "target"), [(signal.SIGUSR1, "everyone"), (signal.SIGTERM, "everyone"), (signal.SIGTERM, "torchrun")]
+)
 def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path):
-    """SIGUSR1 at all processes, torchrun's and graders' too; or torchrun is told to end, and tells every rank."""
+    """At all processes, torchrun's and graders' too; or torchrun is told to end. It tells every rank of a SIGTERM."""
     reward, folder = tmp_path / "reward.py", tmp_path / "run"
     reward.write_text(SLOW.format(stamp=str(tmp_path / "stamp"), seconds=0.1))
     flags = [*FLAGS, "--reward.function", reward, "--run.dir", folder]
@@ -53,16 +67,19 @@ def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path
     finally:
         job.kill()
     # torchrun itself ends with an exit code of its own where it was told to.
-    assert not ended.timed_out and not ended.left and (ended.rc == 0) == (target == "everyone"), ended.show()
+    assert not ended.timed_out and not ended.left and (ended.rc == 0) == (number == signal.SIGUSR1), ended.show()
     print(f"left {ended.ended - told:.1f} s after {number.name}")
     done, mark = metrics(folder)[-1]["step"], marker(folder)
     assert mark["step"] == done and mark["checkpoint"] == f"checkpoints/step_{done}" and mark["signal"] == number.name
     assert (folder / mark["checkpoint"] / "MANIFEST.json").is_file()
     (line,) = said(ended)
-    assert re.match(rf"preempted \({number.name} at rank \d\): step {done} was finished, which is in ", line), line
+    assert re.match(rf"preempted \({number.name} at rank \d\): step {done} was finished; step {done} is in ", line), (
+        line
+    )
     assert ended.messages == [], ended.show()
-    if target == "everyone":
+    if number == signal.SIGUSR1:
         assert "Traceback" not in ended.ours, ended.show()
+    if target == "everyone":
         resumed = succeed([*flags, "--run.steps", done + 1], 120, ranks=2)
         assert f"resumed from {folder}/checkpoints/step_{done}: step {done}" in resumed.out, resumed.show()
         assert not (folder / "PREEMPTED").exists()
@@ -85,9 +102,43 @@ def test_preemption_abandons_a_step_that_would_sample_too_long(tmp_path):
     assert 11 < ended.ended - told < 24 + 10, ended.show()
     assert metrics(folder) == [] and marker(folder)["step"] == 0 and marker(folder)["checkpoint"] == ""
     assert said(ended) == [
-        "preempted (SIGUSR1 at rank 0): step 1 was abandoned while it sampled, nothing is learnt yet; the same command "
-        "goes on from there"
+        "preempted (SIGUSR1 at rank 0): step 1 was abandoned while it sampled; nothing is learnt yet, and the same "
+        "command goes on from there"
     ], ended.show()
+
+
+@pytest.mark.parametrize(
+    ("every", "what"),
+    [(0, "step 3 was abandoned while it sampled"), (2, "the evaluation after step 2 was abandoned")],
+    ids=["step", "evaluation"],
+)
+def test_preemption_saves_what_was_learnt_before_what_is_abandoned(every, what, tmp_path):
+    """A grading that would outlast the grace is not waited for, in a step and in an evaluation."""
+    reward, slow, folder = tmp_path / "reward.py", tmp_path / "slow", tmp_path / "run"
+    reward.write_text(HANGS)
+    slow.touch()
+    flags = [*FLAGS, "--run.steps", 4, "--eval.every", every, "--eval.prompts", 8, "--run.grace", 16]
+    flags += ["--reward.function", reward, "--reward.timeout", 100, "--run.dir", folder]
+    job = Job(flags, ranks=2)
+    try:
+        job.wait_for((tmp_path / "stamp").exists, 120, "a grading that does not end")
+        told = time.time()
+        job.rank(1).send_signal(signal.SIGUSR1)
+        ended = job.wait(60)
+    finally:
+        job.kill()
+    assert not ended.timed_out and not ended.left and ended.rc == 0 and ended.messages == [], ended.show()
+    assert ended.ended - told < 16 + 10, ended.show()
+    assert said(ended) == [
+        f"preempted (SIGUSR1 at rank 1): {what}; step 2 is in {folder}/checkpoints/step_2, and the same command goes "
+        "on from there"
+    ], ended.show()
+    assert marker(folder)["step"] == 2 and len(metrics(folder)) == 2
+    slow.unlink()
+    resumed = succeed(flags, 120, ranks=2)
+    assert f"resumed from {folder}/checkpoints/step_2: step 2" in resumed.out, resumed.show()
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and ("eval/accuracy" in rows[2]) == (every > 0)
 
 
 def test_preemption_second_signal_ends_the_job_at_once(tmp_path):

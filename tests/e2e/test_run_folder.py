@@ -108,6 +108,19 @@ def test_fresh_starts_over_and_keeps_the_old_run(story, tmp_path):
     assert [row["step"] for row in metrics(folder)] == [1] and "fresh: false" in (folder / "config.yaml").read_text()
 
 
+def test_evaluate_one_checkpoint_after_the_other(story):
+    """One folder for both: an evaluation leaves its log there, and is bound to nothing that one before left."""
+    root = story["root"]
+    for step in (4, 5):
+        model = root / "plain" / "checkpoints" / f"step_{step}" / "model"
+        words = [*argv("--rollout.engine hf --eval.prompts 8 --run.dir"), root / "plain", "--model.path", model]
+        ended = succeed(words, module="spmdrl.evaluate")
+        told = json.loads(ended.out[-1])
+        assert told["model"] == str(model) and 0 <= told["eval/accuracy"] <= 1, ended.show()
+    assert (root / "plain-eval" / "logs" / "rank_0.log").exists()
+    assert not (root / "plain-eval" / "config.yaml").exists()
+
+
 @pytest.mark.parametrize("more", [[], ["--checkpoint.background"]], ids=["in the step", "beside it"])
 def test_full_disk_ends_the_job_by_name(story, tmp_path, more):
     """A limit on the size of files stands for the disk: the write of the weights fails in the middle."""

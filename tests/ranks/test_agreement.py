@@ -131,3 +131,49 @@ def test_lockstep_reader_finds_the_first_difference_and_who_is_missing(tmp_path)
 
 def test_ranks_are_shown_briefly():
     assert [shown([0, 1, 2, 3]), shown([4]), shown([0, 1]), shown([0, 2, 4])] == ["0-3", "4", "0, 1", "0, 2, 4"]
+
+
+def test_lockstep_reader_tells_of_any_malformed_record_in_one_message(tmp_path):
+    """Each part left out, and each of another kind."""
+    (tmp_path / "flight").mkdir()
+    path = tmp_path / "flight" / "rank_00000.json"
+    whole = record(0, g=[(7, "all_reduce", [[4]], "a.py:1")])
+    whole["others"] = {"1": {"phase": "update", "step": 3, "place": "a.py:1", "time": 1.0, "count": 4}}
+    path.write_text(json.dumps(whole))
+    assert reader.read(tmp_path) == [whole] and reader.report(tmp_path)
+    tried = 0
+    for way in ways(whole):
+        if way[-1] in ("sizes", "count"):
+            continue  # shown as it is
+        for change in ("left out", None, [3], {"3": 4}, "text", 3):
+            changed = json.loads(json.dumps(whole))
+            place = changed
+            for key in way[:-1]:
+                place = place[key]
+            if change == "left out":
+                del place[way[-1]]
+            elif type(change) is type(place[way[-1]]) or (change == 3 and way[-1] == "time"):
+                continue
+            else:
+                place[way[-1]] = change
+            path.write_text(json.dumps(changed))
+            tried += 1
+            if change == "left out" and (isinstance(way[-1], int) or way[-1] in ("1", "g")):
+                reader.report(tmp_path)  # one entry less
+                continue
+            with pytest.raises(ValueError, match="rank_00000.json is no flight record: .*remove it"):
+                reader.report(tmp_path)
+    assert tried > 80
+    for text in ("", "[]", "3", "null", "\x00", "[" * 100000, '{"job": NaN}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="rank_00000.json is no flight record"):
+            reader.report(tmp_path)
+
+
+def ways(value, before: tuple = ()) -> list[tuple]:
+    """The way to each part of a tree."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = []
+    for key, inner in pairs:
+        found += [(*before, key), *(ways(inner, (*before, key)) if key != "sizes" else [])]
+    return found

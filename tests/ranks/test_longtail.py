@@ -68,7 +68,7 @@ def trained(world, folder, rollout):
     run.experience = watched
     train(run)
     run.close()
-    assert run.draws == run.ahead.draws, "a resume goes on where the line is"
+    assert run.progress.draws == run.ahead.draws, "a resume goes on where the line is"
     return seen
 
 

@@ -1,7 +1,6 @@
 """A run folder goes on with the settings it was begun with; what may change is written down, setting by setting."""
 
 import dataclasses
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,25 +117,3 @@ def test_resume_the_written_config_asks_for_no_new_start(tmp_path):
     checkpoint.write_config(tmp_path, cfg)
     assert from_command_line(["--config", str(tmp_path / "config.yaml")]).config == load()
     assert (tmp_path / "config.yaml").read_text() == to_yaml(load()) and not list(tmp_path.glob(".*"))
-
-
-def test_fresh_moves_the_folder_aside_and_deletes_nothing(folder, monkeypatch):
-    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    parent = folder.parent
-    assert checkpoint.start_over(folder, False, ALONE) == "" and folder.exists()
-    for index in (1, 2):
-        folder.mkdir(exist_ok=True)
-        (folder / "mark").write_text(str(index))
-        assert checkpoint.start_over(folder, True, ALONE) == f"--run.fresh: {folder} is now {folder}.old-{index}"
-        assert not folder.exists() and (parent / f"run.old-{index}" / "mark").read_text() == str(index)
-    assert checkpoint.start_over(folder, True, ALONE) == "", "there is nothing to move"
-    folder.mkdir()
-    (folder / "mark").touch()
-    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
-        monkeypatch.setenv(name, "1")
-        assert checkpoint.start_over(folder, True, ALONE) == "" and (folder / "mark").exists()
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(PermissionError("not yours")))
-    with pytest.raises(ValueError, match="cannot be moved to .*run.old-3 .*another --run.dir"):
-        checkpoint.start_over(folder, True, ALONE)

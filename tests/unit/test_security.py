@@ -4,9 +4,12 @@ import dataclasses
 import gzip
 import json
 import logging
+import os
 import pickle
 import shutil
 import sys
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from spmdrl.config import checks
 from spmdrl.config.dump import REDACTED, redact_text, to_dict, to_yaml
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import load_or_exit
-from spmdrl.config.paths import check_run_folder, inside
+from spmdrl.config.paths import FOLDERS, WRITTEN, check_run_folder, inside
 from spmdrl.config.schema import Config, DataConfig
 from spmdrl.data import treefile
 from spmdrl.data.prompts import load_prompts
@@ -27,6 +30,7 @@ from spmdrl.policy import load
 from spmdrl.policy.vetted import vet
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
+from spmdrl.tracking.trackers import keep_wandb_id
 from tests.ranks.harness import RankError, run_ranks
 
 
@@ -296,6 +300,13 @@ SECRETS = {
     "query": ("https://host.example/x.jsonl?access_token=abc123def&v=2", "abc123def"),
     "signed": ("https://host.example/x?X-Amz-Signature=deadbeef99&v=2", "deadbeef99"),
     "hub token": ("org/hf_abcdefghijklmnopqrstuv", "hf_abcdefghijklmnopqrstuv"),
+    "nvidia": ("nvapi-abcdefghijklmnop-12_34", "nvapi-abcdefghijklmnop-12_34"),
+    "slack": ("xoxb-1234567890-abcdef", "xoxb-1234567890-abcdef"),
+    "google": ("AIzaSyA-abcdefghijklmnopqrstuvwxyz01234-", "AIzaSyA-abcdefghijklmnopqrstuvwxyz01234-"),
+    "gitlab": ("x/glpat-abcdefghijklmnop1234", "glpat-abcdefghijklmnop1234"),
+    "session key": ("ASIAABCDEFGHIJKLMNOP", "ASIAABCDEFGHIJKLMNOP"),
+    "variable of a secret key": ("a-9876sEcReT5432-b", "9876sEcReT5432"),
+    "variable of another key": ("a-5555sEcReT6666-b", "5555sEcReT6666"),
     "key": ("sk-abcdefghijklmnop1234", "sk-abcdefghijklmnop1234"),
     "variable": ("name-with-0123sEcReT4567-in-it", "0123sEcReT4567"),
 }
@@ -304,6 +315,8 @@ SECRETS = {
 @pytest.mark.parametrize("value, secret", SECRETS.values(), ids=SECRETS.keys())
 def test_secrets_reach_neither_dump_nor_banner_nor_log(tmp_path, capsys, monkeypatch, value, secret):
     monkeypatch.setenv("WANDB_API_KEY", "0123sEcReT4567")
+    monkeypatch.setenv("MINIO_SECRET_KEY", "9876sEcReT5432")
+    monkeypatch.setenv("SSH_KEY", "5555sEcReT6666")
     config = Config()
     config.data.train = config.model.path = config.run.name = value
     written = [to_yaml(config), json.dumps(to_dict(config)), redact_text(f"no data file {value!r} (--data.train)")]
@@ -324,12 +337,16 @@ def test_secrets_reach_neither_dump_nor_banner_nor_log(tmp_path, capsys, monkeyp
         assert REDACTED in text, text
 
 
-def test_text_without_secrets_stays_as_it_is():
+def test_text_without_secrets_stays_as_it_is(monkeypatch):
+    monkeypatch.setenv("MONKEY", "kl_controller")
+    monkeypatch.setenv("KEYBOARD", "kl_controller")
     for text in (
         "https://host.example/data.jsonl?limit=3&split=train",
         "--rollout.max-new-tokens 8: 512 tokens, key=3",
         "runs/demo/spikes/step_000012/rank_00000.safetensors",
         "0123456789abcdef0123456789abcdef01234567 is a commit",
+        "--algo.kl_controller adaptive",
+        "xoxo-and-so-on-and-so-on, AIza, nvapi-x",
     ):
         assert redact_text(text) == text
 
@@ -355,16 +372,68 @@ def test_names_of_runs_and_projects_are_one_folder_name(name):
         checks.check(config, 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "metrics.jsonl", "samples.jsonl", "logs", "checkpoints", "spikes", "tensorboard", "wandb"]
-)
+PLACES = [*(name.replace("*", "x") for name in WRITTEN), *(f"{name}/x" for name in FOLDERS), "spikes/step_1/x"]
+
+
+@pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("relative", [False, True])
 def test_links_out_of_the_run_folder_are_refused(tmp_path, name, relative):
     folder, outside = tmp_path / "run", tmp_path / "outside"
-    folder.mkdir()
-    (folder / name).symlink_to(Path("..", "outside") if relative else outside)
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).symlink_to(Path("..", *([".."] * name.count("/")), "outside") if relative else outside)
     with pytest.raises(ValueError, match=f"{name} leads out of the run folder.*remove that link"):
         check_run_folder(folder)
+
+
+def names_written(world, folder: str) -> list[str]:
+    """What a run that is taken up, fails and is asked to go opens, makes, replaces or removes at the top of its folder,
+    as the interpreter itself sees it.
+    """
+    from spmdrl.checkpoint import lock
+    from spmdrl.spmd import failure, flight
+    from spmdrl.spmd.here import here
+    from spmdrl.tracking.logs import setup_logging
+    from tests.ranks.demo import demo, train_demo
+
+    seen: set[str] = set()
+
+    def note(*paths) -> None:
+        for path in paths:
+            with suppress(TypeError, ValueError):
+                seen.update(Path(os.path.abspath(os.fsdecode(path))).relative_to(folder).parts[:1])
+
+    def hook(event: str, args: tuple) -> None:
+        if event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            note(args[0])
+        if event in ("os.mkdir", "os.remove", "os.truncate", "os.rename", "os.symlink", "os.link"):
+            note(*args[:2])
+
+    Path(folder).mkdir()
+    sys.addaudithook(hook)
+    checkpoint.take_folder(Path(folder), False, world)
+    here.folder = Path(folder)
+    setup_logging(folder, world.rank)
+    sections = {"run": {"steps": 1}, "eval": {"every": 0}, "checkpoint": {"every": 1}}
+    sections |= {"tracking": {"trackers": ("jsonl", "tensorboard"), "samples": 1}}
+    train_demo(world, folder, sections)
+    checkpoint.write_config(Path(folder), demo(folder, **sections))
+    # Again from the start, with numbers of the run before.
+    shutil.rmtree(Path(folder, "checkpoints"))
+    train_demo(world, folder, sections)
+    train_demo(world, folder, sections | {"run": {"steps": 2}})
+    keep_wandb_id(folder, "an id")
+    flight.write("failed")
+    failure.mark(None, 1)
+    lock.held.pop().release()
+    return sorted(seen)
+
+
+def test_all_that_a_run_writes_is_looked_at_before(tmp_path):
+    [seen] = run_ranks(names_written, 1, str(tmp_path / "run"))
+    missing = [name for name in seen if not any(fnmatchcase(name, pattern) for pattern in WRITTEN)]
+    assert missing == [], "spmdrl/config/paths.py does not know of these"
+    known = {"config.yaml", ".config.yaml.part", "metrics.jsonl.old", "metrics.jsonl.part", ".lock", "PREEMPTED"}
+    assert known | {"checkpoints", "logs", "tensorboard", "wandb", "flight"} <= set(seen), "all of it is seen"
 
 
 def test_links_inside_and_the_folder_itself_may_be_links(tmp_path):

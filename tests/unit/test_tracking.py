@@ -262,12 +262,13 @@ def test_resume_drops_the_steps_that_come_again_and_a_torn_line(tmp_path):
 
 
 def test_a_fresh_run_keeps_the_older_file_aside(tmp_path):
-    for run in (1, 2):
+    for run in (1, 2, 3, 4):
         tracker = JsonlTracker(tmp_path / "metrics.jsonl")
         tracker.log(1, {"run": run})
         tracker.close()
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "run": 2}]
-    assert lines(tmp_path / "metrics.jsonl.old") == [{"step": 1, "run": 1}]
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "run": 4}]
+    for run, end in ((1, "old"), (2, "old-1"), (3, "old-2")):
+        assert lines(tmp_path / f"metrics.jsonl.{end}") == [{"step": 1, "run": run}]
 
 
 def test_tensorboard_events_read_back(tmp_path):

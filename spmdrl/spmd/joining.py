@@ -1,0 +1,56 @@
+"""A start of all ranks gets names of its own in a store that outlives it.
+
+torchrun's agent keeps one store through all its restarts. What an earlier start wrote there (addresses of processes
+that are gone, counters) must not be found by the next one. Nothing that ranks know by themselves tells two starts
+apart: an agent counts only the restarts that its own node asked for.
+"""
+
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+EVERY = 0.02
+"""Seconds between two looks of rank 0."""
+
+
+def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.Store:
+    """The store under a prefix that no other start has. Collective over all ranks of this start.
+
+    Rank 0 makes the prefix up and gives it to whoever asks, under a name that only who asks knows, until all have it.
+    Questions of processes that are gone are answered too, which harms nobody. torchrun starts no process before all of
+    the start before have ended.
+
+    Raises:
+        RuntimeError: a rank has not come within `wait`.
+    """
+    talk, me = dist.PrefixStore("joining", store), secrets.token_hex(8)
+    if rank:
+        talk.set(f"asks/{rank}", me)
+        try:
+            talk.wait([f"answer/{me}"], wait)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank 0 did not answer within {wait.total_seconds():.0f} s of this rank's start: look at its log, and "
+                "whether every node runs the same command"
+            ) from error
+        prefix = talk.get(f"answer/{me}").decode()
+        talk.add(f"has/{prefix}", 1)
+        return dist.PrefixStore(prefix, store)
+    until, answered = time.monotonic() + wait.total_seconds(), {}
+    while talk.add(f"has/{me}", 0) < size - 1:
+        for other in range(1, size):
+            if talk.check([f"asks/{other}"]):
+                who = talk.get(f"asks/{other}").decode()
+                if answered.get(other) != who:
+                    answered[other] = who
+                    talk.set(f"answer/{who}", me)
+        if time.monotonic() > until:
+            came = f"{talk.add(f'has/{me}', 0) + 1} of {size} ranks came"
+            raise RuntimeError(
+                f"{came} within {wait.total_seconds():.0f} s: look at the logs of the others, and whether every node "
+                "runs the same command"
+            )
+        time.sleep(EVERY)
+    return dist.PrefixStore(me, store)

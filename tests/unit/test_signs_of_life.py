@@ -1,0 +1,260 @@
+"""What a rank knows of others and what it says last: heartbeats, requests to leave, a start in a store used before."""
+
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from spmdrl.checkpoint import growth
+from spmdrl.checkpoint.background import Saver
+from spmdrl.spmd import heartbeat, words
+from spmdrl.spmd.heartbeat import Heart
+from spmdrl.spmd.here import Clock, alive, here
+from spmdrl.spmd.joining import own_names
+from spmdrl.spmd.preempt import ECHO, Preemption, Request
+from spmdrl.spmd.words import lost_steps, resume
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=20))
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch):
+    for name in ("step", "done", "count", "beside", "saved"):
+        monkeypatch.setattr(here, name, getattr(here, name))
+
+
+def hearts(store, size=2) -> list[Heart]:
+    return [Heart(store, rank, size, 30.0, lambda idle: None) for rank in range(size)]
+
+
+# ── heartbeats ───────────────────────────────────────────────────────────────
+
+
+def test_heart_hears_again_after_the_store_was_slow(store, monkeypatch):
+    """One answer that does not come is no reason to be deaf for the rest of the run."""
+    (heart,) = hearts(store, 1)
+    told = heart._tell
+
+    def slow(*_):
+        raise RuntimeError("wait timeout after 5000ms")
+
+    monkeypatch.setattr(heart, "_tell", slow)
+    for times in range(1, 7):
+        heart._beat("a.py:1", 0.0)
+        pause = heart.again_at - time.monotonic()
+        assert heart.deaf and pause == pytest.approx(min(5.0 * 2 ** (times - 1), 60.0), abs=1.0)
+    monkeypatch.setattr(heart, "_tell", told)
+    heart._beat("a.py:2", 0.0)
+    assert not heart.deaf and heart.beats()[0]["place"] == "a.py:2"
+
+
+def test_heart_asks_again_by_itself(store, monkeypatch):
+    monkeypatch.setattr(heartbeat, "EVERY", 0.02)
+    monkeypatch.setattr(heartbeat, "RETRY", 0.02)
+    (heart,) = hearts(store, 1)
+    told, fails = heart._tell, [True, True]
+
+    def sometimes(*args):
+        if fails:
+            fails.pop()
+            raise RuntimeError("wait timeout after 5000ms")
+        told(*args)
+
+    monkeypatch.setattr(heart, "_tell", sometimes)
+    heart.start()
+    until = time.monotonic() + 20
+    while not heart.beats() and time.monotonic() < until:
+        time.sleep(0.02)
+    heart.ended.set()
+    heart.join(10)
+    assert not fails and heart.beats()[0]["count"] >= 1
+
+
+@pytest.mark.parametrize("skew", [-3600.0, 3600.0])
+def test_heart_times_others_by_no_clock_of_theirs(store, monkeypatch, skew):
+    """Clocks of two machines differ by an hour: nobody is missing who beats, and somebody is who does not."""
+    monkeypatch.setattr(heartbeat, "STALE", 0.5)
+    mine, other = hearts(store)
+    now = time.time
+    mine._beat("a.py:1", time.monotonic())
+    monkeypatch.setattr(heartbeat.time, "time", lambda: now() + skew)
+    other._beat("b.py:2", time.monotonic() - 7)
+    monkeypatch.setattr(heartbeat.time, "time", now)
+    mine._beat("a.py:1", time.monotonic())
+    assert mine.missing().endswith("at b.py:2 for 7 s"), mine.missing()
+    for _ in range(4):
+        time.sleep(0.2)
+        mine._beat("a.py:1", time.monotonic())
+    assert mine.missing().startswith("rank 1 has not been heard of for 1 s, since phase start at b.py:2"), (
+        mine.missing()
+    )
+
+
+# ── requests to leave ────────────────────────────────────────────────────────
+
+
+def test_preemption_counts_the_grace_from_when_it_heard():
+    """The signal came at a rank whose clock is an hour behind."""
+    late = threading.Event()
+    preemption = Preemption()
+    preemption.late = late.set
+    assert preemption.heed(Request("SIGUSR1", 1, time.time() - 3600, 1.0))
+    assert not preemption.sampling_over and not late.is_set()
+    assert not preemption.heed(Request("SIGTERM", 0, time.time(), 99.0)), "the first one counts"
+    time.sleep(0.6)
+    assert preemption.sampling_over and not late.is_set()
+    assert late.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("signals", "seconds", "agent", "again"),
+    [
+        (("SIGTERM", "SIGTERM"), ECHO - 0.5, True, [False, False]),
+        (("SIGTERM", "SIGTERM", "SIGTERM"), 0.1, True, [False, False, True]),
+        (("SIGTERM", "SIGTERM"), ECHO + 0.5, True, [False, True]),
+        (("SIGTERM", "SIGTERM"), 0.1, False, [False, True]),
+        (("SIGUSR1", "SIGUSR1"), 0.1, True, [False, True]),
+        (("SIGUSR1", "SIGTERM"), 0.1, True, [False, True]),
+    ],
+)
+def test_preemption_a_signal_to_the_whole_job_is_one(monkeypatch, signals, seconds, agent, again):
+    now = [100.0]
+    monkeypatch.setattr("spmdrl.spmd.preempt.time.monotonic", lambda: now[0])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if agent:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    preemption, said = Preemption(), []
+    for name in signals:
+        said.append(preemption.again(signal.Signals[name]))
+        now[0] += seconds
+    assert said == again
+
+
+# ── last words ───────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("step", "done", "saved", "lost"),
+    [
+        (4, 3, 3, "step 4 is lost"),
+        (4, 3, 0, "steps 1 to 4 are lost"),
+        (4, 4, 4, "no step is lost"),
+        (4, 4, 2, "steps 3 to 4 are lost"),
+    ],
+)
+def test_last_words_count_what_is_lost(monkeypatch, step, done, saved, lost):
+    here.step, here.done, here.saved = step, done, lambda: saved
+    assert lost_steps() == lost
+
+
+def test_last_words_wait_for_no_disk():
+    here.step, here.saved = 3, lambda: time.sleep(60) or 2
+    began = time.monotonic()
+    assert resume() == "The same command resumes from the newest checkpoint"
+    assert lost_steps() == "what no checkpoint has is lost" and time.monotonic() - began < 10
+    here.saved = lambda: 2
+    assert resume() == "The same command resumes from step 2"
+
+
+# ── signs of life ────────────────────────────────────────────────────────────
+
+
+def test_signs_of_other_threads_are_not_the_main_ones():
+    clock = Clock(10.0)
+    thread = threading.Thread(target=alive)
+    beside = here.beside
+    clock.look()
+    time.sleep(0.05)
+    thread.start()
+    thread.join()
+    assert here.beside == beside + 1 and clock.look() > 0.04
+    alive()
+    assert clock.look() == 0.0
+
+
+def test_signs_of_a_library_are_the_files_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(growth, "EVERY", 0.05)
+    with growth.growth_counts(tmp_path / "step"):
+        time.sleep(0.3)
+        count = here.count
+        (tmp_path / "step").mkdir()
+        (tmp_path / "step" / "x").write_bytes(b"x")
+        time.sleep(0.3)
+        assert here.count == count + 1
+        time.sleep(0.3)
+        assert here.count == count + 1, "it hangs"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_signs_of_the_background_are_passed_on_while_it_is_waited_for(works):
+    saver, ended = Saver.__new__(Saver), threading.Event()
+
+    def write() -> None:
+        while not ended.wait(0.1):
+            if works:
+                alive()
+
+    saver._thread, saver._error, saver._seconds = threading.Thread(target=write, daemon=True), None, 0.0
+    saver._thread.start()
+    threading.Timer(2.5, ended.set).start()
+    count = here.count
+    saver.finish()
+    assert (here.count >= count + 2) if works else (here.count == count)
+
+
+# ── a start in a store with leftovers ────────────────────────────────────────
+
+
+def join(store, ranks, size=3, seconds=20.0) -> dict[int, object]:
+    """What the ranks of one start get: the number of their start in what they share, or the error."""
+    found: dict[int, object] = {}
+
+    def rank(number: int) -> None:
+        try:
+            own = own_names(store.clone(), number, size, timedelta(seconds=seconds))
+            own.add("ranks", 1)
+            own.set(f"rank/{number}", "")
+            own.wait([f"rank/{r}" for r in range(size)], timedelta(seconds=5))
+            found[number] = own.add("ranks", 0)
+        except RuntimeError as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in ranks]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_restart_finds_nothing_of_the_start_before(store):
+    """Nor of one that ended before all had come."""
+    for order in ([0, 1, 2], [2, 1, 0]):
+        assert join(store, order) == {0: 3, 1: 3, 2: 3}
+    early = join(store, [1, 0], seconds=0.5)
+    assert "2 of 3 ranks came" in str(early[0])
+    late = join(store, [2], seconds=0.5)
+    assert "rank 0 did not answer" in str(late[2])
+    for order in ([1, 2, 0], [0, 2, 1]):
+        assert join(store, order) == {0: 3, 1: 3, 2: 3}
+
+
+def test_words_of_errors_ask_no_heart_for_long(monkeypatch):
+    class Hanging:
+        def missing(self):
+            time.sleep(60)
+
+        lost = missing
+
+    monkeypatch.setattr(words, "hearts", [Hanging()])
+    began = time.monotonic()
+    assert "it is not known where it is" in words.advice(RuntimeError("Timed out waiting 8000ms"))
+    assert "another rank ended; its own log" in words.advice(RuntimeError("Connection reset by peer"))
+    assert time.monotonic() - began < 10
