@@ -156,7 +156,7 @@ def side(folder: Path, args) -> None:
             for name, value in setting.items():
                 setattr(run.cfg.rollout, name, value)
             # Each turn draws the same prompts from the first on; its steps have numbers of their own.
-            run.start_step, run.cfg.run.steps, run.draws = turn * args.steps, (turn + 1) * args.steps, 0
+            run.start_step, run.cfg.run.steps, run.progress.draws = turn * args.steps, (turn + 1) * args.steps, 0
             run.ahead = Ahead(run._sample, 0, run.start_step, run.cfg.run.steps, 0)
             train(run)
         (folder / f"rank_{run.world.rank}.json").write_text(json.dumps(rows))

@@ -55,7 +55,7 @@ def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: i
         "seen": seen,
         "models": models,
         "engine": run.engine is not None,
-        "draws": run.draws,
+        "draws": run.progress.draws,
         "start": run.start_step,
     }
 

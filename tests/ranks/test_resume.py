@@ -273,7 +273,7 @@ def remembered(run) -> dict:
         moments[name] = whole(named) if named else {}
     return {
         "algorithm": dict(run.algo.state),
-        "draws": run.draws,
+        "draws": run.progress.draws,
         "version": run.policy.version,
         "updates": {name: model.updates_done for name, model in models.items()},
         "weights": {name: full_weights(model) for name, model in models.items()},
