@@ -41,8 +41,9 @@ def main() -> None:
     for fault, phase in MATRIX:
         with tempfile.TemporaryDirectory() as folder:
             outcome = run_fault(fault, phase, Path(folder) / "job")
+            problems = outcome.problems()
         record.setdefault(fault, {})[phase] = round(outcome.seconds, 2)
-        if problems := outcome.problems():
+        if problems:
             wrong[f"{fault} in {phase}"] = problems
         print(
             f"{fault} in {phase}: {outcome.seconds:.1f} s {'; '.join(wrong.get(f'{fault} in {phase}', []))}", flush=True
