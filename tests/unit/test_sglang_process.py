@@ -23,7 +23,8 @@ say(answer=[1, 7])
 for line in sys.stdin:
     command = json.loads(line)
     if command["do"] == "generate":
-        say(failed=command["id"], error=f"request {command['id']}: KeyError: 3")
+        name = command["requests"][0]["id"]
+        say(failed=name, error=f"request {name}: KeyError: 3")
     elif command["do"] == "die":
         sys.stderr.write(command["words"])
         sys.stderr.flush()
@@ -48,7 +49,7 @@ def process(tmp_path, monkeypatch):
 
 
 def test_a_failed_request_is_no_answer_to_another_command(process):
-    process.send("generate", id="3.0.")
+    process.send("generate", requests=[{"id": "3.0."}])
     assert process.call("release") == "release" and process.call("resume") == "resume"
     assert process.failed == ["request 3.0.: KeyError: 3"] and process.take(0) is None
     engine = engine_of(process)
@@ -63,6 +64,7 @@ def engine_of(process) -> SGLangEngine:
     vars(engine).update(
         process=process, group=None, running={}, backlog=[], version=0, transport=SharedMemory(), parts={"w": []}
     )
+    engine.wave = []
     return engine
 
 
