@@ -176,7 +176,8 @@ FAULTS = {
     "engine death": Fault(engine_dies, ("RuntimeError: the engine's memory is gone",), phases=("rollout",)),
     "disk full": Fault(fill_disk, ("OSError: [Errno 28]", "make room on the disk")),
     "out of memory": Fault(
-        take_memory, ("can't allocate memory or no room for training or no room for sampling", "--policy.")
+        take_memory,
+        ("can't allocate memory or no room for training or no room for sampling", "--policy. or --model.dtype"),
     ),
     "NaN gradient": Fault(
         poison, ("NonFiniteError", "--optimizer.lr"), rank="[01]", everywhere=True, phases=("update",)
