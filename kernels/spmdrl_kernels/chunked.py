@@ -125,7 +125,7 @@ class _Caller:
                     f"loss_fn must return one {name} per token, {tuple(logp_C.shape)}, got {tuple(value.shape)}: a "
                     "loss that is a sum or a mean over tokens goes with linear_logprob"
                 )
-        return loss_C, extra
+        return loss_C, dict(extra)
 
     @torch.no_grad()
     def check_separable(self, logp_C, entropy_C, rows: slice) -> None:
