@@ -1,6 +1,7 @@
 """Everything one run is made of, built in one place: world, models, engine, prompts, reward, trackers, checkpoints."""
 
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -285,6 +286,9 @@ class Run:
             values = stats.reduce(lambda x, op: all_reduce(x, op, world.role_group))
         values = told(values, world) | self.eval_metrics | self.progress.saver.poll()
         self.progress.saver.know(step + 1, values)
+        if step + 1 == self.cfg.run.steps:
+            # `finish` evaluates once more, and its numbers join this line.
+            values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
         self.eval_metrics = {}
         steer(self.algo, values, rollout.prompts_per_step * rollout.samples_per_prompt)
         self.journal.step(step + 1, values, to_trajectories(batch) if world.roles.split else done.trajectories)
