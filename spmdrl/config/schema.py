@@ -214,7 +214,8 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature; logp is taken at the same temperature everywhere."""
     top_p: float = 1.0
-    """Nucleus sampling."""
+    """Nucleus sampling. Training takes 1 only: an engine's logp is of the set that it sampled from, the trainer's of
+    the whole vocabulary. Evaluation has `--eval.top-p`."""
     assignment: Literal["queue", "static"] = "queue"
     """Who samples which prompt: an atomic queue (a rank that ends early takes more), or fixed by index (for bit-exact
     runs)."""
@@ -318,6 +319,8 @@ class EvalConfig:
     """Samples per evaluation prompt (pass@k for every k that is a power of two up to it)."""
     temperature: float = 1.0
     """Sampling temperature of evaluation; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling of evaluation: the smallest set of tokens whose probabilities add up to it."""
 
 
 @dataclass
