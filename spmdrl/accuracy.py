@@ -20,7 +20,7 @@ EVALUATION = 0x45564C
 
 def is_evaluated(cfg: Config) -> bool:
     """Whether the run evaluates at all."""
-    return bool(cfg.data.eval and cfg.eval.every)
+    return bool(cfg.eval.every and cfg.data.eval)
 
 
 def evaluation_round(
