@@ -78,8 +78,8 @@ class AlgoConfig:
     """Where old_logp comes from: a pass of the policy, or the engine (bypass). `auto`: the update's own first pass
     where it is the same number at no cost (one update a step), else a pass of the policy."""
     skip_zero_advantage: bool = False
-    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero. Without effect
-    when something else than the advantage stands in the loss."""
+    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero. Refused when
+    something else than the advantage stands in the loss."""
 
 
 @dataclass

@@ -183,7 +183,7 @@ def test_loss_over_a_preset_takes_its_own_papers_values(words, settings, aggrega
 
 
 def test_advantage_over_a_preset_takes_its_own_papers_values():
-    algo = compose(from_command_line("--algo.preset ppo --algo.advantage gigpo".split()).config)
+    algo = compose(from_command_line(["--algo.preset", "ppo", "--algo.advantage", "gigpo"]).config)
     assert algo.advantage_settings == {}
     assert compose(from_command_line(["--algo.preset", "ppo"]).config).advantage_settings == {"gamma": 1.0, "lam": 0.95}
 
