@@ -116,8 +116,8 @@ def rehearse(cfg: Config, plain: Config) -> None:
         algo.loss = lambda x, **_: (x.logp * 0.0, {})
     if plain.algo.advantage not in ADVANTAGES:
         algo.advantage = lambda x, **_: (torch.zeros_like(x.rewards), torch.zeros_like(x.rewards))
-    wanted = wanted_models(cfg, algo.needs)
-    models = Models(StandIn(cfg), **{name: StandIn(cfg) for name in wanted})
+    others: dict[str, Any] = {name: StandIn(cfg) for name in wanted_models(cfg, algo.needs)}
+    models = Models(StandIn(cfg), **others)
     if cfg.lora.rank:
         # What attaches adapters takes all there is to say of them.
         _ = [getattr(cfg.lora, field.name) for field in dataclasses.fields(plain.lora)]
