@@ -148,7 +148,8 @@ class PolicyConfig:
     """Heads of the checkpoint that predict further tokens, which nothing here trains: left out of what is saved, or
     copied into it as they are."""
     reshard_after_forward: bool = True
-    """Free gathered parameters between forward and backward: less memory, one more all-gather."""
+    """Free gathered parameters between forward and backward: less memory, one more all-gather. Models of up to 64 MiB
+    are gathered whole, once for both."""
     attention: Literal["auto", "padded", "flash", "eager"] = "auto"
     """Packed attention. `auto`: flash-attn varlen on GPU where installed, else causal SDPA per sequence (`padded`).
     `eager`: plain softmax."""

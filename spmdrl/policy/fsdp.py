@@ -47,10 +47,16 @@ from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Piece
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
+from spmdrl_kernels.host import use_host_linear
+
+
+GATHERED_WHOLE = 64 << 20
+"""Bytes of a model in its compute type up to which it is one group: a gather for each layer costs more time than it
+saves memory."""
 
 
 def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """fully_shard each decoder layer, then the rest, over `world.shard_mesh`.
+    """fully_shard each decoder layer, then the rest, over `world.shard_mesh`; a small model as a whole.
 
     direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
     """
@@ -59,7 +65,10 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
     )
-    for layer in decoder_layers(model.hf):
+    layers = decoder_layers(model.hf)
+    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE:
+        layers = []
+    for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
     module: Any
@@ -128,6 +137,7 @@ class FsdpPolicy(Learner):
         self.adapters: Any = None
         if adapt:
             self.adapters = lora.attach(hf, cfg.lora, cfg.run.seed, self.master)
+        use_host_linear(hf)
         kind, sp = cfg.policy.attention, world.sp_group
         # Any: fully_shard adds methods, and the parameters become DTensors.
         share = cfg.policy.share_prompts and head != "score"
