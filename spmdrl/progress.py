@@ -41,7 +41,7 @@ class Progress:
         # What moves begins as the settings say.
         self.begun_with = dict(algo.state)
         self.saver = checkpoint.Saver(cfg, folder / "checkpoints", world)
-        self.saver.check_room(models, warn)
+        self.saver.prepare(models, warn)
         self.draws = 0
         """Prompts drawn for the steps that were learnt from."""
         self.rank_files: list[Path] = []
