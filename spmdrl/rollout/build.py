@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+from spmdrl.config.engines import engine_name
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.mesh import World
@@ -12,14 +13,6 @@ from spmdrl.spmd.mesh import World
 GIB = 1 << 30
 VLLM_TEMPERATURE = (0.01, 2.0)
 """What vLLM 0.32 samples at (`vllm.sampling_params`): below, it takes the bound without a word; above, it refuses."""
-
-
-def engine_name(cfg: Config) -> str:
-    """`auto` resolved: vLLM where it is installed and can hold the model's type, else the HF engine."""
-    if cfg.rollout.engine != "auto":
-        return cfg.rollout.engine
-    usable = importlib.util.find_spec("vllm") is not None and cfg.model.dtype != "float64"
-    return "vllm" if usable else "hf"
 
 
 def check_engine(cfg: Config, on_cpu: bool) -> None:
