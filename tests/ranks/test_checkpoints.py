@@ -18,6 +18,8 @@ from spmdrl.checkpoint import files, store
 from spmdrl.checkpoint.background import Saver
 from spmdrl.data import treefile
 from spmdrl.models import Models
+from spmdrl.policy import fixed
+from spmdrl.policy.load import TINY
 from spmdrl.policy.vetted import vet
 from tests.ranks.cases import build_policy, config, full_weights, synthetic_batch, update_once
 from tests.ranks.harness import run_ranks
@@ -300,6 +302,53 @@ def other_settings(world, root):
 def test_resume_with_settings_of_the_optimizer_that_were_set_anew(saved):
     steps, groups = run_ranks(other_settings, 2, str(saved[0]))[0]
     assert steps == {3.0} and groups == [(7.0, (0.1, 0.2), 1e-3), (0.0, (0.1, 0.2), 1e-3)]
+
+
+def begin_without(world, root):
+    """What a start says of a model whose tokenizer cannot be written, on every rank."""
+    cfg, root = tiny(world), Path(root)
+    policy, saver = build_policy(cfg, world), Saver(cfg, root, world)
+    whole = fixed.load_tokenizer
+
+    def broken(*args):
+        tokenizer = whole(*args)
+        tokenizer.save_pretrained = None
+        return tokenizer
+
+    fixed.load_tokenizer = broken
+    try:
+        saver.prepare(Models(policy), [].append)
+    except ValueError as error:
+        return str(error)
+    finally:
+        fixed.load_tokenizer = whole
+
+
+def test_start_of_a_run_that_could_save_no_checkpoint_ends(tmp_path):
+    first, second = run_ranks(begin_without, 2, str(tmp_path))
+    assert f"{TINY}: no checkpoint of this model could be saved, as transformers cannot write its" in first
+    assert second == f"rank 0: {first}"
+
+
+def save_later(world, root):
+    """A checkpoint of a run whose model folder is gone by the time it is due."""
+    source = Path(root) / "model"
+    cfg = config(model={"path": str(source)})
+    policy, saver = build_policy(cfg, world), Saver(cfg, Path(root) / "checkpoints", world)
+    saver.prepare(Models(policy), [].append)
+    torch.distributed.barrier()
+    if world.is_first:
+        source.rename(source.with_name("gone"))
+    saver.save(1, {}, None, Models(policy))
+
+
+def test_checkpoint_needs_nothing_of_the_folder_that_the_model_came_from(tmp_path):
+    shutil.copytree(TINY, tmp_path / "model")
+    run_ranks(save_later, 2, str(tmp_path))
+    folder = tmp_path / "checkpoints" / "step_1" / "model"
+    names = {p.name for p in folder.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert (folder / "generation_config.json").read_bytes() == (TINY / "generation_config.json").read_bytes()
 
 
 # ── beside training ──────────────────────────────────────────────────────────

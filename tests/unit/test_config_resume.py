@@ -49,7 +49,7 @@ def test_resume_every_setting_is_classified_once():
 
 def test_resume_the_same_settings_and_what_may_change_pass(folder):
     assert lines(folder) == []
-    free = "--parallel.dp-replicate 2 --run.steps 500 --rollout.tp 1 --eval.every 3 --checkpoint.every 7 --run.name x"
+    free = "--parallel.dp-replicate 2 --run.steps 500 --rollout.max-sequences 64 --eval.every 3 --run.name x"
     assert lines(folder, *free.split()) == []
     assert settled(load()) == settled(load(*free.split())) != settled(load("--run.seed", "1"))
 
