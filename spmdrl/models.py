@@ -60,6 +60,10 @@ class Models:
         """Those that learn, the policy apart."""
         return {name: m for name, m in self.named() if name in ("critic", "cost_critic", "process")}
 
+    def learning(self) -> dict[str, Any]:
+        """Those and the policy, on a rank that trains."""
+        return self.trained() | ({"policy": self.policy} if self.policy else {})
+
 
 def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     """Build what an algorithm needs (see `compose.needs`) of what belongs on this rank. Collective.
@@ -71,7 +75,10 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
     make = backend(cfg.policy.backend)
 
-    total = cfg.run.steps * cfg.algo.updates_per_step
+    total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
+    if "critic" in needs:
+        # The policy's schedule begins where it does.
+        warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
     any_frozen = needs & {"reference", "process"} or cfg.reward.model or cfg.safety.cost_model
     if cfg.parallel.scoring_ranks and not any_frozen:
         log.warning(
@@ -107,7 +114,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         if path:
             check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
-    models = Models(make(cfg, world, total, routing_replay=replay, adapt=True) if world.trains else None)
+    models = Models(make(cfg, world, total - warmup, routing_replay=replay, adapt=True) if world.trains else None)
     if "reference" in needs:
         if cfg.lora.rank and cfg.reference.path in ("", cfg.model.path) and scoring is world:
             free: Any = BaseOf(models.policy) if models.policy else None

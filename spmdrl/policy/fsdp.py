@@ -107,7 +107,7 @@ class FsdpPolicy(Learner):
         Args:
             cfg: the run's settings.
             world: ranks and their axes.
-            total_updates: optimizer steps of the run, for the schedule.
+            total_updates: optimizer steps that will be due in the run, for the schedule.
             trainable: False for a frozen model, which is kept in the compute type and has no optimizer.
             path: as `--model.path`; empty takes that one.
             head: `lm`, `value` (a critic; a head that the folder lacks starts at 0) or `score` (a reward model).
