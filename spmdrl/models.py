@@ -60,6 +60,10 @@ class Models:
         """Those that learn, the policy apart."""
         return {name: m for name, m in self.named() if name in ("critic", "cost_critic", "process")}
 
+    def learning(self) -> dict[str, Any]:
+        """Those and the policy, on a rank that trains."""
+        return self.trained() | ({"policy": self.policy} if self.policy else {})
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -106,7 +110,10 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
     make = backend(cfg.policy.backend)
 
-    total = cfg.run.steps * cfg.algo.updates_per_step
+    total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
+    if "critic" in needs:
+        # The policy's schedule begins where it does.
+        warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
     wanted = wanted_models(cfg, needs)
     any_frozen = any(each.lr is None for each in wanted.values())
     if cfg.parallel.scoring_ranks and not any_frozen:
@@ -136,7 +143,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         if each.path:
             check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
-    models = Models(make(cfg, world, total, routing_replay=replay, adapt=True) if world.trains else None)
+    models = Models(make(cfg, world, total - warmup, routing_replay=replay, adapt=True) if world.trains else None)
     models.keep_reference = "reference" in wanted and cfg.reference.refresh_every > 0
     start = cfg.model.path
     for name, each in wanted.items():

@@ -114,7 +114,7 @@ class OptimizerConfig:
     clip_grad_norm: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up, over all optimizer steps of the run."""
+    """Learning rate after warm-up, over all optimizer steps of the run, left out ones too."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
     min_lr_ratio: float = 0.0

@@ -32,10 +32,10 @@ class Learner:
     """Of transformers, as the model was built."""
 
     def __init__(self, cfg: Config, world: World, total_updates: int, optimizer: OptimizerConfig | None):
-        """total_updates: of the run, for the schedule. optimizer: None takes the policy's, `cfg.optimizer`."""
+        """total_updates: optimizer steps that will be due. optimizer: None takes the policy's, `cfg.optimizer`."""
         self.cfg, self.world = cfg, world
         self.settings = optimizer or cfg.optimizer
-        self.total_updates, self.updates_done, self.version = total_updates, 0, 0
+        self.total_updates, self.updates_due, self.updates_done, self.version = total_updates, 0, 0, 0
         self.share = False
         """Samples of a prompt are packed together and run it once."""
         self.multiple = 1
@@ -107,7 +107,7 @@ class Learner:
 
     def _optimizer_step(self, metrics: Metrics, part: Batch, share: int, loss: torch.Tensor, unmoved: bool) -> bool:
         """False where it was left out. loss: of this rank's sequences."""
-        lr = learning_rate(self.settings, self.updates_done, self.total_updates)
+        lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
         bad = bool(all_reduce(bad, "max", self.world.training_group))
@@ -117,6 +117,7 @@ class Learner:
             # A step without signal leaves weights and moments as they are.
             self.step(lr, norm)
             self.updates_done += 1
+        self.updates_due += 1
         metrics.add_sum("updates_skipped", (finite and norm == 0) / self.world.data_size)
         metrics.add_sum("updates_nonfinite", (not finite) / self.world.data_size)
         self.zero_grad()
