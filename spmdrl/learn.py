@@ -49,10 +49,12 @@ def score(
         metrics.add("safety/multiplier", algo.state["multiplier"])
     mask_T, seq_T = token["mask"], batch.seq_index
     if algo.old_logp == "policy":
-        second = "collision" if "collision" in algo.needs else "entropy"
+        second = "entropy" if algo.entropy_before else "collision"
         token["old_logp"], other_T = models.policy.logprobs(batch, temperature, second)
         if second == "collision":
             token["collision"] = other_T
+        else:
+            metrics.add("entropy/mean", mean(other_T, mask_T), mask_T.sum())
         finite(batch, token["old_logp"], "policy")
         add_mismatch(metrics, token["old_logp"], token["rollout_logp"], mask_T, seq_T)
     elif algo.needs & {"reference", "logp", "collision"} or algo.select is not None:
@@ -167,9 +169,6 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
     if models.cost_model:
         cost_B += outcome_scores(batch, models.cost_model)
     if part:
-        if f"part/{part}" not in batch.seq:
-            parts = ", ".join(k.removeprefix("part/") for k in batch.seq if k.startswith("part/")) or "none"
-            raise ValueError(f"--safety.cost {part}: the reward gives no such part; it gives {parts}")
         cost_B += batch.seq[f"part/{part}"]
     return cost_B
 

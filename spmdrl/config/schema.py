@@ -301,7 +301,8 @@ class RewardConfig:
     timeout: float = 5.0
     """Seconds one grading may take before its process is killed."""
     on_timeout: Literal["auto", "error", "zero"] = "auto"
-    """A killed grading ends the job (`error`) or scores 0 and is counted (`zero`). `auto`: error for files, or zero."""
+    """A killed grading ends the job (`error`), or scores 0, in every part too, and is counted (`zero`). `auto`: error
+    for files, or zero."""
     model: str = ""
     """HF sequence classifier with one label whose score is added to the reward, as `--model.path`. Empty: none."""
     model_coef: float = 1.0

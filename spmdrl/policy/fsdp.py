@@ -10,12 +10,8 @@ averaged) over ranks, so neither the packing nor the number of ranks enters the 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-<<<<<<< HEAD
-=======
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
->>>>>>> w-learner
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +52,6 @@ from spmdrl.spmd.reshard import Piece
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels.host import use_host_linear
-
 
 GATHERED_WHOLE = 64 << 20
 """Bytes of a model in its compute type up to which it is one group: a gather for each layer costs more time than it
@@ -154,12 +149,9 @@ class FsdpPolicy(Learner):
         self.adapters: Any = None
         if adapt:
             self.adapters = lora.attach(hf, cfg.lora, cfg.run.seed, self.master)
-<<<<<<< HEAD
         use_host_linear(hf)
-=======
         if cfg.policy.activation_checkpointing and trainable:
             recompute(hf)
->>>>>>> w-learner
         kind, sp = cfg.policy.attention, world.sp_group
         # Any: fully_shard adds methods, and the parameters become DTensors.
         share = cfg.policy.share_prompts and head != "score"

@@ -97,6 +97,8 @@ class Learner:
             unmoved = shared.get("unmoved", False)
             finite = self._optimizer_step(metrics, part, share, torch.stack(sums).sum(), unmoved)
             if finite:
+                # Each step's loss is a sum over its tokens; what is logged is their mean over steps.
+                stats.scale_sum("loss", 1 / self.cfg.algo.updates_per_step)
                 metrics.merge(stats)
             else:
                 metrics.add_sum("loss", math.nan)
