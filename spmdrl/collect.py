@@ -144,13 +144,12 @@ def _abandoned(round_: Round, polls: int, world: World) -> bool:
     """Alike on all ranks of an engine. Collective over them."""
     if round_.may_end is None:
         return False
-    tp = world.rollout_mesh["tp"]
-    if tp.size() == 1:
+    if world.engine_group is None:
         return round_.may_end()
     if polls % ASK_EVERY:
         return False
     flag = torch.tensor([int(round_.may_end())], device=world.device)
-    return bool(all_reduce(flag, "max", tp.get_group()).item())
+    return bool(all_reduce(flag, "max", world.engine_group).item())
 
 
 def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World, timer: Timer) -> Collected:

@@ -265,7 +265,7 @@ class Replay:
         weight_N = (
             torch.ones_like(reward_N)
             if method == "none"
-            else weights(reward_N, method, self.cfg.resample_power, position_N)
+            else weights(reward_N, method, self.cfg.resample_power if method == "pow" else 1.0, position_N)
         )
         seeds = torch.full((count,), seed_for(seed, step, RESAMPLE), dtype=torch.int64)
         times_N = torch.bincount(draw(weight_N, uniform(seeds, torch.arange(count))), minlength=len(reward_N))

@@ -111,7 +111,7 @@ def learn(
             stats.merge(critic.update(batch, algo.value_micro_loss(returns, values), count, 1.0).prefixed(f"{name}/"))
     if models.process is not None:
         stats.merge(models.process.update(batch, algo.process_micro_loss, count, temperature).prefixed("process/"))
-    if step >= cfg.critic.warmup_steps or models.critic is None:
+    if models.critic is None or step >= cfg.critic.warmup_steps:
         prepare = partial(algo.prepare, models.policy, models.policy.updates_done, temperature, group, device)
         stats.merge(models.policy.update(batch, algo.micro_loss, prepare, temperature))
     if models.reference is not None and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from spmdrl.accuracy import evaluate_round, evaluation_round
+from spmdrl.accuracy import evaluate_round, evaluation_round, is_evaluated
 from spmdrl.algorithm import Algorithm
 from spmdrl.algos.filters import FILTERS
 from spmdrl.collect import Collected, Group, Round, collect, whole
@@ -64,7 +64,7 @@ class Run:
         room = prompt_room(cfg, model_folder)
         self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit)
         self.eval_prompts = None
-        if cfg.data.eval and cfg.eval.every:
+        if is_evaluated(cfg):
             self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts)
         self.grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop") if world.samples else None
         self.timeouts_seen = 0

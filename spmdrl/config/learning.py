@@ -80,8 +80,8 @@ class AlgoConfig:
     where it is the same number at no cost (one update a step), else a pass of the policy."""
     skip_zero_advantage: bool = False
     """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero; what the update
-    tells of tokens (clip_fraction, ...) is then of the others. Without effect when something else than the advantage
-    stands in the loss."""
+    tells of tokens (clip_fraction, ...) is then of the others. Refused when something else than the advantage stands
+    in the loss."""
 
 
 @dataclass
