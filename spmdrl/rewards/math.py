@@ -151,13 +151,13 @@ def math_reward(item: RewardInput) -> Reward:
         return Reward(1.0, parts)
     if not answer:
         return Reward(0.0, parts)
-    if contradicts(raw):
+    if marked and contradicts(raw):
         return Reward(0.0, parts)
     a, b = to_number(answer), to_number(truth)
     if a is not None and b is not None:
         return Reward(float(a == b), parts)
     equal = _symbolically_equal(raw_truth, raw, marked)
-    if not equal and "=" not in truth and len(chain := sides(raw)) > 1:
+    if marked and not equal and "=" not in truth and len(chain := sides(raw)) > 1:
         # `45 \text{ ft} = 540 \text{ in}`
         equal = _symbolically_equal(raw_truth, chain[-1], marked)
     return Reward(float(equal), parts)
