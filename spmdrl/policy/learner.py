@@ -30,6 +30,8 @@ class Learner:
     head: Head
     hf_config: Any
     """Of transformers, as the model was built."""
+    keeps_masters = False
+    """The state of its optimizer has the weights also where `model/` has all of their bits."""
 
     def __init__(self, cfg: Config, world: World, total_updates: int, optimizer: OptimizerConfig | None):
         """total_updates: of the run, for the schedule. optimizer: None takes the policy's, `cfg.optimizer`."""
@@ -148,7 +150,7 @@ class Learner:
             for part in parts
         ]
         dtype = DTYPES[self.cfg.model.dtype]
-        masters = sizes[-1] * (adapted or (trains and dtype != self.master))
+        masters = sizes[-1] * (adapted or (trains and (dtype != self.master or self.keeps_masters)))
         return sizes[0] * dtype.itemsize + (masters + 2 * trains * sizes[-1]) * self.master.itemsize
 
     # ── what a backend adds ──────────────────────────────────────────────────
