@@ -25,8 +25,8 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
     """What a resume would go on with that was another when the checkpoint `found` was made; a line each.
 
-    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. A checkpoint that lacks one
-    of them is older than the program, and not judged by it.
+    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. An older checkpoint may lack
+    one of them, and is not judged by it.
     """
     files = before.get("files", {})
     lines = [
@@ -39,9 +39,7 @@ def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
     device = before.get("device", now["device"])
     if device != now["device"] and engine_name(cfg) == "vllm":
         # Its generators are the device's; those of the other engines are not.
-        lines.append(
-            f"{found} was made on {device}, and on {now['device']} vllm draws other tokens from the same seeds"
-        )
+        lines.append(f"{found} was made on {device}; on {now['device']} vllm draws other tokens from the same seeds")
     return lines
 
 
