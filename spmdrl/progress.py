@@ -25,8 +25,8 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
     """What a resume would go on with that was another when the checkpoint `found` was made; a line each.
 
-    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. An older checkpoint may lack
-    one of them, and is not judged by it.
+    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. By what an older
+    checkpoint lacks it is not judged.
     """
     files = before.get("files", {})
     lines = [
