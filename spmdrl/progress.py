@@ -85,6 +85,9 @@ class Progress:
             self.models.policy.updates_done = state["updates_done"]
         for name, model in self.models.trained().items():
             model.updates_done = state["trained"][name]
+        for name, model in self.models.learning().items():
+            # A checkpoint that does not tell is of a run whose schedule went by the steps taken.
+            model.updates_due = state.get("due", {}).get(name, model.updates_done)
         # What was set anew (--run.allow-changes) is as it was set.
         begun = state.get("begun_with", self.begun_with)
         self.algo.state |= {k: v for k, v in state["algorithm"].items() if begun.get(k) == self.begun_with.get(k)}
@@ -177,6 +180,7 @@ class Progress:
                 "version": policy.version,
                 "updates_done": policy.updates_done,
                 "trained": {name: model.updates_done for name, model in self.models.trained().items()},
+                "due": {name: model.updates_due for name, model in self.models.learning().items()},
                 "guards": self.spikes.state(),
                 "algorithm": self.algo.state,
                 "begun_with": self.begun_with,

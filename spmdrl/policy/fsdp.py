@@ -10,12 +10,15 @@ averaged) over ranks, so neither the packing nor the number of ranks enters the 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
@@ -48,10 +51,15 @@ from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Piece
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
+from spmdrl_kernels.host import use_host_linear
+
+GATHERED_WHOLE = 64 << 20
+"""Bytes of a model in its compute type up to which it is one group: a gather for each layer costs more time than it
+saves memory."""
 
 
 def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """fully_shard each decoder layer, then the rest, over `world.shard_mesh`.
+    """fully_shard each decoder layer, then the rest, over `world.shard_mesh`; a small model as a whole.
 
     direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
     """
@@ -60,9 +68,13 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
     )
-    for layer in decoder_layers(model.hf):
+    layers = decoder_layers(model.hf)
+    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE:
+        layers = []
+    for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+    # The root is also given the columns of a loss (old_logp, advantages, ...), which keep their type.
+    fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
     module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
@@ -72,6 +84,16 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
             if direct and world.device.type == "cpu" and world.size > 1:
                 module.set_custom_all_gather(DirectAllGather())
                 module.set_custom_reduce_scatter(DirectReduceScatter())
+
+
+def recompute(hf: Any) -> None:
+    """Make the backward of each decoder layer run its forward again, instead of keeping its activations.
+
+    transformers' own switch works in training mode only, which would switch dropout on as well.
+    """
+    for layer in decoder_layers(hf):
+        # No state of random generators is kept: in eval mode nothing draws.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class FsdpPolicy(Learner):
@@ -94,7 +116,7 @@ class FsdpPolicy(Learner):
         Args:
             cfg: the run's settings.
             world: ranks and their axes.
-            total_updates: optimizer steps of the run, for the schedule.
+            total_updates: optimizer steps that will be due in the run, for the schedule.
             trainable: False for a frozen model, which is kept in the compute type and has no optimizer.
             path: as `--model.path`; empty takes that one.
             head: `lm`, `value` (a critic; a head that the folder lacks starts at 0) or `score` (a reward model).
@@ -117,8 +139,6 @@ class FsdpPolicy(Learner):
         hf = build_model(self.folder, kept, cfg.model.trust_remote_code, attention.register(), head)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{path}: an output head with a bias is not supported")
-        if cfg.policy.activation_checkpointing and trainable:
-            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
         self.kept = prediction_heads(self.folder, hf.config) if keep else None
         if cfg.policy.liger:
@@ -129,6 +149,9 @@ class FsdpPolicy(Learner):
         self.adapters: Any = None
         if adapt:
             self.adapters = lora.attach(hf, cfg.lora, cfg.run.seed, self.master)
+        use_host_linear(hf)
+        if cfg.policy.activation_checkpointing and trainable:
+            recompute(hf)
         kind, sp = cfg.policy.attention, world.sp_group
         # Any: fully_shard adds methods, and the parameters become DTensors.
         share = cfg.policy.share_prompts and head != "score"
@@ -136,7 +159,9 @@ class FsdpPolicy(Learner):
             PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head == "score", sp, share)
         )
         self.share = share
-        self.model.train(trainable)
+        # Also where it trains: the loss compares its logp with the engine's and with that of the passes before, so
+        # nothing in it may be random (dropout, LayerDrop, a router's jitter).
+        self.model.eval()
         for name, p in self.model.named_parameters():
             p.requires_grad_(trainable and (not adapt or lora.is_adapter(name)))
         # The lockstep recorder wants to see collectives, which direct sends are not.

@@ -34,10 +34,10 @@ class Learner:
     """The state of its optimizer has the weights also where `model/` has all of their bits."""
 
     def __init__(self, cfg: Config, world: World, total_updates: int, optimizer: OptimizerConfig | None):
-        """total_updates: of the run, for the schedule. optimizer: None takes the policy's, `cfg.optimizer`."""
+        """total_updates: optimizer steps that will be due. optimizer: None takes the policy's, `cfg.optimizer`."""
         self.cfg, self.world = cfg, world
         self.settings = optimizer or cfg.optimizer
-        self.total_updates, self.updates_done, self.version = total_updates, 0, 0
+        self.total_updates, self.updates_due, self.updates_done, self.version = total_updates, 0, 0, 0
         self.share = False
         """Samples of a prompt are packed together and run it once."""
         self.multiple = 1
@@ -99,6 +99,8 @@ class Learner:
             unmoved = shared.get("unmoved", False)
             finite = self._optimizer_step(metrics, part, share, torch.stack(sums).sum(), unmoved)
             if finite:
+                # Each step's loss is a sum over its tokens; what is logged is their mean over steps.
+                stats.scale_sum("loss", 1 / self.cfg.algo.updates_per_step)
                 metrics.merge(stats)
             else:
                 metrics.add_sum("loss", math.nan)
@@ -109,7 +111,7 @@ class Learner:
 
     def _optimizer_step(self, metrics: Metrics, part: Batch, share: int, loss: torch.Tensor, unmoved: bool) -> bool:
         """False where it was left out. loss: of this rank's sequences."""
-        lr = learning_rate(self.settings, self.updates_done, self.total_updates)
+        lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
         bad = bool(all_reduce(bad, "max", self.world.training_group))
@@ -119,6 +121,7 @@ class Learner:
             # A step without signal leaves weights and moments as they are.
             self.step(lr, norm)
             self.updates_done += 1
+        self.updates_due += 1
         metrics.add_sum("updates_skipped", (finite and norm == 0) / self.world.data_size)
         metrics.add_sum("updates_nonfinite", (not finite) / self.world.data_size)
         self.zero_grad()

@@ -259,7 +259,7 @@ SAFE = {
     },
     "shaping": {"normalize": "running"},
     "safety": {"cost": "cost", "limit": 0.1, "lr": 0.5},
-    "critic": {"lr": 3e-3},
+    "critic": {"lr": 3e-3, "warmup_steps": 1},
     "filter": {"keep": "accuracy_range", "low": 0.05, "high": 0.45},
     "eval": {"every": 0},
 }
@@ -284,6 +284,7 @@ def remembered(run) -> dict:
         "draws": run.progress.draws,
         "version": run.policy.version,
         "updates": {name: model.updates_done for name, model in models.items()},
+        "due": {name: model.updates_due for name, model in models.items()},
         "weights": {name: full_weights(model) for name, model in models.items()},
         "moments": moments,
     }
@@ -312,7 +313,7 @@ def safe_run(tmp_path_factory):
 
 
 def same_memory(a: dict, b: dict) -> bool:
-    if any(a[k] != b[k] for k in ("algorithm", "draws", "version", "updates")):
+    if any(a[k] != b[k] for k in ("algorithm", "draws", "version", "updates", "due")):
         return False
     tensors = [(k, name) for k in ("weights", "moments") for name in a[k]]
     return all(a[k].keys() == b[k].keys() for k, _ in tensors) and all(same(a[k][n], b[k][n]) for k, n in tensors)
@@ -324,8 +325,8 @@ def test_resume_of_a_run_with_critics_and_controllers_goes_on_as_if_it_had_not_s
     # There is something to remember, all of it away from where a run begins.
     start = {"kl_coef": 0.05, "multiplier": 1.0, "reward_count": 0.0, "reward_mean": 0.0, "reward_m2": 0.0}
     assert left["algorithm"].keys() == start.keys() and all(left["algorithm"][k] != start[k] for k in start)
-    assert left["draws"] > STOP and left["version"] == STOP
-    assert left["updates"] == {"policy": 2 * STOP, "critic": 2 * STOP, "cost_critic": 2 * STOP}
+    assert left["draws"] > STOP and left["version"] == STOP - 1
+    assert left["updates"] == left["due"] == {"policy": 2 * (STOP - 1), "critic": 2 * STOP, "cost_critic": 2 * STOP}
     assert all(x.any() for name in left["moments"] for x in left["moments"][name].values())
     assert not torch.equal(left["weights"]["critic"]["score.weight"], left["weights"]["cost_critic"]["score.weight"])
     shutil.copytree(broken, tmp_path / "run", symlinks=True)
@@ -337,6 +338,12 @@ def test_resume_of_a_run_with_critics_and_controllers_goes_on_as_if_it_had_not_s
         assert a.keys() == b.keys()
         for name in a.keys() - {"microbatches", "critic/microbatches", "cost_critic/microbatches"}:
             assert a[name] == b[name] if n == 2 else abs(a[name] - b[name]) < 1e-5, (a["step"], name)
+    # Two updates a step, two of warm-up, then a line to 0, which the update after the last one would have: from where
+    # each model begins to learn, in units of the mean of a step.
+    assert "lr" not in want[0]
+    assert [row["lr"] / 3e-4 for row in want[1:]] == pytest.approx([0.75, 5.5 / 6, 3.5 / 6, 1.5 / 6])
+    for name in ("critic/lr", "cost_critic/lr"):
+        assert [row[name] / 3e-3 for row in want] == pytest.approx([0.75, 7.5 / 8, 5.5 / 8, 3.5 / 8, 1.5 / 8])
 
 
 def load_with_critic(world, root):
