@@ -162,6 +162,10 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "reference.offload": (("disk",), KL),
     "run.deterministic": (("true",), {}),
     "data.limit": (("16",), {}),
+    "eval.every": (("2",), {"data.eval": ("builtin:reverse:eval",), "eval.prompts": ("6",)}),
+    "eval.samples": (("2",), {"eval.every": ("2",), "data.eval": ("builtin:reverse:eval",), "eval.prompts": ("6",)}),
+    "checkpoint.background": (("true",), {}),
+    "reward.workers": (("2",), {}),
 }
 """Setting -> (values, settings that it is of use with: their values). Values are strong enough to show in few steps."""
 
@@ -390,7 +394,7 @@ def layout_shows(flags: dict[str, str]) -> str:
 
 def changes_nothing(name: str, flags: dict[str, str]) -> bool:
     """A setting that documented law says changes speed and memory alone."""
-    law = [names for reason, names in FREE.items() if reason.startswith(("law", "limits"))]
+    law = [names for reason, names in FREE.items() if reason.startswith(("law", "limits", "what is seen"))]
     if name == "rollout.max_sequences" and layout_shows(flags):
         return False
     return any(listed(name, names) for names in law) or name in ("run.deterministic", *ALIKE)
@@ -457,7 +461,7 @@ def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]
                 case.problems.append(f"without {name}: refused by a message that names no flag: {rest}")
             continue
         free = changes_nothing(name, case.flags)
-        skip = ("microbatches", "filter/bad_samples") if free else ()
+        skip = ("microbatches", "filter/bad_samples", "eval/") if free else ()
         found = differences(whole, rest, TOLERANCE if free else 0.0, skip)
         if sample_set(whole) != sample_set(rest):
             found.append("samples")
