@@ -28,11 +28,12 @@ import torch
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError, flag
-from spmdrl.config.load import from_command_line
+from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.resume import FREE, listed
 from spmdrl.config.schema import Config
 from spmdrl.policy.load import TINY
+from spmdrl.rehearsal import check_use
 from spmdrl.run import Run
 from spmdrl.spmd.seeds import generator_for
 from spmdrl.tracking.metrics import Timer
@@ -264,9 +265,20 @@ class Bench:
 
     def config(self, flags: dict[str, str], layout: str = "", folder: str = "runs/fuzz") -> Config:
         """What the command line of a run gives. Raises ConfigError where it is refused."""
-        cfg = from_command_line(self.words(flags | LAYOUTS.get(layout, {}), folder)).config
-        check(cfg, 2 if layout else 1)
-        return cfg
+        return self._checked(flags, layout, folder).config
+
+    def refusal(self, flags: dict[str, str], layout: str = "") -> str:
+        """What `spmdrl.train` says where it refuses a run at start; empty where it does not."""
+        try:
+            check_use(self._checked(flags, layout, "runs/fuzz"))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _checked(self, flags: dict[str, str], layout: str, folder: str) -> Loaded[Config]:
+        loaded = from_command_line(self.words(flags | LAYOUTS.get(layout, {}), folder))
+        check(loaded.config, 2 if layout else 1)
+        return loaded
 
 
 # ── one configuration ────────────────────────────────────────────────────────
@@ -275,31 +287,23 @@ class Bench:
 def accepted(bench: Bench, case: Case) -> None:
     """Takes away what is refused, naming it, until the rest is a run."""
     for layout in ("", case.layout):
-        while said := refusal(bench, case.flags, layout):
+        while said := bench.refusal(case.flags, layout):
             case.refused.append(said)
-            named = [word[2:].replace("-", "_") for word in re.findall(r"--[\w.-]*\w", said)]
+            # A line begins with the flag to change; others that it names are what it does not go with.
+            named = re.findall(r"^ *--([\w.-]+)", said, re.MULTILINE) + re.findall(r"--([\w.-]*\w)", said)
+            named = [name.replace("-", "_") for name in named]
             gone = [name for name in named if name in case.flags]
-            if gone:
+            if gone and gone[0] == named[0]:
                 del case.flags[gone[0]]
-            elif "algo.aggregation" in named:
+            elif named and named[0] == "algo.aggregation":
                 case.flags["algo.aggregation"] = ""
-            elif "algo.preset" in case.flags:
-                # A value of the preset's that does not go with another flag.
-                del case.flags["algo.preset"]
+            elif gone:
+                del case.flags[gone[0]]
             elif layout and any(name.startswith("parallel.") for name in named):
                 layout = case.layout = "2 ranks"
             else:
                 case.problems.append(f"refused by a message that names no flag of the run: {said}")
                 return
-
-
-def refusal(bench: Bench, flags: dict[str, str], layout: str) -> str:
-    """Why it is refused at start; empty where it is not."""
-    try:
-        bench.config(flags, layout)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def one_run(world, bench: Bench, flags: dict, layout: str, folder: Path) -> dict | None:
@@ -429,7 +433,7 @@ def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
     whole = asdict(bench.config(case.flags))
     for name in rng.sample(names, len(names)):
         rest = {k: v for k, v in case.flags.items() if k != name}
-        if refusal(bench, rest, ""):
+        if bench.refusal(rest):
             case.without[name] = "refused"
         elif asdict(bench.config(rest)) == whole:
             case.without[name] = "its preset's or default value"
