@@ -110,7 +110,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "shaping.mask_cut": (("true",), {}),
     "shaping.length_penalty": (("linear", "group"), {}),
     "shaping.length_coef": (("0.3",), {"shaping.length_penalty": ("linear", "group")}),
-    "filter.keep": (("mixed", "accuracy_range"), {"filter.low": ("0.02",), "filter.high": ("0.98",)}),
+    "filter.keep": (("mixed", "accuracy_range"), {}),
     "filter.metric": (("vowels", "early"), {"filter.keep": ("mixed",)}),
     "filter.resample": (("pow", "max_min", "max_random", "best_random", "best_worst"), {}),
     "filter.resample_power": (("1.0",), {"filter.resample": ("pow",)}),
@@ -212,8 +212,11 @@ def draw(number: int) -> Case:
     if preset == "vapo":
         flags.setdefault("critic.warmup_steps", "1")
         flags.setdefault("algo.length_adaptive", "0.4")
-    if preset in ("prime", "dapo"):
-        flags |= {"filter.low": "0.02", "filter.high": "0.98"} if preset == "prime" else {}
+    keep = flags.get("filter.keep", PRESETS[preset].settings.get("filter.keep"))
+    if keep:
+        flags |= {"filter.max_rounds": "50"} | (
+            {"filter.low": "0.02", "filter.high": "0.98"} if keep != "mixed" else {}
+        )
     return Case(number, rng.choice([*LAYOUTS, "2 ranks"]), flags)
 
 
@@ -247,7 +250,6 @@ class Bench:
             "rollout.max_new_tokens": 8,
             "rollout.max_prompt_tokens": 16,
             "rollout.assignment": "static",
-            "filter.max_rounds": 50,
             "data.limit": 64,
             "data.eval": "",
             "reward.function": self.root / "reward.py",
@@ -429,7 +431,7 @@ def cause(text: str) -> str:
 
 def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
     """Settings to take away: of those without which the rest is another run that is accepted."""
-    out, names = [], sorted(set(case.flags) - {"algo.preset", "filter.low", "filter.high"})
+    out, names = [], sorted(set(case.flags) - {"algo.preset", "filter.low", "filter.high", "filter.max_rounds"})
     whole = asdict(bench.config(case.flags))
     for name in rng.sample(names, len(names)):
         rest = {k: v for k, v in case.flags.items() if k != name}
