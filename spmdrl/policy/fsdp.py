@@ -49,7 +49,6 @@ from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels.host import use_host_linear
 
-
 GATHERED_WHOLE = 64 << 20
 """Bytes of a model in its compute type up to which it is one group: a gather for each layer costs more time than it
 saves memory."""
