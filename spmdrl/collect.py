@@ -299,6 +299,10 @@ def _trajectory(round_: Round, group: Group, sample: int, rewards: dict[tuple[in
                 f"version {round_.version}; look at grad_norm of the steps before, or leave such samples out with "
                 "--filter.bad-sample skip"
             )
+    baseline = rewards[group.position, round_.samples].score if round_.greedy else 0.0
+    if not math.isfinite(baseline):
+        # There is nothing to subtract from any sample of this prompt.
+        score = math.nan
     mask = torch.zeros(len(logp), dtype=torch.bool)
     mask[len(before) :] = True
     return Trajectory(
@@ -312,7 +316,8 @@ def _trajectory(round_: Round, group: Group, sample: int, rewards: dict[tuple[in
         finish=part.finish,
         reward=score,
         parts=reward.parts,
-        baseline=rewards[group.position, round_.samples].score if round_.greedy else 0.0,
+        timed_out=reward.timed_out,
+        baseline=baseline,
         versions=torch.tensor(before + part.versions),
         experts=_experts(group, sample),
     )

@@ -28,6 +28,7 @@ def evaluation_config(cfg: Config) -> Config:
         reward=dataclasses.replace(cfg.reward, model=""),
         filter=FilterConfig(bad_sample=cfg.filter.bad_sample),
         reference=dataclasses.replace(cfg.reference, enabled="off"),
+        checkpoint=dataclasses.replace(cfg.checkpoint, every=0, at_end=False),
     )
 
 

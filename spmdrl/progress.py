@@ -1,15 +1,19 @@
 """Where a run stands: what is taken up at its start, saved after its steps, and left behind when it is asked to go."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from spmdrl import checkpoint
 from spmdrl.algorithm import Algorithm
+from spmdrl.config.fields import flag
+from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import Config
 from spmdrl.models import Models
 from spmdrl.resume import Holder, rank_state, restore
 from spmdrl.spikes import Spikes
 from spmdrl.spmd.agreement import Agreement
+from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.failure import mark, request
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.preempt import PreemptedError, preemption
@@ -41,10 +45,11 @@ class Progress:
         # What moves begins as the settings say.
         self.begun_with = dict(algo.state)
         self.saver = checkpoint.Saver(cfg, folder / "checkpoints", world)
-        self.saver.check_room(models, warn)
+        self.saver.prepare(models, warn)
         self.draws = 0
         """Prompts drawn for the steps that were learnt from."""
         self.rank_files: list[Path] = []
+        self.files = self._files()
         self.start_step = self._resume()
 
     def _resume(self) -> int:
@@ -52,13 +57,15 @@ class Progress:
         if found is None:
             return 0
         state = checkpoint.load(found, self.models)
-        if state.get("prompts", self.prompts) != self.prompts:
-            self._other_prompts(found)
+        self._compare(found, state)
         if self.models.policy:
             self.models.policy.version = state["version"]
             self.models.policy.updates_done = state["updates_done"]
         for name, model in self.models.trained().items():
             model.updates_done = state["trained"][name]
+        for name, model in self.models.learning().items():
+            # A checkpoint that does not tell is of a run whose schedule went by the steps taken.
+            model.updates_due = state.get("due", {}).get(name, model.updates_done)
         # What was set anew (--run.allow-changes) is as it was set.
         begun = state.get("begun_with", self.begun_with)
         self.algo.state |= {k: v for k, v in state["algorithm"].items() if begun.get(k) == self.begun_with.get(k)}
@@ -72,14 +79,38 @@ class Progress:
         self.note(f"resumed from {found}: step {state['step']}")
         return state["step"]
 
-    def _other_prompts(self, found: Path) -> None:
-        said = f"{found} was trained on other prompts than {self.cfg.data.train} holds"
-        if not self.cfg.run.allow_changes:
+    def _compare(self, found: Path, state: dict) -> None:
+        """What the settings only name is still what the run was made with."""
+        before = state.get("files", {})
+        said = [
+            f"{flag(name)} {path} has another content than when {found} was made"
+            for name, (path, digest) in self.files.items()
+            if name in before and before[name][0] == path and before[name][1] != digest
+        ]
+        if state.get("prompts", self.prompts) != self.prompts:
+            said.append(f"{found} was trained on other prompts than {self.cfg.data.train} holds")
+        if said and not self.cfg.run.allow_changes:
             raise ValueError(
-                f"{said}: give the same data, take another --run.dir, --run.fresh (moves that folder aside and starts "
-                "over), or --run.allow-changes (goes on so)"
+                f"{'; '.join(said)}: give the same files, take another --run.dir, --run.fresh (moves that folder aside "
+                "and starts over), or --run.allow-changes (goes on so)"
             )
-        self.note(f"--run.allow-changes: {said}")
+        for line in said:
+            self.note(f"--run.allow-changes: {line}")
+
+    def _files(self) -> dict[str, list[str]]:
+        """`file_digests`, alike on all ranks. Collective.
+
+        Raises:
+            ValueError: they are not.
+        """
+        seen = [json.loads(text) for text in all_gather_text(json.dumps(file_digests(self.cfg)), self.world.host_group)]
+        for name, (path, digest) in seen[0].items():
+            odd = [rank for rank, files in enumerate(seen) if files[name][1] != digest]
+            if odd:
+                raise ValueError(
+                    f"{flag(name)} {path}: ranks {odd} read another content than rank 0; give every node the same files"
+                )
+        return seen[0]
 
     def begin(self, holder: Holder) -> None:
         """Put back what every rank held, last before the first step: building an engine draws from the generators."""
@@ -130,10 +161,12 @@ class Progress:
                 "version": policy.version,
                 "updates_done": policy.updates_done,
                 "trained": {name: model.updates_done for name, model in self.models.trained().items()},
+                "due": {name: model.updates_due for name, model in self.models.learning().items()},
                 "guards": self.spikes.state(),
                 "algorithm": self.algo.state,
                 "begun_with": self.begun_with,
                 "prompts": self.prompts,
+                "files": self.files,
                 "draws": self.draws,
                 "seed": self.cfg.run.seed,
                 "wandb": wandb_id(self.folder),

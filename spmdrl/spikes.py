@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,8 +36,7 @@ class Spikes:
     ):
         """folder: the run folder. step: counted from 1, the caller moves it."""
         self.folder, self.world, self.algo, self.warn, self.step = folder, world, algo, warn, step
-        learning: dict[str, Any] = models.trained() | ({"policy": models.policy} if models.policy else {})
-        self.guards: dict[str, Guard] = {name: model.guard for name, model in learning.items()}
+        self.guards: dict[str, Guard] = {name: model.guard for name, model in models.learning().items()}
         for name, guard in self.guards.items():
             guard.hand_on = partial(self.keep, name)
 

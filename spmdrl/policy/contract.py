@@ -54,7 +54,12 @@ class Policy(Protocol):
     version: int
     """Counts changes of the weights; what an engine must hold to sample (law 5)."""
     updates_done: int
-    """Optimizer steps behind them; places the learning rate schedule."""
+    """Optimizer steps behind them."""
+    updates_due: int
+    """The same and those that were left out, without signal or not finite; places the learning rate schedule."""
+    fixed: dict[str, bytes]
+    """Name -> content of what `model/` holds beside weights, on rank 0: made when it is first asked for, no later than
+    the start of a run that saves, and copied into every checkpoint. Raises ValueError."""
 
     def logprobs(
         self, batch: Batch, temperature: float, second: Literal["entropy", "collision"] = "entropy"

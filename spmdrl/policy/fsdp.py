@@ -10,13 +10,15 @@ averaged) over ranks, so neither the packing nor the number of ranks enters the 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
@@ -26,12 +28,14 @@ from spmdrl.policy.experts import Layout
 from spmdrl.policy.heads import PackedLM, PackedScalar, Second
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.liger import use_liger
-from spmdrl.policy.load import build_model, decoder_layers, load_tokenizer, resolve
+from spmdrl.policy.load import build_model, decoder_layers, resolve
 from spmdrl.policy.optimizer import fill_state, make_optimizer, restore_settings, settings_of
 from spmdrl.policy.routing import Routers
 from spmdrl.policy.ulysses import check_model
 from spmdrl.policy.vetted import vet
 from spmdrl.policy.weights import (
+    MASTERS,
+    has_masters,
     on_first,
     on_host,
     pieces_of,
@@ -69,7 +73,8 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
         layers = []
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+    # The root is also given the columns of a loss (old_logp, advantages, ...), which keep their type.
+    fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
     module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
@@ -79,6 +84,16 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
             if direct and world.device.type == "cpu" and world.size > 1:
                 module.set_custom_all_gather(DirectAllGather())
                 module.set_custom_reduce_scatter(DirectReduceScatter())
+
+
+def recompute(hf: Any) -> None:
+    """Make the backward of each decoder layer run its forward again, instead of keeping its activations.
+
+    transformers' own switch works in training mode only, which would switch dropout on as well.
+    """
+    for layer in decoder_layers(hf):
+        # No state of random generators is kept: in eval mode nothing draws.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class FsdpPolicy(Learner):
@@ -101,7 +116,7 @@ class FsdpPolicy(Learner):
         Args:
             cfg: the run's settings.
             world: ranks and their axes.
-            total_updates: optimizer steps of the run, for the schedule.
+            total_updates: optimizer steps that will be due in the run, for the schedule.
             trainable: False for a frozen model, which is kept in the compute type and has no optimizer.
             path: as `--model.path`; empty takes that one.
             head: `lm`, `value` (a critic; a head that the folder lacks starts at 0) or `score` (a reward model).
@@ -124,19 +139,19 @@ class FsdpPolicy(Learner):
         hf = build_model(self.folder, kept, cfg.model.trust_remote_code, attention.register(), head)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{path}: an output head with a bias is not supported")
-        if cfg.policy.activation_checkpointing and trainable:
-            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
         self.kept = prediction_heads(self.folder, hf.config) if keep else None
         if cfg.policy.liger:
             use_liger(hf, world.device)
         self.routers = Routers(hf) if routing_replay else None
-        self.layout = Layout(hf)
+        self.layout, self.hf_config = Layout(hf), hf.config
         # PEFT's settings of the adapters; None without any.
         self.adapters: Any = None
         if adapt:
             self.adapters = lora.attach(hf, cfg.lora, cfg.run.seed, self.master)
         use_host_linear(hf)
+        if cfg.policy.activation_checkpointing and trainable:
+            recompute(hf)
         kind, sp = cfg.policy.attention, world.sp_group
         # Any: fully_shard adds methods, and the parameters become DTensors.
         share = cfg.policy.share_prompts and head != "score"
@@ -144,7 +159,9 @@ class FsdpPolicy(Learner):
             PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head == "score", sp, share)
         )
         self.share = share
-        self.model.train(trainable)
+        # Also where it trains: the loss compares its logp with the engine's and with that of the passes before, so
+        # nothing in it may be random (dropout, LayerDrop, a router's jitter).
+        self.model.eval()
         for name, p in self.model.named_parameters():
             p.requires_grad_(trainable and (not adapt or lora.is_adapter(name)))
         # The lockstep recorder wants to see collectives, which direct sends are not.
@@ -313,30 +330,30 @@ class FsdpPolicy(Learner):
 
         # What asks other groups of this world is asked here; what is returned may run while they are in use.
         own = on_host if copy else list
-        hf, pieces = self.model.hf, own(self.pieces())
-        parts = deepcopy((hf.config, hf.generation_config if self.head == "lm" else None))
+        pieces, fixed = own(self.pieces()), self.fixed
         if self.adapters:
             adapter, settings, base = own(lora.file_pieces(self._parts()[1])), self.adapters, self._base_facts()
         else:
             adapter, settings, base = None, None, {}
-        moments: Any = None
+        state: dict[str, Any] = {}
         if self.optimizer:
             fill_state(self.optimizer)
-            moments = get_optimizer_state_dict(self.model, self.optimizer)
-        moments = tree_on_host(moments) if copy else moments
+            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+            if self.compute != self.master and not self.adapters:
+                state[MASTERS] = {name: p.detach() for name, p in self._parts()[0]}
+        state = tree_on_host(state) if copy else state
 
         def write(folder: Path, world: World) -> None:
-            tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code) if world.is_first else None
-            save_model(folder / "model", pieces, world, self.master, *parts, tokenizer, self.kept)
+            save_model(folder / "model", pieces, world, self.compute, fixed, self.kept)
             if adapter is not None:
                 tensors = {}
                 for bucket in on_first(adapter, world, self.master):
                     tensors |= bucket
                 if world.is_first:
                     lora.write_adapter(folder / "adapter", settings, tensors, base)
-            if moments is not None:
+            if state:
                 where, group = str(folder / "state" / "optimizer"), world.training_group
-                dcp.save({"optimizer": moments}, checkpoint_id=where, process_group=group)
+                dcp.save(state, checkpoint_id=where, process_group=group)
 
         return write
 
@@ -355,20 +372,24 @@ class FsdpPolicy(Learner):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
         base, adapters = self._parts()
+        state, where = {}, folder / "state" / "optimizer"
+        saved = vet(where) if self.optimizer else {}
         if self.adapters:
             lora.read_adapter(adapters, folder / "adapter", self.adapters)
             lora.check_base(folder / "adapter", self._base_facts())
             base = []
         elif (folder / "adapter").exists():
             raise ValueError(f"{folder} holds adapters: resume with its --lora.rank, or choose another --run.dir")
-        read_into(base + self.buffers, folder / "model", self.layout)
+        elif has_masters(saved, base, where):
+            state[MASTERS] = {name: p.detach() for name, p in base}
+            base = []
+        # Of a model that trains, what is narrower than its masters was made of them.
+        read_into(base + self.buffers, folder / "model", self.layout, torch.float32 if self.optimizer else None)
         if self.optimizer is None:
             return
         settings = settings_of(self.optimizer)
         fill_state(self.optimizer)
-        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
-        where, group = str(folder / "state" / "optimizer"), self.world.training_group
-        vet(Path(where))
-        dcp.load(state, checkpoint_id=where, process_group=group)
+        state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+        dcp.load(state, checkpoint_id=str(where), process_group=self.world.training_group)
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])
         restore_settings(self.optimizer, settings)

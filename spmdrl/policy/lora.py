@@ -149,7 +149,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 class BaseOf:
     """The frozen model that a policy with adapters started from, as a Policy: no second copy of it in memory."""
 
-    version = updates_done = 0
+    version = updates_done = updates_due = 0
 
     def __init__(self, policy: Any):
         """policy: a policy with adapters."""

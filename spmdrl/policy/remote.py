@@ -22,7 +22,7 @@ class RemotePolicy:
     Every method that communicates is collective over trainers and scorers.
     """
 
-    version = updates_done = 0
+    version = updates_done = updates_due = 0
 
     def __init__(self, model: Policy | None, world: World, scorers: torch.Tensor, dtype: torch.dtype, share: bool):
         """Nothing is sent yet.

@@ -92,9 +92,9 @@ class Routers:
             assert path, f"{name} is in no layer"
             layers.append(int(path[1]))
             router.forward = partial(self._route, place, router, router.forward)
-            # The layer is what activation checkpointing runs again, with the arguments of its own forward.
+            # Part of the layer's forward, which activation checkpointing runs again with its own arguments.
             layer = hf.get_submodule(name[: path.end() - 1])
-            layer.register_forward_pre_hook(partial(_tell, router, place), with_kwargs=True)
+            layer.forward = partial(_tell, router, place, layer.forward)
         self.experts = Experts(tuple(layers), found[0][1].top_k)
 
     def _route(self, place: int, router: Any, forward, *args, **kwargs):
@@ -118,9 +118,10 @@ def _is_router(module: nn.Module) -> bool:
     return name.endswith(("Router", "Gate")) and hasattr(module, "top_k") and hasattr(module, "num_experts")
 
 
-def _tell(router: Any, place: int, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+def _tell(router: Any, place: int, forward, *args, **kwargs):
     told_SLK = getattr(kwargs.get("packing"), "experts", None)
     router.told = None if told_SLK is None else told_SLK[:, place]
+    return forward(*args, **kwargs)
 
 
 def experts_of(folder: Path, trust_remote_code: bool = False) -> Experts:

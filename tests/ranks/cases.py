@@ -220,7 +220,8 @@ class Rewind:
                 p.to_local().copy_(start)
         if self.policy.optimizer:
             self.policy.optimizer.state.clear()
-        self.policy.cfg, self.policy.updates_done, self.policy.version = cfg, 0, 0
+        self.policy.cfg, self.policy.version = cfg, 0
+        self.policy.updates_done = self.policy.updates_due = 0
         return self.policy
 
 

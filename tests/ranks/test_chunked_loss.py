@@ -1,7 +1,9 @@
 """A loss taken chunk by chunk in the head is the loss of the whole micro-batch: same gradients, same numbers."""
 
 import pytest
+import torch
 
+from spmdrl.algorithm import Algorithm
 from spmdrl.algos.losses import LOSSES, TOKEN_LOSSES
 from spmdrl.compose import compose
 from spmdrl.models import Models
@@ -96,3 +98,57 @@ def test_layout_of_the_head_does_not_change_the_update(case, found):
 def test_losses_of_tokens_are_named():
     by_sequence = {name for name, loss in LOSSES.items() if loss not in TOKEN_LOSSES}
     assert by_sequence == {"gspo", "gspo_token", "gmpo", "sppo"}
+
+
+BFLOAT16 = {
+    "grpo, KL, tis": {"algo": {"kl_coef": 0.05, "old_logp": "policy"}, "correction": {"kind": "tis_token"}},
+    "engine's logp": {"algo": {"old_logp": "rollout", "loss": "reinforce"}, "correction": {"kind": "tis_token"}},
+    "a ratio": {"algo": {"old_logp": "rollout", "loss": "cispo", "clip_high": 1e3}, "correction": {"kind": "none"}},
+}
+
+
+def in_bfloat16(world, folder: str) -> dict:
+    """Case -> for whole and chunked: types of what the loss was given, its derivative at each logp, gradients."""
+    out, plain = {}, Algorithm.token_losses
+    for name, sections in BFLOAT16.items():
+        found = []
+        for chunked in (False, True):
+            types: set[tuple[str, torch.dtype]] = set()
+            slopes: list[torch.Tensor] = []
+
+            def token_losses(self, shared, logp, entropy, x, types=types, slopes=slopes):
+                types |= {(column, values.dtype) for column, values in {**x, "logp": logp}.items()}
+                loss, stats = plain(self, shared, logp, entropy, x)
+                if logp.requires_grad:
+                    slopes.append(torch.autograd.grad(loss.sum(), logp, retain_graph=True)[0][x["mask"]])
+                return loss, stats
+
+            Algorithm.token_losses = token_losses
+            policy = {"max_tokens_per_microbatch": 64, "chunked_loss": chunked}
+            cfg = config(**sections | {"policy": policy, "model": {"dtype": "bfloat16", "path": folder}})
+            models = Models(
+                build_policy(cfg, world), build_policy(cfg, world, False) if "reference" in compose(cfg).needs else None
+            )
+            grads = gradients_of(models.policy, lambda m=models, c=cfg: update_models(c, world, m, trajectories()))
+            found.append((types, torch.cat(slopes), torch.cat([x.flatten() for x in grads[0].values()])))
+        out[name] = found
+    Algorithm.token_losses = plain
+    return out
+
+
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory):
+    return run_ranks(in_bfloat16, 2, small_model(tmp_path_factory.mktemp("bfloat16")))
+
+
+@pytest.mark.parametrize("case", BFLOAT16)
+def test_a_bfloat16_model_is_given_the_columns_of_the_loss_unrounded(case, bfloat16):
+    for rank in bfloat16:
+        (want, slopes, whole), (got, chunked, apart) = rank[case]
+        # One type for each column, so none was rounded on its way to a chunk.
+        assert got == want and {"logp", "advantages", "rollout_logp", "weight"} < dict(got).keys()
+        assert {kind for _, kind in got if kind.is_floating_point} == {torch.float32, torch.float64}
+        assert len(slopes) == len(chunked) > 20 and slopes.abs().max() > 1e-3
+        assert (slopes - chunked).abs().max() < 1e-5 * slopes.abs().max()
+        # The matmuls of the head are in bfloat16, each kernel's in its own order.
+        assert (apart - whole).norm() < 0.02 * whole.norm()

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.policy import attention
 from spmdrl.policy.experts import Layout, whole
+from spmdrl.policy.fsdp import recompute
 from spmdrl.policy.heads import PackedLM
 from spmdrl.policy.routing import FREE, Routers, experts_of
 from spmdrl.spmd.mesh import World
@@ -202,7 +203,6 @@ def test_replay_of_the_same_weights_changes_nothing_and_of_others_keeps_the_choi
 def test_replay_under_activation_checkpointing_has_the_same_gradient(family):
     """Two micro-batches, the backward of both at the end: each layer runs again with its own forward's choice."""
     model, routers, ours, args = packed_case(family)
-    ours.train()
     g = torch.Generator().manual_seed(6)
     shape = (2, sum(LENGTHS), len(routers.experts.layers), 8)
     told = torch.rand(shape, generator=g).argsort(-1)[..., :2].to(torch.int16)
@@ -213,7 +213,7 @@ def test_replay_under_activation_checkpointing_has_the_same_gradient(family):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     want = gradient()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute(model)
     got = gradient()
     assert all(torch.allclose(want[n], got[n], rtol=1e-12, atol=1e-14) for n in want)
     told = told.flip(0)

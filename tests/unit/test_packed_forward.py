@@ -6,6 +6,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from spmdrl.policy import attention
+from spmdrl.policy.fsdp import recompute
 from spmdrl.policy.heads import PackedLM
 from tests.ranks.cases import float64_softmax
 
@@ -165,14 +166,14 @@ def test_layout_packed_forward_is_plain_hugging_face(family):
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "llama"])
 def test_layout_activation_checkpointing_changes_nothing(family):
     _, packed = pair(family)
-    ours = PackedLM(packed).train()
+    ours = PackedLM(packed)
     tokens, mask = tokens_of(LENGTHS["very uneven"])
     lengths = torch.tensor(LENGTHS["very uneven"])
     off = ours(tokens, lengths, mask, 1.0)
     want = gradient(packed, scalar(*off))
     calls = []
     packed.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute(packed)
     on = ours(tokens, lengths, mask, 1.0)
     got = gradient(packed, scalar(*on))
     assert len(calls) == 2  # it did run twice
