@@ -45,8 +45,8 @@ def method_problems(config: Config) -> list[str]:
         enters = "shaping (--shaping.*)" if config.shaping != rest else enters
         if enters:
             problems.append(
-                f"--algo.part-weights {' '.join(algo.part_weights)}: leaves out the part score, which is where {enters} "
-                "enters; name score=1 too, or leave that out"
+                f"--algo.part-weights {' '.join(algo.part_weights)}: leaves out the part score, by which {enters} "
+                "would enter; name score=1 too, or leave that out"
             )
     if algo.kl_coef and config.reference.enabled == "off":
         problems.append(
