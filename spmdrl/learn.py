@@ -54,7 +54,8 @@ def score(
         if second == "collision":
             token["collision"] = other_T
         finite(batch, token["old_logp"], "policy")
-        add_mismatch(metrics, token["old_logp"], token["rollout_logp"], mask_T, seq_T)
+        young_T = algo.young(batch, models.policy.version)
+        add_mismatch(metrics, token["old_logp"], token["rollout_logp"], mask_T, seq_T, young_T)
     elif algo.needs & {"reference", "logp", "collision"} or algo.select is not None:
         token["old_logp"] = token["rollout_logp"]
     if "reference" in algo.needs:
