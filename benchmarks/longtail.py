@@ -114,7 +114,7 @@ def side(folder: Path, args) -> None:
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
     from spmdrl.experience import Ahead
-    from spmdrl.run import open_run
+    from spmdrl.opening import open_run
     from spmdrl.train import train
 
     flags = {

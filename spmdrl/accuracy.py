@@ -18,6 +18,11 @@ EVALUATION = 0x45564C
 """Key of evaluation draws: the same at every step, so that two evaluations are comparable."""
 
 
+def is_evaluated(cfg: Config) -> bool:
+    """Whether the run evaluates at all."""
+    return bool(cfg.eval.every and cfg.data.eval)
+
+
 def evaluation_round(
     cfg: Config, prompts: list[Prompt], version: int, name: str, may_end: Callable[[], bool] | None = None
 ) -> Round:
@@ -30,7 +35,7 @@ def evaluation_round(
         version,
         cfg.rollout.max_new_tokens,
         cfg.eval.temperature,
-        1.0,
+        cfg.eval.top_p,
         cfg.rollout.assignment,
         bad_sample=cfg.filter.bad_sample,
         may_end=may_end,

@@ -68,6 +68,7 @@ class Algorithm:
         if self.cfg.shaping.mask_cut:
             # From here on: its reward has counted in the statistics of its group.
             cut_B = batch.seq["finish"] == FINISH_REASONS.index("length")
+            batch.token["sampled"] = batch.token["mask"]
             batch.token["mask"] = overlong_mask(batch.token["mask"], batch.seq_index, cut_B)
         # Sums of magnitudes: a sequence whose advantages cancel still has a gradient.
         batch.seq["advantage"] = batch.sum_tokens(advantages_T.abs())
@@ -157,7 +158,9 @@ class Algorithm:
         loss_T, stats = self.token_losses(shared, logp, entropy, x)
         metrics, mask, loss = Metrics(), x["mask"], loss_T.sum()
         metrics.add_sum("loss", loss)
-        for name, value in {**stats, "entropy/mean": entropy.detach()}.items():
+        if not self.entropy_before:
+            stats = {**stats, "entropy/mean": entropy.detach()}
+        for name, value in stats.items():
             metrics.add(name, mean(value, mask), mask.sum())
         if self.old_logp != "policy" and shared["first"]:
             young_T = self.young(micro, shared["version"]).to(mask.device)
@@ -170,6 +173,11 @@ class Algorithm:
         version: of the policy where the update begins.
         """
         return batch.token["version"] >= version - self.cfg.rollout.staleness
+
+    @property
+    def entropy_before(self) -> bool:
+        """A pass before the update tells the entropy of every token, those that the update leaves out included."""
+        return self.old_logp == "policy" and "collision" not in self.needs
 
     def by_token(self, micro: Batch, shared: dict, device: torch.device) -> TokenLoss | None:
         """The same loss for whoever computes logp in chunks; None where a token's loss depends on other tokens."""

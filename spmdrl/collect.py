@@ -144,13 +144,12 @@ def _abandoned(round_: Round, polls: int, world: World) -> bool:
     """Alike on all ranks of an engine. Collective over them."""
     if round_.may_end is None:
         return False
-    tp = world.rollout_mesh["tp"]
-    if tp.size() == 1:
+    if world.engine_group is None:
         return round_.may_end()
     if polls % ASK_EVERY:
         return False
     flag = torch.tensor([int(round_.may_end())], device=world.device)
-    return bool(all_reduce(flag, "max", tp.get_group()).item())
+    return bool(all_reduce(flag, "max", world.engine_group).item())
 
 
 def collect(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World, timer: Timer) -> Collected:
@@ -300,6 +299,10 @@ def _trajectory(round_: Round, group: Group, sample: int, rewards: dict[tuple[in
                 f"version {round_.version}; look at grad_norm of the steps before, or leave such samples out with "
                 "--filter.bad-sample skip"
             )
+    baseline = rewards[group.position, round_.samples].score if round_.greedy else 0.0
+    if not math.isfinite(baseline):
+        # There is nothing to subtract from any sample of this prompt.
+        score = math.nan
     mask = torch.zeros(len(logp), dtype=torch.bool)
     mask[len(before) :] = True
     return Trajectory(
@@ -313,7 +316,8 @@ def _trajectory(round_: Round, group: Group, sample: int, rewards: dict[tuple[in
         finish=part.finish,
         reward=score,
         parts=reward.parts,
-        baseline=rewards[group.position, round_.samples].score if round_.greedy else 0.0,
+        timed_out=reward.timed_out,
+        baseline=baseline,
         versions=torch.tensor(before + part.versions),
         experts=_experts(group, sample),
     )

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from spmdrl.algorithm import MOMENTS, Algorithm
 from spmdrl.algos.estimators import ADVANTAGES, NEEDS
 from spmdrl.algos.losses import AGGREGATION_OF, LOSSES, SEQUENCE_LOSSES
 from spmdrl.algos.selection import SELECTIONS
+from spmdrl.config.learning import AlgoConfig
 from spmdrl.config.schema import Config
 
 
@@ -19,31 +21,38 @@ def compose(cfg: Config) -> Algorithm:
     Raises:
         ValueError: unknown names.
     """
-    algo, process, safety = cfg.algo, cfg.process_reward, cfg.safety
+    algo, process = cfg.algo, cfg.process_reward
     advantage, loss = load_function(algo.advantage, ADVANTAGES), load_function(algo.loss, LOSSES)
     wanted = needs(cfg, advantage)
     source = old_logp(cfg, wanted)
-    values = vars(algo) | {"kl_coef": algo.cov_kl_coef, "weights": part_weights(algo.part_weights)}
-    for_advantage = values | {"process_coef": process.process_coef, "outcome_coef": process.outcome_coef}
+    elsewhere = {"kl_coef": lambda: algo.cov_kl_coef, "weights": lambda: part_weights(algo.part_weights)}
+    for_advantage = elsewhere | {name: partial(getattr, process, name) for name in ("process_coef", "outcome_coef")}
     return Algorithm(
         cfg=cfg,
         advantage=advantage,
-        advantage_settings=settings_of(advantage, for_advantage),
+        advantage_settings=settings_of(advantage, algo, for_advantage),
         loss=loss,
-        loss_settings=settings_of(loss, values),
+        loss_settings=settings_of(loss, algo, elsewhere),
         select=SELECTIONS.get(algo.loss),
         aggregation=aggregation(cfg),
         horizon=float(cfg.rollout.max_new_tokens),
         old_logp=source,
         correction=correction(cfg, source),
-        # A user's own loss may have terms that no advantage multiplies.
-        skip_zero_advantage=algo.skip_zero_advantage
-        and algo.loss in LOSSES
-        and algo.loss not in SEQUENCE_LOSSES | SELECTIONS.keys() | {"dro"}
-        and not (algo.kl_coef or algo.entropy_coef or algo.positive_coef),
+        skip_zero_advantage=advantage_alone(cfg) and algo.skip_zero_advantage,
         needs=wanted,
-        state={"kl_coef": algo.kl_coef, "multiplier": safety.multiplier} | dict.fromkeys(MOMENTS, 0.0),
+        state={"kl_coef": algo.kl_coef, "multiplier": cfg.safety.multiplier if "cost" in wanted else 1.0}
+        | dict.fromkeys(MOMENTS, 0.0),
     )
+
+
+def advantage_alone(cfg: Config) -> bool:
+    """Whether a sequence without advantage has no gradient.
+
+    A user's own loss may have terms that no advantage multiplies.
+    """
+    algo = cfg.algo
+    more = algo.kl_coef or algo.entropy_coef or algo.positive_coef
+    return algo.loss in LOSSES and algo.loss not in SEQUENCE_LOSSES | SELECTIONS.keys() | {"dro"} and not more
 
 
 def aggregation(cfg: Config) -> str:
@@ -115,10 +124,14 @@ def part_weights(specs: tuple[str, ...]) -> dict[str, float] | None:
     return weights or None
 
 
-def settings_of(function: Callable, values: dict[str, Any]) -> dict[str, Any]:
-    """The values that a function takes by name and that are set."""
-    taken = inspect.signature(function).parameters
-    return {name: value for name, value in values.items() if name in taken and value is not None}
+def settings_of(function: Callable, algo: AlgoConfig, elsewhere: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """The values that a function takes by name and that are set; no other setting is looked at (`rehearsal.py`).
+
+    elsewhere: what stands under another name than the parameter's, or in another section.
+    """
+    names = [name for name in inspect.signature(function).parameters if name in elsewhere or hasattr(algo, name)]
+    values = {name: elsewhere[name]() if name in elsewhere else getattr(algo, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def load_function(spec: str, table: dict[str, Callable]) -> Callable:

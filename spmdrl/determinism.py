@@ -11,9 +11,9 @@ import random
 import numpy
 import torch
 
+from spmdrl.config.engines import engine_name
 from spmdrl.config.schema import Config
 from spmdrl.rewards.load import scores_timeouts
-from spmdrl.rollout.build import engine_name
 from spmdrl.spmd.seeds import seed_for
 
 ENVIRONMENT = {

@@ -2,12 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from spmdrl.algos.advantages import SCORE
 from spmdrl.algos.filters import choose, shortage, whole_groups
 from spmdrl.algos.resample import Buffer, draw, weights
 from spmdrl.collect import Collected, Group, Round, carried_by, unbegun
@@ -112,6 +113,7 @@ def fill(
     partial = cfg.rollout.partial_steps
     kept: list[Trajectory] = []
     cut: list[Group] = []
+    graded: list[float] = []
     positions, drawn, bad, left = torch.zeros(0, dtype=torch.int64), 0, 0, 0
     from_before = carried_by(carried, world) if partial else []
     before = sum(from_before)
@@ -136,7 +138,7 @@ def fill(
         drawn += more
         usable = [t for t in done.trajectories if math.isfinite(t.reward)]
         bad += len(done.trajectories) - len(usable)
-        check_parts(usable, cfg)
+        graded += [t.reward for t in usable]
         kept += passing(usable, keep, cfg.filter) if keep else usable
         mine = torch.tensor(sorted({t.position for t in kept}), dtype=torch.int64)
         positions = torch.cat([part[:, 0].cpu() for part in all_gather_rows(mine[:, None], world.rollout_group)])
@@ -150,6 +152,11 @@ def fill(
     for t in taken:
         t.position = place[t.position]
     out = Experience(taken, drawn, cut if partial else [], bad)
+    if not cfg.reward.model:
+        # Of all that was graded; a reward model sees only what is learnt from. Sorted, as the order is that of arrival.
+        rows = all_gather_rows(torch.tensor(graded, dtype=torch.float64)[:, None], world.rollout_group)
+        reward_N = torch.cat(rows).flatten().sort().values
+        out.stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
     if keep:
         out.stats.add("filter/rounds", index + 1)
         out.stats.add("filter/accepted", len(positions) / max(1, drawn + before))
@@ -167,35 +174,59 @@ def fill(
     return out
 
 
-def check_parts(trajectories: list[Trajectory], cfg: Config) -> None:
+def check_parts(batch: Batch, cfg: Config) -> None:
     """Every sample must have the reward parts that training uses: one that is missing is not 0.
 
     Raises:
         ValueError: naming part, prompt and sample.
     """
-    named = [("--safety.cost", cfg.safety.cost)]
-    named += [("--algo.part-weights", spec.partition("=")[0]) for spec in cfg.algo.part_weights]
-    for flag, part in named:
-        lacking = next((t for t in trajectories if part and part not in t.parts), None)
-        if lacking:
-            given = ", ".join(lacking.parts) or "none"
+    given = [name.removeprefix("part/") for name in batch.seq if name.startswith("part/")]
+    used = [("--safety.cost", cfg.safety.cost)] if cfg.safety.cost else []
+    used += [("--algo.part-weights", spec.partition("=")[0]) for spec in cfg.algo.part_weights]
+    if cfg.algo.advantage == "gdpo" and not cfg.algo.part_weights:
+        used = [("--algo.part-weights, where none is named, takes all parts:", name) for name in given]
+    for flag, part in used:
+        if part == SCORE:
+            continue
+        said = f"{flag} {part}: the reward gives no such part"
+        if part not in given:
+            raise ValueError(f"{said}; it gives {', '.join(given) or 'none'}")
+        lacking = torch.nonzero(batch.seq[f"part/{part}"].isnan()).flatten()
+        if len(lacking):
+            row = int(lacking[0])
+            prompt, sample = int(batch.seq["prompt"][row]), int(batch.seq["sample"][row])
             raise ValueError(
-                f"{flag} {part}: the reward gives no such part for prompt {lacking.prompt}, sample {lacking.sample}; "
-                f"it gives {given}. A finite number is needed for every sample, also after a time-out"
+                f"{said} for prompt {prompt}, sample {sample}, but does for others: let the function return it, a "
+                "finite number, for every sample, or learn from other parts (--algo.part-weights, --safety.cost)"
             )
 
 
 def passing(trajectories: list[Trajectory], keep: Callable, cfg: FilterConfig) -> list[Trajectory]:
     """The trajectories whose group the filter keeps; an engine's groups are whole."""
-    if any(cfg.metric and cfg.metric not in t.parts for t in trajectories):
-        raise ValueError(
-            f"--filter.metric {cfg.metric}: the reward gives no such part; it gives {trajectories[0].parts}"
-        )
-    score = [t.parts[cfg.metric] if cfg.metric else t.reward for t in trajectories]
+    score = [metric_of(t, cfg.metric) for t in trajectories]
     group_B = torch.tensor([t.position for t in trajectories], dtype=torch.int64)
     settings = {"low": cfg.low, "high": cfg.high} if cfg.keep == "accuracy_range" else {}
     keep_B = whole_groups(keep(torch.tensor(score, dtype=torch.float64), group_B, **settings), group_B, cfg.keep)
     return [t for t, yes in zip(trajectories, keep_B.tolist(), strict=True) if yes]
+
+
+def metric_of(t: Trajectory, metric: str) -> float:
+    """What a filter looks at: the reward part `metric`, or the reward where that is empty."""
+    if not metric:
+        return t.reward
+    if metric not in t.parts and not t.timed_out:
+        raise ValueError(
+            f"--filter.metric {metric}: the reward gives no such part for prompt {t.prompt}, sample {t.sample}; it "
+            f"gives {', '.join(t.parts) or 'none'}"
+        )
+    return t.parts.get(metric, 0.0)
+
+
+def with_parts(batch: Batch, names: Iterable[str]) -> Batch:
+    """The batch with a column of nan for each `part/...` among names that it has not."""
+    lacking = [name for name in sorted(names) if name.startswith("part/") and name not in batch.seq]
+    unknown_B = torch.full((len(batch),), math.nan, dtype=torch.float64)
+    return Batch(batch.lengths, batch.token, batch.seq | dict.fromkeys(lacking, unknown_B))
 
 
 class Replay:
@@ -223,7 +254,8 @@ class Replay:
                     moved = Batch(
                         old.lengths, old.token, dict(old.seq, position=old.seq["position"] + self.prompts * age)
                     )
-                    pool = concatenate(pool, moved)
+                    # A step may have met reward parts that another one has not.
+                    pool = concatenate(with_parts(pool, moved.seq), with_parts(moved, pool.seq))
             self.buffer.append(step, [batch])
         columns = torch.stack([pool.seq["reward"], pool.seq["position"].double()], 1)
         rows, mine = gather_rows(pool, torch.arange(len(pool)), columns, group, device)
@@ -233,7 +265,7 @@ class Replay:
         weight_N = (
             torch.ones_like(reward_N)
             if method == "none"
-            else weights(reward_N, method, self.cfg.resample_power, position_N)
+            else weights(reward_N, method, self.cfg.resample_power if method == "pow" else 1.0, position_N)
         )
         seeds = torch.full((count,), seed_for(seed, step, RESAMPLE), dtype=torch.int64)
         times_N = torch.bincount(draw(weight_N, uniform(seeds, torch.arange(count))), minlength=len(reward_N))

@@ -79,12 +79,19 @@ class Journal:
             self.samples.close()
 
 
-def describe(stats: Metrics, batch: Batch, part_names: tuple[str, ...]) -> None:
-    """Add what a batch says of itself: rewards, lengths, endings. Every rank adds the same names."""
+def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
+    """Add what a batch says of itself: rewards, lengths, endings. Every rank adds the same names.
+
+    reward_model: its rewards are known here alone, so `reward/mean` is of the batch, and not of all that was graded.
+    """
     reward, n = batch.seq["reward"], len(batch)
-    stats.add("reward/mean", reward.mean() if n else 0.0, n)
-    for name in part_names:
-        stats.add(f"reward/{name}", batch.seq[f"part/{name}"].mean() if n else 0.0, n)
+    for name in ("reward/trained", *(["reward/mean"] if reward_model else [])):
+        stats.add(name, reward.mean() if n else 0.0, n)
+    for name in batch.seq:
+        if name.startswith("part/"):
+            # nan: a sample without it.
+            part = batch.seq[name][~batch.seq[name].isnan()]
+            stats.add(f"reward/{name}", part.mean(), len(part))
     sampled = batch.sampled_per_seq.double()
     stats.add("response_length/mean", sampled.mean() if n else 0.0, n)
     stats.add_max("response_length/max", sampled.max() if n else 0.0)
@@ -96,8 +103,7 @@ def describe(stats: Metrics, batch: Batch, part_names: tuple[str, ...]) -> None:
 
 def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
     """Add how many versions older than `version`, where the update begins, sampled tokens are."""
-    mask_T = batch.token["mask"]
-    age_T = (version - batch.token["version"][mask_T]).double()
+    age_T = (version - batch.token["version"][batch.sampled]).double()
     stats.add("rollout/staleness", age_T.mean(), len(age_T))
 
 

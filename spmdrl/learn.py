@@ -49,10 +49,12 @@ def score(
         metrics.add("safety/multiplier", algo.state["multiplier"])
     mask_T, seq_T = token["mask"], batch.seq_index
     if algo.old_logp == "policy":
-        second = "collision" if "collision" in algo.needs else "entropy"
+        second = "entropy" if algo.entropy_before else "collision"
         token["old_logp"], other_T = models.policy.logprobs(batch, temperature, second)
         if second == "collision":
             token["collision"] = other_T
+        else:
+            metrics.add("entropy/mean", mean(other_T, mask_T), mask_T.sum())
         finite(batch, token["old_logp"], "policy")
         young_T = algo.young(batch, models.policy.version)
         add_mismatch(metrics, token["old_logp"], token["rollout_logp"], mask_T, seq_T, young_T)
@@ -110,7 +112,7 @@ def learn(
             stats.merge(critic.update(batch, algo.value_micro_loss(returns, values), count, 1.0).prefixed(f"{name}/"))
     if models.process is not None:
         stats.merge(models.process.update(batch, algo.process_micro_loss, count, temperature).prefixed("process/"))
-    if step >= cfg.critic.warmup_steps or models.critic is None:
+    if models.critic is None or step >= cfg.critic.warmup_steps:
         prepare = partial(algo.prepare, models.policy, models.policy.updates_done, temperature, group, device)
         stats.merge(models.policy.update(batch, algo.micro_loss, prepare, temperature))
     if models.reference is not None and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
@@ -168,9 +170,6 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
     if models.cost_model:
         cost_B += outcome_scores(batch, models.cost_model)
     if part:
-        if f"part/{part}" not in batch.seq:
-            parts = ", ".join(k.removeprefix("part/") for k in batch.seq if k.startswith("part/")) or "none"
-            raise ValueError(f"--safety.cost {part}: the reward gives no such part; it gives {parts}")
         cost_B += batch.seq[f"part/{part}"]
     return cost_B
 

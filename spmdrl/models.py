@@ -11,7 +11,7 @@ import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.policy.backends import backend
-from spmdrl.policy.contract import Policy
+from spmdrl.policy.contract import Head, Policy
 from spmdrl.policy.load import check_same_tokens
 from spmdrl.policy.remote import RemotePolicy
 from spmdrl.spmd.mesh import World, scoring_world
@@ -65,6 +65,41 @@ class Models:
         return self.trained() | ({"policy": self.policy} if self.policy else {})
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A model of a run on paper."""
+
+    flag: str
+    """What names its path."""
+    path: str
+    """As `--model.path`; empty: that one."""
+    head: Head
+    lr: float | None = None
+    """Peak learning rate; None: it is frozen."""
+
+
+def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
+    """Field of `Models` -> what an algorithm needs beside the policy, in the order in which it is built.
+
+    needs: as `compose.needs` returns it.
+    """
+    wanted: dict[str, Wanted] = {}
+    if "reference" in needs:
+        wanted["reference"] = Wanted("--reference.path", cfg.reference.path, "lm")
+    for name in ("critic", "cost_critic"):
+        if name in needs:
+            wanted[name] = Wanted("--critic.path", cfg.critic.path, "value", cfg.critic.lr)
+    if "process" in needs:
+        start = cfg.process_reward.path or cfg.model.path
+        wanted["process"] = Wanted("--process-reward.path", start, "lm", cfg.process_reward.lr)
+        wanted["process_reference"] = Wanted("--process-reward.path", start, "lm")
+    if cfg.reward.model:
+        wanted["reward_model"] = Wanted("--reward.model", cfg.reward.model, "score")
+    if cfg.safety.cost_model:
+        wanted["cost_model"] = Wanted("--safety.cost-model", cfg.safety.cost_model, "score")
+    return wanted
+
+
 def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     """Build what an algorithm needs (see `compose.needs`) of what belongs on this rank. Collective.
 
@@ -79,7 +114,8 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     if "critic" in needs:
         # The policy's schedule begins where it does.
         warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
-    any_frozen = needs & {"reference", "process"} or cfg.reward.model or cfg.safety.cost_model
+    wanted = wanted_models(cfg, needs)
+    any_frozen = any(each.lr is None for each in wanted.values())
     if cfg.parallel.scoring_ranks and not any_frozen:
         log.warning(
             "--parallel.scoring-ranks %d: this run has no frozen model (no KL, teacher, reward or cost model), so "
@@ -88,13 +124,13 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         )
     scoring = scoring_world(world, timedelta(seconds=cfg.run.timeout))
 
-    def trained(path: str, lr: float, head: str) -> Policy | None:
+    def trained(path: str, lr: float, head: Head) -> Policy | None:
         if not world.trains:
             return None
         optimizer = dataclasses.replace(cfg.optimizer, lr=lr)
         return make(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
 
-    def frozen(path: str, head: str = "lm") -> Any:
+    def frozen(path: str, head: Head) -> Any:
         model = None
         if world.scores:
             model = make(cfg, scoring, 0, trainable=False, path=path, head=head)  # type: ignore[arg-type]
@@ -103,36 +139,26 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
         return RemotePolicy(model, world, scoring.holders, answers, cfg.policy.share_prompts and head != "score")
 
-    others = {
-        "--reference.path": cfg.reference.path,
-        "--critic.path": cfg.critic.path,
-        "--process-reward.path": cfg.process_reward.path,
-        "--reward.model": cfg.reward.model,
-        "--safety.cost-model": cfg.safety.cost_model,
-    }
-    for flag, path in others.items():
-        if path:
-            check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
+    for each in wanted.values():
+        if each.path:
+            check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
     models = Models(make(cfg, world, total - warmup, routing_replay=replay, adapt=True) if world.trains else None)
-    if "reference" in needs:
-        if cfg.lora.rank and cfg.reference.path in ("", cfg.model.path) and scoring is world:
-            free: Any = BaseOf(models.policy) if models.policy else None
-            models.reference = free
+    models.keep_reference = "reference" in wanted and cfg.reference.refresh_every > 0
+    start = cfg.model.path
+    for name, each in wanted.items():
+        if each.lr is not None:
+            model: Any = trained(each.path, each.lr, each.head)
+        elif name == "reference" and cfg.lora.rank and each.path in ("", start) and scoring is world:
+            model = BaseOf(models.policy) if models.policy else None
+        elif name == "process_reference" and models.reference and _same(cfg, each.path):
+            model = models.reference
         else:
-            models.reference = frozen(cfg.reference.path)
-    models.keep_reference = cfg.reference.refresh_every > 0
-    if "critic" in needs:
-        models.critic = trained(cfg.critic.path, cfg.critic.lr, "value")
-    if "cost_critic" in needs:
-        models.cost_critic = trained(cfg.critic.path, cfg.critic.lr, "value")
-    if "process" in needs:
-        start = cfg.process_reward.path or cfg.model.path
-        models.process = trained(start, cfg.process_reward.lr, "lm")
-        same = (cfg.reference.path or cfg.model.path) == start and not cfg.reference.refresh_every
-        models.process_reference = models.reference if models.reference and same else frozen(start)
-    if cfg.reward.model:
-        models.reward_model = frozen(cfg.reward.model, "score")
-    if cfg.safety.cost_model:
-        models.cost_model = frozen(cfg.safety.cost_model, "score")
+            model = frozen(each.path, each.head)
+        setattr(models, name, model)
     return models
+
+
+def _same(cfg: Config, path: str) -> bool:
+    """The reference is a model of that path, and stays as it is."""
+    return (cfg.reference.path or cfg.model.path) == path and not cfg.reference.refresh_every

@@ -1,20 +1,46 @@
 """Where a run stands: what is taken up at its start, saved after its steps, and left behind when it is asked to go."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from spmdrl import checkpoint
 from spmdrl.algorithm import Algorithm
+from spmdrl.config.engines import engine_name
+from spmdrl.config.fields import flag
+from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import Config
 from spmdrl.models import Models
 from spmdrl.resume import Holder, rank_state, restore
 from spmdrl.spikes import Spikes
 from spmdrl.spmd.agreement import Agreement
+from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.failure import mark, request
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.preempt import PreemptedError, preemption
 from spmdrl.tracking.metrics import Timer
 from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
+
+
+def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
+    """What a resume would go on with that was another when the checkpoint `found` was made; a line each.
+
+    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. By what an older
+    checkpoint lacks it is not judged.
+    """
+    files = before.get("files", {})
+    lines = [
+        f"{flag(name)} {path} has another content than when {found} was made"
+        for name, (path, digest) in now["files"].items()
+        if name in files and files[name][0] == path and files[name][1] != digest
+    ]
+    if before.get("prompts", now["prompts"]) != now["prompts"]:
+        lines.append(f"{found} was trained on other prompts than {cfg.data.train} holds")
+    device = before.get("device", now["device"])
+    if device != now["device"] and engine_name(cfg) == "vllm":
+        # Its generators are the device's; those of the other engines are not.
+        lines.append(f"{found} was made on {device}; on {now['device']} vllm draws other tokens from the same seeds")
+    return lines
 
 
 class Progress:
@@ -37,14 +63,15 @@ class Progress:
         warn: Callable[[str], None],
     ):
         self.cfg, self.world, self.folder, self.timer, self.note = cfg, world, folder, timer, note
-        self.models, self.algo, self.spikes, self.prompts = models, algo, spikes, prompts
+        self.models, self.algo, self.spikes = models, algo, spikes
         # What moves begins as the settings say.
         self.begun_with = dict(algo.state)
         self.saver = checkpoint.Saver(cfg, folder / "checkpoints", world)
-        self.saver.check_room(models, warn)
+        self.saver.prepare(models, warn)
         self.draws = 0
         """Prompts drawn for the steps that were learnt from."""
         self.rank_files: list[Path] = []
+        self.made_with = {"prompts": prompts, "files": self._files(), "device": world.device.type}
         self.start_step = self._resume()
 
     def _resume(self) -> int:
@@ -52,8 +79,7 @@ class Progress:
         if found is None:
             return 0
         state = checkpoint.load(found, self.models)
-        if state.get("prompts", self.prompts) != self.prompts:
-            self._other_prompts(found)
+        self._compare(found, state)
         if self.models.policy:
             self.models.policy.version = state["version"]
             self.models.policy.updates_done = state["updates_done"]
@@ -75,14 +101,35 @@ class Progress:
         self.note(f"resumed from {found}: step {state['step']}")
         return state["step"]
 
-    def _other_prompts(self, found: Path) -> None:
-        said = f"{found} was trained on other prompts than {self.cfg.data.train} holds"
-        if not self.cfg.run.allow_changes:
+    def _compare(self, found: Path, state: dict) -> None:
+        """What the settings do not say is still as it was when the run was made.
+
+        Raises:
+            ValueError: it is not, and `--run.allow-changes` does not say that it may.
+        """
+        said = unlike(self.cfg, found, state, self.made_with)
+        if said and not self.cfg.run.allow_changes:
             raise ValueError(
-                f"{said}: give the same data, take another --run.dir, --run.fresh (moves that folder aside and starts "
-                "over), or --run.allow-changes (goes on so)"
+                f"{'; '.join(said)}: give it the same, take another --run.dir, --run.fresh (moves that folder aside "
+                "and starts over), or --run.allow-changes (goes on so)"
             )
-        self.note(f"--run.allow-changes: {said}")
+        for line in said:
+            self.note(f"--run.allow-changes: {line}")
+
+    def _files(self) -> dict[str, list[str]]:
+        """`file_digests`, alike on all ranks. Collective.
+
+        Raises:
+            ValueError: they are not.
+        """
+        seen = [json.loads(text) for text in all_gather_text(json.dumps(file_digests(self.cfg)), self.world.host_group)]
+        for name, (path, digest) in seen[0].items():
+            odd = [rank for rank, files in enumerate(seen) if files[name][1] != digest]
+            if odd:
+                raise ValueError(
+                    f"{flag(name)} {path}: ranks {odd} read another content than rank 0; give every node the same files"
+                )
+        return seen[0]
 
     def begin(self, holder: Holder) -> None:
         """Put back what every rank held, last before the first step: building an engine draws from the generators."""
@@ -137,7 +184,7 @@ class Progress:
                 "guards": self.spikes.state(),
                 "algorithm": self.algo.state,
                 "begun_with": self.begun_with,
-                "prompts": self.prompts,
+                **self.made_with,
                 "draws": self.draws,
                 "seed": self.cfg.run.seed,
                 "wandb": wandb_id(self.folder),

@@ -1,13 +1,14 @@
 """Everything one run is made of, built in one place: world, models, engine, prompts, reward, trackers, checkpoints."""
 
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
 
-from spmdrl.accuracy import evaluate_round, evaluation_round
+from spmdrl.accuracy import evaluate_round, evaluation_round, is_evaluated
 from spmdrl.algorithm import Algorithm
 from spmdrl.algos.filters import FILTERS
 from spmdrl.collect import Collected, Group, Round, collect, whole
@@ -19,7 +20,7 @@ from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.data.sampler import drawn_indices
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.experience import Ahead, Experience, Replay, fill
+from spmdrl.experience import Ahead, Experience, Replay, check_parts, fill
 from spmdrl.journal import Journal, check_mismatch, describe, describe_age, told, with_rates
 from spmdrl.learn import serve, steer
 from spmdrl.memory import Memory
@@ -61,13 +62,12 @@ class Run:
             scratch_folder()
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
         room = prompt_room(cfg, model_folder)
-        self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit)
+        self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit, "--data.limit")
         self.eval_prompts = None
-        if cfg.data.eval and cfg.eval.every:
-            self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts)
+        if is_evaluated(cfg):
+            self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
         self.grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop") if world.samples else None
         self.timeouts_seen = 0
-        self.part_names: tuple[str, ...] = ()
         self.experts_width = 0
         if cfg.rollout.routing_replay:
             # Of every rank: one without samples needs the column too.
@@ -113,14 +113,16 @@ class Run:
         if self.console:
             self.console.note(f"warning: {text}")
 
-    def _prompts(self, spec: str, room: int, limit: int) -> PromptSet:
+    def _prompts(self, spec: str, room: int, limit: int, flag: str) -> PromptSet:
         prompts = load_prompts(spec, self.cfg.data, self.tokenizer, room, limit)
         seen = all_gather_text(prompts.digest(), self.world.host_group)
         if len(set(seen)) > 1:
             odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
             raise ValueError(f"{spec}: ranks {odd} read other prompts than rank 0; give every node the same files")
         dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
-        self.note(f"{len(prompts)} prompts from {prompts.source}{dropped}")
+        bounded = limit and len(prompts) + prompts.dropped == limit
+        only = f", no more than the first {limit} being asked for ({flag} {limit})" if bounded else ""
+        self.note(f"{len(prompts)} prompts from {prompts.source}{dropped}{only}")
         return prompts
 
     # ── one step ─────────────────────────────────────────────────────────────
@@ -212,9 +214,9 @@ class Run:
         names = sorted({name for t in trajectories for name in t.parts})
         # A rank without samples knows no names of reward parts, and the columns must agree.
         texts = all_gather_text("\n".join(names), self.world.host_group)
-        self.part_names = tuple(sorted({name for text in texts for name in text.splitlines()}))
+        names = tuple(sorted({name for text in texts for name in text.splitlines()}))
         prompts, seed = self.cfg.rollout.prompts_per_step, self.cfg.run.seed
-        batch = from_trajectories(trajectories, self.part_names, self.experts_width)
+        batch = from_trajectories(trajectories, names, self.experts_width)
         rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
         batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
         batch.seq["work"] = batch.lengths
@@ -225,6 +227,7 @@ class Run:
             common = prompt_lengths(batch.lengths, batch.token["mask"])
             batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
         batch = self.replay.mix(batch, seed, step, self.world.group, self.world.device)
+        check_parts(batch, self.cfg)
         order = list(range(prompts))
         generator_for(seed, step, 1).shuffle(order)
         return share_out(batch, self.cfg.algo.updates_per_step, prompts, order)
@@ -267,7 +270,7 @@ class Run:
         # Of the steps that were learnt from: what was sampled ahead is sampled again after a resume.
         self.progress.draws += drawn
         if world.trains:
-            describe(stats, batch, self.part_names)
+            describe(stats, batch, bool(self.cfg.reward.model))
             if world.roles.split or rollout.oversample > 1:
                 describe_age(stats, batch, self.memory.version)
             stats.add("reward/timeouts", timeouts)
@@ -285,6 +288,9 @@ class Run:
             values = stats.reduce(lambda x, op: all_reduce(x, op, world.role_group))
         values = told(values, world) | self.eval_metrics | self.progress.saver.poll()
         self.progress.saver.know(step + 1, values)
+        if step + 1 == self.cfg.run.steps:
+            # `finish` evaluates once more, and its numbers join this line.
+            values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
         self.eval_metrics = {}
         steer(self.algo, values, rollout.prompts_per_step * rollout.samples_per_prompt)
         self.journal.step(step + 1, values, to_trajectories(batch) if world.roles.split else done.trajectories)

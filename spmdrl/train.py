@@ -8,6 +8,7 @@ model of a run does with it (`learn.py`), and what those do meanwhile who only s
 
 from spmdrl.config.load import load_or_exit
 from spmdrl.environment import prepare
+from spmdrl.rehearsal import check_use
 
 
 def train(run) -> None:
@@ -39,7 +40,7 @@ def train(run) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read flags, build the run, train; any failure ends the whole job by name."""
-    loaded = load_or_exit(argv)
+    loaded = load_or_exit(argv, check_use=check_use)
     prepare()
     from spmdrl.opening import open_run
 

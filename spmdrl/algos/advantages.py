@@ -13,6 +13,9 @@ import torch
 
 from spmdrl.algos.samples import Result, Samples, finite, in_range, power_of_two
 
+SCORE = "score"
+"""The total reward among the parts that `gdpo` weighs."""
+
 
 def grpo(x: Samples, *, eps: float = 1e-6) -> Result:
     """GRPO: (reward - group mean) / (group std + eps), unbiased std.
@@ -127,20 +130,23 @@ def grpo_pass_k(x: Samples, *, eps: float = 1e-6, std: bool = True) -> Result:
 
 
 def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = None, eps: float = 1e-6) -> Result:
-    """GDPO: each of `parts` normalised within the group as by GRPO, their weighted sum whitened over the tokens.
+    """GDPO: the score and each of `parts` normalised in the group as by GRPO, their weighted sum whitened over tokens.
 
     Source: https://arxiv.org/abs/2601.05242
 
-    weights: by name of the part (one not named does not count), or one for each part in their order; None: all 1.
-    Without parts the total reward is the only one. Whitening is over all sampled tokens of the step. ValueError:
-    weights that fit no part, a part that is not finite.
+    The part named `score` is the total reward. weights: by name (one not named does not count); or a list, one for each
+    of `parts` in their order, which leaves the score out; None: the score and all parts count 1. A total that is the
+    sum of its parts would count them twice: leave it out then. Whitening is over all sampled tokens of the step.
+    ValueError: weights that fit no part, a part that is not finite or is named `score`.
     """
-    sampled_B = x.lengths > 0
-    parts = {name: torch.where(sampled_B, part.double(), 0.0) for name, part in x.parts.items()}
+    if SCORE in x.parts:
+        raise ValueError(f"a part of the reward is named {SCORE!r}, which stands for the total reward: rename the part")
+    sampled_B, weight = x.lengths > 0, _weights(weights, list(x.parts))
+    parts = {name: torch.where(sampled_B, part, 0.0) for name, part in x.parts.items() if weight.get(name)}
     for name, part_B in parts.items():
-        finite(x, f"parts[{name!r}]", part_B, per_token=False)
-    parts = parts or {"reward": x.scores}
-    weight = _weights(weights, list(parts))
+        parts[name] = finite(x, f"parts[{name!r}]", part_B, per_token=False)
+    if weight.get(SCORE):
+        parts = {SCORE: x.scores, **parts}
     *columns_N, group_N, mine = x.everyone(*parts.values(), x.group)
     total_N = torch.zeros_like(group_N)
     for name, part_N in zip(parts, columns_N, strict=True):
@@ -244,12 +250,17 @@ def _scores(x: Samples) -> tuple[torch.Tensor, Groups, torch.Tensor]:
 
 
 def _weights(weights: Mapping[str, float] | Sequence[float] | None, names: list[str]) -> dict[str, float]:
+    """Weight of the score and of each part; one that is missing does not count. names: of the parts."""
+    everything = [SCORE, *names]
     if weights is None:
-        return dict.fromkeys(names, 1.0)
-    if isinstance(weights, Mapping):
-        if unknown := sorted(set(weights) - set(names)):
-            raise ValueError(f"weights name {unknown}, but the parts of the reward are {names}")
-        weights = [weights.get(name, 0.0) for name in names]
-    if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} parts of the reward: {names}")
-    return {name: in_range(f"weight of {name}", float(w), -1e6, 1e6) for name, w in zip(names, weights, strict=True)}
+        weights = dict.fromkeys(everything, 1.0)
+    if not isinstance(weights, Mapping):
+        if len(weights) != len(names):
+            raise ValueError(
+                f"{len(weights)} weights for {len(names)} parts of the reward: {names}; to weigh the score too, give "
+                f"them by name, {SCORE!r} being the score"
+            )
+        weights = dict(zip(names, weights, strict=True))
+    if unknown := sorted(set(weights) - set(everything)):
+        raise ValueError(f"weights name {unknown}, but the parts of the reward are {everything}")
+    return {name: in_range(f"weight of {name}", float(w), -1e6, 1e6) for name, w in weights.items()}

@@ -58,7 +58,8 @@ class Samples:
     baseline: torch.Tensor | None = None
     """[B]: reward of the greedy response to the same prompt."""
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """name -> [B]: several rewards of one sequence; the same names in the same order on every rank."""
+    """name -> [B]: several rewards of one sequence, beside the total; the same names in the same order on every rank.
+    nan where a sequence has no such part."""
     logp: torch.Tensor | None = None
     """[T]: log p of the sampled token when the step began."""
     collision: torch.Tensor | None = None

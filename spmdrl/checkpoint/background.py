@@ -38,10 +38,17 @@ class Saver:
         self._numbers: dict[str, float] = {}
         store.together(lambda: files.clean(root) if world.is_first else None, world)
 
-    def check_room(self, models: Models, warn: Callable[[str], None]) -> None:
-        """Warn at the start of a run whose first checkpoint will find no room. Collective."""
+    def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
+        """Make what all checkpoints hold alike, and warn if the first will find no room. Collective, at the start.
+
+        Raises:
+            ValueError: a model of which no checkpoint could be saved.
+        """
         self.wanted = store.bytes_wanted(models, self.world)
-        if self.world.is_first and (self.cfg.checkpoint.every or self.cfg.checkpoint.at_end):
+        if not (self.cfg.checkpoint.every or self.cfg.checkpoint.at_end):
+            return
+        store.together(lambda: [model.fixed for model in store.of_checkpoint(models)], self.world)
+        if self.world.is_first:
             try:
                 room.check_room(self.root, self.wanted)
             except room.DiskFullError as error:

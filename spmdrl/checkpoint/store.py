@@ -21,7 +21,7 @@ from spmdrl.config.resume import lasting, settled
 from spmdrl.config.schema import Config
 from spmdrl.data import treefile
 from spmdrl.models import Models
-from spmdrl.policy.contract import Write
+from spmdrl.policy.contract import Policy, Write
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
 
@@ -268,5 +268,9 @@ def versions() -> dict[str, str]:
 
 def bytes_wanted(models: Models, world: World) -> int:
     """Bytes that a checkpoint will take, estimated from what the models hold. Collective over ranks of a role."""
-    every = [*([models.policy] if models.policy else []), *models.saved().values()]
-    return sum(model.checkpoint_bytes() for model in every)
+    return sum(model.checkpoint_bytes() for model in of_checkpoint(models))
+
+
+def of_checkpoint(models: Models) -> list[Policy]:
+    """The models that a checkpoint holds; none on a rank that holds none of them."""
+    return [*([models.policy] if models.policy else []), *models.saved().values()]

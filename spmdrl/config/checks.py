@@ -69,6 +69,8 @@ def _other_problems(config: Config) -> list[str]:
         problems.append(
             "--checkpoint.background True: not with the megatron backend, which has no copy of its state; leave it out"
         )
+    if config.data.chat == "off" and config.data.chat_template:
+        problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
     if "eval/" in config.checkpoint.best and not config.eval.every:
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured with --eval.every 0")
     if config.eval.every > 0 and not config.data.eval:

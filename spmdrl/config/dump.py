@@ -9,6 +9,8 @@ import yaml
 from spmdrl.config.fields import get, leaves
 
 REDACTED = "<redacted>"
+RESOLVED = "# Every setting of a run, as it was resolved: what the run does not use may stand here, too."
+"""First line of what `to_yaml` writes."""
 # Whole words of a name, so that max_new_tokens is not a secret.
 _SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|credential|credentials|key|apikey)$", re.IGNORECASE)
 # Hugging Face, OpenAI, GitHub, GitLab, AWS, NVIDIA, Slack, Google, Groq, xAI, wandb (the whole value 40 hex digits),
@@ -63,7 +65,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def to_yaml(config: Any) -> str:
     """The run folder's `config.yaml`: `--config` reads it back to an equal config (secrets apart)."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return f"{RESOLVED}\n{text}"
 
 
 def diff(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:

@@ -11,6 +11,14 @@ VLLM_RANK = 512
 """Largest rank of an adapter inside vLLM 0.32 (`vllm.config.lora.MaxLoRARanks`)."""
 
 
+def engine_name(config: Config) -> str:
+    """`auto` resolved: vLLM where it is installed and can hold the model's type, else the HF engine."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    usable = importlib.util.find_spec("vllm") is not None and config.model.dtype != "float64"
+    return "vllm" if usable else "hf"
+
+
 def sglang_python() -> Path | None:
     """An interpreter that has SGLang: what `launch/install.sh --sglang` makes, else this one; None if neither has."""
     python = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
@@ -63,7 +71,7 @@ def engine_problems(config: Config, world_size: int) -> list[str]:
 
 def adapter_problems(config: Config) -> list[str]:
     """One line for each setting to change."""
-    lora, engine, problems = config.lora, config.rollout.engine, []
+    lora, engine, problems = config.lora, engine_name(config), []
     if not lora.rank:
         return problems
     shown = f"--lora.rank {lora.rank}"
@@ -76,8 +84,6 @@ def adapter_problems(config: Config) -> list[str]:
             f"--reference.refresh-every {config.reference.refresh_every}: with adapters the reference is the model "
             "without them, which stays as it is; take 0"
         )
-    if engine == "auto":
-        engine = "hf" if importlib.util.find_spec("vllm") is None or config.model.dtype == "float64" else "vllm"
     if lora.push == "adapter" and engine == "sglang":
         problems.append("--lora.push adapter: SGLang takes full weights only; take --lora.push merged")
     if lora.push == "adapter" and engine == "hf" and config.rollout.tp > 1:

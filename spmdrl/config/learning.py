@@ -33,7 +33,8 @@ class AlgoConfig:
     step_weight: float | None = None
     """Weight of GiGPO's step advantage."""
     part_weights: tuple[str, ...] = ()
-    """Reward parts that GDPO normalises apart, as `name=weight`. Empty: all parts, each with weight 1."""
+    """Reward parts that GDPO normalises apart, as `name=weight`; the part `score` is the reward itself. Empty: the
+    score and all parts, each with weight 1 (name the parts alone where the score is their sum)."""
     clip_low: float | None = None
     """Clip below: ratio 1 - clip_low, or the loss's own measure."""
     clip_high: float | None = None
@@ -78,8 +79,9 @@ class AlgoConfig:
     """Where old_logp comes from: a pass of the policy, or the engine (bypass). `auto`: the update's own first pass
     where it is the same number at no cost (one update a step), else a pass of the policy."""
     skip_zero_advantage: bool = False
-    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero. Without effect
-    when something else than the advantage stands in the loss."""
+    """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero; what the update
+    tells of tokens (clip_fraction, ...) is then of the others. Refused when something else than the advantage stands
+    in the loss."""
 
 
 @dataclass
@@ -131,7 +133,7 @@ class FilterConfig:
     """Prompts whose group is kept: `mixed` (its rewards differ), `accuracy_range`, or path/to/file.py:function. Others
     are sampled in their place until prompts_per_step are full. Empty: all."""
     metric: str = ""
-    """Reward part that `keep` looks at. Empty: the reward."""
+    """Reward part that `keep` looks at (0 where the grading timed out). Empty: the reward."""
     low: float = 0.2
     """Lowest group mean that accuracy_range keeps."""
     high: float = 0.8

@@ -23,9 +23,9 @@ import tyro
 import yaml
 
 from spmdrl.config import checks
-from spmdrl.config.dump import redact_text
+from spmdrl.config.dump import RESOLVED, redact_text
 from spmdrl.config.fields import ConfigError, flag, is_optional, is_tuple, leaves, nearest
-from spmdrl.config.presets import PRESETS
+from spmdrl.config.presets import PRESETS, settings_of_preset
 from spmdrl.config.schema import Config
 
 C = TypeVar("C")
@@ -50,6 +50,8 @@ class Loaded(Generic[C]):
     """Print the resolved config and the plan, and stop."""
     files: tuple[str, ...] = ()
     """The `--config` files, in the order they were read."""
+    given: frozenset[str] = frozenset()
+    """Settings that a flag or a file written by hand named; not those of a preset or of a run folder's config.yaml."""
 
 
 @dataclass
@@ -92,12 +94,16 @@ def from_command_line(
     problems: list[str] = []
     from_flags, files = _read_flags(argv, problems)
     from_files: list[tuple[str, Given]] = []
+    by_hand = {COMMAND_LINE}
     for path in files:
-        from_files += _read_yaml(path, problems)
+        found = _read_yaml(path, problems)
+        from_files += found
+        by_hand |= set() if _is_resolved(path) else {given.origin for _, given in found}
 
     hints = leaves(schema) | {"dry_run": bool}
     tokens: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
+    named: set[str] = set()
     asked = [(ALIASES.get(name, name), given) for name, given in from_files + from_flags]
     for name, given in _preset_layer(asked, schema, problems) + _implied_layer(asked, schema) + asked:
         positive = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name)
@@ -111,6 +117,7 @@ def from_command_line(
         try:
             tokens[name] = _tokens(name, hints[name], given)
             origins[name] = given.origin
+            named |= {name} if given.origin in by_hand else set()
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -118,7 +125,7 @@ def from_command_line(
 
     parsed: Any = _parse(command, [token for group in tokens.values() for token in group], prog, origins)
     values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    return Loaded(schema(**values), parsed.dry_run, tuple(files))
+    return Loaded(schema(**values), parsed.dry_run, tuple(files), frozenset(named))
 
 
 def load_or_exit(
@@ -126,15 +133,19 @@ def load_or_exit(
     prog: str = "python -m spmdrl.train",
     schema: type[C] = Config,
     check: Callable[[C, int], None] | None = checks.check,  # type: ignore[assignment]
+    check_use: Callable[[Loaded[C]], None] | None = None,
 ) -> Loaded[C]:
     """`from_command_line` and `check` for an entry point: a mistake is one message from rank 0 and exit code 2 on all.
 
     The world size is torchrun's WORLD_SIZE, 1 without it. Every rank reads the same words, so all of them leave.
+    check_use: asked last, whether settings that are valid are of any use together.
     """
     try:
         loaded = from_command_line(argv, prog, schema)
         if check is not None:
             check(loaded.config, int(os.environ.get("WORLD_SIZE", "1")))
+        if check_use is not None:
+            check_use(loaded)
     except ConfigError as error:
         if _rank() == 0:
             print(redact_text(f"{prog}: {error}"), file=sys.stderr, flush=True)
@@ -191,6 +202,15 @@ def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Given]]:
     return found
 
 
+def _is_resolved(path: str) -> bool:
+    """Whether a run or `--dry-run` wrote this file: it names every setting, whoever wanted it or not."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.readline().rstrip("\n") == RESOLVED
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def _preset_layer(given: list[tuple[str, Given]], schema: type, problems: list[str]) -> list[tuple[str, Given]]:
     """The settings of the preset that was named last, as text."""
     named = [found for name, found in given if name == "algo.preset" and found.values]
@@ -203,8 +223,14 @@ def _preset_layer(given: list[tuple[str, Given]], schema: type, problems: list[s
         where = "" if named[-1].origin == COMMAND_LINE else f"{named[-1].origin}: "
         problems.append(f"{where}--algo.preset {name}: unknown; {hint}Valid: {', '.join(PRESETS)}")
         return []
-    settings = PRESETS[name].settings.items()
-    return [(leaf, Given([str(value)], f"preset {name}")) for leaf, value in settings]
+    chosen = {leaf: found[-1] for leaf in ("algo.loss", "algo.advantage") if (found := _words(given, leaf))}
+    settings = settings_of_preset(name, **{leaf.partition(".")[2]: word for leaf, word in chosen.items()})
+    return [(leaf, Given([str(value)], f"preset {name}")) for leaf, value in settings.items()]
+
+
+def _words(given: list[tuple[str, Given]], name: str) -> list[str]:
+    """The single words given for a setting, in their order."""
+    return [found.values[0] for leaf, found in given if leaf == name and found.values]
 
 
 def _implied_layer(given: list[tuple[str, Given]], schema: type) -> list[tuple[str, Given]]:

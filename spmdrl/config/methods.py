@@ -33,6 +33,11 @@ def method_problems(config: Config) -> list[str]:
             f"--algo.updates-per-step {algo.updates_per_step}: must divide prompts_per_step {rollout.prompts_per_step} "
             f"(each update takes an equal share), such as {', '.join(map(str, near))}"
         )
+    if rollout.top_p < 1:
+        problems.append(
+            f"--rollout.top-p {rollout.top_p}: engines give logp within the nucleus, the trainer over the whole "
+            "vocabulary, so ratios would be off; take 1 (--eval.top-p is for evaluation)"
+        )
     if algo.kl_coef and config.reference.enabled == "off":
         problems.append(
             f"--reference.enabled off: KL needs the reference while --algo.kl-coef is {algo.kl_coef}; "

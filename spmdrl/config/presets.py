@@ -21,6 +21,15 @@ class Preset:
     """Dotted name of a setting -> its value."""
 
 
+OF_LOSS = (
+    *("clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "cov_ratio", "cov_kl_coef", "cov_low", "cov_high"),
+    *("ratio_cap", "beta", "eta", "aggregation"),
+)
+"""Settings under `algo` that say something about the loss function alone."""
+OF_ADVANTAGE = ("gamma", "lam", "critic_lam", "length_adaptive", "step_weight", "part_weights")
+"""The same of the advantage estimator."""
+
+
 def _preset(paper: str, advantage: str, loss: str, **settings: Any) -> Preset:
     """`algo.x` is written `x`, any other section's `section__x`."""
     named = {"advantage": advantage, "loss": loss} | settings
@@ -129,6 +138,27 @@ PRESETS: dict[str, Preset] = {
         shaping__reward_coef=0.0,
     ),
 }
+
+
+def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
+    """Dotted name -> value of what a preset sets, where another loss or advantage may be chosen over its own.
+
+    What the preset says about a function that is not used goes with it: the function that is takes its own paper's
+    values. A user's own file keeps the preset's aggregation, which is no part of a function.
+
+    Raises:
+        KeyError: no such preset.
+    """
+    settings = dict(PRESETS[name].settings)
+    gone: list[str] = []
+    if loss and loss != settings["algo.loss"]:
+        gone += [leaf for leaf in OF_LOSS if leaf != "aggregation" or ".py" not in loss]
+    if advantage and advantage != settings["algo.advantage"]:
+        gone += OF_ADVANTAGE
+    dropped = {leaf for leaf in gone if f"algo.{leaf}" in settings}
+    kept = {leaf: value for leaf, value in settings.items() if leaf.removeprefix("algo.") not in dropped}
+    # The schema's aggregation is grpo's, so that it has to be taken back.
+    return kept | ({"algo.aggregation": ""} if "aggregation" in dropped else {})
 
 
 def with_preset(config: Config, name: str) -> Config:

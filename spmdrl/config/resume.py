@@ -4,6 +4,7 @@ Laws 2 and 3 say what may: layout, machine and pace do not change the answer. Al
 on with others would be neither the one nor the other.
 """
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 
 from spmdrl.config.dump import to_dict
+from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag, leaves
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config
@@ -27,8 +29,8 @@ FREE: dict[str, tuple[str, ...]] = {
         *("policy.host_optimizer", "policy.reshard_after_forward", "policy.attention", "policy.share_prompts"),
         *("policy.chunked_loss", "policy.liger", "policy.offload", "reference.offload", "lora.push"),
     ),
-    "law 3: draws belong to the data, whatever engine makes them": (
-        *("rollout.engine", "rollout.tp", "rollout.assignment", "rollout.max_sequences", "rollout.kv_cache_gib"),
+    "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them": (
+        *("rollout.tp", "rollout.assignment", "rollout.max_sequences", "rollout.kv_cache_gib"),
         *("rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.deterministic", "rollout.push_bucket_mib"),
         *("rollout.enforce_eager", "rollout.sglang_push"),
     ),
@@ -47,6 +49,8 @@ FIXED = (
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_prompt_tokens", "rollout.max_new_tokens"),
     *("rollout.temperature", "rollout.top_p", "rollout.oversample", "rollout.partial_steps", "rollout.staleness"),
     *("rollout.routing_replay", "rollout.quantization"),
+    # From the same seed and logits another engine draws another token.
+    "rollout.engine",
     *("algo.*", "correction.*", "shaping.*", "critic.*", "process_reward.*", "safety.*"),
     *("filter.keep", "filter.metric", "filter.low", "filter.high", "filter.resample", "filter.resample_power"),
     *("filter.replay_steps", "data.train", "data.prompt_column", "data.answer_column", "data.template", "data.system"),
@@ -76,8 +80,28 @@ def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def settled(cfg: Config) -> dict[str, Any]:
-    """The settings that a resume must keep, redacted."""
-    return {k: v for k, v in flat(to_dict(cfg)).items() if not may_change(k, cfg.optimizer.schedule)}
+    """The settings that a resume must keep, redacted; the engine is the one that runs."""
+    return {k: v for k, v in flat(to_dict(lasting(cfg))).items() if not may_change(k, cfg.optimizer.schedule)}
+
+
+def file_digests(cfg: Config) -> dict[str, list[str]]:
+    """Setting -> [file, hash of its content] where a setting that a resume must keep names a file of the user's own.
+
+    Such are functions in Python (`path/to/file.py:function`) and templates in jinja; what they import is not looked at.
+
+    Raises:
+        ValueError: a file that cannot be read.
+    """
+    found = {}
+    for name, value in flat(to_dict(cfg)).items():
+        path = value.rpartition(":")[0] if isinstance(value, str) and ".py:" in value else value
+        if isinstance(path, str) and path.endswith((".py", ".jinja")) and not may_change(name, ""):
+            try:
+                content = Path(path).expanduser().read_bytes()
+            except OSError as error:
+                raise ValueError(f"{flag(name)} {value}: cannot read {path} ({error.strerror})") from error
+            found[name] = [path, hashlib.sha256(content).hexdigest()]
+    return found
 
 
 @dataclass
@@ -110,14 +134,20 @@ def differences(path: Path, cfg: Config) -> Differences:
     defaults = flat(to_dict(with_preset(Config(), cfg.algo.preset)))
     for name, here in settled(cfg).items():
         then = there.get(name, defaults.get(name))
+        why = ""
+        if name == "rollout.engine":
+            # A file by another hand may say auto, which is taken for what it is here.
+            then = then if then != "auto" else engine_name(replace(cfg, rollout=replace(cfg.rollout, engine="auto")))
+            why = " (by auto)" if cfg.rollout.engine == "auto" else ""
         if then != here:
-            out.lines.append(f"{flag(name)}: {shown(then)} there, {shown(here)} here")
+            out.lines.append(f"{flag(name)}: {shown(then)} there, {shown(here)} here{why}")
     return out
 
 
 def lasting(cfg: Config) -> Config:
-    """Without what was meant for this start alone."""
-    return replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
+    """Without what was meant for this start alone, and with the engine that runs for `auto`."""
+    rollout = replace(cfg.rollout, engine=engine_name(cfg))
+    return replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False), rollout=rollout)
 
 
 def shown(value: Any) -> str:

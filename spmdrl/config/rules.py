@@ -124,6 +124,7 @@ RULES: dict[str, _Rule] = {
     "eval.prompts": _at_least_0,
     "eval.samples": _at_least_1,
     "eval.temperature": _at_least_0,
+    "eval.top_p": _share,
     "checkpoint.every": _at_least_0,
     "checkpoint.keep": _at_least_1,
     "checkpoint.keep_every": _at_least_0,

@@ -148,7 +148,8 @@ class PolicyConfig:
     """Heads of the checkpoint that predict further tokens, which nothing here trains: left out of what is saved, or
     copied into it as they are."""
     reshard_after_forward: bool = True
-    """Free gathered parameters between forward and backward: less memory, one more all-gather."""
+    """Free gathered parameters between forward and backward: less memory, one more all-gather. Models of up to 64 MiB
+    are gathered whole, once for both."""
     attention: Literal["auto", "padded", "flash", "eager"] = "auto"
     """Packed attention. `auto`: flash-attn varlen on GPU where installed, else causal SDPA per sequence (`padded`).
     `eager`: plain softmax."""
@@ -214,7 +215,8 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature; logp is taken at the same temperature everywhere."""
     top_p: float = 1.0
-    """Nucleus sampling."""
+    """Nucleus sampling. Training takes 1 only: an engine's logp is of the set that it sampled from, the trainer's of
+    the whole vocabulary. Evaluation has `--eval.top-p`."""
     assignment: Literal["queue", "static"] = "queue"
     """Who samples which prompt: an atomic queue (a rank that ends early takes more), or fixed by index (for bit-exact
     runs)."""
@@ -299,7 +301,8 @@ class RewardConfig:
     timeout: float = 5.0
     """Seconds one grading may take before its process is killed."""
     on_timeout: Literal["auto", "error", "zero"] = "auto"
-    """A killed grading ends the job (`error`) or scores 0 and is counted (`zero`). `auto`: error for files, or zero."""
+    """A killed grading ends the job (`error`), or scores 0, in every part too, and is counted (`zero`). `auto`: error
+    for files, or zero."""
     model: str = ""
     """HF sequence classifier with one label whose score is added to the reward, as `--model.path`. Empty: none."""
     model_coef: float = 1.0
@@ -318,6 +321,8 @@ class EvalConfig:
     """Samples per evaluation prompt (pass@k for every k that is a power of two up to it)."""
     temperature: float = 1.0
     """Sampling temperature of evaluation; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling of evaluation: the smallest set of tokens whose probabilities add up to it."""
 
 
 @dataclass

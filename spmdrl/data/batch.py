@@ -4,6 +4,7 @@ Row t of a per-token tensor speaks of the token at t itself: `logp[t]` is log p(
 the same sequence). The first token of a sequence has no such value; its mask is False.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,8 @@ class Batch:
     """B sequences, T tokens, sorted by (position, sample).
 
     lengths: int64 [B]. token: name -> [T]; always holds tokens, version (int64), mask (bool), rollout_logp (float32);
-    where routing is replayed experts (int16 [T, W], see `Trajectory`).
+    where routing is replayed experts (int16 [T, W], see `Trajectory`). mask is the loss mask; where that leaves out
+    tokens which the policy sampled, sampled (bool) says which those all are.
     seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward, baseline (float64).
     """
 
@@ -56,10 +58,15 @@ class Batch:
         return torch.repeat_interleave(torch.arange(len(self), device=self.device), self.lengths)
 
     @property
+    def sampled(self) -> torch.Tensor:
+        """bool [T]: what the policy sampled, also where it is left out of the loss (`mask`)."""
+        return self.token.get("sampled", self.token["mask"])
+
+    @property
     def sampled_per_seq(self) -> torch.Tensor:
-        """int64 [B]: tokens under the loss mask."""
+        """int64 [B]: tokens that the policy sampled."""
         counts = torch.zeros(len(self), dtype=torch.int64, device=self.device)
-        return counts.index_add_(0, self.seq_index, self.token["mask"].long())
+        return counts.index_add_(0, self.seq_index, self.sampled.long())
 
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
         """A per-sequence value at each of its tokens: [B] -> [T]."""
@@ -97,8 +104,8 @@ def from_trajectories(
 ) -> Batch:
     """Pack trajectories in sample order; an empty list gives an empty batch with every column.
 
-    part_names: reward parts kept as `part/<name>` columns. experts_width: columns of `Trajectory.experts`, kept as
-    `token["experts"]`; 0: not kept. Both must be the same on every rank.
+    part_names: reward parts kept as `part/<name>` columns, nan where a sample has no such part. experts_width: columns
+    of `Trajectory.experts`, kept as `token["experts"]`; 0: not kept. Both must be the same on every rank.
     """
     ordered = sorted(trajectories, key=lambda t: (t.position, t.sample))
 
@@ -132,14 +139,15 @@ def from_trajectories(
     seq["reward"] = column((t.reward for t in ordered), torch.float64)
     seq["baseline"] = column((t.baseline for t in ordered), torch.float64)
     for name in part_names:
-        seq[f"part/{name}"] = column((t.parts.get(name, 0.0) for t in ordered), torch.float64)
+        part = (t.parts.get(name, 0.0 if t.timed_out else math.nan) for t in ordered)
+        seq[f"part/{name}"] = column(part, torch.float64)
     return Batch(column(len(t.tokens) for t in ordered), token, seq)
 
 
 def to_trajectories(batch: Batch) -> list[Trajectory]:
-    """Its sequences one by one, those without a token in the loss left out; for a look at them."""
-    lengths = batch.lengths.tolist()
-    columns = [batch.token[name].split(lengths) for name in ("tokens", "mask", "rollout_logp")]
+    """Its sequences one by one, those without a sampled token left out; for a look at them."""
+    lengths, token = batch.lengths.tolist(), batch.token
+    columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"])]
     names = ("prompt", "sample", "position", "version", "finish", "reward")
     rows = zip(*columns, *(batch.seq[name].tolist() for name in names), strict=True)
     return [

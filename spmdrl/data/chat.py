@@ -1,5 +1,7 @@
 """From a prompt (text or chat messages) to the tokens that a policy continues."""
 
+from pathlib import Path
+
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -7,6 +9,22 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML that shows exactly the messages given (templates of some models insert a system message)."""
+
+
+def template_text(value: str) -> str:
+    """The jinja text that `--data.chat-template` says: `chatml`, a `.jinja` file, or the text itself.
+
+    Raises:
+        ValueError: a file that cannot be read.
+    """
+    if value == "chatml":
+        return CHATML
+    if not value.endswith(".jinja"):
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"--data.chat_template: cannot read {value!r} ({e.strerror})") from e
 
 
 def encode(
@@ -22,7 +40,7 @@ def encode(
 
     prompt: text, or messages `{"role": ..., "content": ...}` that end with the one to answer. system: message put first
     when not empty. prefill: start of the reply, appended as text. chat: `on`, `off` or `auto` (on when there is a
-    template). chat_template: `chatml` or a jinja text that replaces the tokenizer's template.
+    template). chat_template: a jinja text (`template_text`) that replaces the tokenizer's template.
 
     Through a template, the rendered text holds every special token and is tokenised without adding any. Without one,
     the tokenizer adds its own at the front; an end token that it would append is left off: the policy goes on there.
@@ -76,11 +94,10 @@ def _render(tokenizer, prompt: str | list[dict], system: str, chat_template: str
         if messages[0]["role"] == "system":
             raise ValueError("the prompt brings its own system message: leave --data.system empty")
         messages = [{"role": "system", "content": system}, *messages]
-    template = CHATML if chat_template == "chatml" else chat_template
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, chat_template=template or None
+            messages, tokenize=False, add_generation_prompt=True, chat_template=chat_template or None
         )
     except Exception as e:  # jinja raises its own errors, and templates raise what they like
-        named = "--data.chat_template" if template else "the tokenizer's chat template"
+        named = "--data.chat_template" if chat_template else "the tokenizer's chat template"
         raise ValueError(f"{named} could not render the prompt ({type(e).__name__}: {e})") from e

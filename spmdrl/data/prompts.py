@@ -10,10 +10,9 @@ import re
 import string
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from spmdrl.config.schema import DataConfig
-from spmdrl.data.chat import encode
+from spmdrl.data.chat import encode, template_text
 from spmdrl.data.sources import Source, read_source
 
 
@@ -71,7 +70,7 @@ def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int,
         prompt_column=source.prompt_column,
         answer_column=source.answer_column if data.answer_column else "",
         chat="off" if source.raw else data.chat,
-        chat_template=_template_text(data.chat_template),
+        chat_template=template_text(data.chat_template),
     )
     verl = {"prompt", "reward_model"} <= source.rows[0].keys()
     prompts, shortest = [], 0
@@ -90,15 +89,6 @@ def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int,
             f"shortest has {shortest}): raise --rollout.max_prompt_tokens"
         )
     return PromptSet(prompts, dropped=len(source.rows) - len(prompts), source=spec)
-
-
-def _template_text(value: str) -> str:
-    if not value.endswith(".jinja"):
-        return value
-    try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
-    except OSError as e:
-        raise ValueError(f"--data.chat_template: cannot read {value!r} ({e.strerror})") from e
 
 
 def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool) -> Prompt:

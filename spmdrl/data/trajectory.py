@@ -32,7 +32,9 @@ class Trajectory:
     turns: int = 1
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward."""
+    """Named parts of the reward. A name that is missing is no 0, unless the grading timed out."""
+    timed_out: bool = False
+    """Its grading was stopped (`Reward.timed_out`)."""
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, where one was sampled."""
     versions: torch.Tensor | None = None

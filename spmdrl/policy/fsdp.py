@@ -10,7 +10,6 @@ averaged) over ranks, so neither the packing nor the number of ranks enters the 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,14 @@ from spmdrl.policy.experts import Layout
 from spmdrl.policy.heads import PackedLM, PackedScalar, Second
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.liger import use_liger
-from spmdrl.policy.load import build_model, decoder_layers, load_tokenizer, resolve
+from spmdrl.policy.load import build_model, decoder_layers, resolve
 from spmdrl.policy.optimizer import fill_state, make_optimizer, restore_settings, settings_of
 from spmdrl.policy.routing import Routers
 from spmdrl.policy.ulysses import check_model
 from spmdrl.policy.vetted import vet
 from spmdrl.policy.weights import (
+    MASTERS,
+    has_masters,
     on_first,
     on_host,
     pieces_of,
@@ -50,10 +51,15 @@ from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Piece
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
+from spmdrl_kernels.host import use_host_linear
+
+GATHERED_WHOLE = 64 << 20
+"""Bytes of a model in its compute type up to which it is one group: a gather for each layer costs more time than it
+saves memory."""
 
 
 def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """fully_shard each decoder layer, then the rest, over `world.shard_mesh`.
+    """fully_shard each decoder layer, then the rest, over `world.shard_mesh`; a small model as a whole.
 
     direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
     """
@@ -62,7 +68,10 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
     )
-    for layer in decoder_layers(model.hf):
+    layers = decoder_layers(model.hf)
+    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE:
+        layers = []
+    for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     # The root is also given the columns of a loss (old_logp, advantages, ...), which keep their type.
     fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
@@ -135,11 +144,12 @@ class FsdpPolicy(Learner):
         if cfg.policy.liger:
             use_liger(hf, world.device)
         self.routers = Routers(hf) if routing_replay else None
-        self.layout = Layout(hf)
+        self.layout, self.hf_config = Layout(hf), hf.config
         # PEFT's settings of the adapters; None without any.
         self.adapters: Any = None
         if adapt:
             self.adapters = lora.attach(hf, cfg.lora, cfg.run.seed, self.master)
+        use_host_linear(hf)
         if cfg.policy.activation_checkpointing and trainable:
             recompute(hf)
         kind, sp = cfg.policy.attention, world.sp_group
@@ -319,31 +329,32 @@ class FsdpPolicy(Learner):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         # What asks other groups of this world is asked here; what is returned may run while they are in use.
-        own = on_host if copy else list
-        hf, pieces = self.model.hf, own(self.pieces())
-        parts = deepcopy((hf.config, hf.generation_config if self.head == "lm" else None))
+        pieces, fixed = self.pieces(), self.fixed
         if self.adapters:
-            adapter, settings, base = own(lora.file_pieces(self._parts()[1])), self.adapters, self._base_facts()
+            adapter, settings, base = lora.file_pieces(self._parts()[1]), self.adapters, self._base_facts()
         else:
             adapter, settings, base = None, None, {}
-        moments: Any = None
+        state: dict[str, Any] = {}
         if self.optimizer:
             fill_state(self.optimizer)
-            moments = get_optimizer_state_dict(self.model, self.optimizer)
-        moments = tree_on_host(moments) if copy else moments
+            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+            if self.compute != self.master and not self.adapters:
+                state[MASTERS] = {name: p.detach() for name, p in self._parts()[0]}
+        if copy:
+            pieces, state = on_host(pieces, self.compute), tree_on_host(state)
+            adapter = on_host(adapter, self.master) if adapter is not None else None
 
         def write(folder: Path, world: World) -> None:
-            tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code) if world.is_first else None
-            save_model(folder / "model", pieces, world, self.master, *parts, tokenizer, self.kept)
+            save_model(folder / "model", pieces, world, self.compute, fixed, self.kept)
             if adapter is not None:
                 tensors = {}
                 for bucket in on_first(adapter, world, self.master):
                     tensors |= bucket
                 if world.is_first:
                     lora.write_adapter(folder / "adapter", settings, tensors, base)
-            if moments is not None:
+            if state:
                 where, group = str(folder / "state" / "optimizer"), world.training_group
-                dcp.save({"optimizer": moments}, checkpoint_id=where, process_group=group)
+                dcp.save(state, checkpoint_id=where, process_group=group)
 
         return write
 
@@ -362,20 +373,24 @@ class FsdpPolicy(Learner):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
         base, adapters = self._parts()
+        state, where = {}, folder / "state" / "optimizer"
+        saved = vet(where) if self.optimizer else {}
         if self.adapters:
             lora.read_adapter(adapters, folder / "adapter", self.adapters)
             lora.check_base(folder / "adapter", self._base_facts())
             base = []
         elif (folder / "adapter").exists():
             raise ValueError(f"{folder} holds adapters: resume with its --lora.rank, or choose another --run.dir")
-        read_into(base + self.buffers, folder / "model", self.layout)
+        elif has_masters(saved, base, where):
+            state[MASTERS] = {name: p.detach() for name, p in base}
+            base = []
+        # Of a model that trains, what is narrower than its masters was made of them.
+        read_into(base + self.buffers, folder / "model", self.layout, torch.float32 if self.optimizer else None)
         if self.optimizer is None:
             return
         settings = settings_of(self.optimizer)
         fill_state(self.optimizer)
-        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
-        where, group = str(folder / "state" / "optimizer"), self.world.training_group
-        vet(Path(where))
-        dcp.load(state, checkpoint_id=where, process_group=group)
+        state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+        dcp.load(state, checkpoint_id=str(where), process_group=self.world.training_group)
         set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])
         restore_settings(self.optimizer, settings)

@@ -1,6 +1,7 @@
 """What an update is, whatever shards the model: shares of the batch, micro-batches, one guarded optimizer step each."""
 
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
-from spmdrl.policy.contract import Loss, LossResult, Part, Prepare, Write
+from spmdrl.policy.contract import DTYPES, Head, Loss, LossResult, Part, Prepare, Write
+from spmdrl.policy.fixed import fixed_files
 from spmdrl.policy.guards import Guard, Odd
 from spmdrl.policy.heads import Second
 from spmdrl.policy.optimizer import learning_rate
@@ -22,6 +24,14 @@ from spmdrl.tracking.metrics import Metrics
 
 class Learner:
     """The part of the Policy contract (`contract.py`) that backends share. They add what the last methods say."""
+
+    folder: Path
+    """Of Hugging Face, that the model was built from."""
+    head: Head
+    hf_config: Any
+    """Of transformers, as the model was built."""
+    keeps_masters = False
+    """The state of its optimizer has the weights also where `model/` has all of their bits."""
 
     def __init__(self, cfg: Config, world: World, total_updates: int, optimizer: OptimizerConfig | None):
         """total_updates: optimizer steps that will be due. optimizer: None takes the policy's, `cfg.optimizer`."""
@@ -89,6 +99,8 @@ class Learner:
             unmoved = shared.get("unmoved", False)
             finite = self._optimizer_step(metrics, part, share, torch.stack(sums).sum(), unmoved)
             if finite:
+                # Each step's loss is a sum over its tokens; what is logged is their mean over steps.
+                stats.scale_sum("loss", 1 / self.cfg.algo.updates_per_step)
                 metrics.merge(stats)
             else:
                 metrics.add_sum("loss", math.nan)
@@ -119,13 +131,20 @@ class Learner:
 
     # ── checkpoints ──────────────────────────────────────────────────────────
 
+    @cached_property
+    def fixed(self) -> dict[str, bytes]:
+        """See the contract."""
+        if not self.world.is_first:
+            return {}
+        return fixed_files(self.folder, self.hf_config, DTYPES[self.cfg.model.dtype], self.cfg, self.head)
+
     def saving(self, copy: bool = False) -> Write:
         """See the contract. Here without a copy: a backend that can make one says how."""
         assert not copy, "checks.py refuses --checkpoint.background"
         return lambda folder, world: self.save(folder)
 
     def checkpoint_bytes(self) -> int:
-        """See the contract: the weights, and of those that train two moments of AdamW."""
+        """See the contract: the weights, and of those that train masters, where they are others, and two moments."""
         trains = self.total_updates > 0
         adapted = trains and self.cfg.lora.rank > 0 and getattr(self, "adapters", None) is not None
         parts: list[Part] = ["base", "adapter"] if adapted else ["base"]
@@ -133,7 +152,9 @@ class Learner:
             sum(math.prod(entry.shape) for entry in catalogue(self.pieces(part), self.world.role_group))
             for part in parts
         ]
-        return (sizes[0] + 2 * trains * sizes[-1] + (sizes[1] if adapted else 0)) * self.master.itemsize
+        dtype = DTYPES[self.cfg.model.dtype]
+        masters = sizes[-1] * (adapted or (trains and (dtype != self.master or self.keeps_masters)))
+        return sizes[0] * dtype.itemsize + (masters + 2 * trains * sizes[-1]) * self.master.itemsize
 
     # ── what a backend adds ──────────────────────────────────────────────────
 

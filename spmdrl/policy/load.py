@@ -270,12 +270,17 @@ def decoder_layers(hf: Any) -> "list[torch.nn.Module]":
     return list(max(lists, key=len))
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """The files of one are in a Hugging Face folder."""
+    return any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a Hugging Face folder; one without a pad token pads with its end token. Raises ValueError."""
     from transformers import AutoTokenizer
 
     # transformers makes an empty tokenizer of the model's family where there is none
-    if not any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ValueError(f"no tokenizer in {folder} (tokenizer.json or tokenizer.model): copy the model's into it")
     with plain_errors(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -295,7 +300,7 @@ def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool 
     flag: the setting that named `path`, for the message. A folder without a tokenizer is taken at its word.
     """
     folder, base = resolve(path, trust_remote_code), resolve(other, trust_remote_code)
-    if folder == base or not any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+    if folder == base or not has_tokenizer(folder):
         return
     theirs, ours = (load_tokenizer(f, trust_remote_code).get_vocab() for f in (folder, base))
     different = sorted(token for token in ours if theirs.get(token) != ours[token])

@@ -40,14 +40,16 @@ class _Index(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def vet(folder: Path) -> None:
+def vet(folder: Path) -> dict[str, tuple[int, ...]]:
     """Make sure that reading `folder` (optimizer state) runs nothing but what a checkpoint needs.
+
+    Returns name -> shape of the tensors in it.
 
     Raises:
         ValueError: it would, or it is none; nothing of it was run.
     """
     try:
-        _vet(folder)
+        return _vet(folder)
     except Exception as error:  # bytes of a stranger fail in any way
         reason = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
         # torch begins with how to read it all the same.
@@ -58,10 +60,11 @@ def vet(folder: Path) -> None:
         ) from error
 
 
-def _vet(folder: Path) -> None:
+def _vet(folder: Path) -> dict[str, tuple[int, ...]]:
     with open(folder / ".metadata", "rb") as file:
         index = _Index(file).load()
-    tensors = {n for n, kind in index.state_dict_metadata.items() if type(kind).__name__ == "TensorStorageMetadata"}
+    kinds = index.state_dict_metadata.items()
+    tensors = {n: tuple(kind.size) for n, kind in kinds if type(kind).__name__ == "TensorStorageMetadata"}
     for key, where in index.storage_data.items():
         name = str(where.relative_path)
         if Path(name).name != name or (folder / name).is_symlink():
@@ -78,6 +81,7 @@ def _vet(folder: Path) -> None:
             _weights(io.BytesIO(file.read(where.length)))
     for file in folder.glob("*.pt"):
         _weights(file)
+    return tensors
 
 
 def _weights(source: Any) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,39 @@ def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: 
     ]
 
 
-def read_into(named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout) -> None:
-    """Fill this rank's shards of a Shard(0) model; errors as of `fill`."""
-    fill(pieces_of(named, layout), folder)
+MASTERS = "masters"
+"""In the state of an optimizer: float32 weights of a model that `model/` has in a narrower type, by name."""
+
+
+def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
+    """Whether the state in `folder` holds them. saved: name -> shape of its tensors.
+
+    Raises:
+        ValueError: it does, and they are of another model.
+    """
+    if not any(name.startswith(f"{MASTERS}.") for name in saved):
+        return False
+    for name, param in named:
+        if (shape := saved.get(f"{MASTERS}.{name}")) != tuple(param.shape):
+            raise ValueError(f"{folder}: {name} has shape {shape or 'none'}, the model wants {tuple(param.shape)}")
+    return True
+
+
+def read_into(
+    named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout, least: torch.dtype | None = None
+) -> None:
+    """Fill this rank's shards of a Shard(0) model; least, and errors, as of `fill`."""
+    fill(pieces_of(named, layout), folder, least)
 
 
 @torch.no_grad()
-def fill(pieces: Sequence[Piece], folder: Path) -> None:
+def fill(pieces: Sequence[Piece], folder: Path, least: torch.dtype | None = None) -> None:
     """Copy HF safetensors into the tensors of pieces, reading only their boxes.
 
+    least: the narrowest type of floats that will do; None takes any.
+
     Raises:
-        ValueError: a tensor that the folder does not hold, or one of another shape.
+        ValueError: a tensor that the folder does not hold, or one of another shape or in a narrower type.
     """
     from safetensors import safe_open
 
@@ -83,7 +105,14 @@ def fill(pieces: Sequence[Piece], folder: Path) -> None:
         view = handles[file].get_slice(name)
         if tuple(view.get_shape()) != piece.shape:
             raise ValueError(f"{folder}: {name} has shape {view.get_shape()}, the model wants {piece.shape}")
-        piece.tensor.copy_(view[tuple(slice(a, b) for a, b in piece.box)] if piece.box else view[...])
+        found = view[tuple(slice(a, b) for a, b in piece.box)] if piece.box else view[...]
+        if least and found.is_floating_point() and found.dtype.itemsize < least.itemsize:
+            raise ValueError(
+                f"{folder}: {name} is {found.dtype}, and the checkpoint holds no {least} weights to go on from: resume "
+                "with the --policy.backend that it was made with, or take another --run.dir and start from its model "
+                "with --model.path"
+            )
+        piece.tensor.copy_(found)
 
 
 def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
@@ -95,9 +124,14 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
     return Reshard(entries, pieces, needs, group, world.device, dtype, 256 << 20, over).run(pieces)
 
 
-def on_host(pieces: list[Piece]) -> list[Piece]:
-    """The same with values of this moment, in host memory."""
-    return [Piece(p.name, p.shape, p.box, p.tensor.detach().to("cpu", copy=True), p.exact) for p in pieces]
+def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
+    """The same with values of this moment, in host memory and in the type in which they will travel."""
+
+    def copied(p: Piece) -> Piece:
+        tensor = p.tensor.detach()
+        return Piece(p.name, p.shape, p.box, tensor.to("cpu", tensor.dtype if p.exact else dtype, copy=True), p.exact)
+
+    return [copied(p) for p in pieces]
 
 
 def tree_on_host(tree: Any) -> Any:
@@ -151,25 +185,20 @@ def save_model(
     pieces: list[Piece],
     world: World,
     dtype: torch.dtype,
-    config: Any,
-    generation: Any,
-    tokenizer: Any,
+    fixed: dict[str, bytes],
     more: Stored | None = None,
 ) -> None:
     """A HF folder, written by rank 0. Collective over ranks of this one's role.
 
-    config, generation, tokenizer: with a `save_pretrained`; generation may be None. more: tensors that no piece is of,
-    copied as they are.
+    fixed: what stands beside the weights (`fixed.py`). more: tensors that no piece is of, copied as they are.
     """
     from safetensors import safe_open
 
     target = folder if world.is_first else None
     if target:
-        target.mkdir(parents=True, exist_ok=True)
-        config.dtype = dtype
-        for part in (config, generation, tokenizer):
-            if part is not None:
-                part.save_pretrained(target)
+        for name, content in fixed.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(content)
     writer = SafetensorsWriter(target)
     for tensors in on_first(pieces, world, dtype):
         writer.add(tensors)

@@ -24,6 +24,8 @@ class Reward:
 
     score: float
     parts: dict[str, float] = field(default_factory=dict)
+    timed_out: bool = False
+    """The grading was stopped: the score is 0, and so is every part that other samples have."""
 
 
 class RewardError(ValueError):
@@ -70,10 +72,13 @@ def as_reward(value: object, finite: bool = True) -> Reward:
     """What a reward function returned, checked: a number, `{"score": number, ...}` or a Reward.
 
     Other numeric entries of a dict become parts; entries that are not finite numbers (verl's `pred` texts) are left
-    out. Raises TypeError for another type, ValueError for a score that is not finite, where `finite` asks for one.
+    out. Raises TypeError for another type, ValueError for a part named `score` beside the score, and for a score that
+    is not finite, where `finite` asks for one.
     """
     if isinstance(value, Reward):
         score, rest = value.score, value.parts
+        if "score" in rest:
+            raise ValueError("it returned a part named 'score', which stands for the score itself: rename the part")
     elif isinstance(value, dict):
         if "score" not in value:
             raise TypeError(f'it returned a dict without "score" (keys: {", ".join(map(str, value)) or "none"})')

@@ -234,7 +234,7 @@ class Pool:
                 "score such samples 0 with --reward.on_timeout zero"
             )
         self.timeouts += 1
-        self._answer(request, Reward(0.0))
+        self._answer(request, Reward(0.0, timed_out=True))
 
     def _died(self, worker: _Worker) -> None:
         for _ in range(100):  # its pipe is closed: wait for the end itself, so that a kill does not hide the exit code

@@ -1,9 +1,11 @@
 """The engine of a run by name, and what engines need to know of a model."""
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 
+from spmdrl.config.engines import engine_name
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.mesh import World
@@ -11,14 +13,6 @@ from spmdrl.spmd.mesh import World
 GIB = 1 << 30
 VLLM_TEMPERATURE = (0.01, 2.0)
 """What vLLM 0.32 samples at (`vllm.sampling_params`): below, it takes the bound without a word; above, it refuses."""
-
-
-def engine_name(cfg: Config) -> str:
-    """`auto` resolved: vLLM where it is installed and can hold the model's type, else the HF engine."""
-    if cfg.rollout.engine != "auto":
-        return cfg.rollout.engine
-    usable = importlib.util.find_spec("vllm") is not None and cfg.model.dtype != "float64"
-    return "vllm" if usable else "hf"
 
 
 def check_engine(cfg: Config, on_cpu: bool) -> None:
@@ -157,19 +151,27 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
 
 
 def stop_tokens(folder: Path, tokenizer) -> set[int]:
-    """Ids that end a response: the generation config's and the tokenizer's end of sequence."""
+    """Ids that end a response: the tokenizer's end of sequence and the generation config's.
+
+    A model without a generation config, or whose one names no end, has those that its config.json names.
+    """
     from transformers import GenerationConfig
 
     from spmdrl.policy.load import plain_errors
 
-    ids = {tokenizer.eos_token_id}
-    if (folder / "generation_config.json").exists():
+    file, eos = "generation_config.json", None
+    if (folder / file).exists():
         with plain_errors(folder):
             eos = GenerationConfig.from_pretrained(folder).eos_token_id
-            ids |= set(eos) if isinstance(eos, list) else {eos}
-    if not all(i is None or isinstance(i, int) for i in ids):
-        raise ValueError(f"{folder}: its generation_config.json names {ids} as end tokens, which are numbers")
-    return {i for i in ids if i is not None}
+    if eos is None:
+        file = "config.json"
+        with plain_errors(folder):
+            own = json.loads((folder / file).read_text(encoding="utf-8"))
+            eos = own.get("eos_token_id", own.get("text_config", {}).get("eos_token_id"))
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(i is None or (isinstance(i, int) and not isinstance(i, bool)) for i in ids):
+        raise ValueError(f"{folder}: its {file} names {ids} as end tokens, which are numbers")
+    return {i for i in [tokenizer.eos_token_id, *ids] if i is not None}
 
 
 def prompt_room(cfg: Config, folder: Path) -> int:

@@ -25,6 +25,7 @@ from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Box, Entry, inside, size
 from spmdrl.spmd.seeds import uniform
 from spmdrl.spmd.storage import Parked, Place, moves, storage_bytes
+from spmdrl_kernels.host import use_host_linear
 
 
 class Group:
@@ -70,6 +71,7 @@ class HFEngine:
         self.quantized = {}
         if cfg.rollout.quantization != "none":
             self.quantized = quantize(self.model, cfg.rollout.quantization)
+        use_host_linear(self.model)
         for p in self.model.parameters():
             # A parameter that is still a page of its file has no memory that could be given back.
             p.data = p.data if p.untyped_storage().resizable() else p.data.clone()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -109,17 +110,17 @@ class World:
         """Data positions: into how many shares samples are divided."""
         return len(self.holders)
 
-    @property
+    @cached_property
     def sp_group(self) -> dist.ProcessGroup | None:
         """Ranks that divide the tokens of one pack; None without sequence parallelism."""
         return self.mesh.get_group("sp") if self.sp_size > 1 else None
 
-    @property
+    @cached_property
     def sp_size(self) -> int:
         """Ranks that divide the tokens of one pack."""
         return self.mesh.size(AXES.index("sp"))
 
-    @property
+    @cached_property
     def shard_group(self) -> dist.ProcessGroup:
         """Ranks that together hold every parameter once."""
         return self.shard_mesh.get_group(self.shard_mesh.ndim - 1)
@@ -129,20 +130,27 @@ class World:
         """Axes over which samples are divided: [dp_replicate, dp_shard]."""
         return self.mesh["dp_replicate", "dp_shard"]
 
-    @property
+    # Kept: they are asked for at every step of an engine, and each time a mesh would make a mesh of its part.
+    @cached_property
     def engine_index(self) -> int:
         """Which engine (rollout TP group) this rank belongs to."""
         return self.rollout_mesh["engine"].get_local_rank()
 
-    @property
+    @cached_property
     def engine_count(self) -> int:
         """Number of engines."""
         return self.rollout_mesh["engine"].size()
 
-    @property
+    @cached_property
     def engine_tp_rank(self) -> int:
         """This rank's place inside its engine; 0 holds the trajectories."""
         return self.rollout_mesh["tp"].get_local_rank()
+
+    @cached_property
+    def engine_group(self) -> dist.ProcessGroup | None:
+        """Ranks of this rank's engine; None for an engine of one."""
+        tp = self.rollout_mesh["tp"]
+        return tp.get_group() if tp.size() > 1 else None
 
 
 def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:

@@ -33,12 +33,11 @@ class PromptQueue:
         return positions
 
     def _take_from_counter(self, want: int) -> list[int]:
-        tp = self.world.rollout_mesh["tp"]
         first = self.world.store.add(self.key, want) - want if self.world.engine_tp_rank == 0 else 0
-        if tp.size() > 1:
+        if self.world.engine_group is not None:
             # The engine's first rank decides; the others follow its tensor (law 1).
             box = torch.tensor([first], dtype=torch.int64, device=self.world.device)
-            dist.broadcast(box, group=tp.get_group(), group_src=0)
+            dist.broadcast(box, group=self.world.engine_group, group_src=0)
             first = int(box.item())
         return list(range(first, min(first + want, self.n)))
 
@@ -61,10 +60,9 @@ class Tally:
         if self.static:
             self.count += more
             return self.count >= self.enough
-        tp = self.world.rollout_mesh["tp"]
         total = self.world.store.add(self.key, more) if self.world.engine_tp_rank == 0 else 0
-        if tp.size() > 1:
+        if self.world.engine_group is not None:
             box = torch.tensor([total], dtype=torch.int64, device=self.world.device)
-            dist.broadcast(box, group=tp.get_group(), group_src=0)
+            dist.broadcast(box, group=self.world.engine_group, group_src=0)
             total = int(box.item())
         return total >= self.enough

@@ -79,6 +79,12 @@ class Metrics:
         other._entries = {name: (kind, total, weight) for name, kind, total, weight in rows}
         self.merge(other)
 
+    def scale_sum(self, name: str, factor: float) -> None:
+        """Multiply what was added to a sum so far; nothing where nothing was."""
+        if name in self._entries:
+            _, total, _ = self._entry(name, "sum", 0.0)
+            self._entries[name] = ("sum", total * factor, 0.0)
+
     def prefixed(self, prefix: str) -> "Metrics":
         """The same numbers under longer names."""
         out = Metrics()

@@ -11,18 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from spmdrl import checkpoint
 from spmdrl.checkpoint import files, store
 from spmdrl.checkpoint.background import Saver
 from spmdrl.data import treefile
 from spmdrl.models import Models
+from spmdrl.policy import fixed
+from spmdrl.policy.load import TINY
+from spmdrl.policy.vetted import vet
 from tests.ranks.cases import build_policy, config, full_weights, synthetic_batch, update_once
 from tests.ranks.harness import run_ranks
 
 
-def tiny(world, **checkpoint_settings):
+def tiny(world, dtype="float32", **checkpoint_settings):
     return config(
+        model={"dtype": dtype},
         optimizer={"lr": 1e-3, "clip_grad_norm": 1.0},
         parallel={"dp_replicate": world.mesh["dp_replicate"].size()},
         checkpoint=checkpoint_settings,
@@ -37,9 +42,9 @@ def state_of(policy) -> dict:
     return {"version": policy.version, "updates_done": policy.updates_done}
 
 
-def take_up(world, root):
+def take_up(world, root, dtype="float32"):
     """A policy as the newest checkpoint has it."""
-    cfg = tiny(world)
+    cfg = tiny(world, dtype)
     policy = build_policy(cfg, world)
     state = checkpoint.load(checkpoint.find_resume(Path(root), world), Models(policy))
     policy.version, policy.updates_done = state["version"], state["updates_done"]
@@ -174,8 +179,8 @@ def carry(world, source, root):
     checkpoint.save(Path(root), 3, Models(policy), state, None, world, config=cfg)
 
 
-def go_on(world, root):
-    cfg, policy, _ = take_up(world, root)
+def go_on(world, root, dtype="float32"):
+    cfg, policy, _ = take_up(world, root, dtype)
     return step(cfg, world, policy), full_weights(policy)
 
 
@@ -195,6 +200,76 @@ def test_resume_through_every_layout_loses_no_bit(saved, tmp_path):
     assert got == metrics and all(torch.equal(after[name], weights[name]) for name in weights)
     # Moments count: without them AdamW steps by lr in every weight.
     assert metrics["grad_norm"] > 1e-2
+
+
+# ── the type of the weights ──────────────────────────────────────────────────
+
+
+def steps_in_bfloat16(world, root):
+    """A checkpoint after two steps: the float32 weights in it, and what the third step gives."""
+    cfg = tiny(world, "bfloat16")
+    policy = build_policy(cfg, world)
+    for _ in range(2):
+        step(cfg, world, policy)
+    checkpoint.save(Path(root), 2, Models(policy), state_of(policy), None, world, config=cfg)
+    weights = full_weights(policy)
+    return weights, step(cfg, world, policy), full_weights(policy)
+
+
+@pytest.fixture(scope="module")
+def saved_in_bfloat16(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bfloat16")
+    return root, *run_ranks(steps_in_bfloat16, 2, str(root))[0]
+
+
+def weights_of(world, root, dtype):
+    """What a run takes up, or the words of its refusal."""
+    try:
+        _, policy, _ = take_up(world, root, dtype)
+    except ValueError as error:
+        return str(error)
+    return full_weights(policy)
+
+
+def alike(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def masters_in(folder: Path) -> set[str]:
+    return {name for name in vet(folder / "state" / "optimizer") if name.startswith("masters.")}
+
+
+def test_resume_in_bfloat16_goes_on_from_float32_weights_bit_for_bit(saved_in_bfloat16):
+    from transformers import AutoModelForCausalLM
+
+    root, weights, metrics, after = saved_in_bfloat16
+    rounded = {name: w.bfloat16() for name, w in weights.items()}
+    # There is something to lose.
+    assert all(w.dtype == torch.float32 and not torch.equal(w, rounded[name].float()) for name, w in weights.items())
+    model = load_file(root / "step_2" / "model" / "model.safetensors")
+    assert alike(model, rounded)
+    assert json.loads((root / "step_2" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    opened = AutoModelForCausalLM.from_pretrained(root / "step_2" / "model")
+    assert opened.dtype == torch.bfloat16 and alike(dict(opened.named_parameters()), rounded)
+    assert masters_in(root / "step_2") == {f"masters.{name}" for name in weights}
+    got, went = run_ranks(go_on, 2, str(root), "bfloat16")[0]
+    assert got == metrics and alike(went, after)
+    assert alike(run_ranks(weights_of, 1, str(root), "bfloat16")[0], weights)
+
+
+def test_resume_between_types_takes_the_float32_weights_there_are(saved, saved_in_bfloat16, tmp_path):
+    """With --run.allow-changes, and from folders in which a run in bfloat16 had float32 weights in model/."""
+    weights, plain = saved_in_bfloat16[1], load_file(saved[0] / "step_3" / "model" / "model.safetensors")
+    assert {w.dtype for w in plain.values()} == {torch.float32} and masters_in(saved[0] / "step_3") == set()
+    assert alike(run_ranks(weights_of, 1, str(saved_in_bfloat16[0]), "float32")[0], weights)
+    assert alike(run_ranks(weights_of, 1, str(saved[0]), "bfloat16")[0], plain)
+    # Rounded weights alone are not what a run goes on from.
+    shutil.copytree(saved[0] / "step_3", tmp_path / "step_3")
+    save_file({n: w.bfloat16() for n, w in plain.items()}, tmp_path / "step_3" / "model" / "model.safetensors")
+    manifest = json.loads((tmp_path / "step_3" / "MANIFEST.json").read_text())
+    files.write_manifest(tmp_path / "step_3", 3, manifest["world_size"])
+    said = run_ranks(weights_of, 1, str(tmp_path), "bfloat16")[0]
+    assert "is torch.bfloat16, and the checkpoint holds no torch.float32 weights to go on from" in said
 
 
 def saved_before(world, root, way: str):
@@ -229,6 +304,53 @@ def test_resume_with_settings_of_the_optimizer_that_were_set_anew(saved):
     assert steps == {3.0} and groups == [(7.0, (0.1, 0.2), 1e-3), (0.0, (0.1, 0.2), 1e-3)]
 
 
+def begin_without(world, root):
+    """What a start says of a model whose tokenizer cannot be written, on every rank."""
+    cfg, root = tiny(world), Path(root)
+    policy, saver = build_policy(cfg, world), Saver(cfg, root, world)
+    whole = fixed.load_tokenizer
+
+    def broken(*args):
+        tokenizer = whole(*args)
+        tokenizer.save_pretrained = None
+        return tokenizer
+
+    fixed.load_tokenizer = broken
+    try:
+        saver.prepare(Models(policy), [].append)
+    except ValueError as error:
+        return str(error)
+    finally:
+        fixed.load_tokenizer = whole
+
+
+def test_start_of_a_run_that_could_save_no_checkpoint_ends(tmp_path):
+    first, second = run_ranks(begin_without, 2, str(tmp_path))
+    assert f"{TINY}: no checkpoint of this model could be saved, as transformers cannot write its" in first
+    assert second == f"rank 0: {first}"
+
+
+def save_later(world, root):
+    """A checkpoint of a run whose model folder is gone by the time it is due."""
+    source = Path(root) / "model"
+    cfg = config(model={"path": str(source)})
+    policy, saver = build_policy(cfg, world), Saver(cfg, Path(root) / "checkpoints", world)
+    saver.prepare(Models(policy), [].append)
+    torch.distributed.barrier()
+    if world.is_first:
+        source.rename(source.with_name("gone"))
+    saver.save(1, {}, None, Models(policy))
+
+
+def test_checkpoint_needs_nothing_of_the_folder_that_the_model_came_from(tmp_path):
+    shutil.copytree(TINY, tmp_path / "model")
+    run_ranks(save_later, 2, str(tmp_path))
+    folder = tmp_path / "checkpoints" / "step_1" / "model"
+    names = {p.name for p in folder.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert (folder / "generation_config.json").read_bytes() == (TINY / "generation_config.json").read_bytes()
+
+
 # ── beside training ──────────────────────────────────────────────────────────
 
 
@@ -254,7 +376,8 @@ class Gate:
 
 def both_ways(world, root):
     """The same moment saved in the step and beside the steps after it."""
-    cfg, root = tiny(world, background=True), Path(root)
+    # In bfloat16 the state holds float32 weights too.
+    cfg, root = tiny(world, "bfloat16", background=True), Path(root)
     policy = build_policy(cfg, world)
     for _ in range(2):
         step(cfg, world, policy)
@@ -290,7 +413,7 @@ def test_background_checkpoint_is_of_the_moment_it_was_taken(tmp_path):
     for name in names:
         if not name.endswith(".metadata"):
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
-    resumed = [run_ranks(go_on, 1, str(root))[0] for root in (one.parent, other.parent)]
+    resumed = [run_ranks(go_on, 1, str(root), "bfloat16")[0] for root in (one.parent, other.parent)]
     assert resumed[0][0] == resumed[1][0]
     assert all(torch.equal(resumed[0][1][n], resumed[1][1][n]) for n in resumed[0][1])
 
@@ -343,21 +466,22 @@ def test_background_an_error_ends_the_job_on_every_rank_and_what_was_there_stays
     assert not list(tmp_path.glob(".incomplete*"))
 
 
-def room(world, root):
+def room(world, root, dtype):
     """What a checkpoint was thought to take, and what it took."""
-    cfg = tiny(world)
+    cfg = tiny(world, dtype)
     policy = build_policy(cfg, world)
     thought = store.bytes_wanted(Models(policy), world)
     saver = Saver(cfg, Path(root), world)
     warned = []
-    saver.check_room(Models(policy), warned.append)
+    saver.prepare(Models(policy), warned.append)
     step(cfg, world, policy)
     saver.save(1, {}, None, Models(policy))
     return thought, saver.wanted, warned
 
 
-def test_free_disk_is_asked_for_what_a_checkpoint_takes(tmp_path):
-    (thought, took, warned), (other, _, _) = run_ranks(room, 2, str(tmp_path))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_free_disk_is_asked_for_what_a_checkpoint_takes(tmp_path, dtype):
+    (thought, took, warned), (other, _, _) = run_ranks(room, 2, str(tmp_path), dtype)
     assert thought == other and warned == []
     assert took == sum(files.contents(tmp_path / "step_1").values())
     assert abs(thought - took) / took < 0.1

@@ -155,6 +155,8 @@ def deepseek(folder) -> str:
 def with_heads(source: str, folder: Path) -> str:
     """The same checkpoint with a layer behind the last, in a file and a type of its own."""
     shutil.copytree(source, folder)
+    # As many have it, and transformers reads but does not write it.
+    (folder / "generation_config.json").write_text('{"temperature": 0.6,  "top_p": 0.9, "eos_token_id": 2}')
     heads = {
         f"model.layers.4.{n}.weight": torch.randn(s).bfloat16()
         for n, s in (("eh_proj", (48, 96)), ("enorm", (48,)), ("shared_head.head", (VOCAB, 48)))
@@ -480,6 +482,9 @@ def test_heads_for_further_tokens_are_kept_or_left_out(how, kind, everything, on
     assert all(torch.equal(got[n], start[n]) and got[n].dtype == start[n].dtype for n in got)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert torch.equal(model.lm_head.weight, start["lm_head.weight"])
+    name = "generation_config.json"
+    assert (folder / name).read_bytes() == (Path(folders["heads"]["policy"]) / name).read_bytes()
+    assert (folder / "tokenizer.json").is_file()
 
 
 def test_heads_that_are_not_there_are_refused(folders):

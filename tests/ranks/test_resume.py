@@ -11,8 +11,10 @@ import torch
 
 from spmdrl import checkpoint
 from spmdrl.checkpoint import find_resume, newest_valid, problems, steps_saved
+from spmdrl.data.chat import CHATML
 from spmdrl.models import Models
 from spmdrl.policy.fsdp import FsdpPolicy
+from spmdrl.policy.load import TINY
 from spmdrl.policy.weights import SafetensorsWriter
 from spmdrl.train import train
 from tests.ranks.cases import build_policy, config, full_weights, synthetic_batch, update_once, whole
@@ -20,8 +22,10 @@ from tests.ranks.demo import STEPS, Interrupted, metrics, open_demo, untimed
 from tests.ranks.harness import run_ranks
 
 
-def tiny(world, **optimizer):
+def tiny(world, path="tiny", **optimizer):
     return config(
+        model={"path": path},
+        data={"chat_template": "chatml"},
         optimizer={"lr": 1e-3, "clip_grad_norm": 1.0, "warmup_steps": 5} | optimizer,
         parallel={"dp_replicate": world.mesh["dp_replicate"].size()},
     )
@@ -33,9 +37,13 @@ def result(cfg, world, policy):
     return metrics, weights if world.rank == 0 else None
 
 
-def train_and_save(world, root):
+GENERATION = '{"eos_token_id": 2,  "temperature": 0.6, "top_p": 0.9}'
+"""A generation config as many models have it, which transformers reads but does not write."""
+
+
+def train_and_save(world, root, path):
     """Two steps, a checkpoint, and the step after it."""
-    cfg = tiny(world)
+    cfg = tiny(world, path)
     policy = build_policy(cfg, world)
     for _ in range(2):
         update_once(cfg, world, policy, None, synthetic_batch())
@@ -58,8 +66,10 @@ def load_and_go_on(world, root):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """(root of the checkpoints, what the step after gave, the weights that were saved), by two ranks."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    (folder, after, weights), (other, (metrics, _), _) = run_ranks(train_and_save, 2, str(root))
+    root, model = tmp_path_factory.mktemp("checkpoints"), tmp_path_factory.mktemp("source") / "model"
+    shutil.copytree(TINY, model)
+    (model / "generation_config.json").write_text(GENERATION)
+    (folder, after, weights), (other, (metrics, _), _) = run_ranks(train_and_save, 2, str(root), str(model))
     assert folder == other == str(root / "step_2") and metrics == after[0]
     return root, after, weights
 
@@ -91,8 +101,6 @@ def test_resume_on_another_layout_goes_on_alike(saved, n, replicate):
 def test_resume_model_folder_opens_in_transformers(saved):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from spmdrl.policy.load import TINY
-
     root, _, at_save = saved
     folder = root / "step_2" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -107,6 +115,8 @@ def test_resume_model_folder_opens_in_transformers(saved):
     ours, shipped = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(TINY)
     assert ours("abc=").input_ids == shipped("abc=").input_ids
     assert model.generation_config.eos_token_id == 2
+    assert (folder / "generation_config.json").read_text() == GENERATION
+    assert ours.chat_template == CHATML and shipped.chat_template is None
     names = {p.name for p in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names
     assert not [p for p in (root / "step_2").rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
@@ -114,8 +124,6 @@ def test_resume_model_folder_opens_in_transformers(saved):
 
 def test_resume_sharded_safetensors_open_too(tmp_path):
     from transformers import AutoModelForCausalLM
-
-    from spmdrl.policy.load import TINY
 
     model = AutoModelForCausalLM.from_pretrained(TINY)
     model.config.save_pretrained(tmp_path)

@@ -316,7 +316,10 @@ def test_resume_generators_go_on_where_they_were(tmp_path):
 
 def set_anew(world, folder):
     """A run of two steps, and what a third one of other settings begins with."""
+    reward = Path(folder).with_name("reward.py")
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n")
     sections = {"checkpoint": {"every": 1}, "run": {"steps": 2}, "eval": {"every": 0}}
+    sections["reward"] = {"function": str(reward), "workers": 1}
     adaptive = {"kl_controller": "adaptive", "kl_coef": 0.05}
     train_demo(world, folder, sections | {"algo": adaptive})
     told = {}
@@ -331,16 +334,27 @@ def set_anew(world, folder):
     run = open_demo(world, folder, sections | {"data": {"limit": 32}, "run": {"steps": 2, "allow_changes": True}})
     told["allowed"] = run.start_step
     run.close()
+    reward.write_text(reward.read_text().replace("1.0", "2.0"))
+    for name, allow in {"other reward": False, "allowed reward": True}.items():
+        try:
+            run = open_demo(world, folder, sections | {"run": {"steps": 2, "allow_changes": allow}})
+            told[name] = run.start_step
+            run.close()
+        except ValueError as error:
+            told[name] = str(error)
     settings = (Path(folder) / "checkpoints" / "latest" / "state" / "config.yaml").read_text()
     return told, settings
 
 
-def test_resume_with_other_settings_takes_those_and_other_prompts_are_refused(tmp_path):
+def test_resume_with_other_settings_takes_those_and_other_prompts_or_files_are_refused(tmp_path):
     told, settings = run_ranks(set_anew, 1, str(tmp_path / "run"))[0]
     step, coef = told["as it was"]
     assert step == 2 and coef not in (0.05, 0.5), "steered by two steps"
     assert told["set anew"] == (2, 0.5) and told["allowed"] == 2
     assert "trained on other prompts" in told["other prompts"] and "--run.fresh" in told["other prompts"]
+    said = f"--reward.function {tmp_path}/reward.py has another content than when {tmp_path}/run/checkpoints/step_2"
+    assert told["other reward"].startswith(said) and "--run.allow-changes" in told["other reward"]
+    assert told["allowed reward"] == 2
     assert "allow_changes: true" not in settings
 
 

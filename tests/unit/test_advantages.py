@@ -35,6 +35,7 @@ VARIANTS = [
     ("gpg", {"count": "mixed", "f_norm": 2.0}),
     ("grpo_pass_k", {"std": False}),
     ("gdpo", {"weights": {"format": 0.25}}),
+    ("gdpo", {"weights": {"score": 2.0, "right": -0.5}}),
     ("gigpo", {"gamma": 0.5, "step_weight": 0.3, "std": False}),
     ("per_token", {"gamma": 0.9, "whiten": True}),
     ("prime", {"gamma": 0.9, "process_coef": 2.0, "outcome_coef": 0.5}),
@@ -287,8 +288,9 @@ def ref_pass_k(seqs, scores, eps=1e-6, std=True):
 
 def ref_gdpo(seqs, weights=None, eps=1e-6):
     total = [0.0] * len(seqs)
-    for name in ("right", "format"):
-        values = [s["parts"][name] if s["mask"].any() else 0.0 for s in seqs]
+    for name in ("score", "right", "format"):
+        parts = [s["parts"] | {"score": float(s["rewards"][s["mask"]].sum())} for s in seqs]
+        values = [p[name] if s["mask"].any() else 0.0 for p, s in zip(parts, seqs, strict=True)]
         for i, v in enumerate(within(seqs, values, lambda x: ref_normalise(x, eps))):
             total[i] += (1.0 if weights is None else weights.get(name, 0.0)) * v
     rows = ref_whiten([[v] * int(s["mask"].sum()) for v, s in zip(total, seqs, strict=True)])
@@ -716,6 +718,8 @@ def test_advantages_refuse_what_is_broken():
                 ADVANTAGES[name](replace(x, **{field: broken}))
     with pytest.raises(ValueError, match="right"):
         ADVANTAGES["gdpo"](replace(x, parts={"right": torch.full_like(x.baseline, math.nan)}))
+    with pytest.raises(ValueError, match="part of the reward is named 'score'"):
+        ADVANTAGES["gdpo"](replace(x, parts={"score": x.baseline}))
     with pytest.raises(ValueError, match="must not fall"):
         ADVANTAGES["gigpo"](replace(x, turn=-torch.arange(len(x.mask))))
     with pytest.raises(ValueError, match="same state"):
@@ -815,8 +819,30 @@ def test_notebook_places_outcomes_and_keeps_the_dtype():
             assert a[:, 2].tolist() == [difference / 2, -difference / 2, 0]
             assert a.data_ptr() != returns.data_ptr()
     parts = {"a": [1.0, 0.0, 0.0], "b": torch.rand(3, 4)}
-    a, _ = compute_advantages("gdpo", rewards=[0, 0, 0], mask=mask, group=[0, 0, 0], parts=parts, weights=[2, 1])
+    gdpo = {"name": "gdpo", "rewards": [0, 1, 0], "mask": mask, "group": [0, 0, 0], "parts": parts}
+    a, _ = compute_advantages(**gdpo, weights=[2, 1])
     assert a.abs().sum() > 0
+    torch.testing.assert_close(a, compute_advantages(**gdpo, weights={"a": 2, "b": 1, "score": 0})[0])
+
+
+def test_notebook_gdpo_learns_the_score_of_a_reward_with_parts():
+    """By hand: two samples normalise to +-sqrt(1/2); the right one wins by its score, the tidy one by its format."""
+    rewards, mask, half = [1.0, 0.0, 0.0, 0.0], torch.ones(4, 1), 2**-0.5
+    gdpo = {"name": "gdpo", "rewards": rewards, "mask": mask, "group": [0, 0, 1, 1]}
+    parts = {"format": [0.0, 1.0, 1.0, 0.0]}
+
+    def whitened(raw):
+        raw = fp64(raw)
+        return ((raw - raw.mean()) / (raw.var() + 1e-8).sqrt())[:, None]
+
+    for weights, raw in [
+        (None, [0.0, 0.0, half, -half]),
+        ({"score": 1}, [half, -half, 0.0, 0.0]),
+        ({"format": 1}, [-half, half, half, -half]),
+        ({"score": 3, "format": 1}, [2 * half, -2 * half, half, -half]),
+    ]:
+        a, _ = compute_advantages(**gdpo, parts=parts, weights=weights)
+        torch.testing.assert_close(a, whitened(raw), rtol=1e-5, atol=1e-5)
 
 
 def test_notebook_says_what_is_wrong():

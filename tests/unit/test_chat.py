@@ -45,7 +45,7 @@ def test_chat_off_ignores_the_template():
 def test_chat_template_replaces_the_tokenizers():
     own = char_tokenizer("{{ 'SYS ' + messages[0]['content'] }}")
     assert encode(own, "hi")[1] == "SYS hi"
-    assert encode(own, "hi", chat_template="chatml") == encode(char_tokenizer(CHATML), "hi")
+    assert encode(own, "hi", chat_template=CHATML) == encode(char_tokenizer(CHATML), "hi")
     assert encode(char_tokenizer(), "hi", chat_template="{{ '>' + messages[0]['content'] }}")[1] == ">hi"
 
 
@@ -61,8 +61,8 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
         ("hi", {"chat": "yes"}, "--data.chat"),
         ([], {}, "empty list"),
         ([{"text": "a"}], {}, "`role` and `content`"),
-        (TALK[:2], {"chat_template": "chatml"}, "--data.prefill"),
-        ([{"role": "system", "content": "s"}, TALK[0]], {"system": "x", "chat_template": "chatml"}, "--data.system"),
+        (TALK[:2], {"chat_template": CHATML}, "--data.prefill"),
+        ([{"role": "system", "content": "s"}, TALK[0]], {"system": "x", "chat_template": CHATML}, "--data.system"),
         ("hi", {"chat_template": "{{ raise_exception('only German') }}"}, "--data.chat_template.*only German"),
         ("hi", {"chat_template": "{% for %}"}, "--data.chat_template"),
     ],
@@ -86,7 +86,7 @@ def smollm2():
 
 def test_smollm2_format_of_the_addition_run(smollm2):
     prompt, prefill = "What is 3 + 4? Answer with just the number.", "The sum of 3 and 4 is"
-    tokens, text = encode(smollm2, prompt, prefill=prefill, chat_template="chatml")
+    tokens, text = encode(smollm2, prompt, prefill=prefill, chat_template=CHATML)
     assert text == f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{prefill}"
     assert smollm2.decode(tokens) == text
     assert smollm2.convert_ids_to_tokens(tokens[:2]) == ["<|im_start|>", "user"]

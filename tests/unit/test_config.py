@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spmdrl.accuracy import evaluation_round
 from spmdrl.config import schema
 from spmdrl.config.checks import RULES, TRACKERS, check
 from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
@@ -343,6 +344,9 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (1, "--algo.kl-coef 0.1 --reference.enabled off", ["--reference.enabled off", "--algo.kl-coef is 0.1"]),
         (1, "--rollout.temperature 0", ["--rollout.temperature 0.0", "above 0"]),
         (1, "--rollout.top-p 1.5", ["--rollout.top-p 1.5", "at most 1"]),
+        (1, "--rollout.top-p 0.9", ["--rollout.top-p 0.9", "the trainer over the whole vocabulary", "--eval.top-p"]),
+        (1, "--eval.top-p 0", ["--eval.top-p 0.0", "at most 1"]),
+        (1, "--data.chat off --data.chat-template chatml", ["--data.chat off", "--data.chat-template"]),
         (1, "--optimizer.lr inf", ["--optimizer.lr inf", "0 or more"]),
         (1, "--optimizer.betas 0.9 1", ["--optimizer.betas 0.9 1.0", "not, 1"]),
         (1, "--rollout.max-new-tokens 8000", ["--policy.max-tokens-per-microbatch 8192", "8512"]),
@@ -460,6 +464,13 @@ def test_diff_names_what_differs():
     a, b = Config(), load("--run.steps", "5", "--optimizer.betas", "0.9", "0.95")
     assert diff(a, b) == {"run.steps": (60, 5), "optimizer.betas": ([0.9, 0.99], [0.9, 0.95])}
     assert diff(a, Config()) == {}
+
+
+def test_evaluation_samples_from_its_own_nucleus():
+    config = load("--eval.top-p", "0.7", "--eval.temperature", "0.5")
+    check(config, 1)
+    round_ = evaluation_round(config, [], 0, "0")
+    assert (round_.top_p, round_.temperature) == (0.7, 0.5)
 
 
 # ── presets ────────────────────────────────────────────────────────────────

@@ -1,6 +1,8 @@
 """A run folder goes on with the settings it was begun with; what may change is written down, setting by setting."""
 
 import dataclasses
+import hashlib
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +11,12 @@ import yaml
 
 from spmdrl import checkpoint
 from spmdrl.config.dump import to_yaml
+from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
-from spmdrl.config.resume import FIXED, FREE, differences, listed, may_change, settled
+from spmdrl.config.resume import FIXED, FREE, differences, file_digests, listed, may_change, settled
 from spmdrl.config.schema import Config
+from spmdrl.progress import unlike
 
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 FLAGS = ["--optimizer.lr", "0.001", "--algo.preset", "dapo", "--lora.targets", "q_proj", "v_proj"]
@@ -46,11 +50,63 @@ def test_resume_every_setting_is_classified_once():
 
 def test_resume_the_same_settings_and_what_may_change_pass(folder):
     assert lines(folder) == []
-    free = (
-        "--parallel.dp-replicate 2 --run.steps 500 --rollout.engine hf --eval.every 3 --checkpoint.every 7 --run.name x"
-    )
+    free = "--parallel.dp-replicate 2 --run.steps 500 --rollout.max-sequences 64 --eval.every 3 --run.name x"
     assert lines(folder, *free.split()) == []
     assert settled(load()) == settled(load(*free.split())) != settled(load("--run.seed", "1"))
+
+
+def test_resume_with_another_engine_is_a_change_also_where_auto_takes_it(folder, monkeypatch):
+    """hf and vllm draw different tokens from the same seeds; what is compared is the engine that ran."""
+
+    def installed(has_vllm: bool) -> None:
+        found = lambda name: ModuleSpec(name, None) if has_vllm or name != "vllm" else None  # noqa: E731
+        monkeypatch.setattr("spmdrl.config.engines.importlib.util.find_spec", found)
+
+    installed(True)
+    checkpoint.write_config(folder, load())
+    assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["engine"] == "vllm"
+    assert lines(folder) == lines(folder, "--rollout.engine", "vllm") == []
+    assert lines(folder, "--rollout.engine", "hf") == ["--rollout.engine: vllm there, hf here"]
+    installed(False)
+    assert lines(folder) == ["--rollout.engine: vllm there, hf here (by auto)"]
+    assert "vllm there" in " ".join(differences(folder / "config.yaml", load("--model.dtype", "float64")).lines)
+    # An older folder says auto.
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("engine: vllm", "engine: auto"))
+    assert lines(folder) == lines(folder, "--rollout.engine", "hf") == []
+    assert lines(folder, "--rollout.engine", "vllm") == ["--rollout.engine: hf there, vllm here"]
+
+
+def test_resume_files_of_the_users_own_are_known_by_their_content(tmp_path):
+    for name in ("reward.py", "loss.py", "advantage.py", "keep.py"):
+        (tmp_path / name).write_text(f"def f(*x): return '{name}'\ncompute_score = f\n")
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    flags = {
+        "reward.function": "reward.py",
+        "algo.loss": "loss.py:f",
+        "algo.advantage": "advantage.py:f",
+        "filter.keep": "keep.py:f",
+        "data.chat_template": "chat.jinja",
+    }
+    cfg = load(*[x for name, value in flags.items() for x in (f"--{name}", f"{tmp_path}/{value}")])
+    found = file_digests(cfg)
+    want = {name: [f"{tmp_path}/{value.removesuffix(':f')}"] for name, value in flags.items()}
+    assert {name: [path] for name, (path, _) in found.items()} == want and file_digests(load()) == {}
+    for name, (path, digest) in found.items():
+        assert digest == hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        with open(path, "a") as file:
+            file.write("\n")
+        assert [n for n, said in file_digests(cfg).items() if said != found[n]] == [name]
+        found = file_digests(cfg)
+
+
+def test_resume_on_another_device_draws_otherwise_with_vllm_alone():
+    now = {"prompts": "a", "files": {}, "device": "cuda"}
+    for engine, count in {"vllm": 1, "hf": 0, "sglang": 0}.items():
+        cfg = dataclasses.replace(Config(), rollout=dataclasses.replace(Config().rollout, engine=engine))
+        said = unlike(cfg, Path("step_2"), now | {"device": "cpu"}, now)
+        assert said == ["step_2 was made on cpu; on cuda vllm draws other tokens from the same seeds"] * count
+        assert unlike(cfg, Path("step_2"), now, now) == unlike(cfg, Path("step_2"), {}, now) == []
 
 
 def test_resume_every_other_change_is_listed(folder):
@@ -115,5 +171,6 @@ def test_resume_without_the_runs_own_config_that_of_the_newest_checkpoint_counts
 def test_resume_the_written_config_asks_for_no_new_start(tmp_path):
     cfg = load("--run.fresh", "--run.allow-changes")
     checkpoint.write_config(tmp_path, cfg)
-    assert from_command_line(["--config", str(tmp_path / "config.yaml")]).config == load()
-    assert (tmp_path / "config.yaml").read_text() == to_yaml(load()) and not list(tmp_path.glob(".*"))
+    begun = load("--rollout.engine", engine_name(cfg))
+    assert from_command_line(["--config", str(tmp_path / "config.yaml")]).config == begun
+    assert (tmp_path / "config.yaml").read_text() == to_yaml(begun) and not list(tmp_path.glob(".*"))

@@ -21,6 +21,7 @@ from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
+from spmdrl.rehearsal import check_use
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -229,6 +230,7 @@ COMMANDS = [
 def test_command_passes_the_checks_on_its_number_of_ranks(ranks, flags, monkeypatch):
     monkeypatch.chdir(ROOT)
     check(load(*flags), ranks)
+    check_use(from_command_line(flags))
 
 
 # ── code on the page ─────────────────────────────────────────────────────────

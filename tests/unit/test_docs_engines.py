@@ -10,8 +10,10 @@ import pytest
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import leaves
+from spmdrl.config.load import from_command_line
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
+from spmdrl.rehearsal import check_use
 from tests.unit.test_docs_algorithms import anchors, functions_of, load, parts, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +125,7 @@ def test_commands_pass_the_checks_on_their_number_of_ranks(ranks, flags, monkeyp
     # Whether SGLang is installed says nothing of the page.
     monkeypatch.setattr("spmdrl.config.engines.sglang_python", lambda: Path("python"))
     check(load(*flags), ranks)
+    check_use(from_command_line(flags))
 
 
 @each_page

@@ -21,7 +21,7 @@ FLOORS = [
     ["rollout", "models", "algorithm"],
     ["collect", "compose", "determinism", "learn", "memory", "checkpoint", "journal", "spikes"],
     ["accuracy", "experience"],
-    ["resume"],
+    ["resume", "rehearsal"],
     ["progress"],
     ["run"],
     ["opening"],

