@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from spmdrl_kernels import host
+
 WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 400 * 2**20}
 """Logits held at a time: on a CPU about what stays in its cache. A gradient in a narrow dtype takes half of it more."""
 WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 540 * 2**20}
@@ -89,7 +91,10 @@ def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -
     """total (+)= a @ b, every sum in fp32 (fp64) also where a, b or total are narrower."""
     if a.dtype != b.dtype:
         a, b = a.to(torch.float32), b.to(torch.float32)
-    if a.dtype == total.dtype:
+    if total.dtype == torch.float32 and host.takes(a, b.t()):
+        c = host.linear(a, b.t())
+        total.add_(c) if add else total.copy_(c)
+    elif a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total) if add else torch.mm(a, b, out=total)
     elif total.dtype == torch.float32 and widens(a):
         if add:
@@ -99,6 +104,15 @@ def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -
     else:
         c = torch.mm(a, b)
         total.add_(c) if add else total.copy_(c)
+
+
+def outer_(total: torch.Tensor, a_TM: torch.Tensor, b_TN: torch.Tensor, add: bool) -> None:
+    """total (+)= a.T @ b, a sum over tokens; as `product_`."""
+    if a_TM.dtype == total.dtype and host.takes(b_TN, a_TM.t()):
+        c = host.outer(a_TM, b_TN)
+        total.add_(c) if add else total.copy_(c)
+    else:
+        product_(total, a_TM.t(), b_TN, add)
 
 
 def narrow(a: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from spmdrl_kernels.blocks import (
     narrow,
     place_of,
     plan_rows,
+    product_,
     spans,
 )
 from spmdrl_kernels.checks import check_linear, check_settings, check_values
@@ -148,8 +149,9 @@ def _logits(logits_CV, hidden_CD, weight_VD, pieces: list[slice]) -> Iterator[tu
     1. The gradient is taken from those, which stay, with the logsumexp of their own.
     """
     if not narrow(hidden_CD):
-        torch.mm(hidden_CD, weight_VD[: logits_CV.shape[1]].t(), out=logits_CV)
-        yield from ((columns, logits_CV[:, columns]) for columns in pieces)
+        for columns in pieces:
+            product_(logits_CV[:, columns], hidden_CD, weight_VD[columns].t(), False)
+            yield columns, logits_CV[:, columns]
         return
     n, vocab = logits_CV.shape
     blocks = Blocks(n, vocab, n, even(vocab, EXACT_BYTES[place_of(hidden_CD.device)] // (4 * max(1, n)), 256))

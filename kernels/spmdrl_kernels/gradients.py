@@ -2,7 +2,7 @@
 
 import torch
 
-from spmdrl_kernels.blocks import Blocks, product_
+from spmdrl_kernels.blocks import Blocks, outer_, product_
 from spmdrl_kernels.vocabulary import Vocabulary
 
 
@@ -49,7 +49,7 @@ class Gradients:
         spare_CV: what `room` gave, which may be overwritten, or the gradient itself.
         """
         if self.weight_sum is not None:
-            product_(self.weight_sum[columns], gradient_CV.t(), self.hidden_TD[rows], rows.start > 0)
+            outer_(self.weight_sum[columns], gradient_CV, self.hidden_TD[rows], rows.start > 0)
         if self.hidden_sum is not None:
             low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
             product_(self.hidden_sum[rows], low_CV, self.weight_VD[columns], columns.start > 0)

@@ -1,8 +1,8 @@
 """float32 matmuls on a CPU by oneDNN where torch takes MKL's.
 
-torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU does half of what oneDNN does: 2104 x 128 x 512
-took 2.8 ms by MKL and 1.2 ms by oneDNN on one core with AVX-512. oneDNN compiles a kernel of about 1 MiB for every
-shape and keeps a thousand of them, so products are cut into tiles of few sizes, and torch does the rest.
+torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU does half of what oneDNN does: a product of
+2104 x 128 x 512 took 2.8 ms by MKL and 1.2 ms by oneDNN on one core with AVX-512. oneDNN compiles a kernel of about
+1 MiB for every shape and keeps a thousand of them, so products are cut into tiles of few sizes; torch does the rest.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def _tiles(length: int, others: int) -> Iterator[tuple[slice, bool]]:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, bias_N):
-        """See `HostLinear`."""
+        """See `host_linear`."""
         ctx.save_for_backward(x, weight_NK)
         return linear(x.reshape(-1, x.shape[-1]), weight_NK, bias_N).view(*x.shape[:-1], -1)
 
@@ -81,15 +81,19 @@ class _Linear(torch.autograd.Function):
         )
 
 
+def host_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear`, [..., K] to [..., N], by this module where it takes the product."""
+    if takes(x, weight_NK):
+        return _Linear.apply(x, weight_NK, bias_N)  # type: ignore[return-value]
+    return torch.nn.functional.linear(x, weight_NK, bias_N)
+
+
 class HostLinear(torch.nn.Linear):
-    """`nn.Linear` that computes by this module what it takes, and everything else as it always did."""
+    """`nn.Linear` by `host_linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] to [..., N]."""
-        weight_NK, bias_N = self.weight, self.bias
-        if takes(input, weight_NK):
-            return _Linear.apply(input, weight_NK, bias_N)
-        return torch.nn.functional.linear(input, weight_NK, bias_N)
+        return host_linear(input, self.weight, self.bias)
 
 
 def use_host_linear(model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from spmdrl.policy.megatron import repairs
+from spmdrl_kernels.host import host_linear, takes
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
@@ -122,6 +123,7 @@ def install() -> None:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = STAND_IN  # type: ignore[attr-defined]
     _random_states()
+    _linear()
     _experts()
     _optimizer()
     # Guarded by the presence of TransformerEngine's file in Megatron, not of TransformerEngine.
@@ -148,6 +150,25 @@ def _random_states() -> None:
             torch.set_rng_state(before)
 
     module.CudaRNGStatesTracker.fork = fork
+
+
+def _linear() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    module: Any = layers
+    own = module.linear_with_grad_accumulation_and_async_allreduce
+    if getattr(own, "by_host", False):
+        return
+
+    def linear(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more):
+        # Without a collective in it, it is a product like any other.
+        special = allreduce_dgrad or sequence_parallel or more.get("grad_output_buffer") is not None
+        if special or not takes(input, weight):
+            return own(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more)
+        return host_linear(input, weight, bias)
+
+    linear.by_host = True  # type: ignore[attr-defined]
+    module.linear_with_grad_accumulation_and_async_allreduce = linear
 
 
 def _experts() -> None:
