@@ -76,8 +76,8 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "algo.length_adaptive": (("0.4",), {"algo.preset": ("vapo",)}),
     "algo.step_weight": (("0.5",), {"algo.preset": ("gigpo",)}),
     "algo.part_weights": (("early=2 vowels=0.5",), {"algo.preset": ("gdpo",)}),
-    "algo.clip_low": (("0.03",), TWICE | {"algo.loss": ("ppo", "gspo", "gspo_token", "gmpo", "dppo_tv")}),
-    "algo.clip_high": (("0.03",), TWICE | {"algo.loss": ("ppo", "gspo", "cispo", "gmpo", "dppo_kl")}),
+    "algo.clip_low": (("0.03",), TWICE | {"algo.loss": ("ppo", "gspo", "gspo_token", "gmpo")}),
+    "algo.clip_high": (("0.03",), TWICE | {"algo.loss": ("ppo", "gspo", "cispo", "gmpo")}),
     "algo.dual_clip": (("1.1",), TWICE | {"algo.loss": ("ppo",)}),
     "algo.tau_pos": (("2.0",), TWICE | {"algo.loss": ("sapo",)}),
     "algo.tau_neg": (("3.0",), TWICE | {"algo.loss": ("sapo",)}),
@@ -102,8 +102,8 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "correction.reject_low": (("0.98",), STALE),
     "correction.reject_high": (("1.02",), STALE),
     "shaping.reward_coef": (("0.5", "-2"), {}),
-    "shaping.clip_low": (("0.3",), {}),
-    "shaping.clip_high": (("0.5",), {}),
+    "shaping.clip_low": (("0.1",), {}),
+    "shaping.clip_high": (("0.12",), {}),
     "shaping.normalize": (("batch", "running"), {}),
     "shaping.overlong_buffer": (("4",), {}),
     "shaping.overlong_factor": (("0.5",), {"shaping.overlong_buffer": ("4",)}),
@@ -116,8 +116,8 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "filter.resample_power": (("1.0",), {"filter.resample": ("pow",)}),
     "filter.replay_steps": (("1", "2"), {}),
     "filter.bad_sample": (("skip",), {}),
-    "critic.lr": (("2e-3",), GAE),
-    "critic.clip": (("none", "0.05"), GAE),
+    "critic.lr": (("2e-3", "2e-2"), GAE),
+    "critic.clip": (("none", "0.02"), GAE | TWICE | {"critic.lr": ("2e-2",)}),
     "critic.warmup_steps": (("1",), GAE),
     "process_reward.lr": (("1e-3",), {"algo.preset": ("prime",)}),
     "process_reward.beta": (("0.5",), {"algo.preset": ("prime",)}),
@@ -180,9 +180,9 @@ ALIKE = {
 
 RATIOS = (
     *("algo.clip_low", "algo.clip_high", "algo.dual_clip", "algo.tau_pos", "algo.tau_neg", "algo.ratio_cap"),
-    *("algo.beta", "algo.cov_kl_coef"),
+    *("algo.beta", "algo.cov_kl_coef", "critic.clip"),
 )
-"""Settings that say what happens where a ratio of the update is not 1."""
+"""Settings that say what happens where a ratio of the update is not 1, or a value has moved in it."""
 MISMATCHES = ("correction.low", "correction.high", "correction.reject_low", "correction.reject_high")
 """The same, of the ratio of engine and trainer, which here is 1 for all that the newest weights sampled."""
 
