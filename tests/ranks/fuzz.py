@@ -170,19 +170,31 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
 }
 """Setting -> (values, settings that it is of use with: their values). Values are strong enough to show in few steps."""
 
-ALIKE = {
-    "algo.skip_zero_advantage": "leaves out what has no gradient",
-    "algo.old_logp": "the policy's own pass is the number that `auto` takes from the update",
-    "filter.bad_sample": "no sample here is bad",
+ALIKE: dict[str, tuple[str, ...]] = {
+    # Means over tokens that the update runs are then of fewer sequences, see docs/algorithms.md.
+    "algo.skip_zero_advantage": (
+        "entropy",
+        "kl/",
+        "clip_fraction",
+        "ratio",
+        "positive",
+        "logp_diff",
+        "mismatch",
+        "part",
+    ),
+    # The same number from elsewhere, as long as all samples are of the newest weights.
+    "algo.old_logp": (),
+    # No sample here is bad.
+    "filter.bad_sample": ("filter/bad_samples",),
 }
-"""Settings that give the same run here though a resume may not change them (or law 2 does not name them)."""
-
-
+"""Settings that give the same run here though no law of `FREE` names them -> metrics that may differ."""
 RATIOS = (
     *("algo.clip_low", "algo.clip_high", "algo.dual_clip", "algo.tau_pos", "algo.tau_neg", "algo.ratio_cap"),
     *("algo.beta", "algo.cov_kl_coef", "critic.clip"),
 )
 """Settings that say what happens where a ratio of the update is not 1, or a value has moved in it."""
+STALENESS = {"rollout.partial_steps", "filter.replay_steps", "rollout.quantization"}
+"""Settings with which samples are of other weights than the trainer's."""
 MISMATCHES = ("correction.low", "correction.high", "correction.reject_low", "correction.reject_high")
 """The same, of the ratio of engine and trainer, which here is 1 for all that the newest weights sampled."""
 
@@ -412,13 +424,16 @@ def changes_nothing(name: str, flags: dict[str, str]) -> bool:
     law = [names for reason, names in FREE.items() if reason.startswith(("law", "limits", "what is seen"))]
     if name == "rollout.max_sequences" and layout_shows(flags):
         return False
+    if name == "algo.old_logp" and flags[name] == "rollout" and STALENESS & flags.keys():
+        return False
     return any(listed(name, names) for names in law) or name in ("run.deterministic", *ALIKE)
 
 
 def is_idle(name: str, flags: dict[str, str]) -> bool:
     """A setting that is read, for ratios which are all 1 in this run."""
-    stale = {"rollout.partial_steps", "filter.replay_steps", "rollout.quantization"} & flags.keys()
-    return not stale and (name in MISMATCHES or (name in RATIOS and "algo.updates_per_step" not in flags))
+    return not STALENESS & flags.keys() and (
+        name in MISMATCHES or (name in RATIOS and "algo.updates_per_step" not in flags)
+    )
 
 
 def run_case(bench: Bench, number: int, most_without: int = 2) -> Case:
@@ -482,7 +497,7 @@ def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]
                 case.problems.append(f"without {name}: refused by a message that names no flag: {rest}")
             continue
         free = changes_nothing(name, case.flags)
-        skip = ("microbatches", "filter/bad_samples", "eval/") if free else ()
+        skip = ("microbatches", "eval", *ALIKE.get(name, ())) if free else ()
         found = differences(whole, rest, TOLERANCE if free else 0.0, skip)
         if sample_set(whole) != sample_set(rest):
             found.append("samples")
