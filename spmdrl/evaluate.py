@@ -2,17 +2,28 @@
 
     python -m spmdrl.evaluate --config configs/gsm8k_grpo.yaml --model.path runs/gsm8k/checkpoints/latest/model
 
-The last line on stdout is one JSON object. Its log goes to a folder of its own, `<run folder>-eval`.
+All prompts of `--data.eval`, unless a file or a flag sets `--eval.prompts`. The last line on stdout is one JSON object:
+model, data, how many prompts and samples, and the numbers. Its log goes to a folder of its own, `<run folder>-eval`.
 """
 
 import dataclasses
 import json
 import sys
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from spmdrl.config.learning import AlgoConfig, FilterConfig, SafetyConfig
 from spmdrl.config.load import load_or_exit
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import Config, EvalConfig
 from spmdrl.environment import prepare
+
+
+@dataclass
+class EvaluateConfig(Config):
+    """Settings of a run, for one that only evaluates."""
+
+    eval: EvalConfig = field(default_factory=partial(EvalConfig, prompts=0))
 
 
 def evaluation_config(cfg: Config) -> Config:
@@ -34,7 +45,7 @@ def evaluation_config(cfg: Config) -> Config:
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluate `--model.path` on `--data.eval`."""
-    loaded = load_or_exit(argv, "python -m spmdrl.evaluate")
+    loaded = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluateConfig)
     if not loaded.config.data.eval:
         sys.exit("python -m spmdrl.evaluate: --data.eval is empty; name the prompts to evaluate on")
     loaded = dataclasses.replace(loaded, config=evaluation_config(loaded.config))
@@ -46,7 +57,9 @@ def main(argv: list[str] | None = None) -> None:
             with run.memory.rollout_phase():
                 run.evaluate(0)
             if run.world.is_first:
-                what = {"model": loaded.config.model.path, "data": loaded.config.data.eval}
+                assert run.eval_prompts is not None
+                what: dict[str, Any] = {"model": loaded.config.model.path, "data": loaded.config.data.eval}
+                what |= {"prompts": len(run.eval_prompts), "samples": len(run.eval_prompts) * run.cfg.eval.samples}
                 print(json.dumps(what | run.eval_metrics), flush=True)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from spmdrl import checkpoint
 from spmdrl.algorithm import Algorithm
+from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag
 from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import Config
@@ -19,6 +20,27 @@ from spmdrl.spmd.mesh import World
 from spmdrl.spmd.preempt import PreemptedError, preemption
 from spmdrl.tracking.metrics import Timer
 from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
+
+
+def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
+    """What a resume would go on with that was another when the checkpoint `found` was made; a line each.
+
+    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. By what an older
+    checkpoint lacks it is not judged.
+    """
+    files = before.get("files", {})
+    lines = [
+        f"{flag(name)} {path} has another content than when {found} was made"
+        for name, (path, digest) in now["files"].items()
+        if name in files and files[name][0] == path and files[name][1] != digest
+    ]
+    if before.get("prompts", now["prompts"]) != now["prompts"]:
+        lines.append(f"{found} was trained on other prompts than {cfg.data.train} holds")
+    device = before.get("device", now["device"])
+    if device != now["device"] and engine_name(cfg) == "vllm":
+        # Its generators are the device's; those of the other engines are not.
+        lines.append(f"{found} was made on {device}; on {now['device']} vllm draws other tokens from the same seeds")
+    return lines
 
 
 class Progress:
@@ -41,7 +63,7 @@ class Progress:
         warn: Callable[[str], None],
     ):
         self.cfg, self.world, self.folder, self.timer, self.note = cfg, world, folder, timer, note
-        self.models, self.algo, self.spikes, self.prompts = models, algo, spikes, prompts
+        self.models, self.algo, self.spikes = models, algo, spikes
         # What moves begins as the settings say.
         self.begun_with = dict(algo.state)
         self.saver = checkpoint.Saver(cfg, folder / "checkpoints", world)
@@ -49,7 +71,7 @@ class Progress:
         self.draws = 0
         """Prompts drawn for the steps that were learnt from."""
         self.rank_files: list[Path] = []
-        self.files = self._files()
+        self.made_with = {"prompts": prompts, "files": self._files(), "device": world.device.type}
         self.start_step = self._resume()
 
     def _resume(self) -> int:
@@ -80,18 +102,15 @@ class Progress:
         return state["step"]
 
     def _compare(self, found: Path, state: dict) -> None:
-        """What the settings only name is still what the run was made with."""
-        before = state.get("files", {})
-        said = [
-            f"{flag(name)} {path} has another content than when {found} was made"
-            for name, (path, digest) in self.files.items()
-            if name in before and before[name][0] == path and before[name][1] != digest
-        ]
-        if state.get("prompts", self.prompts) != self.prompts:
-            said.append(f"{found} was trained on other prompts than {self.cfg.data.train} holds")
+        """What the settings do not say is still as it was when the run was made.
+
+        Raises:
+            ValueError: it is not, and `--run.allow-changes` does not say that it may.
+        """
+        said = unlike(self.cfg, found, state, self.made_with)
         if said and not self.cfg.run.allow_changes:
             raise ValueError(
-                f"{'; '.join(said)}: give the same files, take another --run.dir, --run.fresh (moves that folder aside "
+                f"{'; '.join(said)}: give it the same, take another --run.dir, --run.fresh (moves that folder aside "
                 "and starts over), or --run.allow-changes (goes on so)"
             )
         for line in said:
@@ -165,8 +184,7 @@ class Progress:
                 "guards": self.spikes.state(),
                 "algorithm": self.algo.state,
                 "begun_with": self.begun_with,
-                "prompts": self.prompts,
-                "files": self.files,
+                **self.made_with,
                 "draws": self.draws,
                 "seed": self.cfg.run.seed,
                 "wandb": wandb_id(self.folder),

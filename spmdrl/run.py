@@ -1,6 +1,7 @@
 """Everything one run is made of, built in one place: world, models, engine, prompts, reward, trackers, checkpoints."""
 
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -61,10 +62,10 @@ class Run:
             scratch_folder()
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)
         room = prompt_room(cfg, model_folder)
-        self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit)
+        self.prompts = self._prompts(cfg.data.train, room, cfg.data.limit, "--data.limit")
         self.eval_prompts = None
         if is_evaluated(cfg):
-            self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts)
+            self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
         self.grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop") if world.samples else None
         self.timeouts_seen = 0
         self.experts_width = 0
@@ -112,14 +113,16 @@ class Run:
         if self.console:
             self.console.note(f"warning: {text}")
 
-    def _prompts(self, spec: str, room: int, limit: int) -> PromptSet:
+    def _prompts(self, spec: str, room: int, limit: int, flag: str) -> PromptSet:
         prompts = load_prompts(spec, self.cfg.data, self.tokenizer, room, limit)
         seen = all_gather_text(prompts.digest(), self.world.host_group)
         if len(set(seen)) > 1:
             odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
             raise ValueError(f"{spec}: ranks {odd} read other prompts than rank 0; give every node the same files")
         dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
-        self.note(f"{len(prompts)} prompts from {prompts.source}{dropped}")
+        bounded = limit and len(prompts) + prompts.dropped == limit
+        only = f", no more than the first {limit} being asked for ({flag} {limit})" if bounded else ""
+        self.note(f"{len(prompts)} prompts from {prompts.source}{dropped}{only}")
         return prompts
 
     # ── one step ─────────────────────────────────────────────────────────────
@@ -285,6 +288,9 @@ class Run:
             values = stats.reduce(lambda x, op: all_reduce(x, op, world.role_group))
         values = told(values, world) | self.eval_metrics | self.progress.saver.poll()
         self.progress.saver.know(step + 1, values)
+        if step + 1 == self.cfg.run.steps:
+            # `finish` evaluates once more, and its numbers join this line.
+            values = {re.sub("^eval/", "eval_before/", name): value for name, value in values.items()}
         self.eval_metrics = {}
         steer(self.algo, values, rollout.prompts_per_step * rollout.samples_per_prompt)
         self.journal.step(step + 1, values, to_trajectories(batch) if world.roles.split else done.trajectories)

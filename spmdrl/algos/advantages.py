@@ -141,16 +141,16 @@ def gdpo(x: Samples, *, weights: Mapping[str, float] | Sequence[float] | None = 
     """
     if SCORE in x.parts:
         raise ValueError(f"a part of the reward is named {SCORE!r}, which stands for the total reward: rename the part")
-    sampled_B = x.lengths > 0
-    parts = {name: torch.where(sampled_B, part.double(), 0.0) for name, part in x.parts.items()}
+    sampled_B, weight = x.lengths > 0, _weights(weights, list(x.parts))
+    parts = {name: torch.where(sampled_B, part, 0.0) for name, part in x.parts.items() if weight.get(name)}
     for name, part_B in parts.items():
-        finite(x, f"parts[{name!r}]", part_B, per_token=False)
-    weight = _weights(weights, list(parts))
-    parts = {SCORE: x.scores, **parts}
+        parts[name] = finite(x, f"parts[{name!r}]", part_B, per_token=False)
+    if weight.get(SCORE):
+        parts = {SCORE: x.scores, **parts}
     *columns_N, group_N, mine = x.everyone(*parts.values(), x.group)
     total_N = torch.zeros_like(group_N)
     for name, part_N in zip(parts, columns_N, strict=True):
-        total_N = total_N + weight.get(name, 0.0) * normalise(part_N, Groups.of([group_N], part_N), eps)
+        total_N = total_N + weight[name] * normalise(part_N, Groups.of([group_N], part_N), eps)
     advantages_T = x.whiten(x.at_tokens(total_N[mine]))
     return advantages_T, advantages_T
 

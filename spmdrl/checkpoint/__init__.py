@@ -1,7 +1,8 @@
 """Checkpoints: written beside, verified by a manifest, published by one rename.
 
-checkpoints/step_<N>/model/         HF safetensors, config, tokenizer: opens in transformers and vLLM as it is
-checkpoints/step_<N>/state/         run.json, config.yaml, optimizer (torch.distributed.checkpoint), ranks/
+checkpoints/step_<N>/model/         HF safetensors in the run's type, config, tokenizer: opens in transformers and vLLM
+checkpoints/step_<N>/state/         run.json, config.yaml, ranks/, optimizer (torch.distributed.checkpoint: moments, and
+                                    the float32 weights of a run in bfloat16)
 checkpoints/step_<N>/<name>/        model/ and state/ of a critic or another model that learns
 checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, layout, versions; none: no checkpoint
 checkpoints/latest                  link to the newest

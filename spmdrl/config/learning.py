@@ -33,8 +33,8 @@ class AlgoConfig:
     step_weight: float | None = None
     """Weight of GiGPO's step advantage."""
     part_weights: tuple[str, ...] = ()
-    """Reward parts that GDPO normalises apart, as `name=weight`; the part `score` is the reward itself. Empty: the score
-    and all parts, each with weight 1 (name the parts alone where the score is their sum)."""
+    """Reward parts that GDPO normalises apart, as `name=weight`; the part `score` is the reward itself. Empty: the
+    score and all parts, each with weight 1 (name the parts alone where the score is their sum)."""
     clip_low: float | None = None
     """Clip below: ratio 1 - clip_low, or the loss's own measure."""
     clip_high: float | None = None

@@ -38,6 +38,16 @@ def method_problems(config: Config) -> list[str]:
             f"--rollout.top-p {rollout.top_p}: engines give logp within the nucleus, the trainer over the whole "
             "vocabulary, so ratios would be off; take 1 (--eval.top-p is for evaluation)"
         )
+    named = [spec.partition("=")[0] for spec in algo.part_weights]
+    if algo.advantage == "gdpo" and named and "score" not in named:
+        rest = type(config.shaping)(mask_cut=config.shaping.mask_cut)
+        enters = "KL (--algo.kl-in reward)" if algo.kl_coef and algo.kl_in == "reward" else ""
+        enters = "shaping (--shaping.*)" if config.shaping != rest else enters
+        if enters:
+            problems.append(
+                f"--algo.part-weights {' '.join(algo.part_weights)}: leaves out the part score, which is where {enters} "
+                "enters; name score=1 too, or leave that out"
+            )
     if algo.kl_coef and config.reference.enabled == "off":
         problems.append(
             f"--reference.enabled off: KL needs the reference while --algo.kl-coef is {algo.kl_coef}; "

@@ -38,8 +38,8 @@ backends themselves look at `active`, which sequences to run, and `by_token`: (m
 loss as a TokenLoss, or None."""
 
 Write = Callable[[Path, World], None]
-"""(folder, groups to communicate over) -> `folder/model` as HF safetensors with config and tokenizer, `folder/state`
-for the optimizer. Collective."""
+"""(folder, groups to communicate over) -> `folder/model` as HF safetensors in `--model.dtype` with `fixed`, and
+`folder/state` for the optimizer and float32 weights that `model` has rounded. Collective."""
 
 Part = Literal["model", "base", "adapter"]
 """What of a policy travels: the full model, adapters added in; the model beneath them; they alone."""

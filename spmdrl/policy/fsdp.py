@@ -329,10 +329,9 @@ class FsdpPolicy(Learner):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         # What asks other groups of this world is asked here; what is returned may run while they are in use.
-        own = on_host if copy else list
-        pieces, fixed = own(self.pieces()), self.fixed
+        pieces, fixed = self.pieces(), self.fixed
         if self.adapters:
-            adapter, settings, base = own(lora.file_pieces(self._parts()[1])), self.adapters, self._base_facts()
+            adapter, settings, base = lora.file_pieces(self._parts()[1]), self.adapters, self._base_facts()
         else:
             adapter, settings, base = None, None, {}
         state: dict[str, Any] = {}
@@ -341,7 +340,9 @@ class FsdpPolicy(Learner):
             state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
             if self.compute != self.master and not self.adapters:
                 state[MASTERS] = {name: p.detach() for name, p in self._parts()[0]}
-        state = tree_on_host(state) if copy else state
+        if copy:
+            pieces, state = on_host(pieces, self.compute), tree_on_host(state)
+            adapter = on_host(adapter, self.master) if adapter is not None else None
 
         def write(folder: Path, world: World) -> None:
             save_model(folder / "model", pieces, world, self.compute, fixed, self.kept)

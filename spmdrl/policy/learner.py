@@ -30,6 +30,8 @@ class Learner:
     head: Head
     hf_config: Any
     """Of transformers, as the model was built."""
+    keeps_masters = False
+    """The state of its optimizer has the weights also where `model/` has all of their bits."""
 
     def __init__(self, cfg: Config, world: World, total_updates: int, optimizer: OptimizerConfig | None):
         """total_updates: optimizer steps that will be due. optimizer: None takes the policy's, `cfg.optimizer`."""
@@ -151,7 +153,7 @@ class Learner:
             for part in parts
         ]
         dtype = DTYPES[self.cfg.model.dtype]
-        masters = sizes[-1] * (adapted or (trains and dtype != self.master))
+        masters = sizes[-1] * (adapted or (trains and (dtype != self.master or self.keeps_masters)))
         return sizes[0] * dtype.itemsize + (masters + 2 * trains * sizes[-1]) * self.master.itemsize
 
     # ── what a backend adds ──────────────────────────────────────────────────

@@ -124,9 +124,14 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
     return Reshard(entries, pieces, needs, group, world.device, dtype, 256 << 20, over).run(pieces)
 
 
-def on_host(pieces: list[Piece]) -> list[Piece]:
-    """The same with values of this moment, in host memory."""
-    return [Piece(p.name, p.shape, p.box, p.tensor.detach().to("cpu", copy=True), p.exact) for p in pieces]
+def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
+    """The same with values of this moment, in host memory and in the type in which they will travel."""
+
+    def copied(p: Piece) -> Piece:
+        tensor = p.tensor.detach()
+        return Piece(p.name, p.shape, p.box, tensor.to("cpu", tensor.dtype if p.exact else dtype, copy=True), p.exact)
+
+    return [copied(p) for p in pieces]
 
 
 def tree_on_host(tree: Any) -> Any:

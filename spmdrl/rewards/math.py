@@ -10,10 +10,15 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 
 from spmdrl.rewards.base import Reward, RewardInput
 
-_ANSWER_LINE = re.compile(r"(?i)answer\s*(?:is)?\s*:\s*([^\n]+)")
+_ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*(?:is)?\s*[*_]*:([*_`\s]*)([^\n]+)")
+_BOLD_END = re.compile(r"(?<=[^\s^*_`])(?:\*\*|__|`)[*_`]*(?=[\s.,;:!)]|$)")
+_ITALIC_END = re.compile(r"(?<=[^\s^*_`])[*_](?=[\s.,;:!)]|$)")
+_DELIMITED = re.compile(r"\\\[(.*)\\\]|\\\((.*)\\\)|\$+([^$]*)\$+", re.DOTALL)
+_COMMAND = re.compile(r"\\(?:[dt]?frac|sqrt|cdot|times|div|pi|left|right|,|!|;|:)")
 _NUMBER = re.compile(r"(-?)(\d{1,100}|\d{1,3}(?:,\d{3}){1,30})(\.\d{1,100})?")
 _FRACTION = re.compile(r"(-?)(?:\\frac\{(\d{1,100})\}\{(\d{1,100})\}|(\d{1,100})/(\d{1,100}))")
 _TAIL = 1000
@@ -44,8 +49,52 @@ def extract(solution: str) -> tuple[str, bool]:
         return boxed, True
     lines = _ANSWER_LINE.findall(solution)
     if lines:
-        return lines[-1].strip(), True
+        return plain(*lines[-1]), True
     return solution[-_TAIL:].strip(), False
+
+
+def plain(opened: str, text: str) -> str:
+    """An answer line without Markdown's emphasis and LaTeX's delimiters around all of it.
+
+    opened: marks that stood before it, as in `**540**` and in `**Answer:** 540`.
+    """
+    text = _BOLD_END.sub("", text)
+    if set(opened) & {"*", "_"}:
+        text = _ITALIC_END.sub("", text, count=1)
+    text = text.strip()
+    inside = _DELIMITED.fullmatch(text.rstrip(" ."))
+    return next(part for part in inside.groups() if part is not None).strip() if inside else text
+
+
+def sides(text: str) -> list[str]:
+    """Sides of a chain of equations, `x = 2 * 270 = 540`; the text alone where it is none, or a list of several."""
+    depth, parts = 0, [""]
+    for before, char, after in zip(" " + text, text, text[1:] + " ", strict=False):
+        depth += (char in "{([") - (char in "])}")
+        if depth == 0 and char in ",;" and after.isspace():
+            return [text]
+        if depth == 0 and char == "=" and before not in "<>!:=" and after != "=":
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
+
+
+def contradicts(text: str) -> bool:
+    """Whether it is a chain of equations with sides of different value, as `539 = 540`: that is no answer.
+
+    Only sides without names and units are looked at; a decimal equals what rounds to it.
+    """
+    values = []
+    for side in sides(text):
+        if side and not re.search(r"[A-Za-z%$\\]", _COMMAND.sub("", side)):
+            parsed = _parse(side, True)
+            digits = re.fullmatch(r"-?\d+\.(\d+)", side)
+            try:
+                values.append((float(parsed[0]), 0.5 * 10.0 ** -len(digits[1]) if digits else 0.0))
+            except (TypeError, ValueError, OverflowError, IndexError):
+                continue
+    return any(abs(a - b) > 1e-9 * max(abs(a), abs(b)) + max(r, s) for (a, r), (b, s) in pairwise(values))
 
 
 def simplify(text: str) -> str:
@@ -102,10 +151,16 @@ def math_reward(item: RewardInput) -> Reward:
         return Reward(1.0, parts)
     if not answer:
         return Reward(0.0, parts)
+    if marked and contradicts(raw):
+        return Reward(0.0, parts)
     a, b = to_number(answer), to_number(truth)
     if a is not None and b is not None:
         return Reward(float(a == b), parts)
-    return Reward(float(_symbolically_equal(raw_truth, raw, marked)), parts)
+    equal = _symbolically_equal(raw_truth, raw, marked)
+    if marked and not equal and "=" not in truth and len(chain := sides(raw)) > 1:
+        # `45 \text{ ft} = 540 \text{ in}`
+        equal = _symbolically_equal(raw_truth, chain[-1], marked)
+    return Reward(float(equal), parts)
 
 
 def load() -> Callable[[RewardInput], Reward]:

@@ -24,7 +24,7 @@ def judged(demo, tmp_path_factory) -> dict:
     """What `spmdrl.evaluate` says of the checkpoint."""
     folder = demo[0] / "checkpoints" / "latest" / "model"
     where = tmp_path_factory.mktemp("elsewhere")
-    ended = succeed(["--model.path", folder], 120, module="spmdrl.evaluate", cwd=where)
+    ended = succeed(["--model.path", folder, "--eval.prompts", 256], 120, module="spmdrl.evaluate", cwd=where)
     return json.loads(ended.out[-1])
 
 

@@ -71,7 +71,8 @@ def test_own_functions_train_together(tmp_path):
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert 0 < row["filter/accepted"] <= 1, "the filter was asked"
-        assert row["reward/match"] == pytest.approx(row["reward/mean"]) and row["reward/place"] > row["reward/match"]
+        assert row["reward/part/match"] == pytest.approx(row["reward/trained"])
+        assert row["reward/part/place"] > row["reward/part/match"]
         # Rewards of 0 and 1 and their median of 0, 1/2 or 1, in groups that are mixed.
         assert 0 < row["advantage/nonzero"] <= 1
         assert row["penalty"] > 0, "the last updates of a step are off its policy"

@@ -108,15 +108,23 @@ def test_fresh_starts_over_and_keeps_the_old_run(story, tmp_path):
     assert [row["step"] for row in metrics(folder)] == [1] and "fresh: false" in (folder / "config.yaml").read_text()
 
 
-def test_evaluate_one_checkpoint_after_the_other(story):
-    """One folder for both: an evaluation leaves its log there, and is bound to nothing that one before left."""
-    root = story["root"]
-    for step in (4, 5):
+def test_evaluate_one_checkpoint_after_the_other(story, tmp_path):
+    """One folder for both: an evaluation leaves its log there, and is bound to nothing that one before left.
+
+    All prompts there are, unless it is told otherwise.
+    """
+    root, rows = story["root"], tmp_path / "rows.jsonl"
+    words = [f"{i:03d}".translate(str.maketrans("0123456789", "abcdefghij")) for i in range(300)]
+    rows.write_text("".join(json.dumps({"prompt": f"{word}=", "answer": word[::-1]}) + "\n" for word in words))
+    for step, bound, count in ((4, ["--eval.prompts", 8], 8), (5, ["--data.eval", rows, "--eval.samples", 2], 300)):
         model = root / "plain" / "checkpoints" / f"step_{step}" / "model"
-        words = [*argv("--rollout.engine hf --eval.prompts 8 --run.dir"), root / "plain", "--model.path", model]
-        ended = succeed(words, module="spmdrl.evaluate")
+        flags = [*argv("--rollout.engine hf --run.dir"), root / "plain", "--model.path", model, *bound]
+        ended = succeed(flags, module="spmdrl.evaluate")
         told = json.loads(ended.out[-1])
         assert told["model"] == str(model) and 0 <= told["eval/accuracy"] <= 1, ended.show()
+        assert (told["prompts"], told["samples"]) == (count, count * (1 if step == 4 else 2)), told
+        said = [line for line in ended.out if line.startswith(f"{count} prompts from ")]
+        assert said and ("(--eval.prompts 8)" in said[-1]) == (step == 4), ended.show()
     assert (root / "plain-eval" / "logs" / "rank_0.log").exists()
     assert not (root / "plain-eval" / "config.yaml").exists()
 

@@ -28,11 +28,12 @@ import torch
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError, flag
-from spmdrl.config.load import from_command_line
+from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.resume import FREE, listed
 from spmdrl.config.schema import Config
 from spmdrl.policy.load import TINY
+from spmdrl.rehearsal import check_use
 from spmdrl.run import Run
 from spmdrl.spmd.seeds import generator_for
 from spmdrl.tracking.metrics import Timer
@@ -109,7 +110,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "shaping.mask_cut": (("true",), {}),
     "shaping.length_penalty": (("linear", "group"), {}),
     "shaping.length_coef": (("0.3",), {"shaping.length_penalty": ("linear", "group")}),
-    "filter.keep": (("mixed", "accuracy_range"), {"filter.low": ("0.02",), "filter.high": ("0.98",)}),
+    "filter.keep": (("mixed", "accuracy_range"), {}),
     "filter.metric": (("vowels", "early"), {"filter.keep": ("mixed",)}),
     "filter.resample": (("pow", "max_min", "max_random", "best_random", "best_worst"), {}),
     "filter.resample_power": (("1.0",), {"filter.resample": ("pow",)}),
@@ -162,6 +163,10 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "reference.offload": (("disk",), KL),
     "run.deterministic": (("true",), {}),
     "data.limit": (("16",), {}),
+    "eval.every": (("2",), {"data.eval": ("builtin:reverse:eval",), "eval.prompts": ("6",)}),
+    "eval.samples": (("2",), {"eval.every": ("2",), "data.eval": ("builtin:reverse:eval",), "eval.prompts": ("6",)}),
+    "checkpoint.background": (("true",), {}),
+    "reward.workers": (("2",), {}),
 }
 """Setting -> (values, settings that it is of use with: their values). Values are strong enough to show in few steps."""
 
@@ -207,8 +212,11 @@ def draw(number: int) -> Case:
     if preset == "vapo":
         flags.setdefault("critic.warmup_steps", "1")
         flags.setdefault("algo.length_adaptive", "0.4")
-    if preset in ("prime", "dapo"):
-        flags |= {"filter.low": "0.02", "filter.high": "0.98"} if preset == "prime" else {}
+    keep = flags.get("filter.keep", PRESETS[preset].settings.get("filter.keep"))
+    if keep:
+        flags |= {"filter.max_rounds": "50"} | (
+            {"filter.low": "0.02", "filter.high": "0.98"} if keep != "mixed" else {}
+        )
     return Case(number, rng.choice([*LAYOUTS, "2 ranks"]), flags)
 
 
@@ -242,7 +250,6 @@ class Bench:
             "rollout.max_new_tokens": 8,
             "rollout.max_prompt_tokens": 16,
             "rollout.assignment": "static",
-            "filter.max_rounds": 50,
             "data.limit": 64,
             "data.eval": "",
             "reward.function": self.root / "reward.py",
@@ -260,9 +267,20 @@ class Bench:
 
     def config(self, flags: dict[str, str], layout: str = "", folder: str = "runs/fuzz") -> Config:
         """What the command line of a run gives. Raises ConfigError where it is refused."""
-        cfg = from_command_line(self.words(flags | LAYOUTS.get(layout, {}), folder)).config
-        check(cfg, 2 if layout else 1)
-        return cfg
+        return self._checked(flags, layout, folder).config
+
+    def refusal(self, flags: dict[str, str], layout: str = "") -> str:
+        """What `spmdrl.train` says where it refuses a run at start; empty where it does not."""
+        try:
+            check_use(self._checked(flags, layout, "runs/fuzz"))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _checked(self, flags: dict[str, str], layout: str, folder: str) -> Loaded[Config]:
+        loaded = from_command_line(self.words(flags | LAYOUTS.get(layout, {}), folder))
+        check(loaded.config, 2 if layout else 1)
+        return loaded
 
 
 # ── one configuration ────────────────────────────────────────────────────────
@@ -271,31 +289,23 @@ class Bench:
 def accepted(bench: Bench, case: Case) -> None:
     """Takes away what is refused, naming it, until the rest is a run."""
     for layout in ("", case.layout):
-        while said := refusal(bench, case.flags, layout):
+        while said := bench.refusal(case.flags, layout):
             case.refused.append(said)
-            named = [word[2:].replace("-", "_") for word in re.findall(r"--[\w.-]*\w", said)]
+            # A line begins with the flag to change; others that it names are what it does not go with.
+            named = re.findall(r"^ *--([\w.-]+)", said, re.MULTILINE) + re.findall(r"--([\w.-]*\w)", said)
+            named = [name.replace("-", "_") for name in named]
             gone = [name for name in named if name in case.flags]
-            if gone:
+            if gone and gone[0] == named[0]:
                 del case.flags[gone[0]]
-            elif "algo.aggregation" in named:
+            elif named and named[0] == "algo.aggregation":
                 case.flags["algo.aggregation"] = ""
-            elif "algo.preset" in case.flags:
-                # A value of the preset's that does not go with another flag.
-                del case.flags["algo.preset"]
+            elif gone:
+                del case.flags[gone[0]]
             elif layout and any(name.startswith("parallel.") for name in named):
                 layout = case.layout = "2 ranks"
             else:
                 case.problems.append(f"refused by a message that names no flag of the run: {said}")
                 return
-
-
-def refusal(bench: Bench, flags: dict[str, str], layout: str) -> str:
-    """Why it is refused at start; empty where it is not."""
-    try:
-        bench.config(flags, layout)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def one_run(world, bench: Bench, flags: dict, layout: str, folder: Path) -> dict | None:
@@ -390,7 +400,7 @@ def layout_shows(flags: dict[str, str]) -> str:
 
 def changes_nothing(name: str, flags: dict[str, str]) -> bool:
     """A setting that documented law says changes speed and memory alone."""
-    law = [names for reason, names in FREE.items() if reason.startswith(("law", "limits"))]
+    law = [names for reason, names in FREE.items() if reason.startswith(("law", "limits", "what is seen"))]
     if name == "rollout.max_sequences" and layout_shows(flags):
         return False
     return any(listed(name, names) for names in law) or name in ("run.deterministic", *ALIKE)
@@ -421,11 +431,11 @@ def cause(text: str) -> str:
 
 def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
     """Settings to take away: of those without which the rest is another run that is accepted."""
-    out, names = [], sorted(set(case.flags) - {"algo.preset", "filter.low", "filter.high"})
+    out, names = [], sorted(set(case.flags) - {"algo.preset", "filter.low", "filter.high", "filter.max_rounds"})
     whole = asdict(bench.config(case.flags))
     for name in rng.sample(names, len(names)):
         rest = {k: v for k, v in case.flags.items() if k != name}
-        if refusal(bench, rest, ""):
+        if bench.refusal(rest):
             case.without[name] = "refused"
         elif asdict(bench.config(rest)) == whole:
             case.without[name] = "its preset's or default value"
@@ -457,7 +467,7 @@ def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]
                 case.problems.append(f"without {name}: refused by a message that names no flag: {rest}")
             continue
         free = changes_nothing(name, case.flags)
-        skip = ("microbatches", "filter/bad_samples") if free else ()
+        skip = ("microbatches", "filter/bad_samples", "eval/") if free else ()
         found = differences(whole, rest, TOLERANCE if free else 0.0, skip)
         if sample_set(whole) != sample_set(rest):
             found.append("samples")

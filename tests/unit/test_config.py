@@ -345,6 +345,16 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (1, "--rollout.temperature 0", ["--rollout.temperature 0.0", "above 0"]),
         (1, "--rollout.top-p 1.5", ["--rollout.top-p 1.5", "at most 1"]),
         (1, "--rollout.top-p 0.9", ["--rollout.top-p 0.9", "the trainer over the whole vocabulary", "--eval.top-p"]),
+        (
+            1,
+            "--algo.preset gdpo --algo.part-weights a=1 --algo.kl-coef 0.1 --algo.kl-in reward",
+            ["--algo.part-weights a=1", "score=1", "KL (--algo.kl-in reward)"],
+        ),
+        (
+            1,
+            "--algo.preset gdpo --algo.part-weights a=1 --shaping.clip-high 1",
+            ["--algo.part-weights a=1", "score=1", "--shaping.*"],
+        ),
         (1, "--eval.top-p 0", ["--eval.top-p 0.0", "at most 1"]),
         (1, "--data.chat off --data.chat-template chatml", ["--data.chat off", "--data.chat-template"]),
         (1, "--optimizer.lr inf", ["--optimizer.lr inf", "0 or more"]),

@@ -16,6 +16,7 @@ from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import FIXED, FREE, differences, file_digests, listed, may_change, settled
 from spmdrl.config.schema import Config
+from spmdrl.progress import unlike
 
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 FLAGS = ["--optimizer.lr", "0.001", "--algo.preset", "dapo", "--lora.targets", "q_proj", "v_proj"]
@@ -97,6 +98,15 @@ def test_resume_files_of_the_users_own_are_known_by_their_content(tmp_path):
             file.write("\n")
         assert [n for n, said in file_digests(cfg).items() if said != found[n]] == [name]
         found = file_digests(cfg)
+
+
+def test_resume_on_another_device_draws_otherwise_with_vllm_alone():
+    now = {"prompts": "a", "files": {}, "device": "cuda"}
+    for engine, count in {"vllm": 1, "hf": 0, "sglang": 0}.items():
+        cfg = dataclasses.replace(Config(), rollout=dataclasses.replace(Config().rollout, engine=engine))
+        said = unlike(cfg, Path("step_2"), now | {"device": "cpu"}, now)
+        assert said == ["step_2 was made on cpu; on cuda vllm draws other tokens from the same seeds"] * count
+        assert unlike(cfg, Path("step_2"), now, now) == unlike(cfg, Path("step_2"), {}, now) == []
 
 
 def test_resume_every_other_change_is_listed(folder):

@@ -183,6 +183,7 @@ def test_quick_rewards_name_the_prompt_of_an_unreadable_truth(started):
         ({"score": None}, "NoneType"),
         (math.nan, "not finite"),
         ({"score": -math.inf}, "not finite"),
+        (Reward(1.0, {"score": 1.0}), "part named 'score'"),
     ],
 )
 def test_what_is_no_reward_is_refused(value, error):
@@ -223,6 +224,75 @@ def test_math_is_equal_in_value_and_stops_at_the_limit(started):
     assert [r.score for r in rewards] == [*(s for _, _, s in cases), 0]
     assert grader.timeouts == 1
     assert rewards[0].parts == {"format": 1.0} and rewards[12].parts == {"format": 0.0}
+
+
+MATH = {
+    # How an answer line is written.
+    ("540", 1.0): (
+        *(
+            "Answer: **540**",
+            "Answer: **540**.",
+            "**Answer: 540**",
+            "**Answer:** 540",
+            "**Answer**: 540",
+            "Answer: *540*",
+        ),
+        *(
+            "Answer: __540__",
+            "Answer: `540`",
+            "Answer: **$540$**",
+            "Answer: $540$.",
+            r"Answer: \(540\)",
+            r"Answer: \[540\]",
+        ),
+        *(
+            "**Answer:**\n540",
+            "The answer is: **540**",
+            r"\boxed{\mathbf{540}}",
+            r"\boxed{\boxed{540}}",
+            "Answer: $540",
+        ),
+        # The last side of a chain of equations.
+        *(r"\boxed{x = 540}", r"\boxed{540 = 540}", r"\boxed{2 \cdot 270 = 540}", r"\boxed{n = 2 \cdot 270 = 540}"),
+        *("Answer: x = 540", "Answer: $x = 540$", "Answer: $n$ = $540$", "Answer: **x = 540**", r"\boxed{AB = 540}"),
+        *(r"\boxed{540 = 539 + 1}", r"\boxed{x \approx 540}", r"\boxed{x = y = 540}"),
+        # Units.
+        *(r"\boxed{540 \text{ cm}}", r"\boxed{540\,\text{cm}^2}", "Answer: 540 cm", r"\boxed{540\%}", r"\boxed{\$540}"),
+        *(r"\boxed{45 \text{ ft} = 540 \text{ in}}", r"\boxed{540^\circ}"),
+    ),
+    ("540", 0.0): (
+        *(
+            r"\boxed{539 = 540}",
+            r"\boxed{540 = 539}",
+            r"\boxed{x = 539}",
+            r"\boxed{2 \cdot 269 = 540}",
+            "Answer: 539 = 540",
+        ),
+        *(r"\boxed{x = 539 = 540}", "Answer: **539**", r"\boxed{540, 541}", "Answer: 540 or 541", r"\boxed{x < 540}"),
+        *(r"\boxed{x = 540, y = 2}", r"\boxed{539 + 2 = 540}", "Answer: 5*40"),
+    ),
+    # Thousands.
+    ("1234", 1.0): (r"\boxed{1,234}", r"\boxed{1{,}234}", "Answer: 1,234", r"\boxed{1\,234}", "Answer: **1,234**"),
+    ("1234", 0.0): ("Answer: 12,34", r"\boxed{1.234}"),
+    ("-3", 1.0): ("Answer: **-3**", r"\boxed{x=-3}"),
+    ("0.667", 1.0): (r"\boxed{\frac{2}{3} = 0.667}",),
+    ("0.67", 0.0): (r"\boxed{\frac{1}{3} = 0.67}",),
+    ("x=3", 1.0): (r"\boxed{x=3}", r"\boxed{3}"),
+    ("x=3", 0.0): (r"\boxed{4=3}", r"\boxed{x=4}"),
+    ("y = 2x + 1", 1.0): (r"\boxed{y = 2x + 1}", r"\boxed{2x + 1}"),
+    ("y = 2x + 1", 0.0): (r"\boxed{y = 2x}",),
+    ("x^2+y^2=1", 1.0): (r"\boxed{x^2+y^2=1}",),
+    (r"x \leq 3", 1.0): (r"\boxed{x \le 3}",),
+}
+"""(truth, score) -> responses."""
+
+
+def test_math_reads_emphasis_equations_units_and_thousands(started):
+    cases = [(solution, truth, score) for (truth, score), all_ in MATH.items() for solution in all_]
+    rewards = grade(started(function="math", timeout=10.0), *(item(s, t) for s, t, _ in cases))
+    wrong = [(s, t, r.score) for (s, t, score), r in zip(cases, rewards, strict=True) if r.score != score]
+    assert not wrong, wrong
+    assert all(r.parts == {"format": 1.0} for r in rewards)
 
 
 def test_reasoning_gym_grades_its_own_answers(started, tmp_path):

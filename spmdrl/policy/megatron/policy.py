@@ -54,6 +54,8 @@ def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float,
 class MegatronPolicy(Learner):
     """See `contract.py`."""
 
+    keeps_masters = True
+
     def __init__(
         self,
         cfg: Config,
