@@ -1,0 +1,84 @@
+"""float32 products on a CPU: numbers and gradients as in float64, tiles of few sizes, and what is taken."""
+
+import pytest
+import torch
+
+from spmdrl_kernels import host
+from spmdrl_kernels.blocks import outer_, product_
+
+needs_onednn = pytest.mark.skipif(not host.AVAILABLE, reason="torch was built without oneDNN")
+
+
+def make(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(K, N, bias):
+    linear = torch.nn.Linear(K, N, bias=bias)
+    model = torch.nn.Sequential(linear)
+    host.use_host_linear(model)
+    assert type(linear) is host.HostLinear and isinstance(linear, torch.nn.Linear)
+    reference = torch.nn.Linear(K, N, bias=bias).double()
+    reference.load_state_dict({name: x.double() for name, x in linear.state_dict().items()})
+    return linear, reference
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [64, 333, 1500])
+@pytest.mark.parametrize("bias", [True, False])
+def test_kernel_host_linear_is_linear(rows, bias):
+    linear, reference = layer(128, 520, bias)
+    x = make(1, rows, 128).requires_grad_()
+    wanted = x.detach().double().requires_grad_()
+    assert host.takes(x, linear.weight)
+    y, exact = linear(x), reference(wanted)
+    # A gradient that is a view with strides 0, as that of a sum, and another one.
+    for weight in (torch.ones(()).expand(y.shape), make(*y.shape, seed=1)):
+        found = torch.autograd.grad(y, [x, *linear.parameters()], weight, retain_graph=True)
+        right = torch.autograd.grad(exact, [wanted, *reference.parameters()], weight.double(), retain_graph=True)
+        for a, b in zip((y, *found), (exact, *right), strict=True):
+            assert (a - b).abs().max() <= 3e-6 * b.abs().max()
+
+
+@needs_onednn
+def test_kernel_host_tiles_have_few_sizes(monkeypatch):
+    """oneDNN keeps what it compiles for a shape, 1 MiB each: a thousand lengths must not be a thousand shapes."""
+    shapes, own = set(), torch.ops.mkldnn._linear_pointwise
+
+    class Seen:
+        @staticmethod
+        def _linear_pointwise(x, weight, *rest):
+            shapes.add((tuple(x.shape), tuple(weight.shape)))
+            return own(x, weight, *rest)
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Seen)
+    weight = make(256, 128)
+    for rows in range(200, 2200, 37):
+        x, y = make(rows, 128), make(rows, 256, seed=1)
+        torch.testing.assert_close(host.linear(x, weight), x @ weight.t(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(host.outer(x, y), x.t() @ y, rtol=1e-4, atol=1e-3)
+    assert 0 < len(shapes) <= 2 * len(host.TILES)
+
+
+@needs_onednn
+def test_kernel_host_takes_large_float32_alone():
+    x, weight = make(64, 128), make(512, 128)
+    assert host.takes(x, weight) and not host.takes(x[:63], weight)
+    for other in (torch.float64, torch.bfloat16):
+        assert not host.takes(x.to(other), weight.to(other)) and not host.takes(x, weight.to(other))
+    assert host.host_linear(make(0, 128), weight).shape == (0, 512)
+
+
+@needs_onednn
+@pytest.mark.parametrize("add", [True, False])
+def test_kernel_host_in_blocks_of_logits(add):
+    """Views of wider matrices on both sides, as blocks of logits are."""
+    a, b, wide = make(600, 160)[:, :128], make(300, 128), make(600, 400, seed=2)
+    total = wide[:, :300]
+    right = a.double() @ b.double().t() + add * total.double()
+    product_(total, a, b.t(), add)
+    assert (total - right).abs().max() <= 3e-6 * right.abs().max()
+    sums = make(128, 300, seed=3)
+    right = a.double().t() @ total.double() + add * sums.double()
+    outer_(sums, a, total, add)
+    assert (sums - right).abs().max() <= 3e-6 * right.abs().max()
