@@ -19,7 +19,6 @@ def method_problems(config: Config) -> list[str]:
     from spmdrl.algos.filters import FILTERS
     from spmdrl.algos.losses import LOSSES, SEQUENCE_LOSSES
     from spmdrl.algos.selection import SELECTIONS
-    from spmdrl.rewards.load import scores_timeouts
 
     algo, rollout, problems = config.algo, config.rollout, []
     if algo.advantage in GROUP_BASELINES and rollout.samples_per_prompt < 2:
@@ -70,9 +69,9 @@ def method_problems(config: Config) -> list[str]:
     if config.safety.cost_model and algo.advantage == "prime":
         problems.append("--safety.cost-model: prime has no cost; choose another --algo.advantage")
     problems += _range_problems(config)
-    if config.safety.cost and scores_timeouts(config.reward):
+    if config.safety.cost and config.reward.on_timeout == "zero":
         problems.append(
-            f"--reward.on-timeout {config.reward.on_timeout}: a grading that is stopped has 0 in every part, so "
+            "--reward.on-timeout zero: a grading that is stopped has 0 in every part, so "
             f"--safety.cost {config.safety.cost} would be free of charge there; take error"
         )
     cost = config.safety.cost or config.safety.cost_model

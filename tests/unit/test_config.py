@@ -357,7 +357,7 @@ def test_all_problems_come_together_and_each_names_its_flag():
         ),
         (
             1,
-            "--safety.cost price --algo.advantage rloo --reward.function mine.py --reward.on-timeout zero",
+            "--safety.cost price --algo.advantage rloo --reward.function math --reward.on-timeout zero",
             ["--reward.on-timeout zero", "--safety.cost price", "take error"],
         ),
         (1, "--eval.top-p 0", ["--eval.top-p 0.0", "at most 1"]),
