@@ -16,12 +16,13 @@ that every number ends in a run. Of a run are asked:
 import contextlib
 import json
 import math
+import random
 import re
 import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -256,10 +257,9 @@ class Bench:
             (folder / "generation_config.json").write_text(json.dumps(ends))
         (root / "reward.py").write_text(REWARD)
 
-    def words(self, flags: dict[str, str], folder: str = "runs/fuzz") -> list[str]:
+    def words(self, flags: dict[str, str]) -> list[str]:
         """The command line of a run."""
         base = {
-            "run.dir": folder,
             "run.steps": STEPS,
             "run.seed": 3,
             "model.path": "POLICY",
@@ -286,20 +286,20 @@ class Bench:
             out += [flag(name), *([""] if value == "" else str(self.models.get(str(value), value)).split())]
         return out
 
-    def config(self, flags: dict[str, str], layout: str = "", folder: str = "runs/fuzz") -> Config:
+    def config(self, flags: dict[str, str], layout: str = "") -> Config:
         """What the command line of a run gives. Raises ConfigError where it is refused."""
-        return self._checked(flags, layout, folder).config
+        return self._checked(flags, layout).config
 
     def refusal(self, flags: dict[str, str], layout: str = "") -> str:
         """What `spmdrl.train` says where it refuses a run at start; empty where it does not."""
         try:
-            check_use(self._checked(flags, layout, "runs/fuzz"))
+            check_use(self._checked(flags, layout))
         except ConfigError as error:
             return str(error)
         return ""
 
-    def _checked(self, flags: dict[str, str], layout: str, folder: str) -> Loaded[Config]:
-        loaded = from_command_line(self.words(flags | LAYOUTS.get(layout, {}), folder))
+    def _checked(self, flags: dict[str, str], layout: str) -> Loaded[Config]:
+        loaded = from_command_line(self.words(flags | LAYOUTS.get(layout, {})))
         check(loaded.config, 2 if layout else 1)
         return loaded
 
@@ -329,13 +329,13 @@ def accepted(bench: Bench, case: Case) -> None:
                 return
 
 
-def one_run(world, bench: Bench, flags: dict, layout: str, folder: Path) -> dict | None:
+def one_run(world, cfg: Config, folder: Path) -> dict | None:
     """A run to its end; on rank 0 its metrics, samples and weights, and where it began."""
-    for seed in (torch.manual_seed, __import__("random").seed):
+    for seed in (torch.manual_seed, random.seed):
         seed(world.rank)
     folder.mkdir(exist_ok=True)
     torch.distributed.barrier()
-    run = Run(bench.config(flags, layout, str(folder)), world, Timer(), None)
+    run = Run(replace(cfg, run=replace(cfg.run, dir=str(folder))), world, Timer(), None)
     before = full_weights(run.policy) if run.policy else {}
     first = run.start_step
     train(run)
@@ -352,31 +352,28 @@ def one_run(world, bench: Bench, flags: dict, layout: str, folder: Path) -> dict
     return {"first": first, "rows": rows, "samples": samples, "weights": weights, "before": moved}
 
 
-def on_one_rank(world, bench: Bench, case: Case, root: str, middle: int, without: list[str]) -> dict:
-    """The run, the run resumed, and runs without some of its settings."""
-    root, out = Path(root), {}
+def on_one_rank(world, cfg: Config, root: str, middle: int, others: dict[str, Config]) -> dict:
+    """The run, the run resumed, and other runs by name; a message in the place of one that is refused as it begins."""
+    place, out = Path(root), {}
     with float64_softmax():
-        out["whole"] = one_run(world, bench, case.flags, "", root / "whole")
-        shutil.copytree(root / "whole", root / "resumed", symlinks=True)
-        for later in (root / "resumed" / "checkpoints").glob("step_*"):
+        out["whole"] = one_run(world, cfg, place / "whole")
+        shutil.copytree(place / "whole", place / "resumed", symlinks=True)
+        for later in (place / "resumed" / "checkpoints").glob("step_*"):
             if int(later.name[5:]) > middle:
                 shutil.rmtree(later)
-        out["resumed"] = one_run(world, bench, case.flags, "", root / "resumed")
-        for name in without:
-            rest = {k: v for k, v in case.flags.items() if k != name}
-            rest |= {"checkpoint.every": "0", "checkpoint.at_end": "false"}
+        out["resumed"] = one_run(world, cfg, place / "resumed")
+        for name, other in others.items():
             try:
-                out[name] = one_run(world, bench, rest, "", root / f"without_{name}")
+                out[name] = one_run(world, other, place / f"without_{name}")
             except ValueError as error:
                 out[name] = str(error)
     return out
 
 
-def on_two_ranks(world, bench: Bench, case: Case, root: str) -> dict | None:
+def on_two_ranks(world, cfg: Config, root: str) -> dict | None:
     """The run in another layout."""
-    flags = case.flags | {"checkpoint.every": "0", "checkpoint.at_end": "false"}
     with float64_softmax():
-        return one_run(world, bench, flags, case.layout, Path(root) / "two")
+        return one_run(world, cfg, Path(root) / "two")
 
 
 def differences(want: dict, got: dict, tolerance: float, skip: tuple[str, ...] = ()) -> list[str]:
@@ -476,7 +473,10 @@ def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
 
 def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]) -> None:
     """All runs of a configuration, and what is wrong with them."""
-    (one,) = run_ranks(on_one_rank, 1, bench, case, root, middle, without, limit=180.0)
+    unsaved = {"checkpoint.every": "0", "checkpoint.at_end": "false"}
+    rests = {name: {k: v for k, v in case.flags.items() if k != name} | unsaved for name in without}
+    others = {name: bench.config(rest) for name, rest in rests.items()}
+    (one,) = run_ranks(on_one_rank, 1, bench.config(case.flags), root, middle, others, limit=300.0)
     whole, resumed = one["whole"], one["resumed"]
     if len(whole["rows"]) != STEPS:
         case.problems.append(f"{len(whole['rows'])} lines of metrics")
@@ -510,7 +510,8 @@ def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]
     if why := layout_shows(case.flags):
         case.without["layout"] = why
     parallel = {name.split(".")[1]: int(v) if v.isdigit() else v for name, v in LAYOUTS[case.layout].items()}
-    two = run_ranks(on_two_ranks, 2, bench, case, root, parallel=parallel, limit=180.0)[0]
+    cfg = bench.config(case.flags | unsaved, case.layout)
+    two = run_ranks(on_two_ranks, 2, cfg, root, parallel=parallel, limit=300.0)[0]
     if not why:
         found = differences(whole, two, TOLERANCE, ("microbatches", "rollout/"))
         case.problems += [f"{case.layout}: {line}" for line in found[:6]]
