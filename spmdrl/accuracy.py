@@ -7,10 +7,14 @@ import torch
 
 from spmdrl.collect import Round, collect, whole
 from spmdrl.config.schema import Config
+from spmdrl.data.batch import balance, from_trajectories
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.trajectory import Trajectory
+from spmdrl.learn import outcome_scores
+from spmdrl.models import Models
 from spmdrl.rewards.base import Grader
 from spmdrl.rollout.engine import Engine
-from spmdrl.spmd.exchange import all_gather_rows
+from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 from spmdrl.spmd.mesh import World
 from spmdrl.tracking.metrics import Timer
 
@@ -42,8 +46,12 @@ def evaluation_round(
     )
 
 
-def evaluate_round(round_: Round, engine: Engine, grader: Grader, tokenizer, world: World) -> dict[str, float]:
-    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k. Collective over samplers.
+def evaluate_round(
+    round_: Round, engine: Engine, grader: Grader, tokenizer, world: World
+) -> tuple[dict[str, float], list[Trajectory]]:
+    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k; and this rank's samples.
+
+    Collective over samplers.
 
     Raises:
         AbandonedError: on every rank that samples.
@@ -61,7 +69,20 @@ def evaluate_round(round_: Round, engine: Engine, grader: Grader, tokenizer, wor
     while k <= samples:
         out[f"eval/pass@{k}"] = sum(pass_at_k(samples, int(c), k) for c in per_prompt.tolist()) / prompts
         k *= 2
-    return out
+    return out, done
+
+
+def model_score(samples: list[Trajectory], models: Models, world: World) -> float:
+    """Mean score that the reward model gives the samples of all ranks. Collective."""
+    batch = from_trajectories(samples)
+    batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}
+    batch = balance(batch, world)
+    score_B = outcome_scores(batch, models.reward_model) if models.reward_model else torch.zeros(0)
+    # Ranks that share a position hold the same sequences, each of them as many.
+    total, count = all_reduce(
+        torch.tensor([float(score_B.sum()), len(score_B)]).double(), "sum", world.host_group
+    ).tolist()
+    return total / max(1.0, count)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

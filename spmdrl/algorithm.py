@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.algos.aggregate import Totals, count_totals, token_weights
-from spmdrl.algos.correction import correction_weights_T, largest_mismatch, mismatch, reject_sequences
+from spmdrl.algos.correction import correction_weights_T, disagreement, mismatch, reject_sequences
 from spmdrl.algos.credit import lagrangian
 from spmdrl.algos.kl import kl_estimate
 from spmdrl.algos.losses import TOKEN_LOSSES, LossInputs
@@ -110,12 +110,14 @@ class Algorithm:
         """What the loss needs of a whole optimizer step, over all ranks. Collective.
 
         start: the policy's `updates_done` when the update began; share: this rank's sequences of the step; index: the
-        step's place in the update. Returns `totals`; `unmoved`, whether the policy still is what old_logp came from;
-        `active` bool [B] where sequences without advantage are left out of the forward; `good_tokens`, the denominator
-        of the likelihood of good responses; `by_token`, the function of that name, or None where it is not asked for. A
-        loss that selects gets `token["selected"]` in the share.
+        step's place in the update. Returns `totals`; `first`, whether the weights are those that the update began with,
+        and their `version`; `unmoved`, whether old_logp is of these weights, by a pass before; `active` bool [B] where
+        sequences without advantage are left out of the forward; `good_tokens`, the denominator of the likelihood of
+        good responses; `by_token`, the function of that name, or None where it is not asked for. A loss that selects
+        gets `token["selected"]` in the share.
         """
-        unmoved = self.old_logp == "policy" and policy.updates_done == start
+        first = policy.updates_done == start
+        unmoved = self.old_logp == "policy" and first
         mask_T, good_T = share.token["mask"], share.per_token(share.seq["reward"] > 0)
         local = count_totals(mask_T, share.seq_index)
         counts = torch.tensor([local.tokens, local.sequences, float((mask_T & good_T).sum())], dtype=torch.float64)
@@ -140,6 +142,8 @@ class Algorithm:
         by_token = self.by_token if self.cfg.policy.chunked_loss else None
         return {
             "totals": Totals(tokens, sequences),
+            "first": first,
+            "version": policy.version,
             "unmoved": unmoved,
             "active": active,
             "good_tokens": good,
@@ -158,9 +162,17 @@ class Algorithm:
             stats = {**stats, "entropy/mean": entropy.detach()}
         for name, value in stats.items():
             metrics.add(name, mean(value, mask), mask.sum())
-        if self.old_logp != "policy":
-            add_mismatch(metrics, logp.detach(), x["rollout_logp"], mask, x["seq"])
+        if self.old_logp != "policy" and shared["first"]:
+            young_T = self.young(micro, shared["version"]).to(mask.device)
+            add_mismatch(metrics, logp.detach(), x["rollout_logp"], mask, x["seq"], young_T)
         return LossResult(loss, metrics)
+
+    def young(self, batch: Batch, version: int) -> torch.Tensor:
+        """bool [T]: tokens that are no older than sampling ahead makes them: not carried over, not replayed.
+
+        version: of the policy where the update begins.
+        """
+        return batch.token["version"] >= version - self.cfg.rollout.staleness
 
     @property
     def entropy_before(self) -> bool:
@@ -297,8 +309,14 @@ def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
     return torch.where(mask_T, x_T, 0.0).sum() / mask_T.sum()
 
 
-def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T) -> None:
-    """How far the trainer's logp is from the engine's on sampled tokens, over the step."""
+def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, young_T) -> None:
+    """How far the logp of the trainer, where its update begins, is from the engine's on sampled tokens.
+
+    `mismatch/*` of all of them. `logp_diff/*`, by which a run is stopped, of those in `young_T`: older weights are
+    apart from the trainer's without anything being wrong.
+    """
     for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T).items():
-        metrics.add("logp_diff/mean" if name == "mismatch/abs" else name, value, weight)
-    metrics.add_max("logp_diff/max", largest_mismatch(logp_T, rollout_logp_T, mask_T))
+        metrics.add(name, value, weight)
+    value, weight, largest = disagreement(logp_T, rollout_logp_T, mask_T & young_T)
+    metrics.add("logp_diff/mean", value, weight)
+    metrics.add_max("logp_diff/max", largest)

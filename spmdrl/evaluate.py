@@ -27,7 +27,7 @@ class EvaluateConfig(Config):
 
 
 def evaluation_config(cfg: Config) -> Config:
-    """The run that only evaluates: no training prompts, no model but the policy, nothing resumed or saved."""
+    """The run that only evaluates: no training prompts, no models but policy and reward model, nothing kept."""
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
     return dataclasses.replace(
         cfg,
@@ -36,7 +36,6 @@ def evaluation_config(cfg: Config) -> Config:
         eval=dataclasses.replace(cfg.eval, every=1),
         algo=AlgoConfig(),
         safety=SafetyConfig(),
-        reward=dataclasses.replace(cfg.reward, model=""),
         filter=FilterConfig(bad_sample=cfg.filter.bad_sample),
         reference=dataclasses.replace(cfg.reference, enabled="off"),
         checkpoint=dataclasses.replace(cfg.checkpoint, every=0, at_end=False),
@@ -56,6 +55,8 @@ def main(argv: list[str] | None = None) -> None:
         if run is not None:
             with run.memory.rollout_phase():
                 run.evaluate(0)
+            with run.memory.training_phase():
+                run.judge()
             if run.world.is_first:
                 assert run.eval_prompts is not None
                 what: dict[str, Any] = {"model": loaded.config.model.path, "data": loaded.config.data.eval}

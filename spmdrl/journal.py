@@ -122,7 +122,6 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
     reasons = {
         f"--rollout.quantization {rollout.quantization}": rollout.quantization != "none",
         f"--rollout.staleness {rollout.staleness}": rollout.staleness,
-        f"--rollout.partial-steps {rollout.partial_steps}": rollout.partial_steps,
         f"--model.dtype {cfg.model.dtype}": cfg.model.dtype == "bfloat16",
     }
     why = ", ".join(reason for reason, given in reasons.items() if given)

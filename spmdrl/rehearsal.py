@@ -33,6 +33,7 @@ ELSEWHERE = {
     "reward.timeout": "grading processes",
     "reward.on_timeout": "grading processes",
     "reward.function": "the sampling loop",
+    "filter.bad_sample": "the sampling loop",
     "algo.preset": "the layer that it is",
 }
 """Settings of those sections that other parts of a run read, and which."""
@@ -151,6 +152,7 @@ def trajectories(plain: Config) -> Iterator[Any]:
     """Two prompts with two samples each, one of them right, with every reward part that a setting names."""
     import torch
 
+    from spmdrl.algos.advantages import SCORE
     from spmdrl.data.trajectory import Trajectory
 
     named = [plain.safety.cost, plain.filter.metric, *(spec.partition("=")[0] for spec in plain.algo.part_weights)]
@@ -165,7 +167,7 @@ def trajectories(plain: Config) -> Iterator[Any]:
                 rollout_logp=torch.tensor([0.0, -1.0, -1.0, -1.0]),
                 version=0,
                 reward=float(sample),
-                parts={name: float(sample) for name in ["a_part", *filter(None, named)]},
+                parts={name: float(sample) for name in ["a_part", *named] if name not in ("", SCORE)},
             )
 
 

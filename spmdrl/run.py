@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from spmdrl.accuracy import evaluate_round, evaluation_round, is_evaluated
+from spmdrl.accuracy import evaluate_round, evaluation_round, is_evaluated, model_score
 from spmdrl.algorithm import Algorithm
 from spmdrl.algos.filters import FILTERS
 from spmdrl.collect import Collected, Group, Round, collect, whole
@@ -96,6 +96,8 @@ class Run:
         self.memory = Memory(cfg, self.models, self.engine, timer, world)
         self.journal = Journal(cfg, world, self.folder, console, self.tokenizer, self.start_step)
         self.eval_metrics: dict[str, float] = {}
+        self.to_judge: list[Trajectory] | None = None
+        """Samples of this rank's evaluation that the reward model has not seen."""
         self.progress.begin(Holder(cfg, world, self.prompts, self.ahead, self.replay, "greedy" in self.algo.needs))
         self.step_began = time.perf_counter()
 
@@ -235,6 +237,8 @@ class Run:
     def evaluate(self, step: int, force: bool = False) -> None:
         """Evaluate before this step's rollout if it is due; the numbers stand in that step's log line. Collective.
 
+        With a reward model `judge` has to follow, in the training phase.
+
         Raises:
             PreemptedError: on every rank, where it was abandoned.
         """
@@ -242,15 +246,26 @@ class Run:
         if not due or self.eval_prompts is None:
             return
         with self.timer("eval"):
-            abandoned = True
+            abandoned, samples = True, []
             with suppress(AbandonedError):
                 if self.engine and self.grader:
                     name, over = f"{self.start_step}/{step}/{force}", lambda: preemption.sampling_over
                     round_ = evaluation_round(self.cfg, self.eval_prompts.prompts, self.memory.version, name, over)
-                    self.eval_metrics = evaluate_round(round_, self.engine, self.grader, self.tokenizer, self.world)
+                    asked = self.engine, self.grader, self.tokenizer, self.world
+                    self.eval_metrics, samples = evaluate_round(round_, *asked)
                 abandoned = False
             self._unless(abandoned, step, f"the evaluation after step {step} was abandoned")
             self.eval_metrics = told(self.eval_metrics, self.world)
+            self.to_judge = samples if self.cfg.reward.model else None
+
+    def judge(self) -> None:
+        """Add the reward model's score to `eval/score`, where an evaluation waits for it. Collective."""
+        if self.to_judge is None:
+            return
+        with self.timer("eval"):
+            score, self.to_judge = model_score(self.to_judge, self.models, self.world), None
+        self.eval_metrics["eval/model"] = score
+        self.eval_metrics["eval/score"] += self.cfg.reward.model_coef * score
 
     # ── after a step ─────────────────────────────────────────────────────────
 
@@ -318,6 +333,9 @@ class Run:
         if self.cfg.eval.every and self.eval_prompts is not None:
             with self.memory.rollout_phase():
                 self.evaluate(done, force=True)
+            if self.to_judge is not None:
+                with self.memory.training_phase():
+                    self.judge()
             self.journal.numbers(done, self.eval_metrics | {"version": self.memory.version})
             self.progress.saver.know(done + 1, self.eval_metrics)
             lines.append("  ".join(f"{k} {v:.3f}" for k, v in self.eval_metrics.items()))

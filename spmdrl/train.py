@@ -21,6 +21,7 @@ def train(run) -> None:
             run.evaluate(step)
             done = run.experience(step)
         with run.memory.training_phase():
+            run.judge()
             with run.timer("exchange"):
                 batch = balance(run.pack(done.trajectories, step), run.world)
             if run.world.trains:

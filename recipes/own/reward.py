@@ -1,8 +1,8 @@
 """A reward of your own: `--reward.function recipes/own/reward.py` (its `compute_score`, or `:name` for another).
 
-The signature is verl's. It returns a number, or a dict with `score` and named parts: other numbers, which are logged as
-reward/part/<name> and can be what --filter.metric, --algo.part-weights or --safety.cost ask for. It runs in a process of
-its own and is killed after --reward.timeout seconds.
+The signature is verl's. It returns a number, or a dict with `score` and named parts: other numbers, which are logged
+as reward/part/<name> and can be what --filter.metric, --algo.part-weights or --safety.cost ask for. It runs in a
+process of its own and is killed after --reward.timeout seconds.
 """
 
 

@@ -94,7 +94,6 @@ def mismatch(
     `sum(mean * weight) / sum(weight)` over micro-batches and ranks is the mean of all; `finish_monitors` makes the
     derived numbers of those means. Of tokens:
 
-    - `mismatch/abs`: |old_logp - rollout_logp|, nats
     - `mismatch/k1`, `mismatch/k3`: estimates of KL(rollout || old), log(1 / r) and r - 1 - log r
     - `mismatch/ratio`, `mismatch/ratio_square`: r and r^2
 
@@ -105,7 +104,6 @@ def mismatch(
     ratio_T, ratio_B = exp_clamped(log_ratio_T), exp_clamped(sum_per_sequence(log_ratio_T, seq_T))
     tokens, sequences = count_B.sum(), (count_B > 0).sum().double()
     of_tokens = {
-        "abs": log_ratio_T.abs(),
         "k1": -log_ratio_T,
         "k3": torch.expm1(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log_ratio_T,
         "ratio": ratio_T,
@@ -119,10 +117,16 @@ def mismatch(
     return {f"mismatch/{name}": value for name, value in means.items()}
 
 
-def largest_mismatch(old_logp_T: torch.Tensor, rollout_logp_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """The largest |old_logp - rollout_logp|, nats, 0-d fp64; 0 of no tokens. A maximum, so apart from `mismatch`."""
-    difference_T = _log_ratio(old_logp_T, rollout_logp_T, mask_T).abs()
-    return difference_T.max() if len(difference_T) else difference_T.sum()
+def disagreement(
+    logp_T: torch.Tensor, rollout_logp_T: torch.Tensor, mask_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean of |logp - rollout_logp| in nats, its weight (tokens), the largest: 0-d fp64; 0, 0 and -inf of no tokens.
+
+    Means and the largest of parts are put together as in `mismatch`.
+    """
+    difference_T, tokens = _log_ratio(logp_T, rollout_logp_T, mask_T).abs(), mask_T.sum().double()
+    largest = torch.where(mask_T, difference_T, -torch.inf).amax() if len(mask_T) else tokens - torch.inf
+    return difference_T.sum() / tokens.clamp(min=1), tokens, largest
 
 
 def finish_monitors(values: dict[str, float]) -> dict[str, float]:

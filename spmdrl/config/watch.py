@@ -26,6 +26,6 @@ def _watched(section: Any, name: str, seen: set[str]) -> Any:
             seen.add(f"{name}.{attribute}")
         return object.__getattribute__(self, attribute)
 
-    twin = copy.copy(section)
+    twin: Any = copy.copy(section)
     twin.__class__ = type(kind.__name__, (kind,), {"__getattribute__": look})
     return twin

@@ -16,12 +16,13 @@ that every number ends in a run. Of a run are asked:
 import contextlib
 import json
 import math
+import random
 import re
 import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -76,8 +77,8 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "algo.length_adaptive": (("0.4",), {"algo.preset": ("vapo",)}),
     "algo.step_weight": (("0.5",), {"algo.preset": ("gigpo",)}),
     "algo.part_weights": (("early=2 vowels=0.5",), {"algo.preset": ("gdpo",)}),
-    "algo.clip_low": (("0.03",), TWICE | {"algo.loss": ("ppo", "gspo", "gspo_token", "gmpo", "dppo_tv")}),
-    "algo.clip_high": (("0.03",), TWICE | {"algo.loss": ("ppo", "gspo", "cispo", "gmpo", "dppo_kl")}),
+    "algo.clip_low": (("0.03",), TWICE | {"algo.loss": ("ppo", "gspo", "gspo_token", "gmpo")}),
+    "algo.clip_high": (("0.03",), TWICE | {"algo.loss": ("ppo", "gspo", "cispo", "gmpo")}),
     "algo.dual_clip": (("1.1",), TWICE | {"algo.loss": ("ppo",)}),
     "algo.tau_pos": (("2.0",), TWICE | {"algo.loss": ("sapo",)}),
     "algo.tau_neg": (("3.0",), TWICE | {"algo.loss": ("sapo",)}),
@@ -102,8 +103,8 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "correction.reject_low": (("0.98",), STALE),
     "correction.reject_high": (("1.02",), STALE),
     "shaping.reward_coef": (("0.5", "-2"), {}),
-    "shaping.clip_low": (("0.3",), {}),
-    "shaping.clip_high": (("0.5",), {}),
+    "shaping.clip_low": (("0.1",), {}),
+    "shaping.clip_high": (("0.12",), {}),
     "shaping.normalize": (("batch", "running"), {}),
     "shaping.overlong_buffer": (("4",), {}),
     "shaping.overlong_factor": (("0.5",), {"shaping.overlong_buffer": ("4",)}),
@@ -116,8 +117,8 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "filter.resample_power": (("1.0",), {"filter.resample": ("pow",)}),
     "filter.replay_steps": (("1", "2"), {}),
     "filter.bad_sample": (("skip",), {}),
-    "critic.lr": (("2e-3",), GAE),
-    "critic.clip": (("none", "0.05"), GAE),
+    "critic.lr": (("2e-3", "2e-2"), GAE),
+    "critic.clip": (("none", "0.02"), GAE | TWICE | {"critic.lr": ("2e-2",)}),
     "critic.warmup_steps": (("1",), GAE),
     "process_reward.lr": (("1e-3",), {"algo.preset": ("prime",)}),
     "process_reward.beta": (("0.5",), {"algo.preset": ("prime",)}),
@@ -170,12 +171,33 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
 }
 """Setting -> (values, settings that it is of use with: their values). Values are strong enough to show in few steps."""
 
-ALIKE = {
-    "algo.skip_zero_advantage": "leaves out what has no gradient",
-    "algo.old_logp": "the policy's own pass is the number that `auto` takes from the update",
-    "filter.bad_sample": "no sample here is bad",
+ALIKE: dict[str, tuple[str, ...]] = {
+    # Means over tokens that the update runs are then of fewer sequences, see docs/algorithms.md.
+    "algo.skip_zero_advantage": (
+        "entropy",
+        "kl/",
+        "clip_fraction",
+        "ratio",
+        "positive",
+        "logp_diff",
+        "mismatch",
+        "part",
+    ),
+    # The same number from elsewhere, as long as all samples are of the newest weights.
+    "algo.old_logp": (),
+    # No sample here is bad.
+    "filter.bad_sample": ("filter/bad_samples",),
 }
-"""Settings that give the same run here though a resume may not change them (or law 2 does not name them)."""
+"""Settings that give the same run here though no law of `FREE` names them -> metrics that may differ."""
+RATIOS = (
+    *("algo.clip_low", "algo.clip_high", "algo.dual_clip", "algo.tau_pos", "algo.tau_neg", "algo.ratio_cap"),
+    *("algo.beta", "algo.cov_kl_coef", "critic.clip"),
+)
+"""Settings that say what happens where a ratio of the update is not 1, or a value has moved in it."""
+STALENESS = {"rollout.partial_steps", "filter.replay_steps", "rollout.quantization"}
+"""Settings with which samples are of other weights than the trainer's."""
+MISMATCHES = ("correction.low", "correction.high", "correction.reject_low", "correction.reject_high")
+"""The same, of the ratio of engine and trainer, which here is 1 for all that the newest weights sampled."""
 
 
 @dataclass
@@ -235,10 +257,9 @@ class Bench:
             (folder / "generation_config.json").write_text(json.dumps(ends))
         (root / "reward.py").write_text(REWARD)
 
-    def words(self, flags: dict[str, str], folder: str = "runs/fuzz") -> list[str]:
+    def words(self, flags: dict[str, str]) -> list[str]:
         """The command line of a run."""
         base = {
-            "run.dir": folder,
             "run.steps": STEPS,
             "run.seed": 3,
             "model.path": "POLICY",
@@ -265,20 +286,20 @@ class Bench:
             out += [flag(name), *([""] if value == "" else str(self.models.get(str(value), value)).split())]
         return out
 
-    def config(self, flags: dict[str, str], layout: str = "", folder: str = "runs/fuzz") -> Config:
+    def config(self, flags: dict[str, str], layout: str = "") -> Config:
         """What the command line of a run gives. Raises ConfigError where it is refused."""
-        return self._checked(flags, layout, folder).config
+        return self._checked(flags, layout).config
 
     def refusal(self, flags: dict[str, str], layout: str = "") -> str:
         """What `spmdrl.train` says where it refuses a run at start; empty where it does not."""
         try:
-            check_use(self._checked(flags, layout, "runs/fuzz"))
+            check_use(self._checked(flags, layout))
         except ConfigError as error:
             return str(error)
         return ""
 
-    def _checked(self, flags: dict[str, str], layout: str, folder: str) -> Loaded[Config]:
-        loaded = from_command_line(self.words(flags | LAYOUTS.get(layout, {}), folder))
+    def _checked(self, flags: dict[str, str], layout: str) -> Loaded[Config]:
+        loaded = from_command_line(self.words(flags | LAYOUTS.get(layout, {})))
         check(loaded.config, 2 if layout else 1)
         return loaded
 
@@ -308,13 +329,13 @@ def accepted(bench: Bench, case: Case) -> None:
                 return
 
 
-def one_run(world, bench: Bench, flags: dict, layout: str, folder: Path) -> dict | None:
+def one_run(world, cfg: Config, folder: Path) -> dict | None:
     """A run to its end; on rank 0 its metrics, samples and weights, and where it began."""
-    for seed in (torch.manual_seed, __import__("random").seed):
+    for seed in (torch.manual_seed, random.seed):
         seed(world.rank)
     folder.mkdir(exist_ok=True)
     torch.distributed.barrier()
-    run = Run(bench.config(flags, layout, str(folder)), world, Timer(), None)
+    run = Run(replace(cfg, run=replace(cfg.run, dir=str(folder))), world, Timer(), None)
     before = full_weights(run.policy) if run.policy else {}
     first = run.start_step
     train(run)
@@ -331,31 +352,28 @@ def one_run(world, bench: Bench, flags: dict, layout: str, folder: Path) -> dict
     return {"first": first, "rows": rows, "samples": samples, "weights": weights, "before": moved}
 
 
-def on_one_rank(world, bench: Bench, case: Case, root: str, middle: int, without: list[str]) -> dict:
-    """The run, the run resumed, and runs without some of its settings."""
-    root, out = Path(root), {}
+def on_one_rank(world, cfg: Config, root: str, middle: int, others: dict[str, Config]) -> dict:
+    """The run, the run resumed, and other runs by name; a message in the place of one that is refused as it begins."""
+    place, out = Path(root), {}
     with float64_softmax():
-        out["whole"] = one_run(world, bench, case.flags, "", root / "whole")
-        shutil.copytree(root / "whole", root / "resumed", symlinks=True)
-        for later in (root / "resumed" / "checkpoints").glob("step_*"):
+        out["whole"] = one_run(world, cfg, place / "whole")
+        shutil.copytree(place / "whole", place / "resumed", symlinks=True)
+        for later in (place / "resumed" / "checkpoints").glob("step_*"):
             if int(later.name[5:]) > middle:
                 shutil.rmtree(later)
-        out["resumed"] = one_run(world, bench, case.flags, "", root / "resumed")
-        for name in without:
-            rest = {k: v for k, v in case.flags.items() if k != name}
-            rest |= {"checkpoint.every": "0", "checkpoint.at_end": "false"}
+        out["resumed"] = one_run(world, cfg, place / "resumed")
+        for name, other in others.items():
             try:
-                out[name] = one_run(world, bench, rest, "", root / f"without_{name}")
+                out[name] = one_run(world, other, place / f"without_{name}")
             except ValueError as error:
                 out[name] = str(error)
     return out
 
 
-def on_two_ranks(world, bench: Bench, case: Case, root: str) -> dict | None:
+def on_two_ranks(world, cfg: Config, root: str) -> dict | None:
     """The run in another layout."""
-    flags = case.flags | {"checkpoint.every": "0", "checkpoint.at_end": "false"}
     with float64_softmax():
-        return one_run(world, bench, flags, case.layout, Path(root) / "two")
+        return one_run(world, cfg, Path(root) / "two")
 
 
 def differences(want: dict, got: dict, tolerance: float, skip: tuple[str, ...] = ()) -> list[str]:
@@ -403,7 +421,16 @@ def changes_nothing(name: str, flags: dict[str, str]) -> bool:
     law = [names for reason, names in FREE.items() if reason.startswith(("law", "limits", "what is seen"))]
     if name == "rollout.max_sequences" and layout_shows(flags):
         return False
+    if name == "algo.old_logp" and flags[name] == "rollout" and STALENESS & flags.keys():
+        return False
     return any(listed(name, names) for names in law) or name in ("run.deterministic", *ALIKE)
+
+
+def is_idle(name: str, flags: dict[str, str]) -> bool:
+    """A setting that is read, for ratios which are all 1 in this run."""
+    return not STALENESS & flags.keys() and (
+        name in MISMATCHES or (name in RATIOS and "algo.updates_per_step" not in flags)
+    )
 
 
 def run_case(bench: Bench, number: int, most_without: int = 2) -> Case:
@@ -446,7 +473,10 @@ def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
 
 def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]) -> None:
     """All runs of a configuration, and what is wrong with them."""
-    (one,) = run_ranks(on_one_rank, 1, bench, case, root, middle, without, limit=180.0)
+    unsaved = {"checkpoint.every": "0", "checkpoint.at_end": "false"}
+    rests = {name: {k: v for k, v in case.flags.items() if k != name} | unsaved for name in without}
+    others = {name: bench.config(rest) for name, rest in rests.items()}
+    (one,) = run_ranks(on_one_rank, 1, bench.config(case.flags), root, middle, others, limit=300.0)
     whole, resumed = one["whole"], one["resumed"]
     if len(whole["rows"]) != STEPS:
         case.problems.append(f"{len(whole['rows'])} lines of metrics")
@@ -467,7 +497,7 @@ def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]
                 case.problems.append(f"without {name}: refused by a message that names no flag: {rest}")
             continue
         free = changes_nothing(name, case.flags)
-        skip = ("microbatches", "filter/bad_samples", "eval/") if free else ()
+        skip = ("microbatches", "eval", *ALIKE.get(name, ())) if free else ()
         found = differences(whole, rest, TOLERANCE if free else 0.0, skip)
         if sample_set(whole) != sample_set(rest):
             found.append("samples")
@@ -475,12 +505,13 @@ def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]
         what = f"{name} {case.flags[name]}"
         if free and found:
             case.problems.append(f"{what} should change nothing: {'; '.join(found[:4])}")
-        if not free and not found:
+        if not free and not found and not is_idle(name, case.flags):
             case.problems.append(f"{what} changes nothing")
     if why := layout_shows(case.flags):
         case.without["layout"] = why
     parallel = {name.split(".")[1]: int(v) if v.isdigit() else v for name, v in LAYOUTS[case.layout].items()}
-    two = run_ranks(on_two_ranks, 2, bench, case, root, parallel=parallel, limit=180.0)[0]
+    cfg = bench.config(case.flags | unsaved, case.layout)
+    two = run_ranks(on_two_ranks, 2, cfg, root, parallel=parallel, limit=300.0)[0]
     if not why:
         found = differences(whole, two, TOLERANCE, ("microbatches", "rollout/"))
         case.problems += [f"{case.layout}: {line}" for line in found[:6]]

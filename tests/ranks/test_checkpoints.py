@@ -48,6 +48,7 @@ def take_up(world, root, dtype="float32"):
     policy = build_policy(cfg, world)
     state = checkpoint.load(checkpoint.find_resume(Path(root), world), Models(policy))
     policy.version, policy.updates_done = state["version"], state["updates_done"]
+    policy.updates_due = policy.updates_done
     return cfg, policy, state
 
 

@@ -334,7 +334,7 @@ def go_on(world, folder, root, lora):
     cfg = settings(folder, world, **lora)
     policy = adapted(cfg, world)
     checkpoint.load(checkpoint.find_resume(Path(root), world), Models(policy))
-    policy.version = policy.updates_done = 2
+    policy.version = policy.updates_done = policy.updates_due = 2
     return halves(policy)[1], step(cfg, world, policy)
 
 

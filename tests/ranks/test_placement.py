@@ -194,7 +194,7 @@ OTHERS = {
 def test_layout_other_models_answer_from_their_own_ranks(name, tmp_path):
     folder = str(tmp_path / "classifier")
     classifier(folder)
-    sections = {"run": {"steps": 2}, "eval": {"every": 0}} | {
+    sections = {"run": {"steps": 2}, "eval": {"every": 1, "prompts": 8}} | {
         section: {k: folder if v == "classifier" else v for k, v in values.items()}
         for section, values in OTHERS[name].items()
     }
@@ -203,6 +203,7 @@ def test_layout_other_models_answer_from_their_own_ranks(name, tmp_path):
     assert set(got[2]["models"].values()) == {"RemotePolicy"} and not got[3]["models"]
     for a, b in zip(untimed(metrics(tmp_path / "one")), untimed(metrics(tmp_path / "run")), strict=True):
         same(a, b, a.keys() - {"microbatches"}, 1e-5)
+        assert ("eval/model" in b or "eval_before/model" in b) == (name != "process rewards")
 
 
 def classifier(folder: str) -> None:

@@ -59,6 +59,7 @@ def load_and_go_on(world, root):
     found = find_resume(Path(root), world)
     state = checkpoint.load(found, Models(policy))
     policy.version, policy.updates_done = state["version"], state["updates_done"]
+    policy.updates_due = policy.updates_done
     saved = full_weights(policy)
     return state, result(cfg, world, policy), saved if world.rank == 0 else None
 

@@ -11,7 +11,9 @@ from spmdrl.learn import learn, score, steer
 from spmdrl.models import Models, build_models
 from spmdrl.spmd.exchange import all_gather_rows
 from tests.ranks.cases import config, full_weights, group_of, packed, relative, small_model, synthetic_batch
+from tests.ranks.demo import open_demo
 from tests.ranks.harness import run_ranks
+from tests.ranks.test_placement import classifier
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,41 @@ def test_parity_model_scores_are_those_of_hugging_face(folders):
     for n in (1, 2):
         for rows in run_ranks(scores, n, folders):
             torch.testing.assert_close(torch.tensor(rows), torch.tensor(sorted(want)), rtol=1e-6, atol=1e-6)
+
+
+def judged(world, folder: str, reward: dict):
+    """Numbers of the evaluation before the first step, and what Hugging Face says of this rank's samples."""
+    from transformers import AutoModelForSequenceClassification
+
+    run = open_demo(world, folder, {"eval": {"every": 2, "prompts": 8, "samples": 2}, "reward": reward})
+    with run.memory.rollout_phase():
+        run.evaluate(0)
+    assert (run.to_judge is None) == (not reward)
+    said = []
+    if run.to_judge is not None:
+        plain = AutoModelForSequenceClassification.from_pretrained(reward["model"]).eval()
+        plain.config.pad_token_id = None
+        with torch.no_grad():
+            said = [plain(input_ids=t.tokens[None]).logits[0, 0].item() for t in run.to_judge]
+    with run.memory.training_phase():
+        run.judge()
+    run.close()
+    return run.eval_metrics, said
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_layout_an_evaluation_has_the_reward_models_score_in_it(n, tmp_path):
+    """`eval/score` is the function's and the model's as in training; `eval/accuracy` the function's alone."""
+    model = str(tmp_path / "classifier")
+    classifier(model)
+    (plain, _), *_ = run_ranks(judged, n, str(tmp_path / "plain"), {})
+    got = run_ranks(judged, n, str(tmp_path / "run"), {"model": model, "model_coef": 0.5})
+    said = [score for _, scores in got for score in scores]
+    assert len(said) == 16 and len(set(said)) > 4
+    for numbers, _ in got:
+        assert numbers["eval/model"] == pytest.approx(sum(said) / 16, abs=1e-5)
+        assert numbers["eval/score"] == pytest.approx(plain["eval/score"] + 0.5 * sum(said) / 16, abs=1e-5)
+        assert numbers["eval/accuracy"] == plain["eval/accuracy"] and abs(sum(said) / 16) > 1e-2
 
 
 def refreshed(world, folders):

@@ -39,6 +39,29 @@ def test_layout_one_rank_and_two_train_to_the_same_loss(two_ranks, tmp_path):
     assert len({row["loss"] for row in one}) == STEPS
 
 
+OLDER = {
+    "several updates": {"algo": {"old_logp": "rollout", "updates_per_step": 4}, "optimizer": {"lr": 2e-3}},
+    "replayed": {"filter": {"replay_steps": 2}, "algo": {"updates_per_step": 1}},
+    "carried over": {
+        "rollout": {"oversample": 2.0, "partial_steps": 1, "temperature": 3.0, "max_new_tokens": 24},
+        "algo": {"old_logp": "policy"},
+    },
+}
+"""Sound runs in which the update meets logp of other weights than its own."""
+
+
+@pytest.mark.parametrize("case", OLDER)
+def test_logp_diff_compares_engine_and_trainer_at_the_same_weights(case, tmp_path):
+    """A threshold far below what one update moves does not end the run."""
+    sections = {"optimizer": {"lr": 1e-2}} | OLDER[case] | {"run": {"steps": 3}, "eval": {"every": 0}}
+    sections |= {"rollout": sections.get("rollout", {}) | {"logp_diff_stop": 1e-4}}
+    run_ranks(train_demo, 2, str(tmp_path / "run"), sections)
+    rows = untimed(metrics(tmp_path / "run"))
+    assert len(rows) == 3 and all(0 < row["logp_diff/mean"] <= row["logp_diff/max"] < 1e-4 for row in rows), rows
+    # What a correction has to make good stands beside it: of all tokens, where the update begins.
+    assert (max(row["mismatch/k3"] for row in rows) > 1e-3) == (case != "several updates"), rows
+
+
 def test_two_runs_with_one_seed_are_identical(two_ranks, tmp_path):
     run_ranks(train_demo, 2, str(tmp_path / "again"), {})
     first, again = untimed(metrics(two_ranks)), untimed(metrics(tmp_path / "again"))

@@ -13,8 +13,8 @@ from spmdrl.algos import (
     CORRECTIONS,
     correction_weights,
     correction_weights_T,
+    disagreement,
     finish_monitors,
-    largest_mismatch,
     mismatch,
     reject_sequences,
 )
@@ -144,7 +144,9 @@ def monitors(parts: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
     for part in parts:
         for name, (value, weight) in mismatch(*part).items():
             metrics.add(name, value, weight)
-        metrics.add_max("mismatch/largest", largest_mismatch(*part[:3]))
+        value, weight, largest = disagreement(*part[:3])
+        metrics.add("logp_diff/mean", value, weight)
+        metrics.add_max("logp_diff/max", largest)
     return finish_monitors(metrics.reduce(lambda tensor, op: None))
 
 
@@ -155,14 +157,14 @@ def test_monitors_against_the_formula_written_out():
     of_sequences = [(old - rollout)[mask & (seq == s)].sum() for s in range(4) if (mask & (seq == s)).any()]
     q = torch.stack(of_sequences).exp()
     expected = {
-        "mismatch/abs": d.abs().mean(),
+        "logp_diff/mean": d.abs().mean(),
         "mismatch/k1": -d.mean(),
         "mismatch/k3": (r - 1 - d).mean(),
         "mismatch/chi2": (r**2).mean() - 1,
         "mismatch/ess": r.sum() ** 2 / (len(r) * (r**2).sum()),
         "mismatch/sequence_chi2": (q**2).mean() - 1,
         "mismatch/sequence_ess": q.sum() ** 2 / (len(q) * (q**2).sum()),
-        "mismatch/largest": d.abs().max(),
+        "logp_diff/max": d.abs().max(),
     }
     values = monitors([(old, rollout, mask, seq)])
     assert values.keys() == expected.keys()
@@ -207,9 +209,9 @@ def test_layout_monitors_add_up_over_microbatches(seed, lengths, parts):
 
 def test_monitors_of_nothing_and_of_extremes():
     none = fp64([math.nan, 3.0]), fp64([0.0, 1.0]), torch.tensor([False, False]), torch.tensor([0, 1])
-    assert monitors([none]) == {"mismatch/largest": 0.0}
+    assert monitors([none]) == {}
     empty = tuple(x[:0] for x in none)
-    assert monitors([empty]) == {"mismatch/largest": 0.0}
+    assert monitors([empty]) == {}
     far = fp64([0.0, -1e3]), fp64([-1e3, 0.0]), torch.tensor([True, True]), torch.tensor([0, 1])
     assert all(math.isfinite(v) for v in monitors([far]).values())
     assert finish_monitors({"loss": 1.0}) == {"loss": 1.0}

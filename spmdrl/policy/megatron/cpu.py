@@ -160,6 +160,8 @@ def _linear() -> None:
     if getattr(own, "by_host", False):
         return
 
+    # With its attributes: Megatron looks for them under the name that this takes.
+    @functools.wraps(own)
     def linear(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more):
         # Without a collective in it, it is a product like any other.
         special = allreduce_dgrad or sequence_parallel or more.get("grad_output_buffer") is not None
