@@ -6,14 +6,18 @@ The program itself trains (`spmdrl.train.train`, one engine a rank, real updates
 response is imposed, as a random policy does not end by itself in any way that could be chosen: a stop token ends
 nothing, and sample s of the prompt drawn p-th may have `length(p, s)` tokens, over as many steps as it takes. So every
 setting meets the same prompts with the same lengths. They are log-normal: their natural logarithm has standard
-deviation 1.3, half of the variance the prompt's and half the sample's own, and the median is a twelfth of
-`max_new_tokens`. Most are short, the mean is 0.15 of the longest, and 2% are cut at the limit, as some of DAPO's are at
-20,480 tokens (https://arxiv.org/abs/2503.14476).
+deviation `--spread`, half of the variance the prompt's and half the sample's own, and the median is a twelfth of
+`max_new_tokens`. Most are short, and a few are cut at the limit, as some of DAPO's are at 20,480 tokens
+(https://arxiv.org/abs/2503.14476).
 
 All settings run in one call, one after the other on the same engine and policy, in turns over `--rounds`. The first
 steps of a setting fill what is carried, and are not counted. That short responses end first makes over-sampling alone
 train on shorter ones: what counts is tokens trained on per second, which stands beside the step's time. vLLM batches
 continuously; the HF engine samples one prompt length at a time, so that carried responses stand in line.
+
+The seconds of an engine's step are fitted as a + b n over the n sequences that ran in it. A step of training whose
+engines were full to the end would take tokens / sequences x (a + b sequences) beside what is not sampling: static over
+that is the bound on what any order of the same work can gain here.
 """
 
 import argparse
@@ -39,7 +43,7 @@ SETTINGS = {
 }
 TITLES = {"oversample": "queue, oversample 1.5", "partial": "queue, oversample 2, partial 3"}
 GOAL = 1.5
-SPREAD, OWN, MEDIAN = 1.3, 0.5, 1 / 12
+SPREAD, OWN, MEDIAN = 1.0, 0.5, 1 / 12
 """Standard deviation of the log of a length, the share of its variance that is the sample's own, and the median as a
 share of the longest."""
 REWARD = """
@@ -48,10 +52,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def length(position: int, sample: int, longest: int) -> int:
+def length(position: int, sample: int, longest: int, spread: float) -> int:
     """Tokens of a response, drawn by what it is and not by where it runs."""
     prompt, own = (random.Random(key).gauss(0, 1) for key in (f"{position}", f"{position}.{sample}"))
-    exponent = SPREAD * (math.sqrt(1 - OWN) * prompt + math.sqrt(OWN) * own)
+    exponent = spread * (math.sqrt(1 - OWN) * prompt + math.sqrt(OWN) * own)
     return max(1, min(longest, round(MEDIAN * longest * math.exp(exponent))))
 
 
@@ -74,8 +78,8 @@ def random_model(folder: Path) -> Path:
 class Watched:
     """An engine whose requests have the length drawn for them, and what it did in a step."""
 
-    def __init__(self, engine, longest: int):
-        self.engine, self.longest, self.tokens, self.running = engine, longest, 0, 0
+    def __init__(self, engine, longest: int, spread: float):
+        self.engine, self.longest, self.spread, self.tokens, self.running = engine, longest, spread, 0, 0
         self.polls: list[tuple[int, float]] = []
         """(sequences submitted and not done, seconds) of every step of the engine."""
         self.submit_, self.poll_, self.abort_ = engine.submit, engine.poll, engine.abort
@@ -84,7 +88,7 @@ class Watched:
     def submit(self, request) -> None:
         """What a continued response has already is not in its limit any more."""
         before = self.longest - request.max_new_tokens
-        request.max_new_tokens = length(*request.key, self.longest) - before
+        request.max_new_tokens = length(*request.key, self.longest, self.spread) - before
         assert request.max_new_tokens > 0, "what is complete is not asked for again"
         self.running += 1
         self.submit_(request)
@@ -141,7 +145,7 @@ def side(folder: Path, args) -> None:
     with open_run(Loaded(config)) as run:
         run.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
         run.engine.stop_tokens = []
-        watched, experience = Watched(run.engine, args.longest), run.experience
+        watched, experience = Watched(run.engine, args.longest, args.spread), run.experience
 
         def seen(step: int):
             watched.tokens, watched.polls = 0, []
@@ -168,6 +172,28 @@ def median_ms(polls: list[tuple[int, float]], low: float, high: float) -> float:
     return 1000 * statistics.median([s for n, s in polls if low < n <= high] or [math.nan])
 
 
+def fit(polls: list[tuple[int, float]]) -> tuple[float, float]:
+    """(a, b) of seconds = a + b n: least squares through the median of every n, weighted by how often it was seen."""
+    seen: dict[int, list[float]] = {}
+    for n, seconds in polls:
+        seen.setdefault(n, []).append(seconds)
+    points = [(n, statistics.median(all_), len(all_)) for n, all_ in seen.items()]
+    weight = sum(w for _, _, w in points)
+    mean_n, mean_s = (sum(p[i] * p[2] for p in points) / weight for i in (0, 1))
+    spread = sum(w * (n - mean_n) ** 2 for n, _, w in points)
+    b = sum(w * (n - mean_n) * (s - mean_s) for n, s, w in points) / spread
+    return mean_s - b * mean_n, b
+
+
+def bound(static: dict, model: tuple[float, float], args) -> dict:
+    """What engines that are full to the end would make of the static setting's work, see above."""
+    a, b = model
+    tokens = static["mean_length"] * args.prompts * args.samples / args.ranks
+    sampling = tokens / args.sequences * (a + b * args.sequences)
+    step = static["step_mean_s"] - static["rollout_mean_s"] + sampling
+    return {"a_ms": 1000 * a, "b_ms": 1000 * b, "step_s": step, "ratio": static["step_mean_s"] / step}
+
+
 def summary(name: str, lines: list[dict], ranks: list[list[dict]], args) -> dict:
     """One setting. lines: its steps in metrics.jsonl; ranks: what each engine said of them; a turn is `args.steps`."""
     counted = [i for i in range(len(lines)) if i % args.steps >= args.skip]
@@ -188,6 +214,7 @@ def summary(name: str, lines: list[dict], ranks: list[list[dict]], args) -> dict
         "setting": name,
         "step_s": statistics.median(row["time/step"] for row in kept),
         "step_mean_s": seconds / len(kept),
+        "rollout_mean_s": statistics.mean(row["time/rollout"] + row.get("time/exchange", 0) for row in kept),
         "rollout_s": statistics.median(row["time/rollout"] for row in kept),
         "update_s": statistics.median(row["time/update"] for row in kept),
         "trained_tokens_per_s": trained / seconds,
@@ -199,6 +226,7 @@ def summary(name: str, lines: list[dict], ranks: list[list[dict]], args) -> dict
         "engine_step_ms_few": median_ms(polls, 0, args.sequences / 8),
         "engine_step_ms_full": median_ms(polls, args.sequences * 3 / 4, math.inf),
         "steps": len(kept),
+        "polls": polls,
     }
 
 
@@ -241,7 +269,7 @@ def measure(args) -> dict[str, dict]:
     return out
 
 
-NUMBERS = ("ranks", "prompts", "samples", "sequences", "longest", "steps", "skip", "rounds")
+NUMBERS = ("ranks", "prompts", "samples", "sequences", "longest", "steps", "skip", "rounds", "spread")
 
 
 def main() -> None:
@@ -252,10 +280,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=("auto", "vllm", "hf"), default="auto")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--ranks", type=int, default=0, help="0: two on a CPU, one for each GPU")
-    parser.add_argument("--prompts", type=int, default=8, help="a step, over all ranks")
+    parser.add_argument("--prompts", type=int, default=16, help="a step, over all ranks")
     parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--sequences", type=int, default=64, help="that an engine runs at a time: all that it has")
+    parser.add_argument("--sequences", type=int, default=32, help="that an engine runs at a time")
     parser.add_argument("--longest", type=int, default=0, help="tokens of the longest response. 0: 512, quick 256")
+    parser.add_argument("--spread", type=float, default=SPREAD, help="standard deviation of the log of a length")
     parser.add_argument("--steps", type=int, default=0, help="of one turn of a setting. 0: 16, quick 8")
     parser.add_argument("--skip", type=int, default=4, help="first steps of a turn, which are not counted")
     parser.add_argument("--rounds", type=int, default=0, help="turns of each setting. 0: 2, quick 1")
@@ -267,7 +296,9 @@ def main() -> None:
         setattr(args, name, getattr(args, name) or (quick if args.quick else full))
     if args.side:
         return side(args.side, args)
-    drawn = sorted(length(p, s, args.longest) for p in range(args.prompts * args.steps) for s in range(args.samples))
+    drawn = sorted(
+        length(p, s, args.longest, args.spread) for p in range(args.prompts * args.steps) for s in range(args.samples)
+    )
     share = {q: drawn[int(q / 100 * len(drawn))] for q in (50, 90, 99)}
     print(
         f"{args.ranks} ranks, engine {args.engine}, {args.prompts} prompts x {args.samples} samples, "
@@ -287,8 +318,13 @@ def main() -> None:
             f"{row['dropped_share']:>9.1%}{row['engine_steps']:>13.0f}"
             f"{row['engine_step_ms_few']:>7.1f}/{row['engine_step_ms_full']:.1f}"
         )
+    polls = [poll for row in rows.values() for poll in row.pop("polls")]
+    model, most = fit(polls), None
+    print(f"a step of the engine: {1000 * model[0]:.2f} ms + {1000 * model[1]:.3f} ms for each sequence")
     ratios = {}
     if "static" in rows:
+        most = bound(rows["static"], model, args)
+        print(f"bound on the speed-up, with engines that are full to the end: {most['ratio']:.2f}")
         for name in [name for name in rows if name != "static"]:
             ratios[name] = {
                 "step_time": rows["static"]["step_s"] / rows[name]["step_s"],
@@ -307,9 +343,11 @@ def main() -> None:
         about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         about |= {"torch": torch.__version__, "engine": args.engine, "date": time.strftime("%Y-%m-%d")}
         about |= {name: getattr(args, name) for name in NUMBERS} | {"lengths": share}
-        about |= {"spread": SPREAD, "own": OWN, "median": MEDIAN, "settings": {name: SETTINGS[name] for name in rows}}
+        about |= {"own": OWN, "median": MEDIAN, "settings": {name: SETTINGS[name] for name in rows}}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"about": about, "settings": rows, "ratios": ratios}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"about": about, "settings": rows, "ratios": ratios, "bound": most}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

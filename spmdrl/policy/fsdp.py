@@ -173,6 +173,7 @@ class FsdpPolicy(Learner):
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
         # As they are when sharded: while the root is gathered, the model shows plain tensors in their place.
         self.shards: list[Any] = list(self.model.parameters())
+        self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
         self.away: list[Parked] = []
         self.parameters_away = False
 
@@ -301,9 +302,8 @@ class FsdpPolicy(Learner):
 
     def _reshard(self) -> None:
         """Back to shards: a forward that no backward followed leaves the root gathered, as plain parameters."""
-        for module in self.model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
+        for module in self.gathering:
+            module.reshard()
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
         """See the contract. On a CPU `host` moves nothing."""

@@ -38,9 +38,8 @@ def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
 
 def local(param: torch.Tensor) -> torch.Tensor:
     """This rank's part, without gradient."""
-    # A local tensor that was made under no_grad has nothing to detach from.
-    with torch.no_grad():
-        return param.to_local() if isinstance(param, DTensor) else param.detach()
+    # The attribute: `to_local()` makes a node of autograd's.
+    return (param._local_tensor if isinstance(param, DTensor) else param).detach()
 
 
 def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:

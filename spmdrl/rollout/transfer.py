@@ -5,14 +5,14 @@ says which pieces a rank holds, the engine which parts it reads, and `spmd/resha
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from spmdrl.policy.contract import Part, Policy
 from spmdrl.rollout.engine import Engine
 from spmdrl.rollout.needs import Needs
-from spmdrl.spmd.digest import word_sum
+from spmdrl.spmd.digest import added, word_sums
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.reshard import Box, CorruptWeightsError, Entry, Piece, Reshard, catalogue, inside
@@ -39,8 +39,8 @@ class Route:
     entries: list[Entry]
     needs: Needs
     """Of this rank's engine."""
-    words: int = 0
-    """Sum of those that the last push brought of what is counted."""
+    sums: list[torch.Tensor] = field(default_factory=list)
+    """Of the words that the last push brought of each tensor that is counted."""
 
     def __post_init__(self):
         self.counted: dict[str, list[tuple[Box, Box]]] = {}
@@ -51,7 +51,7 @@ class Route:
 
     def count(self, tensors: dict[str, torch.Tensor]) -> None:
         """Add what a bucket brings."""
-        self.words += word_sum(
+        self.sums += word_sums(
             inside(x, box, origin) for name, x in tensors.items() for box, origin in self.counted.get(name, ())
         )
 
@@ -111,7 +111,7 @@ class Transfer:
         def travel() -> Iterator[dict[str, torch.Tensor]]:
             for part in due:
                 route = self.routes[part]
-                route.words = 0
+                route.sums = []
                 for tensors in route.plan.run(self._pieces(part)):
                     if deep:
                         route.count(tensors)
@@ -125,7 +125,7 @@ class Transfer:
             self.engine.load(travel(), version)
             held = self.engine.held_words() if deep else None
             # Of the engine's whole memory: what was not pushed this time must be there still.
-            if held is not None and held != sum(r.words for r in routes) % (1 << 64):
+            if held is not None and held != added([x for r in routes for x in r.sums]):
                 self.engine.version = None
                 raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
         plans = [self.routes[part].plan for part in due]

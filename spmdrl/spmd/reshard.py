@@ -29,6 +29,10 @@ HEADER = 8
 IN_CACHE = 2 << 20
 """Bytes of a bucket that is cast, summed and loaded without leaving a CPU's cache."""
 
+MAPPED, KEPT = 32 << 20, 64 << 20
+"""Bytes. A larger block than the first glibc takes from the kernel anew each time (`environment.keep_freed_memory`), and
+its page faults were a third of a push: blocks for such tensors are kept from push to push, up to the second in all."""
+
 
 class CorruptWeightsError(RuntimeError):
     """What arrived is not what was sent."""
@@ -203,6 +207,7 @@ class Reshard:
         mine = wanted[ranks.index(self.me)]
         self.needed_bytes = sum(size(box) * self.dtypes[i].itemsize for i, box in mine)
         self.received_bytes = 0
+        self.kept: dict[int, torch.Tensor] = {}
 
     def _plan_own(self, bucket: Bucket, i: int, box: Box, holders: dict[Box, list[int]], own) -> None:
         """How this rank gets one of its boxes."""
@@ -296,9 +301,15 @@ class Reshard:
     def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
         """Room for a tensor. Of memory that nothing is written to, a CPU takes none."""
         entry = self.entries[i]
-        if entry.name not in whole:
-            whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
-        return whole[entry.name]
+        if entry.name in whole:
+            return whole[entry.name]
+        room = self.kept.get(i)
+        if room is None:
+            room = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
+            if room.is_cpu and MAPPED < room.nbytes <= KEPT - sum(x.nbytes for x in self.kept.values()):
+                self.kept[i] = room
+        whole[entry.name] = room
+        return room
 
 
 def chosen(ranks: list[int], receiver: int) -> int:

@@ -135,8 +135,20 @@ def longtail(folder: str):
     work = Path(folder)
     bench.random_model(work / "model")
     (work / "reward.py").write_text(bench.REWARD)
-    numbers = dict(prompts=2, samples=2, sequences=8, longest=8, steps=2, rounds=1, skip=1, ranks=1)
+    numbers = dict(prompts=2, samples=2, sequences=8, longest=8, steps=2, rounds=1, skip=1, ranks=1, spread=1.0)
     bench.side(work, Namespace(engine="hf", settings=["static", "partial"], **numbers))
+
+
+def test_benchmark_longtail_fits_a_step_of_the_engine_and_bounds_the_gain():
+    from benchmarks import longtail as bench
+
+    polls = [(n, 0.002 + 0.0005 * n) for n in (1, 1, 3, 8, 8, 8, 20)] + [(8, 9.0), (1, 7.0)]
+    a, b = bench.fit(polls)  # medians: a step in which the machine did something else plays no part
+    assert abs(a - 0.002) < 1e-12 and abs(b - 0.0005) < 1e-12
+    static = {"mean_length": 30.0, "step_mean_s": 1.0, "rollout_mean_s": 0.6}
+    most = bench.bound(static, (a, b), Namespace(prompts=4, samples=8, ranks=2, sequences=16))
+    # 480 tokens an engine in 30 steps of 16 sequences, 10 ms each, beside 0.4 s.
+    assert abs(most["step_s"] - 0.7) < 1e-9 and abs(most["ratio"] - 1 / 0.7) < 1e-9
 
 
 def test_benchmark_longtail_runs(tmp_path):
