@@ -104,7 +104,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "correction.reject_low": (("0.98",), STALE),
     "correction.reject_high": (("1.02",), STALE),
     "shaping.reward_coef": (("0.5", "-2"), {}),
-    "shaping.clip_low": (("0.1",), {}),
+    "shaping.clip_low": (("0.2",), {}),
     "shaping.clip_high": (("0.12",), {}),
     "shaping.normalize": (("batch", "running"), {}),
     "shaping.overlong_buffer": (("4",), {}),
@@ -341,9 +341,11 @@ def one_run(world, cfg: Config, folder: Path) -> dict | None:
     first = run.start_step
     train(run)
     weights = {}
-    if run.policy:
-        models = {"policy": run.policy, **run.models.trained()}
-        weights = {f"{name}/{n}": w for name, model in models.items() for n, w in full_weights(model).items()}
+    # An evaluation at the end may have left them where they are while the engine samples.
+    with run.memory.training_phase():
+        if run.policy:
+            models = {"policy": run.policy, **run.models.trained()}
+            weights = {f"{name}/{n}": w for name, model in models.items() for n, w in full_weights(model).items()}
     run.close()
     if world.rank:
         return None
@@ -428,7 +430,10 @@ def changes_nothing(name: str, flags: dict[str, str]) -> bool:
 
 
 def is_idle(name: str, flags: dict[str, str]) -> bool:
-    """A setting that is read, for ratios which are all 1 in this run; or that says what `auto` comes to by itself."""
+    """A setting that is read, and comes to nothing here: of ratios which are all 1, of what `auto` is by itself."""
+    if name == "filter.keep":
+        # Groups of a part that is 0 or 1 are mixed where their mean is in between.
+        return "filter.keep" in PRESETS[flags.get("algo.preset", "grpo")].settings
     if name == "reference.enabled":
         return "algo.kl_coef" in flags.keys() | PRESETS[flags.get("algo.preset", "grpo")].settings.keys()
     return not STALENESS & flags.keys() and (
