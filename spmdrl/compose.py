@@ -46,12 +46,13 @@ def compose(cfg: Config) -> Algorithm:
 
 
 def advantage_alone(cfg: Config) -> bool:
-    """Whether a sequence without advantage has no gradient.
+    """Whether a sequence without advantage has no part in an update.
 
-    A user's own loss may have terms that no advantage multiplies.
+    A user's own loss may have terms that no advantage multiplies; loss and bias for evenly used experts are of every
+    token.
     """
-    algo = cfg.algo
-    more = algo.kl_coef or algo.entropy_coef or algo.positive_coef
+    algo, policy = cfg.algo, cfg.policy
+    more = algo.kl_coef or algo.entropy_coef or algo.positive_coef or policy.moe_aux_loss or policy.moe_bias_rate
     return algo.loss in LOSSES and algo.loss not in SEQUENCE_LOSSES | SELECTIONS.keys() | {"dro"} and not more
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves
-from spmdrl.config.load import Loaded
+from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import settings_of_preset
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
@@ -42,10 +42,11 @@ LATE = 1 << 40
 MOST_SHOWN = 3
 
 
-def check_use(loaded: Loaded[Config]) -> None:
-    """Refuse settings that a user gave and that the run would not look at.
+def check_use(loaded: Loaded[Config]) -> list[str]:
+    """Refuse settings that a user gave and that the run would not look at; lines to tell of those that may stand.
 
-    Settings of presets, of a run folder's own config.yaml and at their defaults are not judged.
+    Settings of presets, of a run folder's own config.yaml and at their defaults are not judged. A file's may stand that
+    the file itself makes use of and a flag beside it does not: `--config run.yaml --eval.every 0`.
 
     Raises:
         ConfigError: one line for each such setting: its flag, its value and the settings that would be read beside it.
@@ -53,12 +54,14 @@ def check_use(loaded: Loaded[Config]) -> None:
     config = loaded.config
     asked = [name for name in sorted(loaded.given) if is_judged(name) and not at_rest(config, name)]
     if not asked:
-        return
+        return []
     try:
         seen = settings_read(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     unread = [name for name in asked if name not in seen]
+    moot = turned_off(loaded, unread) if unread else []
+    unread = [name for name in unread if name not in moot]
     if unread:
         count = "1 setting" if len(unread) == 1 else f"{len(unread)} settings"
         readers: dict[str, list[tuple[str, Any]]] = {name: [] for name in unread}
@@ -69,6 +72,20 @@ def check_use(loaded: Loaded[Config]) -> None:
                     readers[name].append((change, value))
         lines = [f"{flag(name)} {shown(get(config, name))}: {advice(name, readers[name])}" for name in unread]
         raise ConfigError("\n  ".join([f"{count} without effect:", *lines]))
+    return [f"{flag(name)} {shown(get(config, name))} has no effect beside these flags" for name in moot]
+
+
+def turned_off(loaded: Loaded[Config], unread: list[str]) -> list[str]:
+    """Which of them stand in files that by themselves make a run that reads them."""
+    if not loaded.files:
+        return []
+    alone = from_command_line([word for file in loaded.files for word in ("--config", file)])
+    theirs = [n for n in unread if n in alone.given and get(alone.config, n) == get(loaded.config, n)]
+    try:
+        seen = settings_read(alone.config) if theirs else set()
+    except ValueError:
+        return []
+    return [name for name in theirs if name in seen]
 
 
 def is_judged(name: str) -> bool:

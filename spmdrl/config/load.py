@@ -133,19 +133,20 @@ def load_or_exit(
     prog: str = "python -m spmdrl.train",
     schema: type[C] = Config,
     check: Callable[[C, int], None] | None = checks.check,  # type: ignore[assignment]
-    check_use: Callable[[Loaded[C]], None] | None = None,
+    check_use: Callable[[Loaded[C]], list[str]] | None = None,
 ) -> Loaded[C]:
     """`from_command_line` and `check` for an entry point: a mistake is one message from rank 0 and exit code 2 on all.
 
     The world size is torchrun's WORLD_SIZE, 1 without it. Every rank reads the same words, so all of them leave.
-    check_use: asked last, whether settings that are valid are of any use together.
+    check_use: asked last, whether settings that are valid are of any use together; rank 0 tells the lines it returns.
     """
     try:
         loaded = from_command_line(argv, prog, schema)
         if check is not None:
             check(loaded.config, int(os.environ.get("WORLD_SIZE", "1")))
-        if check_use is not None:
-            check_use(loaded)
+        for line in check_use(loaded) if check_use is not None else ():
+            if _rank() == 0:
+                print(redact_text(f"{prog}: {line}"), file=sys.stderr, flush=True)
     except ConfigError as error:
         if _rank() == 0:
             print(redact_text(f"{prog}: {error}"), file=sys.stderr, flush=True)

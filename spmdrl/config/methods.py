@@ -57,6 +57,12 @@ def method_problems(config: Config) -> list[str]:
         problems.append(
             "--algo.kl-controller adaptive: steers the KL coefficient, so --algo.kl-coef must start above 0"
         )
+    for name in ("policy.moe_aux_loss", "policy.moe_bias_rate"):
+        if algo.skip_zero_advantage and get(config, name):
+            problems.append(
+                f"--algo.skip-zero-advantage: {flag(name)} {get(config, name)} looks at the tokens of every sequence, "
+                "those without advantage too; give one of the two"
+            )
     if algo.preset == "distill" and not config.reference.path:
         problems.append("--reference.path '': distill learns from a teacher; name its model")
     if algo.loss in SEQUENCE_LOSSES and algo.aggregation not in ("", "seq-mean-token-mean"):

@@ -427,7 +427,9 @@ def changes_nothing(name: str, flags: dict[str, str]) -> bool:
 
 
 def is_idle(name: str, flags: dict[str, str]) -> bool:
-    """A setting that is read, for ratios which are all 1 in this run."""
+    """A setting that is read, for ratios which are all 1 in this run; or that says what `auto` comes to by itself."""
+    if name == "reference.enabled":
+        return "algo.kl_coef" in flags.keys() | PRESETS[flags.get("algo.preset", "grpo")].settings.keys()
     return not STALENESS & flags.keys() and (
         name in MISMATCHES or (name in RATIOS and "algo.updates_per_step" not in flags)
     )

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spmdrl.policy import fsdp
 from spmdrl.rollout.transfer import Transfer
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.lockstep import Lockstep, LockstepError
@@ -88,6 +89,8 @@ def right_program(world):
         run={"lockstep_debug": True},
         rollout={"tp": world.rollout_mesh["tp"].size()},
     )
+    # In groups by layer, as a model of more than a few MiB is.
+    fsdp.GATHERED_WHOLE = 0
     policy, reference = build_policy(cfg, world), build_policy(cfg, world, trainable=False)
     with Lockstep(world.store, timeout=20.0) as recorder:
         # Few enough sequences that some rank runs the stand-in while others run real ones.

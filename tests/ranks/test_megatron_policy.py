@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spmdrl.compose import compose
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.policy.load import TINY
@@ -522,6 +523,16 @@ def test_settings_that_fit_nothing_are_refused(backend, settings, says):
     assert says in str(error.value)
     fitting = CHECKPOINT | {"recompute": "selective", "moe_aux_loss": 0.1, "moe_bias_rate": 0.1}
     check(config(policy={"backend": "megatron", **fitting}, rollout={"routing_replay": True}), 1)
+
+
+@pytest.mark.parametrize("name", ["moe_aux_loss", "moe_bias_rate"])
+def test_balance_is_over_sequences_without_advantage_too(name):
+    cfg = config(policy={"backend": "megatron", name: 0.1}, algo={"skip_zero_advantage": True})
+    with pytest.raises(ConfigError) as error:
+        check(cfg, 1)
+    (line,) = (line for line in str(error.value).splitlines() if "skip-zero-advantage" in line)
+    assert f"--policy.{name.replace('_', '-')} 0.1 looks at the tokens of every sequence" in line
+    assert not compose(cfg).skip_zero_advantage
 
 
 def test_balance_of_a_model_without_experts_is_refused(folders):

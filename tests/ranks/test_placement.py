@@ -60,10 +60,14 @@ def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: i
     }
 
 
+# Rounding of float32 grows through AdamW's first step, whose size does not depend on the gradient's.
+DOUBLE = {"dtype": "float64"}
+
+
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one") / "run"
-    run_ranks(train_demo, 1, str(folder), {})
+    run_ranks(train_demo, 1, str(folder), {"model": DOUBLE})
     return untimed(metrics(folder))
 
 
@@ -84,16 +88,16 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_split_learns_what_colocated_does(layout, colocated, tmp_path):
     parallel, models = LAYOUTS[layout]
-    got = run_ranks(split_demo, len(models), str(tmp_path / "run"), parallel, {})
+    got = run_ranks(split_demo, len(models), str(tmp_path / "run"), parallel, {"model": DOUBLE})
     assert [rank["models"] for rank in got] == models
     assert [rank["engine"] for rank in got] == [not m for m in models]
     rows = untimed(metrics(tmp_path / "run"))
     assert len(rows) == STEPS
     for a, b in zip(colocated, rows, strict=True):
         assert a.keys() | {"rollout/staleness"} == b.keys()
-        # The largest difference of two engines is rounding alone.
-        same(a, b, a.keys() - {"microbatches", "logp_diff/max"}, 1e-6)
-        assert b["logp_diff/max"] < 1e-5
+        same(a, b, a.keys() - {"microbatches", "logp_diff/max", "logp_diff/mean"}, 1e-9)
+        # The engine reports its logp in float32.
+        assert b["logp_diff/max"] < 1e-6
         assert b["rollout/staleness"] == 0 and b["kl/mean"] > 0
     samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 4 * STEPS

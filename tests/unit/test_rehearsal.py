@@ -12,7 +12,7 @@ from spmdrl.compose import compose
 from spmdrl.config.checks import check
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.fields import ConfigError, get, leaves
-from spmdrl.config.load import from_command_line
+from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
@@ -114,6 +114,19 @@ def test_resolved_settings_of_a_run_are_exempt_and_flags_beside_them_are_not(tmp
     by_hand = tmp_path / "mine.yaml"
     by_hand.write_text("critic:\n  clip: 0.5\n")
     assert "--critic.clip 0.5" in refusal("--config", str(by_hand))
+
+
+def test_what_a_flag_turns_off_may_stand_in_a_file(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("eval:\n  every: 5\n  samples: 4\nfilter:\n  keep: mixed\n  max_rounds: 3\n")
+    words = ["--config", str(file), "--eval.every", "0"]
+    assert check_use(from_command_line(words)) == ["--eval.samples 4 has no effect beside these flags"]
+    load_or_exit(words, prog="train", check_use=check_use)
+    assert capsys.readouterr().err == "train: --eval.samples 4 has no effect beside these flags\n"
+    # The same as a flag, and what the file does not use either.
+    assert "--eval.samples 8" in refusal(*words, "--eval.samples", "8")
+    file.write_text("eval:\n  every: 0\n  samples: 4\n")
+    assert "--eval.samples 4" in refusal("--config", str(file))
 
 
 def test_functions_of_a_user_are_not_called(tmp_path):
