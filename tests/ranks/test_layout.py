@@ -59,6 +59,27 @@ def test_layout_a_step_without_signal_moves_nothing(folders):
             assert metrics["grad_norm"] == 0 and metrics["microbatches"] == 0
 
 
+# ── groups of parameters ─────────────────────────────────────────────────────
+
+
+def grouped(world, folder, most):
+    """A step of a model that FSDP gathers as one group where it has at most `most` bytes, else by layer."""
+    from spmdrl.policy import fsdp
+
+    fsdp.GATHERED_WHOLE = most
+    cfg = config(model={"path": folder, "dtype": "float64"}, policy={"max_tokens_per_microbatch": 64})
+    policy = build_policy(cfg, world)
+    update_once(cfg, world, policy, None, synthetic_batch())
+    return len(policy.gathering), full_weights(policy)
+
+
+def test_layout_a_gather_for_each_layer_or_one_for_all_is_the_same_step(folders):
+    for n in (1, 2):
+        layers, one = (run_ranks(grouped, n, folders["policy"], most)[0] for most in (0, 64 << 20))
+        assert (layers[0], one[0]) == (3, 1)  # two layers and the rest
+        assert relative(layers[1], one[1]) < EXACT
+
+
 # ── plain Hugging Face: one forward for each sequence, AdamW of torch, the formula written out ───────────────────────
 
 
