@@ -3,8 +3,9 @@
 import importlib.util
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from spmdrl.algorithm import MOMENTS, Algorithm
@@ -139,7 +140,7 @@ def load_function(spec: str, table: dict[str, Callable]) -> Callable:
     """A function by name, or the user's own by `path/to/file.py:function`.
 
     Raises:
-        ValueError: no such name, file or function.
+        ValueError: no such name, file or function, or a file that fails when it is run.
     """
     if spec in table:
         return table[spec]
@@ -148,10 +149,20 @@ def load_function(spec: str, table: dict[str, Callable]) -> Callable:
         raise ValueError(f"{spec!r} is none of {', '.join(table)}, nor path/to/file.py:function")
     if not Path(path).is_file():
         raise ValueError(f"{path} does not exist (from {spec!r})")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert module_spec and module_spec.loader, path
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module = _module(path, Path(path).stat().st_mtime_ns)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error} (from {spec!r})") from error
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name} (from {spec!r})")
     return getattr(module, name)
+
+
+@cache
+def _module(path: str, changed: int) -> ModuleType:
+    """A user's file, run once. changed: when it was written."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,8 +2,9 @@
 
     python -m spmdrl.evaluate --config configs/gsm8k_grpo.yaml --model.path runs/gsm8k/checkpoints/latest/model
 
-All prompts of `--data.eval`, unless a file or a flag sets `--eval.prompts`. The last line on stdout is one JSON object:
-model, data, how many prompts and samples, and the numbers. Its log goes to a folder of its own, `<run folder>-eval`.
+All prompts of `--data.eval`, unless a flag or a file written by hand sets `--eval.prompts`. The last line on stdout is
+one JSON object: model, data, how many prompts and samples, and the numbers. Its log goes to a folder of its own,
+`<run folder>-eval`.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from spmdrl.config.learning import AlgoConfig, FilterConfig, SafetyConfig
-from spmdrl.config.load import load_or_exit
+from spmdrl.config.load import Loaded, load_or_exit
 from spmdrl.config.schema import Config, EvalConfig
 from spmdrl.environment import prepare
 
@@ -26,14 +27,16 @@ class EvaluateConfig(Config):
     eval: EvalConfig = field(default_factory=partial(EvalConfig, prompts=0))
 
 
-def evaluation_config(cfg: Config) -> Config:
+def evaluation_config(loaded: Loaded) -> Config:
     """The run that only evaluates: no training prompts, no models but policy and reward model, nothing kept."""
+    cfg = loaded.config
+    prompts = cfg.eval.prompts if "eval.prompts" in loaded.given else 0
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
     return dataclasses.replace(
         cfg,
         run=dataclasses.replace(cfg.run, name=f"{cfg.run.name}-eval", dir=folder),
         data=dataclasses.replace(cfg.data, train=cfg.data.eval, limit=0),
-        eval=dataclasses.replace(cfg.eval, every=1),
+        eval=dataclasses.replace(cfg.eval, every=1, prompts=prompts),
         algo=AlgoConfig(),
         safety=SafetyConfig(),
         filter=FilterConfig(bad_sample=cfg.filter.bad_sample),
@@ -47,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluateConfig)
     if not loaded.config.data.eval:
         sys.exit("python -m spmdrl.evaluate: --data.eval is empty; name the prompts to evaluate on")
-    loaded = dataclasses.replace(loaded, config=evaluation_config(loaded.config))
+    loaded = dataclasses.replace(loaded, config=evaluation_config(loaded))
     prepare()
     from spmdrl.opening import open_run
 

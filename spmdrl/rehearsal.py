@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves
 from spmdrl.config.load import Loaded, from_command_line
-from spmdrl.config.presets import settings_of_preset
+from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, settings_of_preset
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
 
@@ -70,7 +70,7 @@ def check_use(loaded: Loaded[Config]) -> list[str]:
             for name in unread:
                 if name in then and name != change:
                     readers[name].append((change, value))
-        lines = [f"{flag(name)} {shown(get(config, name))}: {advice(name, readers[name])}" for name in unread]
+        lines = [f"{flag(name)} {shown(get(config, name))}: {advice(config, name, readers[name])}" for name in unread]
         raise ConfigError("\n  ".join([f"{count} without effect:", *lines]))
     return [f"{flag(name)} {shown(get(config, name))} has no effect beside these flags" for name in moot]
 
@@ -89,12 +89,12 @@ def turned_off(loaded: Loaded[Config], unread: list[str]) -> list[str]:
 
 
 def is_judged(name: str) -> bool:
-    """Whether a setting that nothing reads here is one that nothing reads."""
+    """Whether the rehearsal covers all that reads this setting."""
     return name.split(".")[0] in JUDGED and name not in ELSEWHERE
 
 
 def at_rest(config: Config, name: str) -> bool:
-    """The setting has the value that it has by itself, or by the preset."""
+    """The setting has its default, or the value that the preset gives it."""
     algo = config.algo
     preset = settings_of_preset(algo.preset, algo.loss, algo.advantage)
     return get(config, name) in (get(Config(), name), preset.get(name, get(Config(), name)))
@@ -153,7 +153,7 @@ def rehearse(cfg: Config, plain: Config) -> None:
     batch = from_trajectories(done.trajectories, names)
     batch.seq["seed"] = torch.arange(len(batch))
     batch = Replay(cfg.filter, prompts).mix(batch, 0, 0, None, host)
-    batch = share_out(batch, 1, prompts, list(range(prompts)))
+    batch = share_out(batch, cfg.algo.updates_per_step, prompts, list(range(prompts)))
     stats = score(batch, models, algo, 1.0, None, host)
     batch = algo.advantages(batch, None, host)
     stats.merge(learn(batch, models, algo, LATE, 1.0, None, host))
@@ -255,8 +255,12 @@ def read_after(config: Config, name: str, value: Any) -> set[str]:
         return set()
 
 
-def advice(name: str, readers: list[tuple[str, Any]]) -> str:
+def advice(config: Config, name: str, readers: list[tuple[str, Any]]) -> str:
     """What to do with a setting that nothing reads."""
+    leaf = name.partition(".")[2]
+    for own, leaves_of in ((config.algo.loss, OF_LOSS), (config.algo.advantage, OF_ADVANTAGE)):
+        if ".py:" in own and name.startswith("algo.") and leaf in leaves_of and leaf != "aggregation":
+            return f"nothing in this run reads it; let {own} take a parameter of that name, or leave it out"
     by_flag: dict[str, list[Any]] = {}
     # A setting of the same section is the likeliest to be meant.
     for change, value in sorted(readers, key=lambda reader: reader[0].split(".")[0] != name.split(".")[0]):
@@ -268,7 +272,7 @@ def advice(name: str, readers: list[tuple[str, Any]]) -> str:
         else:
             more = ", ..." if len(values) > MOST_SHOWN else ""
             ways.append(f"{flag(change)} {' | '.join(map(shown, values[:MOST_SHOWN]))}{more}")
-    needs = f"it needs {' or '.join(ways)}; give that, or leave it out" if ways else "leave it out"
+    needs = f"it needs {' or '.join(ways)}; give one of these, or leave it out" if ways else "leave it out"
     return f"nothing in this run reads it; {needs}"
 
 

@@ -29,7 +29,7 @@ from spmdrl.policy.load import load_tokenizer, resolve
 from spmdrl.policy.routing import experts_of
 from spmdrl.progress import Progress
 from spmdrl.resume import Holder
-from spmdrl.rewards.load import load_reward
+from spmdrl.rewards.load import check_cost, load_reward
 from spmdrl.rollout.build import build_engine, check_engine, prompt_room, stop_tokens
 from spmdrl.spikes import Spikes
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
@@ -66,6 +66,7 @@ class Run:
         self.eval_prompts = None
         if is_evaluated(cfg):
             self.eval_prompts = self._prompts(cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
+        check_cost(cfg.reward, cfg.safety.cost)
         self.grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop") if world.samples else None
         self.timeouts_seen = 0
         self.experts_width = 0

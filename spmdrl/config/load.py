@@ -24,8 +24,8 @@ import yaml
 
 from spmdrl.config import checks
 from spmdrl.config.dump import RESOLVED, redact_text
-from spmdrl.config.fields import ConfigError, flag, is_optional, is_tuple, leaves, nearest
-from spmdrl.config.presets import PRESETS, settings_of_preset
+from spmdrl.config.fields import ConfigError, flag, get, is_optional, is_tuple, leaves, nearest
+from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS, settings_of_preset
 from spmdrl.config.schema import Config
 
 C = TypeVar("C")
@@ -94,11 +94,17 @@ def from_command_line(
     problems: list[str] = []
     from_flags, files = _read_flags(argv, problems)
     from_files: list[tuple[str, Given]] = []
-    by_hand = {COMMAND_LINE}
+    by_hand, resolved = {COMMAND_LINE}, []
     for path in files:
         found = _read_yaml(path, problems)
         from_files += found
-        by_hand |= set() if _is_resolved(path) else {given.origin for _, given in found}
+        if _is_resolved(path):
+            resolved.append(found)
+        else:
+            by_hand |= {given.origin for _, given in found}
+    for found in resolved:
+        implied = _implied_by_preset(found, from_files + from_flags, schema)
+        from_files = [entry for entry in from_files if not any(entry is other for other in implied)]
 
     hints = leaves(schema) | {"dry_run": bool}
     tokens: dict[str, list[str]] = {}
@@ -227,6 +233,48 @@ def _preset_layer(given: list[tuple[str, Given]], schema: type, problems: list[s
     chosen = {leaf: found[-1] for leaf in ("algo.loss", "algo.advantage") if (found := _words(given, leaf))}
     settings = settings_of_preset(name, **{leaf.partition(".")[2]: word for leaf, word in chosen.items()})
     return [(leaf, Given([str(value)], f"preset {name}")) for leaf, value in settings.items()]
+
+
+METHOD = ("algo.preset", "algo.loss", "algo.advantage")
+"""What decides which settings a preset makes."""
+
+
+def _implied_by_preset(found: list[tuple[str, Given]], every: list[tuple[str, Given]], schema: type) -> list:
+    """Entries of a resolved file that only say what its preset did, where another method is chosen over the file's.
+
+    found: the file's entries; every: those of all files and flags.
+    """
+    theirs, chosen = ({name: _words(given, name)[-1:] for name in METHOD} for given in (found, every))
+    if "algo.preset" not in leaves(schema) or theirs == chosen or not all(theirs.values()):
+        return []
+    (preset,), (loss,), (advantage,) = theirs.values()
+    if preset not in PRESETS:
+        return []
+    own = settings_of_preset(preset, loss, advantage)
+    names = {*own, *METHOD, *(f"algo.{leaf}" for leaf in (*OF_LOSS, *OF_ADVANTAGE))}
+    if chosen["algo.preset"] and chosen["algo.preset"][0] in PRESETS:
+        names |= PRESETS[chosen["algo.preset"][0]].settings.keys()
+    plain = schema()
+    return [
+        entry
+        for entry in found
+        if entry[0] in names and entry[0] != "algo.preset" and _says(entry[1], own.get(entry[0], get(plain, entry[0])))
+    ]
+
+
+def _says(given: Given, value: Any) -> bool:
+    """The text stands for that value."""
+    if given.values is None or value is None:
+        return given.values is None and value is None
+    if isinstance(value, tuple):
+        return given.values == [str(item) for item in value]
+    word = given.values[0] if len(given.values) == 1 else ""
+    if isinstance(value, bool):
+        return word.lower() in (TRUE if value else FALSE)
+    try:
+        return float(word) == float(value)
+    except ValueError:
+        return word == value
 
 
 def _words(given: list[tuple[str, Given]], name: str) -> list[str]:

@@ -75,11 +75,6 @@ def method_problems(config: Config) -> list[str]:
     if config.safety.cost_model and algo.advantage == "prime":
         problems.append("--safety.cost-model: prime has no cost; choose another --algo.advantage")
     problems += _range_problems(config)
-    if config.safety.cost and config.reward.on_timeout == "zero":
-        problems.append(
-            "--reward.on-timeout zero: a grading that is stopped has 0 in every part, so "
-            f"--safety.cost {config.safety.cost} would be free of charge there; take error"
-        )
     cost = config.safety.cost or config.safety.cost_model
     if cost and algo.advantage in ("gdpo", "prime", "remax"):
         problems.append(

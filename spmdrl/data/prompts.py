@@ -65,6 +65,11 @@ def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int,
     source = read_source(spec, data.prompt_column, data.answer_column, limit)
     if not source.rows:
         raise ValueError(f"{spec!r} holds no rows (--data.train, --data.eval)")
+    if source.raw and data.chat_template:
+        raise ValueError(
+            f"--data.chat-template {data.chat_template[:40]!r}: the prompts of {spec} are plain text without a chat, "
+            "so nothing would read it; leave it out"
+        )
     data = replace(
         data,
         prompt_column=source.prompt_column,

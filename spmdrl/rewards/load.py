@@ -74,6 +74,15 @@ def scores_timeouts(cfg: RewardConfig) -> bool:
     return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and cfg.function in POOLED)
 
 
+def check_cost(cfg: RewardConfig, cost: str) -> None:
+    """Refuse a cost (`--safety.cost`) among the parts of a reward whose stopped gradings have 0 in every part."""
+    if cost and scores_timeouts(cfg):
+        raise ValueError(
+            f"--reward.on-timeout {cfg.on_timeout}: a grading by {cfg.function} that is stopped has 0 in every part, so"
+            f" --safety.cost {cost} would be free of charge there; take error"
+        )
+
+
 def _file_function(spec: str) -> str:
     """`/absolute/file.py:name` of `file.py[:name]`."""
     if spec.endswith(".py"):

@@ -83,11 +83,11 @@ def sides(text: str) -> list[str]:
 def contradicts(text: str) -> bool:
     """Whether it is a chain of equations with sides of different value, as `539 = 540`: that is no answer.
 
-    Only sides without names and units are looked at; a decimal equals what rounds to it.
+    Only sides without names, units and number bases are looked at; a decimal equals what rounds to it.
     """
     values = []
     for side in sides(text):
-        if side and not re.search(r"[A-Za-z%$\\]", _COMMAND.sub("", side)):
+        if side and not re.search(r"[A-Za-z%$\\_]", _COMMAND.sub("", side)):
             parsed = _parse(side, True)
             digits = re.fullmatch(r"-?\d+\.(\d+)", side)
             try:

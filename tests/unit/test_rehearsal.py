@@ -96,6 +96,20 @@ def test_configs_and_recipes_have_no_setting_without_effect(file):
         check_use(from_command_line(["--config", str(file)]))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--algo.old-logp rollout --algo.updates-per-step 4",
+        "--algo.old-logp policy --algo.updates-per-step 2",
+        "--algo.preset pf_ppo --filter.replay-steps 2 --algo.updates-per-step 4",
+        "--algo.preset vapo --algo.updates-per-step 2 --critic.lr 1e-4 --critic.clip 0.3",
+        "--algo.preset prime --process-reward.beta 0.1 --filter.low 0.1",
+    ],
+)
+def test_what_the_update_reads_is_of_use(words):
+    assert not refusal(*words.split())
+
+
 def test_value_at_rest_is_no_mistake():
     assert not refusal("--critic.lr", "0.0005", "--algo.gamma", "None", "--shaping.overlong-factor", "1")
     # VAPO warms its critic up; a chosen estimator without critic leaves that unread, which nobody asked for.
@@ -136,7 +150,8 @@ def test_functions_of_a_user_are_not_called(tmp_path):
     )
     words = ["--algo.loss", f"{tmp_path}/own.py:own", "--filter.keep", f"{tmp_path}/own.py:kept"]
     assert not refusal(*words, "--algo.clip-low", "0.3")
-    assert "--algo.clip-high 0.3" in refusal(*words, "--algo.clip-high", "0.3")
+    told = refusal(*words, "--algo.clip-high", "0.3")
+    assert f"--algo.clip-high 0.3: nothing in this run reads it; let {tmp_path}/own.py:own take a parameter" in told
 
 
 def test_every_setting_of_what_is_learnt_is_read_by_some_run():
@@ -199,6 +214,35 @@ def test_advantage_over_a_preset_takes_its_own_papers_values():
     algo = compose(from_command_line(["--algo.preset", "ppo", "--algo.advantage", "gigpo"]).config)
     assert algo.advantage_settings == {}
     assert compose(from_command_line(["--algo.preset", "ppo"]).config).advantage_settings == {"gamma": 1.0, "lam": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("--algo.preset dapo", "--algo.loss cispo"),
+        ("--algo.preset dapo --algo.clip-high 0.3", "--algo.loss gspo"),
+        ("--algo.preset vapo", "--algo.advantage grpo"),
+        ("", "--algo.preset dapo"),
+        ("--algo.preset gspo --optimizer.lr 1e-5", "--algo.preset ppo"),
+        ("--algo.preset dapo", "--algo.clip-low 0.1"),
+        ("--algo.loss cispo", "--algo.preset dapo"),
+    ],
+)
+def test_resolved_settings_follow_a_method_that_is_chosen_over_them(first, then, tmp_path):
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(to_yaml(from_command_line(first.split()).config))
+    assert from_command_line(["--config", str(resolved)]).config == from_command_line(first.split()).config
+    got = from_command_line(["--config", str(resolved), *then.split()]).config
+    assert got == from_command_line([*first.split(), *then.split()]).config
+
+
+def test_file_of_a_users_loss_that_fails_is_one_line(tmp_path):
+    (tmp_path / "own.py").write_text("import nosuch\ndef own(x, *, clip_low=0.2):\n    return x, {}\n")
+    told = refusal("--algo.loss", f"{tmp_path}/own.py:own", "--algo.clip-low", "0.3")
+    assert told == (
+        f"{tmp_path}/own.py cannot be imported: ModuleNotFoundError: No module named 'nosuch' "
+        f"(from '{tmp_path}/own.py:own')"
+    )
 
 
 def test_own_loss_over_a_preset_keeps_its_aggregation(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from spmdrl.config.schema import RewardConfig
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward
-from spmdrl.rewards.load import load_reward
+from spmdrl.rewards.load import check_cost, load_reward
 from spmdrl.rewards.math import last_boxed
 from spmdrl.rewards.pool import PREFETCH, Pool
 
@@ -208,6 +208,8 @@ def test_math_is_equal_in_value_and_stops_at_the_limit(started):
         ("Answer: 5\nAnswer: 541", "540", 0),
         (r"\boxed{\dfrac{1}{2}}", "0.5", 1),
         (r"\boxed{1/2}", r"\frac{1}{2}", 1),
+        (r"\boxed{10 = 1010_2}", "1010_2", 1),
+        (r"\boxed{1010_2 = 10}", "10", 1),
         (r"\boxed{0.333}", r"\frac{1}{3}", 0),
         (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1),
         (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
@@ -223,7 +225,7 @@ def test_math_is_equal_in_value_and_stops_at_the_limit(started):
     rewards = grade(grader, *(item(s, t) for s, t, _ in cases), item(r"\boxed{9^{9^{9^{9}}}}", "7"))
     assert [r.score for r in rewards] == [*(s for _, _, s in cases), 0]
     assert grader.timeouts == 1
-    assert rewards[0].parts == {"format": 1.0} and rewards[12].parts == {"format": 0.0}
+    assert rewards[0].parts == {"format": 1.0} and rewards[14].parts == {"format": 0.0}
 
 
 MATH = {
@@ -486,3 +488,12 @@ def test_auto_on_timeout_is_zero_for_ours_and_an_error_for_files(user_file, star
     assert started(function=str(user_file))._on_timeout == "error"
     with pytest.raises(ValueError, match="--reward.workers"):
         load_reward(RewardConfig(function=str(user_file), workers=0))
+
+
+@pytest.mark.parametrize("on_timeout", ["auto", "zero"])
+def test_cost_that_a_stopped_grading_would_not_have_is_refused(on_timeout):
+    with pytest.raises(ValueError, match=f"--reward.on-timeout {on_timeout}: .* --safety.cost price .* take error"):
+        check_cost(RewardConfig(function="math", on_timeout=on_timeout), "price")
+    check_cost(RewardConfig(function="math", on_timeout="error"), "price")
+    check_cost(RewardConfig(function="math"), "")
+    check_cost(RewardConfig(function="gsm8k"), "format")
