@@ -81,8 +81,14 @@ def method_problems(config: Config) -> list[str]:
             f"--algo.advantage {algo.advantage}: looks at more than the reward, so a cost (--safety.cost, "
             "--safety.cost-model) has no advantage of its own; take gae, grpo or rloo"
         )
-    if algo.advantage == "remax" and config.shaping != type(config.shaping)(mask_cut=config.shaping.mask_cut):
-        problems.append("--algo.advantage remax: the greedy baseline is not shaped; leave the shaping settings at rest")
+    if algo.advantage == "remax":
+        at_rest = type(config.shaping)(mask_cut=config.shaping.mask_cut)
+        problems += [
+            f"{flag(f'shaping.{name}')} {value}: remax's greedy baseline is not shaped; leave it out, or take another "
+            "--algo.advantage"
+            for name, value in vars(config.shaping).items()
+            if value != getattr(at_rest, name)
+        ]
     if algo.advantage == "gae" and 0 < config.run.steps <= config.critic.warmup_steps:
         problems.append(
             f"--critic.warmup-steps {config.critic.warmup_steps}: the policy learns nothing in a run of "

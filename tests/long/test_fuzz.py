@@ -2,7 +2,7 @@
 
 python -m tests.long.test_fuzz [--first N] [--count N] [--json FILE]    prints what is wrong with each, and the record
 
-docs/algorithms.md quotes the record; `python -m tests.ranks.fuzz N` runs one of them again.
+docs/reliability.md quotes the record; `python -m tests.ranks.fuzz N` runs one of them again.
 """
 
 import argparse

@@ -355,6 +355,7 @@ def test_all_problems_come_together_and_each_names_its_flag():
             "--algo.preset gdpo --algo.part-weights a=1 --shaping.clip-high 1",
             ["--algo.part-weights a=1", "score=1", "--shaping.*"],
         ),
+        (1, "--algo.preset remax --shaping.clip-high 0.5", ["--shaping.clip-high 0.5", "remax", "--algo.advantage"]),
         (1, "--eval.top-p 0", ["--eval.top-p 0.0", "at most 1"]),
         (1, "--data.chat off --data.chat-template chatml", ["--data.chat off", "--data.chat-template"]),
         (1, "--optimizer.lr inf", ["--optimizer.lr inf", "0 or more"]),
