@@ -1,4 +1,4 @@
-"""What a rehearsed step reads is what a run reads: a setting that the run looks at is never refused as one without use."""
+"""A run looks at no setting that the rehearsed step did not: what is of use is never refused as being of none."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -27,11 +27,18 @@ RUNS = {
     "replay": "--algo.preset pf_ppo --filter.replay-steps 1 --algo.updates-per-step 2",
     "critic that warms up": "--algo.preset vapo --critic.warmup-steps 1 --algo.updates-per-step 2",
     "process rewards": "--algo.preset prime --filter.low 0 --filter.high 1",
-    "KL in the reward, adaptive": "--algo.preset reinforce_pp --algo.kl-controller adaptive --reference.refresh-every 1",
+    "KL in the reward": "--algo.preset reinforce_pp --algo.kl-controller adaptive --reference.refresh-every 1",
     "adapters, correction, shaping": "--lora.rank 2 --correction.kind icepop --shaping.length-penalty linear "
     "--shaping.overlong-buffer 2 --shaping.clip-high 0.5 --shaping.mask-cut --optimizer.schedule cosine",
     "evaluation off": "--eval.every 0",
 }
+
+TOUCHED = {
+    "algo.part_weights": "whoever checks the parts of a reward looks whether any are named",
+    "optimizer.min_lr_ratio": "copied with the rest of a critic's optimizer settings",
+    "eval.temperature": "an engine checks the temperatures it may be asked for",
+}
+"""Settings that a run may read without any use of them."""
 
 
 def run_watched(world, flags: list[str]) -> list[str]:
@@ -55,4 +62,4 @@ def test_a_run_reads_nothing_that_the_rehearsal_does_not(name, tmp_path):
     read = {setting for setting in seen if is_judged(setting)}
     rehearsed = settings_read(from_command_line(flags).config)
     assert {"algo.loss", "shaping.normalize", "optimizer.lr"} <= read
-    assert read - rehearsed == set()
+    assert read - rehearsed - TOUCHED.keys() == set()
