@@ -117,7 +117,8 @@ def test_preemption_saves_what_was_learnt_before_what_is_abandoned(every, what, 
     reward, slow, folder = tmp_path / "reward.py", tmp_path / "slow", tmp_path / "run"
     reward.write_text(HANGS)
     slow.touch()
-    flags = [*FLAGS, "--run.steps", 4, "--eval.every", every, "--eval.prompts", 8, "--run.grace", 16]
+    flags = [*FLAGS, "--run.steps", 4, "--eval.every", every, "--run.grace", 16]
+    flags += ["--eval.prompts", 8] if every else []
     flags += ["--reward.function", reward, "--reward.timeout", 100, "--run.dir", folder]
     job = Job(flags, ranks=2)
     try:
