@@ -168,9 +168,9 @@ class Algorithm:
         return LossResult(loss, metrics)
 
     def young(self, batch: Batch, version: int) -> torch.Tensor:
-        """bool [T]: tokens that are no older than sampling ahead makes them: not carried over, not replayed.
+        """Marks the tokens, bool [T], whose weights are at most `--rollout.staleness` versions old.
 
-        version: of the policy where the update begins.
+        Carried over and replayed tokens are older. version: of the policy where the update begins.
         """
         return batch.token["version"] >= version - self.cfg.rollout.staleness
 

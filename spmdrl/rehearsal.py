@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves
+from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves, shown
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, settings_of_preset
 from spmdrl.config.schema import Config
@@ -36,7 +36,7 @@ ELSEWHERE = {
     "filter.bad_sample": "the sampling loop",
     "algo.preset": "the layer that it is",
 }
-"""Settings of those sections that other parts of a run read, and which."""
+"""Settings of those sections that other parts of a run read, each with that part."""
 LATE = 1 << 40
 """A step behind every warm-up."""
 MOST_SHOWN = 3
@@ -274,8 +274,3 @@ def advice(config: Config, name: str, readers: list[tuple[str, Any]]) -> str:
             ways.append(f"{flag(change)} {' | '.join(map(shown, values[:MOST_SHOWN]))}{more}")
     needs = f"it needs {' or '.join(ways)}; give one of these, or leave it out" if ways else "leave it out"
     return f"nothing in this run reads it; {needs}"
-
-
-def shown(value: Any) -> str:
-    """As on a command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else "''" if value == "" else str(value)

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from spmdrl.checkpoint.files import read_manifest
-from spmdrl.config.fields import flag
-from spmdrl.config.resume import flat, shown
+from spmdrl.config.fields import flag, shown
+from spmdrl.config.resume import flat
 
 SLICE = 64 << 20
 """Bytes of a tensor that are compared at a time."""

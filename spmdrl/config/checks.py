@@ -3,11 +3,9 @@
 Everything here runs before a model is built. `check` reports all problems at once, each with the flag to change.
 """
 
-from typing import Any
-
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.engines import adapter_problems, engine_problems
-from spmdrl.config.fields import ConfigError, flag, get
+from spmdrl.config.fields import ConfigError, flag, get, shown
 from spmdrl.config.methods import method_problems
 from spmdrl.config.named import file_problems, name_problems
 from spmdrl.config.placement import placement_problems, role_problems, samplers, trainers
@@ -28,7 +26,7 @@ def check(config: Config, world_size: int) -> None:
         ConfigError: listing every problem, one line each: the flag to change, its value and what would be valid.
     """
     problems = [
-        f"{flag(name)} {_shown(get(config, name))}: {message}"
+        f"{flag(name)} {shown(get(config, name))}: {message}"
         for name, (valid, message) in RULES.items()
         if not valid(get(config, name))
     ]
@@ -49,10 +47,6 @@ def check(config: Config, world_size: int) -> None:
     if problems:
         count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
         raise ConfigError("\n  ".join([f"{count} to change:", *problems]))
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else repr(value) if value == "" else str(value)
 
 
 def _other_problems(config: Config) -> list[str]:

@@ -36,6 +36,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def shown(value: Any) -> str:
+    """A value as it is written on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else repr(value) if value == "" else str(value)
+
+
 def is_optional(hint: Any) -> bool:
     """Whether None is a valid value."""
     return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)

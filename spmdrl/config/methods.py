@@ -38,16 +38,6 @@ def method_problems(config: Config) -> list[str]:
             f"--rollout.top-p {rollout.top_p}: engines give logp within the nucleus, the trainer over the whole "
             "vocabulary, so ratios would be off; take 1 (--eval.top-p is for evaluation)"
         )
-    named = [spec.partition("=")[0] for spec in algo.part_weights]
-    if algo.advantage == "gdpo" and named and "score" not in named:
-        rest = type(config.shaping)(mask_cut=config.shaping.mask_cut)
-        enters = "KL (--algo.kl-in reward)" if algo.kl_coef and algo.kl_in == "reward" else ""
-        enters = "shaping (--shaping.*)" if config.shaping != rest else enters
-        if enters:
-            problems.append(
-                f"--algo.part-weights {' '.join(algo.part_weights)}: leaves out the part score, by which {enters} "
-                "would enter; name score=1 too, or leave that out"
-            )
     if algo.kl_coef and config.reference.enabled == "off":
         problems.append(
             f"--reference.enabled off: KL needs the reference while --algo.kl-coef is {algo.kl_coef}; "
@@ -57,12 +47,6 @@ def method_problems(config: Config) -> list[str]:
         problems.append(
             "--algo.kl-controller adaptive: steers the KL coefficient, so --algo.kl-coef must start above 0"
         )
-    for name in ("policy.moe_aux_loss", "policy.moe_bias_rate"):
-        if algo.skip_zero_advantage and get(config, name):
-            problems.append(
-                f"--algo.skip-zero-advantage: {flag(name)} {get(config, name)} looks at the tokens of every sequence, "
-                "those without advantage too; give one of the two"
-            )
     if algo.preset == "distill" and not config.reference.path:
         problems.append("--reference.path '': distill learns from a teacher; name its model")
     if algo.loss in SEQUENCE_LOSSES and algo.aggregation not in ("", "seq-mean-token-mean"):
@@ -74,7 +58,7 @@ def method_problems(config: Config) -> list[str]:
         problems.append(f"--algo.lam {algo.lam}: --algo.length-adaptive sets lambda by length; give one of the two")
     if config.safety.cost_model and algo.advantage == "prime":
         problems.append("--safety.cost-model: prime has no cost; choose another --algo.advantage")
-    problems += _range_problems(config)
+    problems += _overlooked_problems(config) + _range_problems(config)
     cost = config.safety.cost or config.safety.cost_model
     if cost and algo.advantage in ("gdpo", "prime", "remax"):
         problems.append(
@@ -127,6 +111,28 @@ def method_problems(config: Config) -> list[str]:
     problems += name_problems("algo.loss", algo.loss, LOSSES, file_allowed=True)
     problems += name_problems("algo.aggregation", algo.aggregation, AGGREGATIONS, file_allowed=False)
     problems += name_problems("filter.keep", config.filter.keep, FILTERS, file_allowed=True)
+    return problems
+
+
+def _overlooked_problems(config: Config) -> list[str]:
+    """Settings that would overlook what another one adds to the reward or to the update."""
+    algo, problems = config.algo, []
+    named = [spec.partition("=")[0] for spec in algo.part_weights]
+    if algo.advantage == "gdpo" and named and "score" not in named:
+        rest = type(config.shaping)(mask_cut=config.shaping.mask_cut)
+        enters = "KL (--algo.kl-in reward)" if algo.kl_coef and algo.kl_in == "reward" else ""
+        enters = "shaping (--shaping.*)" if config.shaping != rest else enters
+        if enters:
+            problems.append(
+                f"--algo.part-weights {' '.join(algo.part_weights)}: leaves out the part score, by which {enters} "
+                "would enter; name score=1 too, or leave that out"
+            )
+    for name in ("policy.moe_aux_loss", "policy.moe_bias_rate"):
+        if algo.skip_zero_advantage and get(config, name):
+            problems.append(
+                f"--algo.skip-zero-advantage: {flag(name)} {get(config, name)} looks at the tokens of every sequence, "
+                "those without advantage too; give one of the two"
+            )
     return problems
 
 

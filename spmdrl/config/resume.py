@@ -13,7 +13,7 @@ import yaml
 
 from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
-from spmdrl.config.fields import flag, leaves
+from spmdrl.config.fields import flag, leaves, shown
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config
 
@@ -148,8 +148,3 @@ def lasting(cfg: Config) -> Config:
     """Without what was meant for this start alone, and with the engine that runs for `auto`."""
     rollout = replace(cfg.rollout, engine=engine_name(cfg))
     return replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False), rollout=rollout)
-
-
-def shown(value: Any) -> str:
-    """As on a command line."""
-    return " ".join(map(str, value)) if isinstance(value, list) else repr(value) if value == "" else str(value)
