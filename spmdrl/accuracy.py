@@ -23,7 +23,7 @@ EVALUATION = 0x45564C
 
 
 def is_evaluated(cfg: Config) -> bool:
-    """Whether the run evaluates at all."""
+    """Tells whether the run evaluates at all."""
     return bool(cfg.eval.every and cfg.data.eval)
 
 

@@ -310,7 +310,7 @@ def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
 
 
 def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, young_T) -> None:
-    """How far the logp of the trainer, where its update begins, is from the engine's on sampled tokens.
+    """Measures how far the trainer's logp, where its update begins, is from the engine's on sampled tokens.
 
     `mismatch/*` of all of them. `logp_diff/*`, by which a run is stopped, of those in `young_T`: older weights are
     apart from the trainer's without anything being wrong.

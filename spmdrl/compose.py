@@ -47,7 +47,7 @@ def compose(cfg: Config) -> Algorithm:
 
 
 def advantage_alone(cfg: Config) -> bool:
-    """Whether a sequence without advantage has no part in an update.
+    """Tells whether a sequence without advantage contributes nothing to an update.
 
     A user's own loss may have terms that no advantage multiplies; loss and bias for evenly used experts are of every
     token.

@@ -211,7 +211,7 @@ def passing(trajectories: list[Trajectory], keep: Callable, cfg: FilterConfig) -
 
 
 def metric_of(t: Trajectory, metric: str) -> float:
-    """What a filter looks at: the reward part `metric`, or the reward where that is empty."""
+    """Returns the number that a filter judges: the reward part `metric`, or the reward where that is empty."""
     if not metric:
         return t.reward
     if metric not in t.parts and not t.timed_out:

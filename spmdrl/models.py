@@ -70,7 +70,7 @@ class Wanted:
     """A model of a run on paper."""
 
     flag: str
-    """What names its path."""
+    """The flag that sets its path."""
     path: str
     """As `--model.path`; empty: that one."""
     head: Head

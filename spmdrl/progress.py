@@ -23,10 +23,10 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 
 def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
-    """What a resume would go on with that was another when the checkpoint `found` was made; a line each.
+    """Names what has changed since the checkpoint `found` was made, one line each.
 
-    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. By what an older
-    checkpoint lacks it is not judged.
+    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. What an older checkpoint
+    does not record is not compared.
     """
     files = before.get("files", {})
     lines = [
@@ -102,10 +102,10 @@ class Progress:
         return state["step"]
 
     def _compare(self, found: Path, state: dict) -> None:
-        """What the settings do not say is still as it was when the run was made.
+        """Refuses to go on where data, files or device are others than when the run was made.
 
         Raises:
-            ValueError: it is not, and `--run.allow-changes` does not say that it may.
+            ValueError: something changed, and `--run.allow-changes` is not given.
         """
         said = unlike(self.cfg, found, state, self.made_with)
         if said and not self.cfg.run.allow_changes:

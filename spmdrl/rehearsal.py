@@ -76,7 +76,7 @@ def check_use(loaded: Loaded[Config]) -> list[str]:
 
 
 def turned_off(loaded: Loaded[Config], unread: list[str]) -> list[str]:
-    """Which of them stand in files that by themselves make a run that reads them."""
+    """Returns those that a file gives and that the run of the files alone, without flags, would read."""
     if not loaded.files:
         return []
     alone = from_command_line([word for file in loaded.files for word in ("--config", file)])
@@ -89,7 +89,7 @@ def turned_off(loaded: Loaded[Config], unread: list[str]) -> list[str]:
 
 
 def is_judged(name: str) -> bool:
-    """Whether the rehearsal covers all that reads this setting."""
+    """Tells whether the rehearsal covers everything that reads this setting."""
     return name.split(".")[0] in JUDGED and name not in ELSEWHERE
 
 
@@ -256,7 +256,7 @@ def read_after(config: Config, name: str, value: Any) -> set[str]:
 
 
 def advice(config: Config, name: str, readers: list[tuple[str, Any]]) -> str:
-    """What to do with a setting that nothing reads."""
+    """Says what to do with a setting that nothing reads."""
     leaf = name.partition(".")[2]
     for own, leaves_of in ((config.algo.loss, OF_LOSS), (config.algo.advantage, OF_ADVANTAGE)):
         if ".py:" in own and name.startswith("algo.") and leaf in leaves_of and leaf != "aggregation":

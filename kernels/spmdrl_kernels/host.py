@@ -22,7 +22,7 @@ AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "
 
 
 def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
-    """Whether x @ weight.T is what this module multiplies: in float32 on the host, and large."""
+    """Tells whether this module multiplies x @ weight.T: float32 matrices on the host that are large enough."""
     return (
         x.numel() * len(weight_NK) >= WORTH_IT
         and x.is_cpu

@@ -210,7 +210,7 @@ def _read_yaml(path: str, problems: list[str]) -> list[tuple[str, Given]]:
 
 
 def _is_resolved(path: str) -> bool:
-    """Whether a run or `--dry-run` wrote this file: it names every setting, whoever wanted it or not."""
+    """Tells whether a run or `--dry-run` wrote this file, which then names every setting."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.readline().rstrip("\n") == RESOLVED
@@ -236,7 +236,7 @@ def _preset_layer(given: list[tuple[str, Given]], schema: type, problems: list[s
 
 
 METHOD = ("algo.preset", "algo.loss", "algo.advantage")
-"""What decides which settings a preset makes."""
+"""Settings that decide which others a preset sets."""
 
 
 def _implied_by_preset(found: list[tuple[str, Given]], every: list[tuple[str, Given]], schema: type) -> list:

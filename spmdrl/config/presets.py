@@ -25,9 +25,9 @@ OF_LOSS = (
     *("clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "cov_ratio", "cov_kl_coef", "cov_low", "cov_high"),
     *("ratio_cap", "beta", "eta", "aggregation"),
 )
-"""Settings under `algo` that say something about the loss function alone."""
+"""Settings under `algo` that only the loss function reads."""
 OF_ADVANTAGE = ("gamma", "lam", "critic_lam", "length_adaptive", "step_weight", "part_weights")
-"""The same of the advantage estimator."""
+"""Settings under `algo` that only the advantage estimator reads."""
 
 
 def _preset(paper: str, advantage: str, loss: str, **settings: Any) -> Preset:

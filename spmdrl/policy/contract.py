@@ -56,7 +56,7 @@ class Policy(Protocol):
     updates_done: int
     """Optimizer steps behind them."""
     updates_due: int
-    """The same and those that were left out, without signal or not finite; places the learning rate schedule."""
+    """Optimizer steps that came up, taken or left out; the learning rate schedule counts these."""
     fixed: dict[str, bytes]
     """Name -> content of what `model/` holds beside weights, on rank 0: made when it is first asked for, no later than
     the start of a run that saves, and copied into every checkpoint. Raises ValueError."""

@@ -1,4 +1,4 @@
-"""What a model's folder in a checkpoint holds beside weights: made once, so that it cannot fail when one is due."""
+"""Files beside the weights in a checkpoint's model folder, made once at start so that no checkpoint fails on them."""
 
 from copy import deepcopy
 from pathlib import Path

@@ -26,10 +26,10 @@ class Learner:
     """The part of the Policy contract (`contract.py`) that backends share. They add what the last methods say."""
 
     folder: Path
-    """Of Hugging Face, that the model was built from."""
+    """The Hugging Face folder that the model was built from."""
     head: Head
     hf_config: Any
-    """Of transformers, as the model was built."""
+    """The configuration (transformers) that the model was built with."""
     keeps_masters = False
     """The state of its optimizer has the weights also where `model/` has all of their bits."""
 

@@ -81,7 +81,7 @@ def sides(text: str) -> list[str]:
 
 
 def contradicts(text: str) -> bool:
-    """Whether it is a chain of equations with sides of different value, as `539 = 540`: that is no answer.
+    """Tells whether a text is a chain of equations whose sides differ in value, as `539 = 540`, which is no answer.
 
     Only sides without names, units and number bases are looked at; a decimal equals what rounds to it.
     """

@@ -40,7 +40,7 @@ class Route:
     needs: Needs
     """Of this rank's engine."""
     sums: list[torch.Tensor] = field(default_factory=list)
-    """Of the words that the last push brought of each tensor that is counted."""
+    """One sum for each counted tensor, over the words that the last push brought."""
 
     def __post_init__(self):
         self.counted: dict[str, list[tuple[Box, Box]]] = {}
