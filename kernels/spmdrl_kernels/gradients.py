@@ -48,10 +48,10 @@ class Gradients:
 
         spare_CV: what `room` gave, which may be overwritten, or the gradient itself.
         """
+        low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
         if self.weight_sum is not None:
-            outer_(self.weight_sum[columns], gradient_CV, self.hidden_TD[rows], rows.start > 0)
+            outer_(self.weight_sum[columns], low_CV, self.hidden_TD[rows], rows.start > 0)
         if self.hidden_sum is not None:
-            low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
             product_(self.hidden_sum[rows], low_CV, self.weight_VD[columns], columns.start > 0)
 
     def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -53,9 +53,9 @@ from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels.host import use_host_linear
 
-GATHERED_WHOLE = 64 << 20
+GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
 """Bytes of a model in its compute type up to which it is one group: a gather for each layer costs more time than it
-saves memory."""
+saves memory. On a CPU nothing is computed while a gather runs."""
 
 
 def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
@@ -69,7 +69,7 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
     )
     layers = decoder_layers(model.hf)
-    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE:
+    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE[world.device.type]:
         layers = []
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)

@@ -127,7 +127,8 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
 
     from spmdrl.policy.load import resolve
     from spmdrl.rollout.sglang import SPARE_TOKENS
-    from spmdrl.rollout.vllm import CPU_BLOCK, GPU_BLOCK
+    from spmdrl.rollout.vllm import GPU_BLOCK
+    from spmdrl.rollout.vllm_cpu import CPU_BLOCK
 
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()

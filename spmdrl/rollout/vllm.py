@@ -1,8 +1,8 @@
 """vLLM inside the training process, one engine per rollout TP group, driven step by step.
 
-All the ways in which vLLM's internals are touched stand in this file: where the model object is, how weights are
-loaded in place, and how a CPU build gives its KV cache back. Only its groups among ranks without it are apart, in
-`vllm_world.py`.
+The ways in which vLLM's internals are touched stand in this file: where the model object is, how weights are loaded in
+place, and how its KV cache is given back. Apart are its CPU build (`vllm_cpu.py`), its groups among ranks without it
+(`vllm_world.py`) and its adapters (`vllm_lora.py`).
 """
 
 import logging
@@ -27,10 +27,10 @@ from spmdrl.rollout.engine import (
     StaleEngineError,
     check_length,
     check_version,
-    kv_bytes_per_token,
     longest_sequence,
 )
 from spmdrl.rollout.needs import Needs, watched_load
+from spmdrl.rollout.vllm_cpu import CPU_BLOCK, Packed, cpu_kv_bytes, name_shared_memory
 from spmdrl.rollout.vllm_lora import Adapters, lora_options
 from spmdrl.rollout.vllm_world import world_of
 from spmdrl.spmd.digest import word_sum
@@ -41,12 +41,8 @@ from spmdrl.spmd.storage import Parked, storage_bytes
 
 log = logging.getLogger("spmdrl")
 
-CPU_KV_BYTES = 256 << 20
-"""Most that an engine on a CPU takes for its KV cache unless told otherwise."""
-CPU_BLOCK = 128
-"""Tokens in one KV block of vLLM's CPU build."""
 GPU_BLOCK = 16
-"""And of its CUDA build, with most attention kernels."""
+"""Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
 
 
 def _environment(device: torch.device) -> None:
@@ -65,72 +61,6 @@ def _environment(device: torch.device) -> None:
         os.environ.setdefault(name, value)
 
 
-def _keep_plain_linears() -> None:
-    """Keep weights loadable in place: the CPU build would pack them into oneDNN's layout and drop the originals."""
-    import vllm.model_executor.layers.utils as layer_utils
-
-    def plain(layer, remove_weight):
-        layer.cpu_linear = torch.nn.functional.linear
-
-    layer_utils.dispatch_cpu_unquantized_gemm = plain
-
-
-def _keep_plain_experts() -> dict[int, torch.Tensor]:
-    """Keep expert weights loadable in place; returns the kernel's own copies of them, to be cleared at every load.
-
-    The CPU build packs them into its kernel's layout in a parameter of the same shape, so that weights loaded over it
-    later are silently wrong.
-    """
-    from vllm._custom_ops import cpu_prepack_moe_weight
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    run, packed = CPUUnquantizedExperts.apply, {}
-
-    def pack(experts, weight: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-        """parts: projections that lie end to end along `dim`, each padded to the width that the kernel wants."""
-        size = experts._padded_intermediate_size(experts.moe_config) - weight.shape[dim] // parts
-        if size:
-            pads = [torch.nn.functional.pad(w, (0, 0) * (2 - dim) + (0, size)) for w in weight.chunk(parts, dim)]
-            weight = torch.cat(pads, dim)
-        return cpu_prepack_moe_weight(weight, experts.isa)
-
-    def apply(self, output, hidden_states, w1, w2, *args, **kwargs):
-        if id(w1) not in packed:
-            packed[id(w1)], packed[id(w2)] = pack(self, w1, 2, 1), pack(self, w2, 1, 2)
-        return run(self, output, hidden_states, packed[id(w1)], packed[id(w2)], *args, **kwargs)
-
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = apply
-    return packed
-
-
-def _name_shared_memory(token: str) -> list[str]:
-    """Give the shared memory of a CPU build's TP group a name of this run's own; returns the names as they are made.
-
-    vLLM names it after its rendezvous, which under an external launcher is the same for every job on the machine: a
-    second job, or one after a job that was killed, finds the name taken and cannot start.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    original, made = _CPUSHMDistributed.make_group_name, []
-
-    def named(communicator) -> str:
-        made.append(f"spmdrl-{token}-{original(communicator).strip('/-')}")
-        return made[-1]
-
-    _CPUSHMDistributed.make_group_name = staticmethod(named)
-    return made
-
-
-def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str, tp: int) -> int:
-    """Bytes of KV cache that hold `sequences` sequences of `longest` tokens in whole blocks, at most CPU_KV_BYTES.
-
-    What is not allocated is not cleared at every wake.
-    """
-    blocks = sequences * -(-longest // CPU_BLOCK) + 8
-    return min(CPU_KV_BYTES, blocks * CPU_BLOCK * kv_bytes_per_token(config, dtype, tp))
-
-
 class VLLMEngine:
     """The Engine contract (`engine.py`) on vLLM.
 
@@ -141,7 +71,7 @@ class VLLMEngine:
         self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
         self.counted: list[str] = []
         self.on_cpu = world.device.type == "cpu"
-        self.packed_experts: dict[int, torch.Tensor] = {}
+        self.packed: Packed | None = None
         self.experts: Any = None
         if cfg.rollout.routing_replay:
             if self.on_cpu:
@@ -162,7 +92,7 @@ class VLLMEngine:
         rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")
         shared = []
         if self.on_cpu and cfg.rollout.tp > 1:
-            shared = _name_shared_memory(all_gather_text(secrets.token_hex(8), world.rollout_group)[0])
+            shared = name_shared_memory(all_gather_text(secrets.token_hex(8), world.rollout_group)[0])
         with world_of(world.roles.samplers):
             self.llm = self._build(cfg)
         for name in set(shared):
@@ -180,8 +110,7 @@ class VLLMEngine:
 
     def _build(self, cfg: Config):
         if self.on_cpu:
-            _keep_plain_linears()
-            self.packed_experts = _keep_plain_experts()
+            self.packed = Packed()
         from transformers import AutoConfig
         from vllm import LLM
 
@@ -191,7 +120,10 @@ class VLLMEngine:
         if not kv_bytes and self.on_cpu:
             kv_bytes = cpu_kv_bytes(config, self.capacity, self.longest, cfg.model.dtype, cfg.rollout.tp)
         options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
-        if not self.on_cpu:
+        if self.on_cpu:
+            # Latent attention has blocks of its own.
+            options |= {} if getattr(config, "kv_lora_rank", None) else {"block_size": CPU_BLOCK}
+        else:
             options |= {
                 "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
                 "enable_sleep_mode": cfg.rollout.sleep_level > 0,
@@ -335,7 +267,8 @@ class VLLMEngine:
                 self._load((self.adapters.take(bucket) if self.adapters else bucket).items())
         if self.adapters:
             self.adapters.install()
-        self.packed_experts.clear()
+        if self.packed:
+            self.packed.clear()
         # Cached prefixes belong to the old weights, and nothing else would tell.
         self.llm.reset_prefix_cache()
         self.version = version
@@ -349,7 +282,8 @@ class VLLMEngine:
             self.version = None
             if self.on_cpu and not self.weights:
                 self.weights = Parked(self.model.parameters(), "gone", self.world.device)
-                self.packed_experts.clear()
+                assert self.packed
+                self.packed.clear()
         if level == 0 or not self.kv_awake:
             return
         self.llm.reset_prefix_cache()
@@ -383,8 +317,9 @@ class VLLMEngine:
     def bytes_by_owner(self) -> dict[str, int]:
         """See the contract. vLLM's sleep on a GPU leaves storages their sizes: it unmaps the memory beneath them."""
         device, adapters = self.world.device.type, self.adapters.buffers() if self.adapters else []
+        weights = storage_bytes([*self.model.parameters(), *adapters], device) if self.weights_awake else 0
         return {
-            "engine weights": storage_bytes([*self.model.parameters(), *adapters], device) if self.weights_awake else 0,
+            "engine weights": weights + (self.packed.bytes if self.packed else 0),
             "KV cache": storage_bytes(self.runner.kv_caches, device) if self.kv_awake else 0,
         }
 

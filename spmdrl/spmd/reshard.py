@@ -30,9 +30,8 @@ IN_CACHE = 2 << 20
 """Bytes of a bucket that is cast, summed and loaded without leaving a CPU's cache."""
 
 MAPPED, KEPT = 32 << 20, 64 << 20
-"""Bytes. A larger block than the first glibc takes from the kernel anew each time (`environment.keep_freed_memory`),
-and its page faults were a third of a push: blocks for such tensors are kept from push to push, up to the second in
-all."""
+"""Bytes. A larger block than the first glibc takes from the kernel anew each time unless told otherwise, and its page
+faults were a third of a push: blocks for such tensors are kept from push to push, up to the second in all."""
 
 
 class CorruptWeightsError(RuntimeError):

@@ -80,7 +80,8 @@ class Parked:
             torch.cuda.synchronize(device)
         for storage in storages:
             storage.resize_(0)
-        give_back(device, total)
+        if place == "disk" or device.type == "cuda":
+            give_back(device, total)
 
     @property
     def bytes(self) -> int:
@@ -111,8 +112,9 @@ class Parked:
 def give_back(device: torch.device, size: int) -> None:
     """Have the allocator hand `size` bytes that were just freed back to the device.
 
-    glibc keeps blocks below its mmap threshold (see `environment.keep_freed_memory`): 600 MiB in tensors of 1 MiB
-    stay resident without the trim, which takes 0.03 s for them.
+    glibc keeps freed blocks (see `environment.keep_freed_memory`): 600 MiB in tensors of 1 MiB stay resident without
+    the trim, which takes 0.03 s for them. The page faults afterwards take longer, so a CPU's memory goes back only
+    where a file is to make room in it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -161,6 +161,8 @@ class Probe:
         before = [p.clone() for _, p in self.local_weights()]
         self.run.evaluate = lambda step, force=False: rows.append(self.agree(prompts))
         train(self.run)
+        packed = getattr(self.engine, "packed", None)
+        self.facts["packed"] = len(packed.linears) if packed else 0
         self.facts["moved"] = max(
             (a - b).abs().max().item() for a, (_, b) in zip(before, self.local_weights(), strict=True)
         )

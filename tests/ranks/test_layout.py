@@ -66,7 +66,7 @@ def grouped(world, folder, most):
     """A step of a model that FSDP gathers as one group where it has at most `most` bytes, else by layer."""
     from spmdrl.policy import fsdp
 
-    fsdp.GATHERED_WHOLE = most
+    fsdp.GATHERED_WHOLE = {"cpu": most}
     cfg = config(model={"path": folder, "dtype": "float64"}, policy={"max_tokens_per_microbatch": 64})
     policy = build_policy(cfg, world)
     update_once(cfg, world, policy, None, synthetic_batch())

@@ -90,7 +90,7 @@ def right_program(world):
         rollout={"tp": world.rollout_mesh["tp"].size()},
     )
     # In groups by layer, as a model of more than a few MiB is.
-    fsdp.GATHERED_WHOLE = 0
+    fsdp.GATHERED_WHOLE = {"cpu": 0}
     policy, reference = build_policy(cfg, world), build_policy(cfg, world, trainable=False)
     with Lockstep(world.store, timeout=20.0) as recorder:
         # Few enough sequences that some rank runs the stand-in while others run real ones.

@@ -149,7 +149,7 @@ def small_blocks(world):
     blocks = [torch.ones(256, 1024) for _ in range(120)] + [torch.ones(100_000 + 64 * i) for i in range(240)]
     meter, seen = Meter(CPU), []
     seen.append(meter.lap()[0])
-    parked = Parked(blocks, "gone", CPU)
+    parked = Parked(blocks, "disk", CPU)
     size = parked.bytes
     seen.append(meter.lap()[0])
     parked.bring_back()
