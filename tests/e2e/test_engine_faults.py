@@ -138,7 +138,7 @@ def kv_config(gib: float, engine: str, **rollout):
 @pytest.mark.parametrize(
     ("engine", "on_cpu", "tp", "tokens"),
     # vLLM holds whole blocks and one more; SGLang a few tokens more.
-    [("vllm", True, 1, 256), ("vllm", True, 4, 256), ("vllm", False, 1, 128), ("sglang", True, 2, 108)],
+    [("vllm", True, 1, 160), ("vllm", True, 4, 160), ("vllm", False, 1, 128), ("sglang", True, 2, 108)],
 )
 def test_bad_kv_cache_too_small_for_one_sequence_names_the_least_that_does(engine, on_cpu, tp, tokens):
     model = json.loads((TINY / "config.json").read_text())
