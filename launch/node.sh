@@ -20,8 +20,7 @@ if [[ -z $address && -n ${SLURM_JOB_NODELIST:-} ]]; then
     address=${hosts%%$'\n'*}
 fi
 ((nodes == 1)) || [[ -n $address ]] || fail "$nodes nodes but no MASTER_ADDR: give the name of the first node"
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
+nproc=${NPROC:-$(./launch/devices.sh 1)}
 
 echo "[node] rank $node_rank of $nodes on $(hostname): $nproc processes, meeting at ${address:-127.0.0.1}:$port"
 exec .venv/bin/torchrun --nnodes "$nodes" --node-rank "$node_rank" --nproc-per-node "$nproc" \

@@ -7,7 +7,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./launch/install.sh
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-[[ $(cat .venv/.spmdrl/side) == gpu ]] || gpus=0
-nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
+nproc=${NPROC:-$(./launch/devices.sh 2)}
 exec .venv/bin/torchrun --standalone --nproc-per-node "$nproc" -m spmdrl.train --config configs/smollm2_addition.yaml "$@"

@@ -21,7 +21,7 @@ from spmdrl.run import Run
 from spmdrl.spmd.failure import named_exit, watch
 from spmdrl.spmd.here import here
 from spmdrl.spmd.lockstep import lockstep
-from spmdrl.spmd.mesh import start
+from spmdrl.spmd.mesh import start, without_gpu
 from spmdrl.spmd.preempt import PreemptedError
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
@@ -69,6 +69,8 @@ def open_run(loaded: Loaded, keeps: bool = True) -> Iterator[Run | None]:
             notes += checkpoint.check_settings(folder, cfg, world)
         if world.device.type == "cpu":
             keep_freed_memory()
+            if cfg.run.device == "auto" and (why := without_gpu()):
+                notes.append(f"warning: this run is on the CPU: {why} (--run.device cpu says that it is meant)")
         disable_progress_bar()
         if world.is_first:
             console = Console(cfg.tracking.console, cfg.run.steps, newest())

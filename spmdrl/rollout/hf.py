@@ -266,16 +266,33 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
     if bool((group.top_p < 1).any()):
         logp_BV = nucleus(logp_BV, group.top_p)
     # float64 sums: with a large vocabulary float32 would bias the tail.
-    cumulative = logp_BV.double().exp().cumsum(-1)
+    cumulative = running_sum(logp_BV.double().exp())
     u = uniform(group.seeds, position_B)[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, u, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
     tokens = torch.where(greedy, logits_BV.argmax(-1), drawn)
     return tokens, logp_BV.gather(1, tokens[:, None])[:, 0]
 
 
+def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
+    """Running sums of probabilities along each row.
+
+    On a GPU those of floats are taken in no fixed order, and torch refuses them under `--run.deterministic`: there in
+    integers, whose sums know no order, of 2^-52.
+    """
+    if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return in_integers(p_BV)
+    return p_BV.cumsum(-1)
+
+
+def in_integers(p_BV: torch.Tensor) -> torch.Tensor:
+    """Running sums of numbers of 0 to 1, exact for what is left of them in units of 2^-52."""
+    unit = 2.0**52
+    return ((p_BV.double() * unit).long().cumsum(-1).double() / unit).to(p_BV.dtype)
+
+
 def nucleus(logp_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
     """Keep the smallest set of tokens whose mass reaches top_p, renormalised (https://arxiv.org/abs/1904.09751)."""
     ordered, index = logp_BV.sort(-1, descending=True)
-    before = ordered.exp().cumsum(-1) - ordered.exp()
+    before = running_sum(ordered.exp()) - ordered.exp()
     dropped = torch.zeros_like(logp_BV, dtype=torch.bool).scatter(1, index, before >= top_p_B[:, None])
     return torch.log_softmax(logp_BV.masked_fill(dropped, float("-inf")), -1)

@@ -32,7 +32,7 @@ from spmdrl.rollout.engine import (
 from spmdrl.rollout.needs import Needs
 from spmdrl.rollout.sglang_process import Broadcast, EngineDiedError, Process, SharedMemory, answers
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.mesh import World, apart_from_default
 from spmdrl.spmd.reshard import Box, CorruptWeightsError, Entry
 
 CPU_KV_BYTES = 256 << 20
@@ -144,7 +144,8 @@ class SGLangEngine:
                 raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
             # Made by its members: there may be ranks that have no engine and are not here.
             limit = timedelta(seconds=cfg.run.timeout)
-            group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
+            with apart_from_default():
+                group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
             mine = group if self.world.rank in ranks else mine
         return cast(dist.ProcessGroup, mine)
 

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.spmd.failure import named_exit
+from spmdrl.spmd.mesh import apart_from_default
 from spmdrl.spmd.reshard import Box, inside
 
 log = logging.getLogger("spmdrl")
@@ -106,15 +107,16 @@ class Broadcast:
         store = dist.TCPStore("127.0.0.1", 0, 1 + self.tp, True, self.timeout, wait_for_workers=False)
         process.send("join", host="127.0.0.1", port=store.port, backend=self.backend)
         # As SGLang makes its end of it. Members of another program are no ranks of this one: no public call fits.
-        group, _ = distributed_c10d._new_process_group_helper(
-            1 + self.tp,
-            0,
-            [],
-            distributed_c10d.Backend(self.backend),
-            dist.PrefixStore("spmdrl", store),
-            group_name=distributed_c10d.GroupName("spmdrl"),
-            timeout=self.timeout,
-        )
+        with apart_from_default():
+            group, _ = distributed_c10d._new_process_group_helper(
+                1 + self.tp,
+                0,
+                [],
+                distributed_c10d.Backend(self.backend),
+                dist.PrefixStore("spmdrl", store),
+                group_name=distributed_c10d.GroupName("spmdrl"),
+                timeout=self.timeout,
+            )
         process.answer()
         return cast(dist.ProcessGroup, group)
 

@@ -29,7 +29,7 @@ from spmdrl.rollout.engine import (
     check_version,
     longest_sequence,
 )
-from spmdrl.rollout.needs import Needs, watched_load
+from spmdrl.rollout.needs import Needs, once, watched_load
 from spmdrl.rollout.vllm_cpu import CPU_BLOCK, Packed, cpu_kv_bytes, name_shared_memory
 from spmdrl.rollout.vllm_lora import Adapters, lora_options
 from spmdrl.rollout.vllm_world import world_of
@@ -135,7 +135,8 @@ class VLLMEngine:
                 options["moe_backend"] = "triton"
             if self.experts:
                 options["enable_return_routed_experts"] = True
-        if cfg.rollout.tp > 1:
+        if cfg.rollout.tp > 1 or not self.on_cpu:
+            # Without it vLLM takes the first GPU for an engine of one rank, whichever rank that is.
             options["distributed_executor_backend"] = "external_launcher"
         if "adapter" in pushed_parts(cfg):
             options |= lora_options(cfg, config, self.on_cpu)
@@ -269,9 +270,25 @@ class VLLMEngine:
             self.adapters.install()
         if self.packed:
             self.packed.clear()
-        # Cached prefixes belong to the old weights, and nothing else would tell.
-        self.llm.reset_prefix_cache()
+        self._forget_prefixes()
         self.version = version
+
+    def _forget_prefixes(self) -> None:
+        """Cached prefixes belong to the old weights, and nothing else would tell.
+
+        Raises:
+            StaleEngineError: vLLM keeps them, as it does while a request holds a part of the cache.
+        """
+        # A step that is under way on a GPU may still hold what was aborted; the next one lets it go.
+        for _ in range(2):
+            if self.llm.reset_prefix_cache():
+                return
+            if not self.partial:
+                self.engine.step()
+        raise StaleEngineError(
+            f"vLLM keeps prefixes that it cached under other weights: {len(self.partial)} requests run and hold its KV "
+            "cache; abort them before weights are loaded"
+        )
 
     def sleep(self, level: int) -> None:
         """See the contract."""
@@ -286,7 +303,7 @@ class VLLMEngine:
                 self.packed.clear()
         if level == 0 or not self.kv_awake:
             return
-        self.llm.reset_prefix_cache()
+        self._forget_prefixes()
         self.kv_awake = False
         if self.on_cpu:
             # vLLM's sleep mode is for GPUs. Weights of level 1 are in host memory as they are.
@@ -328,7 +345,7 @@ class VLLMEngine:
         if not self.counted or self.weights:
             return None
         parameters = dict(self.model.named_parameters())
-        words = word_sum(parameters[name] for name in self.counted)
+        words = word_sum(once(parameters[name] for name in self.counted))
         return (words + (self.adapters.words() if self.adapters else 0)) % (1 << 64)
 
     def close(self) -> None:

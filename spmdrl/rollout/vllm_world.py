@@ -27,9 +27,13 @@ class _Shown:
 
 @contextmanager
 def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Build vLLM inside. Collective over `ranks`, ascending, the ranks that have an engine."""
+    """Build vLLM inside. Collective over `ranks`, ascending, the ranks that have an engine.
+
+    None of its groups, 2n - 1 for n ranks, is split off the run's NCCL communicator.
+    """
     if len(ranks) == dist.get_world_size():
-        yield
+        with apart_from_default():
+            yield
         return
     from vllm.distributed import parallel_state
 

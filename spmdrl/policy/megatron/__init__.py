@@ -11,5 +11,5 @@ schedule.py    micro-batches through the pipeline, and how every rank learns wha
 training.py    sums of gradients, the distributed optimizer, its state in files
 policy.py      the Policy contract over all of these
 repairs.py     what is put right in Megatron-core on every machine
-cpu.py         what Megatron-core needs to run where there is no GPU
+cpu.py         what Megatron-core needs to run on CPUs
 """

@@ -1,9 +1,9 @@
-"""Megatron-core where there is no GPU.
+"""Megatron-core on CPUs.
 
 Megatron asks torch for CUDA devices, streams and random states by name. Here every loaded module of it gets, in place
 of its global name `torch`, a stand-in that answers for the CPU and passes everything else through; torch itself stays
 as it is, for other libraries in this process depend on it. Nothing is left out but streams, so the numbers are the
-same. Nothing here is active where there is a GPU.
+same. Nothing here is active where ranks work on GPUs.
 """
 
 import contextlib
@@ -112,13 +112,13 @@ STAND_IN = _Torch("torch")
 
 
 def install() -> None:
-    """Make megatron.core run on this machine's CPU; nothing where there is a GPU. May be called again."""
-    if torch.cuda.is_available():
+    """Make megatron.core run on this machine's CPU; nothing where ranks work on GPUs. May be called again."""
+    if repairs.on_gpus():
         return
     with repairs.quiet():
         # Its small functions would each be compiled at first use, which takes seconds and gains nothing here.
         importlib.import_module("megatron.core.jit").disable_jit_fuser()
-    loaded = repairs.load()
+    repairs.load()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = STAND_IN  # type: ignore[attr-defined]
@@ -126,9 +126,6 @@ def install() -> None:
     _linear()
     _experts()
     _optimizer()
-    # Guarded by the presence of TransformerEngine's file in Megatron, not of TransformerEngine.
-    mla: Any = loaded["transformer.multi_latent_attention"]
-    mla.HAVE_TE = isinstance(mla.TELinear, type)
 
 
 def _random_states() -> None:
@@ -182,8 +179,6 @@ def _experts() -> None:
 
     for module in (moe_utils, token_dispatcher):
         module.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _optimizer() -> None:
@@ -203,9 +198,9 @@ def _optimizer() -> None:
 
 
 def dress(parameters: Any) -> None:
-    """Give parameters the type names that Megatron's optimizers sort them by; nothing where there is a GPU."""
-    if torch.cuda.is_available():
-        return
+    """Give parameters on a CPU the type names that Megatron's optimizers sort them by."""
     for p in parameters:
+        if not p.is_cpu:
+            continue
         # Bound to a string, so that a copy of the parameter can be pickled.
         p.type = torch.Tensor.type(p).replace("torch.", "torch.cuda.", 1).__str__

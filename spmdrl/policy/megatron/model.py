@@ -34,8 +34,8 @@ def require() -> None:
             './launch/install.sh, or pip install "megatron-core>=0.16.1,<0.18" einops'
         )
     _warn_of(version("megatron-core"))
-    cpu.install()
     repairs.install()
+    cpu.install()
 
 
 @cache

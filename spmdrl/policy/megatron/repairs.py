@@ -2,8 +2,9 @@
 
 _steps    its distributed optimizer reads a saved state into torch's AdamW, whose counts of steps the state lacks:
           active everywhere
+_engine   routers and latent attention ask for names that only TransformerEngine brings: active everywhere
 _shards   its optimizer on the host (`--policy.host-optimizer`) finds no gradients of float32 parameters: active where
-          there is a GPU, for elsewhere that optimizer is not used
+          ranks work on GPUs, for elsewhere that optimizer is not used
 NOISE     warnings of it that nobody can act on are left out: active everywhere
 """
 
@@ -13,6 +14,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 MODULES = (
     "models.gpt.gpt_layer_specs",
@@ -48,14 +50,29 @@ def load() -> dict[str, Any]:
         return {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
 
 
+def on_gpus() -> bool:
+    """Whether the ranks of this program work on GPUs. A machine that has some may run a program on its CPUs."""
+    return "nccl" in dist.get_backend() if dist.is_initialized() else torch.cuda.is_available()
+
+
 def install() -> None:
-    """Put right what this machine needs. May be called again."""
+    """Put right what this program needs. May be called again."""
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
-    load()
+    _engine(load())
     _steps()
-    if torch.cuda.is_available():
+    if on_gpus():
         _shards()
+
+
+def _engine(loaded: dict[str, Any]) -> None:
+    """Everywhere: what is guarded by TransformerEngine's file in Megatron, which is there without TransformerEngine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+    mla = loaded["transformer.multi_latent_attention"]
+    mla.HAVE_TE = isinstance(mla.TELinear, type)
 
 
 def _steps() -> None:

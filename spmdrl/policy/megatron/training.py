@@ -32,7 +32,7 @@ class Trainer:
         from megatron.core.optimizer import OptimizerConfig as Settings
         from megatron.core.optimizer import get_megatron_optimizer
 
-        config, away = models[0].config, host_optimizer and torch.cuda.is_available()
+        config, away = models[0].config, host_optimizer and repairs.on_gpus()
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         with repairs.quiet():
             self.models: list[Any] = [

@@ -1,0 +1,70 @@
+"""What the vLLM engine is built with on a GPU: this code's own branch, run with a stand-in for vLLM's LLM class."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spmdrl.rollout.vllm import VLLMEngine
+from tests.contract.lookup import Tree, members, parameters
+from tests.contract.sources import UnreachableError, locked, sources
+from tests.ranks.cases import config
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+CASES = {
+    "plain": {},
+    "one process a node of four": {"rollout": {"tp": 4}},
+    "8 bits": {"rollout": {"quantization": "fp8"}},
+    "awake": {"rollout": {"sleep_level": 0, "kv_cache_gib": 0.5}},
+    "adapters": {"lora": {"rank": 4, "push": "adapter"}},
+    "routes": {"rollout": {"routing_replay": True}},
+}
+
+
+def options(monkeypatch, **sections) -> dict:
+    """Arguments of LLM for a rank on a GPU."""
+    import vllm
+
+    monkeypatch.setattr(vllm, "LLM", lambda **given: given)
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.on_cpu, engine.capacity, engine.longest = False, 8, 128
+    engine.world = SimpleNamespace(device=torch.device("cuda", 3))
+    cfg = config(model={"path": "tiny"}, **sections)
+    engine.experts = object() if cfg.rollout.routing_replay else None
+    return engine._build(cfg)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_engine_on_a_gpu_takes_the_device_of_its_rank(monkeypatch, name):
+    given = options(monkeypatch, **CASES[name])
+    # The executor of one process takes the first GPU; this one takes LOCAL_RANK (test below).
+    assert given["distributed_executor_backend"] == "external_launcher"
+    assert "block_size" not in given
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wheel_takes_the_arguments_that_it_is_given(monkeypatch, name):
+    try:
+        tree = Tree(sources("vllm", locked("gpu.txt")["vllm"]))
+    except UnreachableError as error:
+        pytest.skip(str(error))
+    llm, fields = tree.find("vllm.LLM"), tree.find("vllm.engine.arg_utils.EngineArgs")
+    assert llm and fields
+    takes = parameters(llm)
+    assert takes and takes.anything, "what LLM does not name goes to EngineArgs"
+    assert set(options(monkeypatch, **CASES[name])) <= {*takes.names, *members(fields)}
+
+
+def test_external_launcher_takes_the_local_rank_and_the_other_executor_the_first_device(monkeypatch):
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    monkeypatch.setenv("RANK", "11")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cuda")))
+    made = {}
+    for kind in (ExecutorWithExternalLauncher, UniProcExecutor):
+        executor = kind.__new__(kind)
+        executor.vllm_config = config
+        made[kind] = executor._distributed_args()
+    assert made[ExecutorWithExternalLauncher] == ("env://", 11, 3)
+    assert made[UniProcExecutor][1:] == (0, 0)
