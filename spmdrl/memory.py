@@ -55,6 +55,25 @@ class Border:
         return sum(row.bytes for row in self.table if row.place == "device")
 
 
+def place_of(name: str, models: Models, cfg: Config) -> Literal["none", "host", "disk"]:
+    """Where a model is to be while the engine samples."""
+    return cfg.policy.offload if name == "policy" or name in models.trained() else cfg.reference.offload
+
+
+@contextmanager
+def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
+    """An engine is built inside and goes to sleep there: models are off the device meanwhile, as in a rollout.
+
+    vLLM refuses to start where less than its share of the device is free.
+    """
+    for name, model in models.named():
+        if (place := place_of(name, models, cfg)) != "none":
+            model.offload(place, True)
+    yield
+    for _, model in models.named():
+        model.onload()
+
+
 class Memory:
     """The phases of one run over its models and its engine, and the table of who holds what."""
 
@@ -131,8 +150,7 @@ class Memory:
         self._border("trained")
 
     def _offload(self, name: str, model: Any, parameters: bool) -> None:
-        learns = name == "policy" or name in self.models.trained()
-        place = self.cfg.policy.offload if learns else self.cfg.reference.offload
+        place = place_of(name, self.models, self.cfg)
         if place != "none":
             held = {f"{name} {kind}": size for kind, size in model.bytes_by_owner().items()}
             model.offload(place, parameters)

@@ -23,7 +23,7 @@ from spmdrl.data.tree import prompt_lengths
 from spmdrl.experience import Ahead, Experience, Replay, check_parts, fill
 from spmdrl.journal import Journal, check_mismatch, describe, describe_age, told, with_rates
 from spmdrl.learn import serve, steer
-from spmdrl.memory import Memory
+from spmdrl.memory import Memory, room_for_engine
 from spmdrl.models import build_models
 from spmdrl.policy.load import load_tokenizer, resolve
 from spmdrl.policy.routing import experts_of
@@ -31,6 +31,7 @@ from spmdrl.progress import Progress
 from spmdrl.resume import Holder
 from spmdrl.rewards.load import check_cost, load_reward
 from spmdrl.rollout.build import build_engine, check_engine, prompt_room, stop_tokens
+from spmdrl.rollout.engine import Engine
 from spmdrl.spikes import Spikes
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.here import here
@@ -93,7 +94,7 @@ class Run:
         self.ahead = Ahead(self._sample, cfg.rollout.staleness, self.start_step, cfg.run.steps, self.progress.draws)
         stop = stop_tokens(model_folder, self.tokenizer)
         self.note(f"starting engine {cfg.rollout.engine}")
-        self.engine = build_engine(cfg, world, stop) if world.samples else None
+        self.engine = self._engine(stop) if world.samples else None
         self.memory = Memory(cfg, self.models, self.engine, timer, world)
         self.journal = Journal(cfg, world, self.folder, console, self.tokenizer, self.start_step)
         self.eval_metrics: dict[str, float] = {}
@@ -103,6 +104,14 @@ class Run:
         self.step_began = time.perf_counter()
 
     # ── building ─────────────────────────────────────────────────────────────
+
+    def _engine(self, stop: set[int]) -> Engine:
+        """The engine of this rank, asleep where the models of the same rank need its memory first."""
+        with room_for_engine(self.models, self.cfg):
+            engine = build_engine(self.cfg, self.world, stop)
+            if self.policy is not None and (self.world.device.type == "cuda" or self.cfg.policy.offload != "none"):
+                engine.sleep(self.cfg.rollout.sleep_level)
+        return engine
 
     def note(self, text: str) -> None:
         """One line on the console of rank 0 and in every rank's log."""

@@ -17,6 +17,7 @@ from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.meter import Meter
 from spmdrl.spmd.storage import PIECE, Parked, out_of_memory, requested_bytes, scratch_folder, storage_bytes
 from spmdrl.tracking.metrics import Timer
+from spmdrl.train import train
 from tests.ranks.cases import (
     build_policy,
     config,
@@ -27,6 +28,7 @@ from tests.ranks.cases import (
     synthetic_batch,
     update_once,
 )
+from tests.ranks.demo import open_demo
 from tests.ranks.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -443,3 +445,48 @@ def frozen(world, folder):
         with memory.training_phase():
             pass
     return out
+
+
+# ── the start ────────────────────────────────────────────────────────────────
+
+
+def at_start(world, folder, place):
+    """Bytes of the models on the device while the engine is built and after it, and how the engine was left."""
+    from spmdrl import run as module
+
+    models, engines, seen = [], [], []
+
+    def bytes_of():
+        return sum(sum(model.bytes_by_owner().values()) for _, model in models[0].named())
+
+    def build_models(*args):
+        models.append(made(*args))
+        seen.append(bytes_of())
+        return models[0]
+
+    def build_engine(*args):
+        seen.append(bytes_of())
+        engines.append(built(*args))
+        sleep = engines[0].sleep
+        engines[0].sleep = lambda level: (seen.append(f"sleep {level} at {bytes_of()}"), sleep(level))
+        return engines[0]
+
+    made, built = module.build_models, module.build_engine
+    module.build_models, module.build_engine = build_models, build_engine
+    run = open_demo(
+        world,
+        folder,
+        {"policy": {"offload": place}, "reference": {"offload": place}, "rollout": {"sleep_level": 2}},
+    )
+    seen.append(bytes_of())
+    first = len(seen)
+    train(run)
+    return seen[:first]
+
+
+def test_engine_is_built_while_models_are_off_the_device_and_sleeps_before_they_return(tmp_path):
+    for n in (1, 2):
+        for before, during, asleep, after in run_ranks(at_start, n, str(tmp_path / f"disk{n}"), "disk"):
+            assert before == after > 0 and during == 0 and asleep == "sleep 2 at 0"
+    [(before, during, after)] = run_ranks(at_start, 1, str(tmp_path / "none"), "none")
+    assert before == during == after > 0
