@@ -20,8 +20,11 @@ if [[ -z $address && -n ${SLURM_JOB_NODELIST:-} ]]; then
     address=${hosts%%$'\n'*}
 fi
 ((nodes == 1)) || [[ -n $address ]] || fail "$nodes nodes but no MASTER_ADDR: give the name of the first node"
-nproc=${NPROC:-$(./launch/devices.sh 1)}
+processes=${NPROC:-$(./launch/devices.sh 1)}
+# torchrun would give each process one thread, and the work on the host (gradings, AdamW there, pushes) would wait for it.
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
-echo "[node] rank $node_rank of $nodes on $(hostname): $nproc processes, meeting at ${address:-127.0.0.1}:$port"
-exec .venv/bin/torchrun --nnodes "$nodes" --node-rank "$node_rank" --nproc-per-node "$nproc" \
+echo "[node] rank $node_rank of $nodes on $(hostname): $processes processes of $OMP_NUM_THREADS threads, meeting at ${address:-127.0.0.1}:$port"
+exec .venv/bin/torchrun --nnodes "$nodes" --node-rank "$node_rank" --nproc-per-node "$processes" \
     --master-addr "${address:-127.0.0.1}" --master-port "$port" "$@"

@@ -7,5 +7,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./launch/install.sh
-nproc=${NPROC:-$(./launch/devices.sh 2)}
-exec .venv/bin/torchrun --standalone --nproc-per-node "$nproc" -m spmdrl.train --config configs/smollm2_addition.yaml "$@"
+processes=${NPROC:-$(./launch/devices.sh 2)}
+exec .venv/bin/torchrun --standalone --nproc-per-node "$processes" -m spmdrl.train --config configs/smollm2_addition.yaml "$@"

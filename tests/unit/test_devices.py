@@ -94,7 +94,8 @@ def test_launchers_count_devices_as_torch_does(tmp_path, side, count, without, p
         copy.chmod(0o755)
     scripts = {
         ".venv/bin/python": f"#!/bin/sh\necho {count}\n",
-        ".venv/bin/torchrun": '#!/bin/sh\necho "torchrun $@"\n',
+        ".venv/bin/torchrun": '#!/bin/sh\necho "torchrun $@ with $OMP_NUM_THREADS threads"\n',
+        "bin/nproc": "#!/bin/sh\necho 20\n",
         "bin/nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: H200; done\n",
     }
     for name, text in scripts.items():
@@ -114,6 +115,7 @@ def test_launchers_count_devices_as_torch_does(tmp_path, side, count, without, p
         ["bash", tmp_path / "launch/node.sh", "-m", "x"], env=environment, capture_output=True, text=True
     )
     assert node.returncode == 0 and f"--nproc-per-node {max(1, count)} " in node.stdout, node.stdout + node.stderr
+    assert f" with {20 // max(1, count)} threads" in node.stdout
 
 
 def test_running_sums_in_integers_are_those_of_floats_and_know_no_order():
