@@ -154,7 +154,7 @@ class Memory:
         if place != "none":
             held = {f"{name} {kind}": size for kind, size in model.bytes_by_owner().items()}
             model.offload(place, parameters)
-            self._sent(held, dict.fromkeys(held, place))
+            self._sent(held, {owner: "gone" if owner.endswith(" gradients") else place for owner in held})
 
     def _push(self) -> None:
         """The policy's weights into every engine, if one lacks them. Collective."""

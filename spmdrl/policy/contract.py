@@ -100,7 +100,10 @@ class Policy(Protocol):
         ...
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """Gradients and optimizer state off the device, and the parameters unless told to leave them."""
+        """Optimizer state off the device, and the parameters unless told to leave them; gradients are let go.
+
+        Between updates they hold nothing: the next one begins at zero.
+        """
         ...
 
     def onload(self) -> None:

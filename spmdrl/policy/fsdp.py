@@ -310,11 +310,12 @@ class FsdpPolicy(Learner):
         if not moves(place, self.world.device):
             return
         self._reshard()
-        leaving = [x for kind, xs in self._held().items() if parameters or kind != "parameters" for x in xs]
-        parked = Parked(leaving, place, self.world.device)
-        if parked.bytes:
-            self.away.append(parked)
-            self.parameters_away |= parameters
+        for kind, leaving in self._held().items():
+            if parameters or kind != "parameters":
+                parked = Parked(leaving, "gone" if kind == "gradients" else place, self.world.device)
+                if parked.bytes:
+                    self.away.append(parked)
+                    self.parameters_away |= kind == "parameters"
 
     def onload(self) -> None:
         """See the contract."""

@@ -186,10 +186,11 @@ class MegatronPolicy(Learner):
         """See the contract. On a CPU `host` moves nothing."""
         if not moves(place, self.world.device):
             return
-        leaving = [x for kind, xs in self._held().items() if parameters or kind != "parameters" for x in xs]
-        parked = Parked(leaving, place, self.world.device)
-        if parked.bytes:
-            self.away.append(parked)
+        for kind, leaving in self._held().items():
+            if parameters or kind != "parameters":
+                parked = Parked(leaving, "gone" if kind == "gradients" else place, self.world.device)
+                if parked.bytes:
+                    self.away.append(parked)
 
     def onload(self) -> None:
         """See the contract."""
