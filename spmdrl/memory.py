@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
 from spmdrl.models import Models
 from spmdrl.policy.contract import DTYPES
@@ -134,7 +135,7 @@ class Memory:
         engine = self.engine if self.shared else None
         with self.timer("sleep"):
             if engine:
-                level = self.cfg.rollout.sleep_level
+                level = self._sleep_level()
                 held = engine.bytes_by_owner()
                 engine.sleep(level)
                 self._give_back(sum(held.values()))
@@ -174,6 +175,9 @@ class Memory:
                 log.info("the engine's own memory is not summed after a push: what is sent is checked on its way only")
             # Its buckets were freed, and the KV cache comes next.
             self._give_back(self.last_push.bytes)
+
+    def _sleep_level(self) -> int:
+        return sleep_level(self.cfg, self.world.device.type == "cpu")
 
     def _give_back(self, size: int) -> None:
         if self.short:
@@ -283,7 +287,7 @@ class Memory:
             options += [(kv / 2, flag) for flag in self._smaller_cache(kv)]
             options.append((weights / 2, f"a larger --rollout.tp than {cfg.rollout.tp}"))
         else:
-            level = cfg.rollout.sleep_level
+            level = self._sleep_level()
             if self.shared and level < 2:
                 gain = on_device.get("engine weights", 0) + on_device.get("KV cache", 0)
                 options.append((gain, f"--rollout.sleep_level {2 if level else 1}"))

@@ -13,6 +13,7 @@ from spmdrl.algorithm import Algorithm
 from spmdrl.algos.filters import FILTERS
 from spmdrl.collect import Collected, Group, Round, collect, whole
 from spmdrl.compose import compose, load_function
+from spmdrl.config.engines import sleep_level
 from spmdrl.config.paths import run_folder
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, from_trajectories, share_out, to_trajectories
@@ -26,6 +27,7 @@ from spmdrl.learn import serve, steer
 from spmdrl.memory import Memory, room_for_engine
 from spmdrl.models import build_models
 from spmdrl.policy.load import load_tokenizer, resolve
+from spmdrl.policy.lora import pushed_parts
 from spmdrl.policy.routing import experts_of
 from spmdrl.progress import Progress
 from spmdrl.resume import Holder
@@ -109,8 +111,16 @@ class Run:
         """The engine of this rank, asleep where the models of the same rank need its memory first."""
         with room_for_engine(self.models, self.cfg):
             engine = build_engine(self.cfg, self.world, stop)
-            if self.policy is not None and (self.world.device.type == "cuda" or self.cfg.policy.offload != "none"):
-                engine.sleep(self.cfg.rollout.sleep_level)
+            on_cpu = self.world.device.type == "cpu"
+            level = sleep_level(self.cfg, on_cpu)
+            if level == 2 and len(pushed_parts(self.cfg)) > 1:
+                held = engine.bytes_by_owner().get("engine weights", 0) / 2**30
+                self.warn(
+                    f"--rollout.sleep-level 2 with --lora.push adapter: the {held:.2f} GiB beneath the adapters travel "
+                    "to every engine rank at every step; 1 keeps them in host memory"
+                )
+            if self.policy is not None and not (on_cpu and self.cfg.policy.offload == "none"):
+                engine.sleep(level)
         return engine
 
     def note(self, text: str) -> None:

@@ -19,6 +19,14 @@ def engine_name(config: Config) -> str:
     return "vllm" if usable else "hf"
 
 
+def sleep_level(config: Config, on_cpu: bool) -> int:
+    """`auto` resolved: 2 where a push overwrites what level 1 would have copied to the host."""
+    if config.rollout.sleep_level != "auto":
+        return config.rollout.sleep_level
+    adapters = config.lora.rank > 0 and config.lora.push == "adapter"
+    return 1 if on_cpu or adapters else 2
+
+
 def sglang_python() -> Path | None:
     """An interpreter that has SGLang: what `launch/install.sh --sglang` makes, else this one; None if neither has."""
     python = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"

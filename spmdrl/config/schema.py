@@ -241,9 +241,9 @@ class RolloutConfig:
     routing_replay: bool = False
     """Mixture of experts: train every token with the experts that the engine sent it to (R3); not with sglang, nor with
     vLLM on a CPU."""
-    sleep_level: Literal[0, 1, 2] = 1
+    sleep_level: Literal["auto", 0, 1, 2] = "auto"
     """Between rollouts: 0 stays awake, 1 gives back the KV cache (and parks weights in host memory on GPU), 2 gives
-    back both, so that every wake needs a push."""
+    back both, so that every wake needs a push. `auto` is 1 on a CPU and where adapters alone are pushed, else 2."""
     deterministic: bool = False
     """Samples do not depend on what runs beside them: batch-invariant kernels in vLLM and SGLang (GPU; slower), one
     sequence at a time in the HF engine."""

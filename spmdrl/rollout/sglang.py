@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.engines import sglang_python
+from spmdrl.config.engines import sglang_python, sleep_level
 from spmdrl.config.schema import Config
 from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import resolve
@@ -72,8 +72,8 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         values |= {
             "base_gpu_id": world.local_rank,
             "mem_fraction_static": rollout.gpu_memory_utilization,
-            "enable_memory_saver": rollout.sleep_level > 0,
-            "enable_weights_cpu_backup": rollout.sleep_level == 1,
+            "enable_memory_saver": sleep_level(cfg, False) > 0,
+            "enable_weights_cpu_backup": sleep_level(cfg, False) == 1,
             "enable_deterministic_inference": rollout.deterministic or cfg.run.deterministic,
         }
         if rollout.quantization != "none":
@@ -101,6 +101,7 @@ class SGLangEngine:
     def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
         self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
         self.on_cpu = world.device.type == "cpu"
+        self.keeps_weights = sleep_level(cfg, self.on_cpu) == 1
         self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
         self.version: int | None = None
         self.asleep: set[str] = set()
@@ -302,7 +303,7 @@ class SGLangEngine:
         """See the contract."""
         self.abort(list(self.running.values()))
         self.backlog = []
-        if level == 2 or (level == 1 and not self.on_cpu and self.cfg.sleep_level != 1):
+        if level == 2 or (level == 1 and not self.on_cpu and not self.keeps_weights):
             # Also when it sleeps at level 1 already. The host's copy of a GPU's weights was asked for at the start.
             self.version = None
         gone = {"kv_cache"} if level == 1 and self.on_cpu else {"kv_cache", "weights"} if level else set()

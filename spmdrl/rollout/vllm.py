@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
 from spmdrl.policy.contract import DTYPES
 from spmdrl.policy.load import resolve
@@ -126,7 +127,7 @@ class VLLMEngine:
         else:
             options |= {
                 "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
-                "enable_sleep_mode": cfg.rollout.sleep_level > 0,
+                "enable_sleep_mode": sleep_level(cfg, False) > 0,
             }
             if cfg.rollout.quantization != "none":
                 options["quantization"] = cfg.rollout.quantization

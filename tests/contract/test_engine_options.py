@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spmdrl.config.engines import sleep_level
 from spmdrl.rollout.vllm import VLLMEngine
 from tests.contract.lookup import Tree, members, parameters
 from tests.contract.sources import UnreachableError, locked, sources
@@ -68,3 +69,11 @@ def test_external_launcher_takes_the_local_rank_and_the_other_executor_the_first
         made[kind] = executor._distributed_args()
     assert made[ExecutorWithExternalLauncher] == ("env://", 11, 3)
     assert made[UniProcExecutor][1:] == (0, 0)
+
+
+def test_sleep_level_is_the_one_that_copies_nothing_for_nothing():
+    adapters = {"lora": {"rank": 4, "push": "adapter"}}
+    merged = {"lora": {"rank": 4, "push": "merged"}}
+    assert [sleep_level(config(**sections), False) for sections in ({}, merged, adapters)] == [2, 2, 1]
+    assert [sleep_level(config(**sections), True) for sections in ({}, adapters)] == [1, 1]
+    assert sleep_level(config(rollout={"sleep_level": 0}), False) == 0
