@@ -143,6 +143,33 @@ def test_parameters_that_alias_others_are_counted_once():
     assert len(list(once([rows[:4], rows[4:]]))) == 2, "parts of one storage that do not overlap"
 
 
+def test_vllms_sampler_on_a_gpu_is_not_refused_and_the_rest_of_a_deterministic_run_is():
+    asked = []
+
+    class Steps:
+        def has_unfinished_requests(self) -> bool:
+            return True
+
+        def step(self) -> list:
+            asked.append((torch.are_deterministic_algorithms_enabled(), _warns()))
+            return []
+
+    def _warns() -> bool:
+        return torch.is_deterministic_algorithms_warn_only_enabled()
+
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.engine = Steps()
+    try:
+        torch.use_deterministic_algorithms(True)
+        for engine.on_cpu in (False, True):
+            assert engine.poll() == [] and not _warns() and torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    engine.on_cpu = False
+    engine.poll()
+    assert asked == [(True, True), (True, False), (False, False)] and not torch.are_deterministic_algorithms_enabled()
+
+
 # ── prefixes of old weights ──────────────────────────────────────────────────
 
 
