@@ -22,6 +22,7 @@ from spmdrl.spmd.failure import named_exit, watch
 from spmdrl.spmd.here import here
 from spmdrl.spmd.lockstep import lockstep
 from spmdrl.spmd.mesh import start, without_gpu
+from spmdrl.spmd.network import choose_interface
 from spmdrl.spmd.preempt import PreemptedError
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
@@ -54,6 +55,7 @@ def open_run(loaded: Loaded, keeps: bool = True) -> Iterator[Run | None]:
         if not cfg.run.fresh:
             # For whoever fails before the watch begins.
             here.saved = newest
+        notes.append(choose_interface())
         # The group first: from here on one rank alone speaks for all when something fails.
         world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
         # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.
