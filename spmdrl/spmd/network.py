@@ -35,7 +35,7 @@ def choose_interface(
 ) -> str:
     """Set NAMES for a job on several nodes, where a user has not, to the interface towards the first node.
 
-    Returns one line that tells it; empty on a single node.
+    Returns one line that tells it; empty on a single node, and where no way goes by IPv4.
 
     Raises:
         ValueError: every way leads to this node itself.
@@ -46,17 +46,21 @@ def choose_interface(
         os.environ.setdefault(NAMES[1], given)
         return f"network: {given} (GLOO_SOCKET_IFNAME)"
     first = os.environ.get("MASTER_ADDR", "")
+    ways = 0
     # On the first node its name may be a loopback address; the others meet it by the way out.
     for towards in (first, OUTSIDE):
         try:
             own = source(towards)
         except OSError:
             continue
+        ways += 1
         name = None if own.startswith("127.") else named(own)
         if name:
             for variable in NAMES:
                 os.environ.setdefault(variable, name)
             return f"network: {name} ({own}), towards {first}"
+    if not ways:
+        return ""
     raise ValueError(
         f"no network interface leads from {os.uname().nodename} to {first or 'the first node'} (MASTER_ADDR): set "
         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the one between the nodes (`ip addr` lists them)"
