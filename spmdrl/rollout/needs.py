@@ -52,7 +52,7 @@ def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Tensors without those whose memory another of them has: a part of its rows, or the same under another name."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for x in sorted(tensors, key=lambda x: -x.nbytes):
-        start = x.storage_offset() * x.itemsize
+        start = int(x.storage_offset()) * x.itemsize
         held = spans.setdefault(x.untyped_storage().data_ptr(), [])
         if not any(a <= start and start + x.nbytes <= b for a, b in held):
             held.append((start, start + x.nbytes))
