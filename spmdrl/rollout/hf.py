@@ -276,8 +276,8 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
 def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
     """Running sums of probabilities along each row.
 
-    On a GPU those of floats are taken in no fixed order, and torch refuses them under `--run.deterministic`: there in
-    integers, whose sums know no order, of 2^-52.
+    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. There the sums are of integers
+    in units of 2^-52: they are the same in any order.
     """
     if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
         return in_integers(p_BV)
