@@ -26,8 +26,13 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
     corrected for bias as the second one.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
-        zeros = {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | zeros
+        optimizer.state[p] = new_state(p)
+
+
+def new_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What torch's fused AdamW has of a parameter before its first step, on the parameter's device."""
+    zeros = {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), device=p.device)} | zeros
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:

@@ -1,6 +1,7 @@
 """What the rank tests share: configs, a fixed batch of trajectories, a small random model, and one step on it."""
 
 import dataclasses
+import os
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -178,6 +179,11 @@ def whole(named: list[tuple[str, DTensor]]) -> dict[str, torch.Tensor]:
     ]
     parts = [part[:, 0].split(size) for part, size in zip(rows, sizes, strict=True)]
     return {name: torch.cat(own).view(x.shape) for (name, x), *own in zip(named, *parts, strict=True)}
+
+
+def bytes_on_disk(policy) -> int:
+    """Bytes of the files in which a parked policy is."""
+    return sum(os.fstat(each.tape.file.fileno()).st_size for each in policy.away if each.tape)
 
 
 def full_weights(policy) -> dict[str, torch.Tensor]:

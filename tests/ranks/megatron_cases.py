@@ -24,7 +24,7 @@ from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.spmd.reshard import Piece
 from spmdrl.tracking.metrics import Metrics
-from tests.ranks.cases import config, gradients_of, packed, synthetic_batch, update_models
+from tests.ranks.cases import bytes_on_disk, config, gradients_of, packed, synthetic_batch, update_models
 
 LIMIT = 100.0
 
@@ -242,7 +242,7 @@ def children() -> list[str]:
 
 
 def parked(world, axes: dict, sections: dict, folders: dict) -> tuple:
-    """(metrics, weights) of two steps, without and with a stay on disk between them; bytes before, away, after."""
+    """(metrics, weights) of two steps, without and with a stay on disk; bytes before, away, after, and on disk."""
     out = []
     for away in (False, True):
         cfg, here, models = open_models(world, axes, sections, folders, "megatron")
@@ -252,9 +252,10 @@ def parked(world, axes: dict, sections: dict, folders: dict) -> tuple:
             for _, model in models.named():
                 model.offload("disk")
             sizes.append(models.policy.bytes_by_owner())
+            on_disk = bytes_on_disk(models.policy)
             for _, model in models.named():
                 model.onload()
-            sizes.append(models.policy.bytes_by_owner())
+            sizes += [models.policy.bytes_by_owner(), on_disk]
         metrics = update_models(cfg, here, models, synthetic_batch())
         out.append((metrics, weights_of(here, models), sizes))
     return tuple(out)

@@ -3,8 +3,7 @@
 _steps    its distributed optimizer reads a saved state into torch's AdamW, whose counts of steps the state lacks:
           active everywhere
 _engine   routers and latent attention ask for names that only TransformerEngine brings: active everywhere
-_shards   its optimizer on the host (`--policy.host-optimizer`) finds no gradients of float32 parameters: active where
-          ranks work on GPUs, for elsewhere that optimizer is not used
+host_adamw.py  its optimizer on the host cannot be resumed: another stands in its place, active everywhere
 NOISE     warnings of it that nobody can act on are left out: active everywhere
 """
 
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from spmdrl.policy.megatron import host_adamw
 
 MODULES = (
     "models.gpt.gpt_layer_specs",
@@ -61,8 +62,7 @@ def install() -> None:
         warnings.filterwarnings("ignore", message=message)
     _engine(load())
     _steps()
-    if on_gpus():
-        _shards()
+    host_adamw.install()
 
 
 def _engine(loaded: dict[str, Any]) -> None:
@@ -94,23 +94,3 @@ def _steps() -> None:
 
     restore._counts_steps = True  # type: ignore[attr-defined]
     DistributedOptimizer._set_main_param_and_optimizer_states = restore
-
-
-def _shards() -> None:
-    """Where there is a GPU: float32 parameters keep their gradients for an optimizer on the host."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    made: Any = DistributedOptimizer
-    inner = made._build_model_and_main_param_groups
-    if getattr(inner, "_retains", False):
-        return
-
-    def build(cls, *args):
-        groups = inner.__func__(cls, *args)
-        for shard in (p for group in groups[3] for p in group):
-            # Parts of float32 parameters are views, which the optimizer on the host takes for nobody's.
-            shard.retain_grad()
-        return groups
-
-    build._retains = True  # type: ignore[attr-defined]
-    made._build_model_and_main_param_groups = classmethod(build)

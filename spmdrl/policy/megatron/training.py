@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.policy.megatron import repairs
+from spmdrl.policy.megatron.host_adamw import HostAdamW
 from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.vetted import vet
 
@@ -23,16 +24,13 @@ class Trainer:
     """What a model needs to learn: buffers in which gradients are summed over data, and AdamW sharded over it."""
 
     def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
-        """models: as `model.build` gives them. host_optimizer: AdamW runs on the host, its state stays there.
-
-        On a CPU it does so anyway.
-        """
+        """models: as `model.build` gives them. host_optimizer: AdamW is `HostAdamW`; on a CPU the other is too."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.optimizer import OptimizerConfig as Settings
         from megatron.core.optimizer import get_megatron_optimizer
 
-        config, away = models[0].config, host_optimizer and repairs.on_gpus()
+        config = models[0].config
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         with repairs.quiet():
             self.models: list[Any] = [
@@ -56,10 +54,17 @@ class Trainer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
-                optimizer_cpu_offload=away,
-                optimizer_offload_fraction=float(away),
+                optimizer_cpu_offload=host_optimizer,
             )
+            if host_optimizer:
+                # Else the device holds float32 weights beside those of the host. Set afterwards: the constructor asks
+                # for TransformerEngine's version, which need not be there.
+                settings.use_precision_aware_optimizer = True
+                settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
             self.optimizer: Any = get_megatron_optimizer(settings, self.models)
+        for group in self.optimizer.param_groups:
+            # Megatron's scheduler, which has no part here, leaves vectors without decay by this factor.
+            group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
         # The sum over the data is all that is asked for: no division by ranks, micro-batches or tokens.
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = lambda models, tokens=None, **groups: finalize(models, None, **groups)
@@ -91,7 +96,7 @@ class Trainer:
         for each in self._chained():
             parameters = [] if getattr(each, "is_stub_optimizer", False) else each.get_parameters()
             if largest and norm > largest and parameters:
-                clip(parameters, largest, norm)
+                clip(parameters, largest, norm, each.config.use_precision_aware_optimizer)
         *before, last = self._chained()
         for each in before:
             # Each would gather the weights of all; the last one's gather does.
@@ -122,7 +127,9 @@ class Trainer:
 
     def _state(self, loading: bool) -> dict:
         for each in self._optimizers():
-            if isinstance(each, torch.optim.AdamW):
+            if isinstance(each, HostAdamW):
+                each.fill()
+            elif isinstance(each, torch.optim.AdamW):
                 # Megatron reads a count of steps, which AdamW of torch has from its first step on.
                 fill_state(each)
         names = {}
