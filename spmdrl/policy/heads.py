@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from spmdrl.data.tree import plan_tree
-from spmdrl.policy.attention import plan_packing, plan_tree_packing
 from spmdrl.policy.contract import TokenLoss
+from spmdrl.policy.packing import plan_packing, plan_tree_packing
 from spmdrl.policy.routing import FREE
 from spmdrl.policy.ulysses import TokenSlice
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob

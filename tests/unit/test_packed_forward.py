@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 from spmdrl.policy import attention
 from spmdrl.policy.fsdp import recompute
 from spmdrl.policy.heads import PackedLM
+from spmdrl.policy.varlen import Needs, pick
 from tests.ranks.cases import float64_softmax
+from tests.unit.varlen_kernels import calls, stand_in
 
 SMALL = dict(
     vocab_size=61,
@@ -138,9 +140,12 @@ def scalar(logp, entropy):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layout_packed_forward_is_plain_hugging_face(family):
+def test_layout_packed_forward_is_plain_hugging_face(family, monkeypatch):
     plain, packed = pair(family)
+    # Kernels of a GPU by their stand-ins; torch's own cannot cap scores.
+    kernels = ("flash",) if family == "gemma2" else ("flash", "varlen")
     ours = PackedLM(packed)
+    calls.clear()
     for case, lengths in LENGTHS.items():
         tokens, mask = tokens_of(lengths)
         if not mask.any():
@@ -148,9 +153,14 @@ def test_layout_packed_forward_is_plain_hugging_face(family):
         with float64_softmax():
             want = plainly(plain, tokens, lengths, mask)
             want_gradient = gradient(plain, scalar(*want))
-        for kind in ("auto", "eager"):
-            ours.attention = kind
-            got = ours(tokens, torch.tensor(lengths), mask, TEMPERATURE)
+        for kind in ("auto", "eager", *kernels):
+            ours.trunk.attention = kind
+            with monkeypatch.context() as patch:
+                if kind in kernels:
+                    stand_in(patch)
+                got = ours(tokens, torch.tensor(lengths), mask, TEMPERATURE)
+                assert set(calls) == ({kind} & set(kernels)) and len(calls) in (0, SMALL["num_hidden_layers"])
+                calls.clear()
             for a, b in zip(want, got, strict=True):
                 assert (a - b).abs().max() < 1e-10, (case, kind, (a - b).abs().max())
                 assert (b[~mask] == 0).all()
@@ -205,4 +215,4 @@ def test_a_model_whose_attention_gets_no_packing_is_refused():
     with pytest.raises(ValueError, match="StableLmAttention gets no packing"):
         PackedLM(stablelm)(torch.zeros(4, dtype=torch.int64), torch.tensor([4]), torch.arange(4) > 0, 1.0)
     with pytest.raises(ValueError, match="flash-attn is not installed; use --policy.attention auto"):
-        attention.pick_kind("flash", torch.device("cpu"))
+        pick("flash", Needs(9, torch.float32, 8), frozenset())

@@ -1,4 +1,4 @@
-"""Packed sequences for Megatron, how context parallelism divides them, and attention over them in plain torch.
+"""Packed sequences for Megatron, how context parallelism divides them, and attention over them without its extensions.
 
 Under context parallelism every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks, of which rank
 r holds the r-th and the r-th from the end: causal work is then the same on every rank. TransformerEngine and Megatron's
@@ -8,6 +8,7 @@ T tokens of a pack, S of it (padded) on one rank, n heads, g key-value heads, d 
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import lcm
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from spmdrl.policy.megatron.layout import Layout
+from spmdrl.policy.varlen import KERNELS, Runs, installed, make_runs, needs_of, pick
+from spmdrl.policy.varlen import attend as attend_runs
 
 
 @dataclass
@@ -27,6 +30,10 @@ class Params(PackedSeqParams):
 
     routing: Any = None
     """See `routing.py`; None where there are no experts."""
+    lengths: tuple[int, ...] = ()
+    """Padded, of the pack's sequences; on the host, where asking a GPU for them would wait for it in every layer."""
+    runs: Runs | None = None
+    """See `runs_of`; made by the first layer that needs them."""
 
 
 @dataclass
@@ -82,7 +89,7 @@ def make_pack(
     tokens_S = torch.where(rows_S >= 0, tokens_T.cpu()[rows_S.clamp(min=0)], 0)
     cu = torch.tensor([0, *padded]).cumsum(0).to(torch.int32).to(device)
     longest = max(padded)
-    params = Params("thd", cu, cu, cu, cu, longest, longest)
+    params = Params("thd", cu, cu, cu, cu, longest, longest, lengths=tuple(padded))
     return Pack(tokens_S[None].to(device), torch.cat(positions)[mine][None].to(device), params, rows_S.to(device))
 
 
@@ -105,6 +112,21 @@ def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
             out.append(torch.arange(first + part * chunk, first + (part + 1) * chunk))
         first += n
     return torch.cat(out)
+
+
+def runs_of(lengths: list[int], cp: int, rank: int, device: torch.device) -> Runs:
+    """The rows that a rank holds over all rows of a pack, for kernels that take sequences end to end.
+
+    lengths: as in `rows_of`. A chunk is a sequence of its own, whose keys are those of the chunks up to it.
+    """
+    if cp == 1:
+        return make_runs(lengths, device)
+    queries, keys = [], []
+    for first, n in zip(accumulate([0, *lengths]), lengths, strict=False):
+        chunk = n // (2 * cp)
+        queries += [chunk, chunk]
+        keys += [[(first, (part + 1) * chunk)] for part in (rank, 2 * cp - 1 - rank)]
+    return make_runs(queries, device, keys)
 
 
 def attend(
@@ -130,7 +152,7 @@ def attend(
 
 
 class CoreAttention(MegatronModule):
-    """Attention of packed sequences where TransformerEngine's is not to be had.
+    """Attention of packed sequences where TransformerEngine's is not to be had, by a kernel of `varlen.py` if one can.
 
     Grouped heads, latent attention (values of another width), sliding windows, soft-capped scores, context parallelism
     by gathering keys and values.
@@ -156,16 +178,24 @@ class CoreAttention(MegatronModule):
         """[S, n, d], [S, g, d], [S, g, e] to [S, n * e]."""
         if packed_seq_params is None:
             raise ValueError("spmdrl's attention for Megatron takes packed sequences: give packed_seq_params")
-        ends = packed_seq_params.cu_seqlens_q_padded.tolist()
-        lengths = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        lengths = list(packed_seq_params.lengths)
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp > 1:
             # Backward sums what the ranks found for each other's keys and values.
             order = torch.cat([rows_of(lengths, cp, r) for r in range(cp)]).argsort().to(key.device)
             key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group)[order] for x in (key, value))
+        scale = self.scale or query.shape[-1] ** -0.5
+        kernel = pick("auto", needs_of(query, value, self.softcap), installed())
+        if kernel in KERNELS:
+            # Megatron counts the keys before a query, without its own.
+            window = None if self.window is None else self.window + 1
+            if packed_seq_params.runs is None:
+                packed_seq_params.runs = runs_of(lengths, cp, rank, key.device)
+            runs = packed_seq_params.runs
+            return attend_runs(kernel, query, key, value, runs, scale, window, self.softcap).flatten(1)
         rows = rows_of(lengths, cp, rank).to(key.device)
         out, done = [], 0
-        for first, n in zip(ends[:-1], lengths, strict=True):
+        for first, n in zip(accumulate([0, *lengths]), lengths, strict=False):
             mine = slice(done, done + n // cp)
             visible = None
             if cp > 1 or (self.window is not None and self.window + 1 < n):
@@ -174,6 +204,6 @@ class CoreAttention(MegatronModule):
                 if self.window is not None:
                     visible &= ahead <= self.window
             k, v = key[first : first + n], value[first : first + n]
-            out.append(attend(query[mine], k, v, visible, self.scale or query.shape[-1] ** -0.5, self.softcap))
+            out.append(attend(query[mine], k, v, visible, scale, self.softcap))
             done += n // cp
         return torch.cat(out).flatten(1)

@@ -18,6 +18,7 @@ from spmdrl.policy.contract import Head
 from spmdrl.policy.megatron import cpu, repairs
 from spmdrl.policy.megatron.families import Architecture, describe
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks
+from spmdrl.spmd.mesh import apart_from_default
 
 log = logging.getLogger("spmdrl")
 SEED = 1
@@ -62,15 +63,18 @@ def initialize(layout: Layout) -> None:
             # Of another layout: each gloo group has a thread that wakes a hundred times a second.
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        order="tp-cp-ep-dp-pp",
-    )
+    # Split off the default communicator, each group would take all ranks of the job, thousands of times on hundreds of
+    # GPUs, and one on the host those that are not in it. Apart, a communicator is made when its ranks first use it.
+    with apart_from_default():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            order="tp-cp-ep-dp-pp",
+        )
     model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
 
 

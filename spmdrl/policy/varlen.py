@@ -1,0 +1,192 @@
+"""Kernels that compute causal attention over sequences laid end to end, and which one a layer takes.
+
+`flash`: flash-attn's varlen kernel. `varlen`: the one in torch, which needs no package. Both align causality to the end
+of a sequence: of q queries over k keys, the last query sees all keys. So queries that follow keys which they share with
+others, or that stand in the middle of a sequence, need no mask: their keys are gathered, which is linear in tokens.
+
+Q query rows, N key rows, H query heads, K heads of keys and values, d and e the widths of keys and of values.
+"""
+
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+log = logging.getLogger("spmdrl")
+
+KERNELS = ("flash", "varlen")
+"""In the order of preference: flash-attn also caps scores."""
+WIDEST = 256
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a layer asks of a kernel."""
+
+    capability: int
+    """Major compute capability of the GPU; 0 for other devices."""
+    dtype: torch.dtype
+    width: int
+    """Of a head: the wider of keys and values."""
+    softcap: bool = False
+
+
+@dataclass
+class Runs:
+    """Where sequences begin and end among the rows of queries and keys, as the kernels take it."""
+
+    ends_q: torch.Tensor
+    """int32 [sequences + 1]: row at which each sequence's queries begin, and the end."""
+    longest_q: int
+    ends_k: torch.Tensor
+    """The same of its keys, at least as many as its queries."""
+    longest_k: int
+    key_rows: torch.Tensor | None
+    """int64 [N]: rows of the keys, end to end; None where they are the queries' own."""
+
+
+def make_runs(queries: list[int], device: torch.device, keys: list[list[tuple[int, int]]] | None = None) -> Runs:
+    """Runs of sequences with these numbers of queries; of each, keys lists (first row, rows) end to end.
+
+    keys: None where sequences see their own rows alone.
+    """
+    if keys is None:
+        ends, longest = _ends(queries, device), max(queries)
+        return Runs(ends, longest, ends, longest, None)
+    lengths = [sum(n for _, n in spans) for spans in keys]
+    rows = torch.cat([torch.arange(first, first + n) for spans in keys for first, n in spans])
+    return Runs(_ends(queries, device), max(queries), _ends(lengths, device), max(lengths), rows.to(device))
+
+
+def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@cache
+def installed() -> frozenset[str]:
+    """Kernels that this process could call on a GPU."""
+    found = {"flash"} if _flash_loads() else set()
+    # A build of torch may lack its kernel, and on ROCm it is another one, about which nothing is known here.
+    if torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None:
+        found.add("varlen")
+    return frozenset(found)
+
+
+def _flash_loads() -> bool:
+    """True where flash-attn is installed for the torch that runs; says so where it is and cannot be imported."""
+    if not find_spec("flash_attn"):
+        return False
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+    except Exception as error:  # an ImportError, or what a library built for another torch raises
+        log.warning(f"flash-attn is installed and cannot be used: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def needs_of(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> Needs:
+    """Needs of a layer with these queries [..., d] and values [..., e]."""
+    return Needs(_capability(q.device), q.dtype, max(q.shape[-1], v.shape[-1]), bool(softcap))
+
+
+def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Needs:
+    """The same of a model by its config of transformers, before it is built. dtype: of its forward."""
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # Keys of latent attention have two parts.
+    width = max(width, getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0))
+    return Needs(_capability(device), dtype, width, bool(getattr(text, "attn_logit_softcapping", None)))
+
+
+def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
+    """Why a kernel cannot compute a layer; empty where it can. there: see `installed`."""
+    if needs.capability < 8:
+        return "it needs an NVIDIA GPU of the Ampere generation or later"
+    if kernel not in there:
+        return "flash-attn is not installed" if kernel == "flash" else "this build of torch has no such kernel"
+    if needs.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not in {str(needs.dtype).removeprefix('torch.')}"
+    if needs.width > WIDEST:
+        return f"it takes heads of up to {WIDEST} channels, not {needs.width}"
+    if needs.softcap and kernel == "varlen":
+        return "it cannot cap scores, as this model does"
+    return ""
+
+
+def pick(kind: str, needs: Needs, there: frozenset[str]) -> str:
+    """A kernel of `KERNELS`, `padded` or `eager`, for one layer. kind: `--policy.attention`.
+
+    Raises:
+        ValueError: a kernel that was asked for cannot compute the layer.
+    """
+    if kind == "auto":
+        return next((kernel for kernel in KERNELS if not lacking(kernel, needs, there)), "padded")
+    why = lacking(kind, needs, there) if kind in KERNELS else ""
+    if why:
+        raise ValueError(f"--policy.attention {kind}: {why}; use --policy.attention auto")
+    return kind
+
+
+def attend(
+    kernel: str,
+    q_QHd: torch.Tensor,
+    k_NKd: torch.Tensor,
+    v_NKe: torch.Tensor,
+    runs: Runs,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention inside each sequence of `runs`: [Q, H, e].
+
+    window: keys that a query sees, its own among them; None for all before it.
+    """
+    if runs.key_rows is not None:
+        k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
+    width, e = max(q_QHd.shape[-1], v_NKe.shape[-1]), v_NKe.shape[-1]
+    q, k, v = (_fit(x, -(-width // 8) * 8) for x in (q_QHd, k_NKd, v_NKe))
+    sizes = (window - 1 if window else -1, 0)
+    if kernel == "flash":
+        from flash_attn import flash_attn_varlen_func
+
+        out: Any = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            runs.ends_q,
+            runs.ends_k,
+            runs.longest_q,
+            runs.longest_k,
+            softmax_scale=scale,
+            causal=True,
+            window_size=sizes,
+            softcap=softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # Causal by its window; older versions take grouped heads without being told.
+        grouped: dict[str, Any] = (
+            {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        )
+        ends = (runs.ends_q, runs.ends_k, runs.longest_q, runs.longest_k)
+        out: Any = varlen_attn(q, k, v, *ends, scale=scale, window_size=sizes, **grouped)
+    return out[..., :e]
+
+
+def _fit(x: torch.Tensor, width: int) -> torch.Tensor:
+    """A head's channels as the kernels take them: one width for all, zeros to the right, which add to no score."""
+    x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+    return x if x.stride(-1) == 1 else x.contiguous()
