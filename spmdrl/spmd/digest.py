@@ -8,6 +8,8 @@ import xxhash
 
 _LANES = 4096
 """Words that share one weight by row in a digest's sum."""
+_ROWS = 4096
+"""Rows that are summed at a time: torch widens what it sums in a copy, here of 128 MiB at most."""
 _BY_ROW = 2 * 0x9E3779B1
 """Factor of the weights by row: even, so that the weight of every word (its column's plus its row's) stays odd."""
 
@@ -47,17 +49,17 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     """
     w = words(tensor, 4)
     whole = w.numel() // _LANES * _LANES
+    odd = _odd(max(_LANES, _ROWS), w.device)
     total = torch.zeros((), dtype=torch.int64, device=w.device)
-    if whole:
-        grid = w[:whole].view(-1, _LANES)
-        total += (grid.sum(0, dtype=torch.int64) * _odd(_LANES, w.device)).sum()
-        total += (grid.sum(1, dtype=torch.int64) * _odd(len(grid), w.device)).sum() * _BY_ROW
+    for first, grid in enumerate(w[:whole].view(-1, _LANES).split(_ROWS) if whole else ()):
+        total += (grid.sum(0, dtype=torch.int64) * odd[:_LANES]).sum()
+        total += (grid.sum(1, dtype=torch.int64) * (odd[: len(grid)] + 2 * first * _ROWS)).sum() * _BY_ROW
     if w.numel() > whole:
-        total += (w[whole:].long() * _odd(w.numel() - whole, w.device)).sum() * 0x85EBCA77
+        total += (w[whole:].long() * odd[: w.numel() - whole]).sum() * 0x85EBCA77
     return total
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _odd(n: int, device: torch.device) -> torch.Tensor:
     return torch.arange(n, dtype=torch.int64, device=device) * 2 + 1
 

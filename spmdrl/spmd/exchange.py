@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from spmdrl.spmd.digest import digest
+
 
 @dataclass
 class Table:
@@ -45,6 +47,46 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
         part[:n]
         for part, n in zip(everyone.split(most) if most else [everyone] * len(counts), counts.tolist(), strict=True)
     ]
+
+
+def all_gather_shared(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """The same where few ranks may have many rows, without padding each rank's to the longest. Collective.
+
+    An equal share of all rows goes to each rank first, and from each to all: nobody holds more than all rows once.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [rows_nK]
+    counts = torch.cat(all_gather_rows(torch.tensor([[len(rows_nK)]], device=rows_nK.device), group))[:, 0].tolist()
+    world, me = len(counts), dist.get_group_rank(group, dist.get_rank())
+    total = sum(counts)
+    share = -(-total // world)
+    begins = [sum(counts[:r]) for r in range(world)]
+
+    def common(rank: int, holder: int) -> int:
+        """Rows of a rank that belong to the share of another."""
+        first, last = begins[rank], begins[rank] + counts[rank]
+        return max(0, min(last, (holder + 1) * share) - max(first, holder * share))
+
+    mine = rows_nK.new_zeros((share, *rows_nK.shape[1:]))
+    taken, given = [common(r, me) for r in range(world)], [common(me, r) for r in range(world)]
+    dist.all_to_all_single(mine[: sum(taken)], rows_nK.contiguous(), taken, given, group=group)
+    everyone = rows_nK.new_empty((world * share, *rows_nK.shape[1:]))
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    return list(everyone[:total].split(counts))
+
+
+def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], list[int]]:
+    """Different rows of ranks on the host, and for each rank which of them are its own. Collective.
+
+    Of ranks whose rows are the same, the first sends them, so that a thousand replicas take the memory of one.
+    """
+    facts = torch.tensor([[int(digest(rows_nK)), len(rows_nK)]])
+    marks = [(mark, n) for mark, n in torch.cat(all_gather_rows(facts, group)).tolist()]
+    numbers = {mark: n for n, mark in enumerate(dict.fromkeys(marks))}
+    firsts = [marks.index(mark) for mark in numbers]
+    me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
+    everyone = all_gather_shared(rows_nK if me in firsts else rows_nK[:0], group)
+    return [everyone[r] for r in firsts], [numbers[mark] for mark in marks]
 
 
 def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:

@@ -8,7 +8,15 @@ import torch
 from spmdrl.data.batch import balance, from_trajectories, gather_rows
 from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
 from spmdrl.spmd.balance import assign_balanced
-from spmdrl.spmd.exchange import Table, all_gather_rows, all_gather_text, exchange, lexsort
+from spmdrl.spmd.exchange import (
+    Table,
+    all_gather_distinct,
+    all_gather_rows,
+    all_gather_shared,
+    all_gather_text,
+    exchange,
+    lexsort,
+)
 from spmdrl.spmd.seeds import generator_for
 from tests.ranks.harness import run_ranks
 
@@ -214,6 +222,29 @@ def test_layout_gathered_columns_are_alike_on_every_rank_and_world_size():
             assert texts[2] == [""] * n
             assert [len(part) for part in rows] == list(range(n))
             assert all((part >= 100 * r).all() and (part < 100 * r + 99).all() for r, part in enumerate(rows))
+
+
+def uneven_cases(world):
+    """Rows of many ranks gathered without padding, and equal ones once."""
+    out = []
+    for counts in ([0] * 4, [5, 5, 5, 5], [1000, 0, 0, 0], [0, 0, 0, 7], [1, 90, 0, 13], [0, 1, 0, 0]):
+        mine = torch.arange(counts[world.rank] * 3, dtype=torch.float64).view(-1, 3) + 1e4 * world.rank
+        padded = all_gather_rows(mine, group_of(world))
+        shared = all_gather_shared(mine, group_of(world))
+        out.append(len(shared) == len(padded) and all(map(torch.equal, shared, padded)))
+    alike = torch.arange(6)[:, None] + world.rank % 2
+    for rows in (alike, alike[: 0 if world.rank == 3 else 6], alike[:0], alike[:, 0], alike * 0):
+        parts, of = all_gather_distinct(rows, group_of(world))
+        everyone = all_gather_rows(rows, group_of(world))
+        out.append(all(torch.equal(parts[n], mine) for n, mine in zip(of, everyone, strict=True)))
+        out.append(len(parts) == len({tuple(mine.flatten().tolist()) for mine in everyone}) == 1 + max(of))
+    return out
+
+
+def test_layout_uneven_rows_arrive_as_with_padding_and_equal_ones_once():
+    for n in RANKS:
+        for out in run_ranks(uneven_cases, n):
+            assert len(out) == 16 and all(out)
 
 
 def test_lexsort_orders_by_first_column_first():

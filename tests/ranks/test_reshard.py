@@ -1,13 +1,16 @@
 """Weights cut one way and wanted another: every byte arrives once, and a changed one is refused."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from spmdrl.rollout.needs import watched_load
 from spmdrl.spmd import reshard
-from spmdrl.spmd.reshard import CorruptWeightsError, Piece, Reshard, catalogue, cut, inside, size
+from spmdrl.spmd.boxes import cut, inside, size
+from spmdrl.spmd.digest import digest, weighted_sum
+from spmdrl.spmd.reshard import CorruptWeightsError, Piece, Reshard, catalogue
 from tests.ranks.harness import run_ranks
 
 SHAPES = [(7, 6), (5,), (1, 3), (12, 4), (3,), (2, 3, 5), (10001,), (1,), (96, 48)]
@@ -85,35 +88,105 @@ def test_reshard_names_what_nobody_holds():
     assert run_ranks(lacking, 2) == ["t0: no rank holds all of ((0, 7), (0, 6))"] * 2
 
 
-def flipped(world, bit):
-    """One bit of one bucket changes between the ranks."""
+def flipped(world):
+    """Every bit of every message once, by both digests, and one flip that nobody takes back."""
     pieces = held_by(world.rank, 2, 1)
     entries = catalogue(pieces, world.host_group)
-    needs = [(i, entry.box) for i, entry in enumerate(entries)]
-    plan = Reshard(entries, pieces, needs, world.host_group, world.device, torch.bfloat16, 300)
-    finish = plan._finish
+    # The last of them is held by both ranks: a rank that refuses it leaves nobody waiting.
+    needs = [(i, entry.box) for i, entry in enumerate(entries) if 1 < math.prod(entry.shape) < 500]
+    plan, seen = Reshard(entries, pieces, needs, world.host_group, world.device, torch.bfloat16, 100), []
+    check = plan._check
 
-    def tampered(flight, own):
-        for work in flight.works:
-            work.wait()
-        flight.works = []
-        if flight.bucket is plan.buckets[-1]:
-            for message in flight.inbox.values():
-                message[-reshard.ALIGN] ^= bit
-        return finish(flight, own)
+    def refused(flight):
+        try:
+            check(flight)
+        except CorruptWeightsError as error:
+            return str(error)
 
-    plan._finish = tampered
-    try:
+    def tampered(flight):
+        for message in flight.inbox.values():
+            for place, bit in itertools.product(range(len(message)), range(8)):
+                message[place] ^= 1 << bit
+                seen.append(bool(refused(flight)))
+                message[place] ^= 1 << bit
+        seen.append(not refused(flight))
+
+    plan._check, out = tampered, []
+    for take in (digest, weighted_sum):
+        reshard.digest = take
         for _ in plan.run(pieces):
             pass
-    except CorruptWeightsError as error:
-        return str(error)
+    buckets, last = itertools.count(), max(k for k in range(plan.buckets) if plan.routes.bucket(k).receive)
+
+    def left(flight):
+        if next(buckets) == last:
+            for message in flight.inbox.values():
+                message[-reshard.DIGEST - reshard.ALIGN] ^= 1
+        check(flight)
+
+    plan._check = left
+    with pytest.raises(CorruptWeightsError) as error:
+        out += plan.run(pieces)
+    return seen, str(error.value), len(out), last
 
 
-@pytest.mark.parametrize("bit", [1, 128])
-def test_stale_one_flipped_bit_is_refused_by_name(bit):
-    for rank, message in enumerate(run_ranks(flipped, 2, bit)):
-        assert "weights changed on their way to the engine: t" in message and f"from rank {1 - rank}" in message
+def test_stale_any_flipped_bit_is_refused_by_name():
+    for rank, (seen, message, got, last) in enumerate(run_ranks(flipped, 2)):
+        assert len(seen) > 2 * 8 * 100 and all(seen)
+        assert "weights changed on their way to the engine" in message and got == last > 1
+        assert f"a message from rank {1 - rank} with t" in message and "1 of the 1 messages" in message
+
+
+def refused_many(world):
+    """All tensors in one message; the third rank's message arrives as it was."""
+    pieces = held_by(world.rank, 3, 1)
+    entries = catalogue(pieces, world.host_group)
+    needs = [(i, entry.box) for i, entry in enumerate(entries)]
+    plan = Reshard(entries, pieces, needs, world.host_group, world.device, torch.float32, 1 << 30)
+    check = plan._check
+
+    def tampered(flight):
+        next(iter(flight.inbox.values()))[0] ^= 1
+        check(flight)
+
+    plan._check = tampered
+    with pytest.raises(CorruptWeightsError) as error:
+        list(plan.run(pieces))
+    return str(error.value)
+
+
+def test_stale_refused_message_names_some_of_its_tensors():
+    for rank, message in enumerate(run_ranks(refused_many, 3)):
+        sender = 1 if rank == 0 else 0
+        shared = [i for i, shape in enumerate(SHAPES) if size(shares(shape, 3, 0)[sender])]
+        names = ", ".join(f"t{i}" for i in shared[:3])
+        assert f"from rank {sender} with {names} and {len(shared) - 3} more tensors (1 of the 2 messages" in message
+
+
+def counted(world, copies):
+    """Digests that this rank takes in a push from two ranks to all, and what the plan says of messages."""
+    pieces = held_by(world.rank, 2, copies)
+    entries = catalogue(pieces, world.host_group)
+    needs = [(i, entry.box) for i, entry in enumerate(entries)]
+    plan, calls = Reshard(entries, pieces, needs, world.host_group, world.device, torch.float32, 1000), []
+    reshard.digest = lambda message: calls.append(len(message)) or digest(message)
+    for _ in plan.run(pieces):
+        pass
+    buckets = [plan.routes.bucket(k) for k in range(plan.buckets)]
+    received = sum(len(bucket.receive) for bucket in buckets)
+    sent = [(len(places), len(regions)) for bucket in buckets for places, regions in bucket.send]
+    return len(calls), received, sent
+
+
+def test_a_message_has_one_digest_and_equal_messages_one_for_all():
+    results = run_ranks(counted, 4, 1)
+    for rank, (calls, received, sent) in enumerate(results):
+        assert calls == received + len(sent)
+        # The ranks without a part get the same message; the other rank, which has the same needs, too.
+        assert all(places == 3 for places, _ in sent) and bool(sent) == (rank < 2)
+    assert any(regions > 1 for _, regions in results[0][2])
+    for calls, received, sent in run_ranks(counted, 4, 2):  # each part on two ranks: each sends to one other
+        assert calls == received + len(sent) and all(places == 1 for places, _ in sent)
 
 
 class Layer(torch.nn.Module):

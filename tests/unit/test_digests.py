@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.policy.weights import shard_rows
+from spmdrl.spmd import digest as digests
 from spmdrl.spmd.digest import digest, weighted_sum, word_sum, words
 
 BOTH = [digest, weighted_sum]
@@ -87,6 +88,18 @@ def test_stale_digest_of_a_shard_is_that_of_its_rows_in_the_whole(rows, width, s
             assert [take(p.clone()) for p in pieces] == [
                 take(full[slice(*shard_rows(rows, shards, i))]) for i in range(shards)
             ]
+
+
+def test_stale_weighted_sum_is_its_formula_in_any_number_of_steps(monkeypatch):
+    """Each 32-bit word times an odd weight, modulo 2**64; a large message is summed some rows at a time."""
+    lanes, by_row = digests._LANES, 2 * 0x9E3779B1
+    x = random_bytes(lanes * 5 + 77, torch.float32, 9)
+    values, whole = x.view(torch.int32).tolist(), lanes * 5
+    want = sum(v * (2 * (i % lanes) + 1 + (2 * (i // lanes) + 1) * by_row) for i, v in enumerate(values[:whole]))
+    want += sum(v * (2 * i + 1) * 0x85EBCA77 for i, v in enumerate(values[whole:]))
+    for rows in (1, 2, 3, 5, 4096):
+        monkeypatch.setattr(digests, "_ROWS", rows)
+        assert weighted_sum(x).item() % (1 << 64) == want % (1 << 64)
 
 
 def test_stale_whole_check_does_not_depend_on_how_tensors_are_fused():

@@ -1,0 +1,277 @@
+"""Planning a push among hundreds of ranks: memory and CPU seconds of one rank's plan, its messages and digests.
+
+    python benchmarks/push_plan.py [--quick] [--ranks 512] [--json FILE]
+
+No rank but this process exists and no weight either. Names and shapes are those of a HF model on the meta device; which
+boxes each rank holds and needs is made up from the layouts, in the form in which a plan gets it from the other ranks:
+*fsdp*, rows of every parameter and the experts as `policy/experts.py` cuts them; *megatron*, tp 4, pp 8, ep 16 as
+`policy/megatron/convert.py` says it; engines of vLLM with tp 8 and, with *ep*, whole experts. The plan is the program's
+own (`spmd/routes.py`), for two ranks of which one holds experts and one, where ranks are many, does not. Memory
+is that of Python's and numpy's allocations (tracemalloc), the boxes of all ranks included.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+import tracemalloc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+QWEN3 = dict(num_experts=128, num_experts_per_tok=8, head_dim=128, num_key_value_heads=4, vocab_size=151936)
+MODELS = {
+    "qwen3-30b": dict(
+        QWEN3,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+    ),
+    "qwen3-235b": dict(
+        QWEN3,
+        hidden_size=4096,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+    ),
+    "deepseek-v3": {},
+}
+ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+COLUMNS = ("o_proj", "down_proj")
+BUCKET = 256 << 20
+
+
+@dataclass
+class Checkpoint:
+    """Tensors of a checkpoint, and the parameters that hold them."""
+
+    entries: list
+    """`spmd.boxes.Entry` of each."""
+    parameters: list[tuple[int, list[int]]]
+    """Rows of each parameter, and the tensors in it: one, or those of all experts in the order of the rows."""
+    config: Any
+    """The HF model's."""
+
+
+def checkpoint_of(model: str, layers: int | None = None) -> Checkpoint:
+    """A model on the meta device. layers: instead of its own number."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+
+    from spmdrl.policy.experts import Layout, whole
+    from spmdrl.spmd.boxes import Entry
+
+    more = dict(num_hidden_layers=layers, first_k_dense_replace=1) if layers else {}
+    settings = {**MODELS[model], **more}
+    config = DeepseekV3Config(**settings) if model == "deepseek-v3" else Qwen3MoeConfig(**settings)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    layout, entries, parameters = Layout(hf), [], []
+    for name, p in hf.named_parameters():
+        slots = layout.slots(name, tuple(p.shape), whole(p.shape))
+        parameters.append((p.shape[0], list(range(len(entries), len(entries) + len(slots)))))
+        entries += [Entry(slot.name, slot.shape) for slot in slots]
+    return Checkpoint(entries, parameters, config)
+
+
+def to_row(i: int, shape: tuple[int, ...], dim: int | None = None, part: tuple[int, int] = (0, 0)) -> list[int]:
+    """One tensor as a row of a plan, whole or a part of one dimension; all have one dimension or two."""
+    first, last = [0, 0], [*shape, 1][:2]
+    if dim is not None:
+        first[dim], last[dim] = part
+    return [i, *first, *last]
+
+
+def sets_of(rows: list[list[list[int]]], of: list[int]):
+    """`spmd.routes.Sets` from the rows of each set."""
+    from spmdrl.spmd.boxes import runs
+    from spmdrl.spmd.routes import Sets
+
+    arrays = [np.array(x, dtype=np.int64).reshape(-1, 5) for x in rows]
+    return Sets([x[runs(x)[0]] for x in arrays], np.array(of))
+
+
+def fsdp(model: Checkpoint, ranks: int):
+    """What ranks hold under FSDP2: rows of every parameter."""
+    from spmdrl.policy.weights import shard_rows
+
+    held: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for rows, tensors in model.parameters:
+        for rank in range(ranks):
+            a, b = shard_rows(rows, ranks, rank)
+            if len(tensors) > 1:  # an expert, or several, whole
+                each = len(tensors) // rows
+                held[rank] += [to_row(i, model.entries[i].shape) for i in tensors[a * each : b * each]]
+            elif a < b:
+                held[rank].append(to_row(tensors[0], model.entries[tensors[0]].shape, 0, (a, b)))
+    return sets_of(held, list(range(ranks)))
+
+
+def shared(name: str, shape: tuple[int, ...], parts: int, part: int, config) -> tuple[int | None, tuple[int, int]]:
+    """The dimension that tensor parallelism divides, and a rank's range of it; None for a whole tensor."""
+    kind = name.split(".")[-2]
+    dim = 0 if kind in ROWS else 1 if kind in COLUMNS else None
+    if dim is None:
+        return None, (0, 0)
+    if kind in ("k_proj", "v_proj") and config.num_key_value_heads < parts:  # several ranks have the same head
+        parts, part = config.num_key_value_heads, part * config.num_key_value_heads // parts
+    if shape[dim] % parts:
+        return None, (0, 0)
+    step = shape[dim] // parts
+    return dim, (part * step, (part + 1) * step)
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a tensor belongs to."""
+    words = name.split(".")
+    return int(words[words.index("experts") + 1]) if "experts" in words else None
+
+
+def megatron(model: Checkpoint, ranks: int, tp: int = 4, pp: int = 8, ep: int = 16):
+    """What ranks hold under Megatron: a stage's layers, a part of each tensor, some experts whole; replicas of all."""
+    layers, stage_ranks = model.config.num_hidden_layers, ranks // pp
+    assert stage_ranks * pp == ranks and ep % tp == 0 and stage_ranks % ep == 0
+    experts = 1 + max(expert_of(e.name) or 0 for e in model.entries)
+    held = [[] for _ in range(pp * ep)]
+    for i, entry in enumerate(model.entries):
+        words = entry.name.split(".")
+        stage = int(words[2]) * pp // layers if words[1] == "layers" else 0 if words[1] == "embed_tokens" else pp - 1
+        expert = expert_of(entry.name)
+        for place in range(ep):
+            if expert is None:
+                row = to_row(i, entry.shape, *shared(entry.name, entry.shape, tp, place % tp, model.config))
+            elif expert * ep // experts == place:
+                row = to_row(i, entry.shape)
+            else:
+                continue
+            held[stage * ep + place].append(row)
+    return sets_of(held, [rank // stage_ranks * ep + rank % ep for rank in range(ranks)])
+
+
+def vllm(model: Checkpoint, ranks: int, tp: int = 8, ep: bool = False):
+    """What the ranks of engines need. ep: an engine's ranks divide experts, and not each of them."""
+    experts = 1 + max(expert_of(e.name) or 0 for e in model.entries)
+    needed = [[] for _ in range(tp)]
+    for i, entry in enumerate(model.entries):
+        expert = expert_of(entry.name)
+        for place in range(tp):
+            if expert is None or not ep:
+                needed[place].append(to_row(i, entry.shape, *shared(entry.name, entry.shape, tp, place, model.config)))
+            elif expert * tp // experts == place:
+                needed[place].append(to_row(i, entry.shape))
+    return sets_of(needed, [rank % tp for rank in range(ranks)])
+
+
+def plan(model: Checkpoint, held, wanted, rank: int):
+    """The program's plan for one rank, bfloat16, and the bucket of each tensor."""
+    from spmdrl.spmd.reshard import bucket_places
+    from spmdrl.spmd.routes import Routes
+
+    places = bucket_places(model.entries, 2, BUCKET)
+    pieces = np.arange(len(held.rows[held.of[rank]]))
+    return Routes(held, wanted, rank, pieces, model.entries, np.array(places)), 1 + places[-1]
+
+
+def told(sets):
+    """Copies, as a plan gets them from the other ranks: one block of rows."""
+    from spmdrl.spmd.routes import Sets
+
+    rows = np.concatenate(sets.rows)
+    return Sets(np.split(rows, np.cumsum([len(x) for x in sets.rows])[:-1]), sets.of.copy())
+
+
+def traffic(model: Checkpoint, held, routes, buckets: int, rank: int) -> dict:
+    """Messages, regions, digests and bytes of one push on one rank, and what a digest for each region would make."""
+    from spmdrl.spmd.boxes import to_boxes
+    from spmdrl.spmd.reshard import message_bytes
+
+    out = dict.fromkeys(("messages_in", "messages_out", "regions_in", "regions_out", "digests", "received"), 0)
+    out |= dict.fromkeys(("region_digests", "region_received"), 0)
+    mine = to_boxes(held.rows[held.of[rank]], model.entries)
+    for k in range(buckets):
+        bucket, different = routes.bucket(k), set()
+        for places, regions in bucket.send:
+            out["messages_out"] += len(places)
+            out["regions_out"] += len(places) * len(regions)
+            out["digests"] += 1
+            different |= {(mine[n][0], box) for n, box in regions}
+        out["region_digests"] += len(different)  # each once for all receivers
+        for regions in bucket.receive.values():
+            nbytes = message_bytes((torch.bfloat16, box) for _, box in regions)
+            out["messages_in"] += 1
+            out["regions_in"] += len(regions)
+            out["digests"] += 1
+            out["received"] += nbytes
+            out["region_digests"] += len(regions)
+            out["region_received"] += nbytes - 8 + -(-8 * len(regions) // 16) * 16
+    return out
+
+
+def measured(model: Checkpoint, held, wanted, rank: int) -> dict:
+    """CPU seconds of a plan, then, of a second one, its peak and lasting MiB in allocations; and its traffic."""
+    clock = time.process_time()
+    plan(model, told(held), told(wanted), rank)
+    seconds = time.process_time() - clock
+    tracemalloc.start()
+    routes, buckets = plan(model, told(held), told(wanted), rank)
+    lasting, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    row = dict(peak_mib=peak / 2**20, lasting_mib=lasting / 2**20, cpu_s=seconds)
+    return row | traffic(model, held, routes, buckets, rank)
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smallest model alone, 64 ranks")
+    parser.add_argument("--ranks", type=int, default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    ranks, rows = args.ranks or (64 if args.quick else 512), []
+    print(f"{ranks} ranks, bfloat16, buckets of {BUCKET >> 20} MiB; one push of one rank")
+    # (region): what a digest for each region would make.
+    print(
+        f"{'':42} {'peak':>5} {'lasts':>5} {'CPU':>5}  {'messages':>13}  {'regions':>13}  {'digests':>15} {'gets':>7}\n"
+        f"{'case':37} {'rank':>4} {'MiB':>5} {'MiB':>5} {'s':>5}  {'in':>6} {'out':>6}  {'in':>6} {'out':>6}  "
+        f"{'':>6} {'(region)':>8} {'MiB':>7}"
+    )
+    for name in ("qwen3-30b",) if args.quick else tuple(MODELS):
+        model = checkpoint_of(name)
+        trainers = {"fsdp": fsdp(model, ranks)}
+        if not ranks % (8 * 16):
+            trainers["megatron"] = megatron(model, ranks)
+        engines = {"tp 8": vllm(model, ranks), "tp 8 ep": vllm(model, ranks, ep=True)}
+        for (trainer, held), (engine, wanted) in ((t, e) for t in trainers.items() for e in engines.items()):
+            for rank in sorted({5 % ranks, max(0, ranks - 3)}):
+                row = dict(case=f"{name} {trainer} -> {engine}", ranks=ranks, rank=rank)
+                row |= measured(model, held, wanted, rank)
+                rows.append(row)
+                print(
+                    f"{row['case']:37} {rank:4} {row['peak_mib']:5.0f} {row['lasting_mib']:5.0f} {row['cpu_s']:5.1f}  "
+                    f"{row['messages_in']:6} {row['messages_out']:6}  {row['regions_in']:6} {row['regions_out']:6}  "
+                    f"{row['digests']:6} {row['region_digests']:8} {row['received'] / 2**20:7.0f}",
+                    flush=True,
+                )
+    for name, value, goal in (
+        ("push-plan-peak-mib", max(row["peak_mib"] for row in rows), 512),
+        ("push-plan-cpu-s", max(row["cpu_s"] for row in rows), 30),
+    ):
+        print(f"target {name} {value:.1f} {goal} {'ok' if value <= goal else 'miss'}")
+    if args.json:
+        facts = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        facts |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+        args.json.write_text(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()

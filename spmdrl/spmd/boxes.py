@@ -1,0 +1,172 @@
+"""Boxes: parts of named tensors as ranges in every dimension, one by one and as rows of integers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+Box = tuple[tuple[int, int], ...]
+"""First and last + 1 index in every dimension."""
+
+
+@dataclass
+class Piece:
+    """The part of a named tensor that a rank holds; `tensor` has the box's shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    tensor: torch.Tensor
+    exact: bool = False
+    """It travels in its own type: routing biases, which rounded would choose other experts."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole tensor, by name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """Of one that keeps its own; None for what is cast."""
+
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return tuple((0, n) for n in self.shape)
+
+
+def size(box: Box) -> int:
+    """Elements inside."""
+    return math.prod(b - a for a, b in box)
+
+
+def cut(one: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None for nothing."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(a < b for a, b in both) else None
+
+
+def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
+    """The view of a box; origin: the box that the tensor itself is, None for a whole tensor."""
+    if box == origin:
+        return tensor
+    for dim, (a, b) in enumerate(box):
+        start = a - (origin[dim][0] if origin else 0)
+        tensor = tensor.narrow(dim, start, b - a)
+    return tensor
+
+
+def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
+    """Each tensor's boxes without overlap: those that touch or overlap become the box around them."""
+    out: dict[int, list[Box]] = {}
+    for i, box in boxes:
+        apart = out.setdefault(i, [])
+        while True:
+            near = next((b for b in apart if _joins(b, box)), None)
+            if near is None:
+                break
+            apart.remove(near)
+            box = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(near, box, strict=True))
+        apart.append(box)
+    return [(i, box) for i, apart in out.items() for box in apart]
+
+
+def _joins(one: Box, other: Box) -> bool:
+    """They overlap, or differ in one dimension in which they touch."""
+    apart = [d for d, (x, y) in enumerate(zip(one, other, strict=True)) if x != y]
+    overlap = cut(one, other) is not None
+    touch = len(apart) <= 1 and all(one[d][0] <= other[d][1] and other[d][0] <= one[d][1] for d in apart)
+    return overlap or touch
+
+
+# ── as rows: int64 [n, 1 + 2 D], the tensor's number, then D first indices, then D last ones + 1 ──
+
+
+def most_dims(entries: Sequence[Entry]) -> int:
+    """D of the rows for these tensors, at least 1."""
+    return max([1, *(len(entry.shape) for entry in entries)])
+
+
+def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
+    """(tensor, box) as rows; a dimension that a tensor does not have is the range from 0 to 1."""
+    rows = np.zeros((len(boxes), 1 + 2 * dims), dtype=np.int64)
+    rows[:, 1 + dims :] = 1
+    for row, (i, box) in zip(rows, boxes, strict=True):
+        row[0] = i
+        for d, (a, b) in enumerate(box):
+            row[1 + d], row[1 + dims + d] = a, b
+    return rows
+
+
+def to_boxes(rows: np.ndarray, entries: Sequence[Entry]) -> list[tuple[int, Box]]:
+    """Rows as (tensor, box)."""
+    dims = rows.shape[1] // 2
+    # zip ends with the tensor's own dimensions.
+    return [
+        (row[0], tuple((a, b) for a, b, _ in zip(row[1 : 1 + dims], row[1 + dims :], entries[row[0]].shape)))  # noqa: B905
+        for row in rows.tolist()
+    ]
+
+
+def sizes(rows: np.ndarray) -> np.ndarray:
+    """Elements inside of each row's box: int64 [n]."""
+    dims = rows.shape[1] // 2
+    return (rows[:, 1 + dims :] - rows[:, 1 : 1 + dims]).prod(1)
+
+
+def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The order that sorts rows by tensor, then box, and where in that order each run of equal rows begins."""
+    order = np.lexsort(rows.T[::-1])
+    ordered = rows[order]
+    begins = np.ones(len(rows), dtype=bool)
+    begins[1:] = (ordered[1:] != ordered[:-1]).any(1)
+    return order, np.flatnonzero(begins)
+
+
+MEETING = 1 << 16
+"""Pairs of rows that are looked at in one go: bounds the memory."""
+
+
+def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All pairs of boxes of the same tensor that have a region in common: (row of one, row of other, region).
+
+    other: sorted by tensor. Pairs come in the order of `one`, then of `other`.
+    """
+    dims = one.shape[1] // 2
+    first, last = (np.searchsorted(other[:, 0], one[:, 0], side) for side in ("left", "right"))
+    ends = np.cumsum(last - first)
+    found = []
+    for begin in range(0, int(ends[-1]) if len(ends) else 0, MEETING):
+        pair = np.arange(begin, min(begin + MEETING, ends[-1]))
+        a = np.searchsorted(ends, pair, "right")
+        b = pair - ends[a] + last[a]
+        region = one[a]
+        np.maximum(region[:, 1 : 1 + dims], other[b, 1 : 1 + dims], out=region[:, 1 : 1 + dims])
+        np.minimum(region[:, 1 + dims :], other[b, 1 + dims :], out=region[:, 1 + dims :])
+        common = (region[:, 1 : 1 + dims] < region[:, 1 + dims :]).all(1)
+        found.append((a[common], b[common], region[common]))
+    if not found:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64), one[:0]
+    a, b, regions = (np.concatenate(part) for part in zip(*found, strict=True))
+    return a, b, regions
+
+
+def clashing(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Numbers of the groups in which two boxes overlap, sorted.
+
+    groups: int64 [n], each row's; never falls. Rows of one group are of one tensor.
+    """
+    if not len(rows):
+        return groups
+    dims, count = rows.shape[1] // 2, groups[-1] + 1
+    # Boxes that follow one another along a dimension are apart. Sorted shards do, which spares n^2 pairs of them.
+    meets = (groups[1:] == groups[:-1])[:, None] & (rows[1:, 1 : 1 + dims] < rows[:-1, 1 + dims :])
+    unsure = np.logical_and.reduce([np.bincount(groups[1:][d], minlength=count) > 0 for d in meets.T])
+    chosen = unsure[groups]
+    grouped = np.column_stack([groups[chosen], rows[chosen, 1:]])
+    one, other, _ = meet(grouped, grouped)
+    return np.unique(grouped[one[one != other], 0])
