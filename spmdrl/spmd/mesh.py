@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.config.schema import ParallelConfig
+from spmdrl.spmd.devices import check_alike, pick_device
 from spmdrl.spmd.joining import own_names
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
@@ -201,53 +202,6 @@ def _single_process_environment() -> None:
     os.environ.setdefault("MASTER_PORT", "0")
 
 
-def pick_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU.
-
-    Raises:
-        ValueError: GPUs are to be used, and there are fewer than ranks on this machine.
-    """
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count <= local_rank:
-        most = f"start at most {count} processes here (--nproc-per-node {count})" if count else without_gpu()
-        raise ValueError(
-            f"--run.device {kind}: local rank {local_rank} has no GPU of its own, torch finds {count} on this machine: "
-            f"{most}, or give --run.device cpu"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def without_gpu() -> str:
-    """Why a torch that was built for GPUs may find none; empty for one that was not."""
-    if torch.version.cuda is None and torch.version.hip is None:
-        return ""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = f"CUDA_VISIBLE_DEVICES is {seen!r}; " if seen is not None else ""
-    return (
-        f"torch {torch.__version__} is built for GPUs and finds none: {hidden}`nvidia-smi` shows whether the driver "
-        f"sees them and takes CUDA {torch.version.cuda}"
-    )
-
-
-def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
-    """All ranks are on devices of one kind, as rank 0 is.
-
-    Raises:
-        ValueError: this rank is not; a group of both would wait for ever.
-    """
-    store.set(f"device of rank {rank}", device.type)
-    first = store.get("device of rank 0").decode()
-    if first != device.type:
-        why = without_gpu() if device.type == "cpu" else ""
-        raise ValueError(
-            f"rank {rank} on {os.uname().nodename} works on {device.type} and rank 0 on {first}: give every node as "
-            f"many GPUs as processes, or --run.device cpu{'. ' + why if why else ''}"
-        )
-
-
 def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeout: float = 600.0) -> World:
     """Join the world. Collective: every rank calls it with the same arguments.
 
@@ -263,20 +217,21 @@ def start(parallel: ParallelConfig, rollout_tp: int, device: str = "auto", timeo
     wait = timedelta(seconds=timeout)
     later = wait + LATER if where.type == "cuda" else wait
     if not dist.is_initialized():
-        store = None
         if os.environ["WORLD_SIZE"] == "1":
             # Port 0 lets the system choose, so that two single-process runs never meet.
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=wait)
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        else:
             store, _, size = next(dist.rendezvous("env://", timeout=max(later, JOIN)))
-            store = own_names(store, rank, size, max(later, JOIN))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store = own_names(store, rank, size, max(later, JOIN))
+            # Without an agent (`srun python -m spmdrl.train`) rank 0 makes the store, which no earlier start has seen.
             check_alike(store, rank, where)
         backend = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
             store=store,
-            rank=rank if store else -1,
-            world_size=int(os.environ["WORLD_SIZE"]) if store else -1,
+            rank=rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
             # Ranks begin at different times: a machine's first start may take a minute.
             timeout=max(later, JOIN),
             device_id=where if where.type == "cuda" else None,

@@ -2,13 +2,16 @@
 
     torchrun --nproc-per-node 2 -m tests.engines.matrix --rollout.tp 2 --run.dir /tmp/run ...
 
-It is `spmdrl.train` with two stand-ins. Requests are greedy: at temperature 0 every engine must say the same, where a
-draw at the edge of two tokens need not come out alike. And sample k of a prompt may be k steps longer than sample 0:
-greedy samples of equal length would be one sample, and GRPO's advantages of them cancel.
+It is `spmdrl.train` with stand-ins. Requests are greedy: at temperature 0 every engine must say the same, where a draw
+at the edge of two tokens need not come out alike. Sample k of a prompt may be k steps longer than sample 0: greedy
+samples of equal length would be one sample, and GRPO's advantages of them cancel. And where several ranks have vLLM or
+SGLang, groups are made as NCCL makes them (`tests/ranks/stub_nccl.py`), and each rank's record is left in the folder.
 """
 
 import json
+import os
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 
 from spmdrl.config.load import load_or_exit
@@ -44,16 +47,47 @@ def stand_ins() -> None:
     Round.request, Run.pack = greedy, written
 
 
+def as_nccl(inside: ExitStack) -> list:
+    """Have groups made as NCCL makes them, from the world on; its recorder comes into the list."""
+    from spmdrl.rollout import vllm
+    from spmdrl.spmd import mesh
+    from tests.ranks.stub_nccl import BACKEND, stub_nccl
+
+    recorders, world, engine = [], mesh.world_from_group, vllm.world_of
+
+    def world_from_group(*args):
+        recorders.append(inside.enter_context(stub_nccl()))
+        return world(*args)
+
+    def world_of(ranks):
+        from vllm.platforms.cpu import CpuPlatform
+
+        # Else its groups on the device and on the host look alike.
+        CpuPlatform.dist_backend = BACKEND
+        return engine(ranks)
+
+    mesh.world_from_group, vllm.world_of = world_from_group, world_of
+    return recorders
+
+
 def main() -> None:
     """As `spmdrl.train.main`."""
     loaded = load_or_exit(sys.argv[1:])
     prepare()
+    import torch
+
     from spmdrl.opening import open_run
     from spmdrl.train import train
 
     stand_ins()
-    with open_run(loaded) as run:
-        train(run)
+    with ExitStack() as inside:
+        several = int(os.environ["WORLD_SIZE"]) > 1 and loaded.config.rollout.engine != "hf"
+        recorders = as_nccl(inside) if several else []
+        with open_run(loaded) as run:
+            train(run)
+            for recorder in recorders:
+                torch.save(recorder.record, run.folder / f"record_{run.world.rank}.pt")
+                torch.distributed.barrier()
 
 
 if __name__ == "__main__":

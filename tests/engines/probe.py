@@ -2,21 +2,22 @@
 
     python -m tests.engines.probe /tmp/facts tied untied bf16
 
-vLLM gives one engine a process, so each scenario is a process of its own, forked where the imports are done. Training
-is `spmdrl.train.train` itself; the probe stands where a run evaluates: after the push, with the engine awake.
+vLLM gives one engine a process, so each scenario is a process of its own: forked where the imports are done, or on a
+GPU, whose context no fork survives, started anew. Training is `spmdrl.train.train` itself; the probe stands where a run
+evaluates: after the push, with the engine awake. The device is the run's own choice: a GPU where torch sees one.
 """
 
 import dataclasses
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from spmdrl.config.schema import Config
@@ -44,7 +45,7 @@ class Probe:
         self.cfg, self.facts = cfg, facts
         self.transfer: Any = None
         setup_logging(cfg.run.dir, 0)
-        world = start(cfg.parallel, cfg.rollout.tp, "cpu", 60.0)
+        world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, 60.0)
         # Not the value that vLLM would write.
         os.environ["LOCAL_WORLD_SIZE"] = "3"
         torch.manual_seed(1234)
@@ -53,9 +54,10 @@ class Probe:
         facts["rng_untouched"] = torch.equal(rng, torch.get_rng_state())
         facts["local_world_size"] = os.environ["LOCAL_WORLD_SIZE"]
         self.engine, self.policy = self.run.engine, self.run.policy
-        facts["engine"] = type(self.engine).__name__
+        facts["engine"], facts["device"] = type(self.engine).__name__, str(world.device)
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.model.dtype]
         self.hf = AutoModelForCausalLM.from_pretrained(resolve(cfg.model.path), dtype=self.dtype).eval()
+        self.hf.to(world.device)
         facts["tied"] = self.hf.config.tie_word_embeddings
 
     # ── sampling ─────────────────────────────────────────────────────────────
@@ -94,9 +96,9 @@ class Probe:
     @torch.no_grad()
     def hf_logp(self, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
         """Plain forward of transformers on one sequence: log p of each sampled token."""
-        ids = torch.tensor([prompt + tokens])
+        ids = torch.tensor([prompt + tokens], device=self.run.world.device)
         logits = self.hf(input_ids=ids).logits[0].float() / (temperature or 1.0)
-        logp = torch.log_softmax(logits, -1)
+        logp = torch.log_softmax(logits, -1).cpu()
         return torch.stack([logp[len(prompt) + i - 1, token] for i, token in enumerate(tokens)])
 
     @torch.no_grad()
@@ -140,7 +142,7 @@ class Probe:
             )
         batch = from_trajectories(trajectories)
         mask = batch.token["mask"]
-        trainer = self.policy.logprobs(batch, temperature)[0][mask].float()
+        trainer = self.policy.logprobs(batch, temperature)[0].cpu()[mask].float()
         engine = batch.token["rollout_logp"][mask]
         hf = torch.cat([self.hf_logp(prompts[i], done[i, 0].tokens, temperature) for i in range(len(prompts))])
         return {
@@ -177,7 +179,7 @@ class Probe:
         for name, p in self.local_weights():
             # Beneath adapters nothing changes.
             if not self.cfg.lora.rank or "lora_" in name:
-                p.mul_(1 + size * torch.randn(p.shape, generator=generator))
+                p.mul_(1 + size * torch.randn(p.shape, generator=generator).to(p.device))
         self.policy.version += 1
 
     def push(self) -> None:
@@ -317,8 +319,9 @@ def interrupted(p: Probe) -> dict:
 
 def sleep_memory(p: Probe) -> dict:
     """Bytes that the KV cache really gives back, and what the engine says after."""
-    me = psutil.Process()
-    prompts = p.prompts(8)
+    from spmdrl.spmd.meter import Meter
+
+    meter, prompts = Meter(p.run.world.device), p.prompts(8)
 
     def greedy() -> list[list[int]]:
         done = p.drain([p.request(prompt, position=i, temperature=0.0) for i, prompt in enumerate(prompts)])
@@ -326,14 +329,14 @@ def sleep_memory(p: Probe) -> dict:
 
     p.engine.sleep(1)
     p.awake()  # every page of the cache has been touched now
-    before, awake = greedy(), (me.memory_info().rss, p.engine.bytes_by_owner()["KV cache"])
+    before, awake = greedy(), (meter.lap()[0], p.engine.bytes_by_owner()["KV cache"])
     p.engine.sleep(1)
-    asleep = me.memory_info().rss, p.engine.bytes_by_owner()["KV cache"]
+    asleep = meter.lap()[0], p.engine.bytes_by_owner()["KV cache"]
     began = time.perf_counter()
     p.awake()
     seconds = time.perf_counter() - began
     return {
-        "rss_mib": [awake[0] / 2**20, asleep[0] / 2**20, me.memory_info().rss / 2**20],
+        "taken_mib": [awake[0] / 2**20, asleep[0] / 2**20, meter.lap()[0] / 2**20],
         "wake_s": seconds,
         "kv_bytes": [awake[1], asleep[1], p.engine.bytes_by_owner()["KV cache"]],
         "same": before == greedy(),
@@ -342,7 +345,7 @@ def sleep_memory(p: Probe) -> dict:
 
 
 def memory(p: Probe) -> dict:
-    """Level 2 in a run's own phases, and a wake of half a GiB where there is room for a quarter."""
+    """Both levels in a run's own phases, and on a CPU a wake of half a GiB where there is room for a quarter."""
     import resource
 
     memory, prompt = p.run.memory, p.prompts(1)[0]
@@ -363,6 +366,8 @@ def memory(p: Probe) -> dict:
         cycle(level)
         with memory.rollout_phase():
             facts[f"same after {level}"] = p.drain([p.request(prompt, temperature=0.0)])[0, 0].tokens == before
+    if p.run.world.device.type != "cpu":
+        return facts
     cycle(1)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -643,7 +648,7 @@ SCENARIOS = {
 
 
 def preload() -> None:
-    """Import what every scenario needs, once."""
+    """Import what every scenario on a CPU needs, once."""
     from spmdrl.rollout.vllm import _environment
 
     _environment(torch.device("cpu"))
@@ -677,6 +682,10 @@ def measure(scenario: str, folder: Path) -> None:
 
 def main() -> None:
     root, names = Path(sys.argv[1]), sys.argv[2:]
+    if torch.cuda.device_count():
+        for name in names[1:]:
+            subprocess.run([sys.executable, "-m", "tests.engines.probe", str(root), name], check=False)
+        return measure(names[0], root / names[0])
     preload()
     for name in names:
         child = os.fork()

@@ -5,20 +5,25 @@ of Megatron under vLLM. `matrix.py` is what runs, under real torchrun, one job a
 """
 
 import json
-import shutil
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from spmdrl.config.engines import sglang_python
-from spmdrl.policy.load import TINY
+from benchmarks._models import REWARD, tiny_mixture
+from tests.builds import no_sglang, no_vllm
 from tests.e2e.runner import argv, metrics, succeed
+from tests.ranks.nccl_rules import counts, judge
 
 pytestmark = pytest.mark.timeout(600)
 STEPS, PROMPTS, SAMPLES = 5, 8, 4
-LOSS, NORM, LOGP = 1e-4, 1e-3, 1e-4
-"""Largest |difference| of losses, KL and entropies, relative difference of gradient norms, and |dlogp|, in float32."""
+LOSS, NORM, LOGP = 1e-4, 5e-3, 1e-4
+"""Largest |difference| of losses, KL and entropies, relative difference of gradient norms, and |dlogp|, in float32.
+
+Norms are those of the default model, see `mixture`: after four updates one rank and two differ by 8e-4 on torch 2.13
+and by 2e-3 on 2.11, and by 9e-8 on both where a random dense model of Qwen3's kind takes its place.
+"""
 FLAGS = argv(
     f"--run.steps {STEPS} --rollout.prompts_per_step {PROMPTS} --rollout.samples_per_prompt {SAMPLES} "
     "--rollout.max_prompt_tokens 16 --rollout.max_new_tokens 8 --rollout.assignment static --model.dtype float32 "
@@ -26,21 +31,13 @@ FLAGS = argv(
     "--tracking.trackers jsonl --run.timeout 60"
 )
 """A mean over tokens: over sequences, the loss of GRPO's first update on its samples is 0 whatever they are."""
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    right = sum(a == b for a, b in zip(solution_str, ground_truth))
-    return (2 * right - len(solution_str)) / len(ground_truth)
-"""
-ENGINES = {
-    "hf": (True, ""),
-    "vllm": (find_spec("vllm") is not None, "vLLM is not installed"),
-    "sglang": (sglang_python() is not None, "SGLang is not installed: ./launch/install.sh --sglang"),
-}
+ENGINES = {"hf": "", "vllm": no_vllm(), "sglang": no_sglang()}
+"""Name -> why it cannot run here."""
 PLACEMENTS = {"colocated": 0, "split": 1}
 """Ranks that train alone."""
 CELLS = [
-    pytest.param(engine, tp, placement, marks=pytest.mark.skipif(not here, reason=why))
-    for engine, (here, why) in ENGINES.items()
+    pytest.param(engine, tp, placement, marks=pytest.mark.skipif(bool(why), reason=why))
+    for engine, why in ENGINES.items()
     for tp in (1, 2)
     for placement in PLACEMENTS
 ]
@@ -61,31 +58,7 @@ def mixture(tmp_path_factory) -> str:
     Where the default model is all but sure of its tokens, float32 leaves few digits of 1 - p, and so of its gradient:
     only what computes in the same order agrees over 5 updates.
     """
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = tmp_path_factory.mktemp("mixture")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=47,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=64,
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    for file in TINY.glob("tokenizer*"):
-        shutil.copy(file, folder)
+    folder = tiny_mixture(tmp_path_factory.mktemp("mixture"))
     return f"--model.path {folder}"
 
 
@@ -101,12 +74,17 @@ def cell(tmp_path_factory):
             folder, apart = tmp_path_factory.mktemp("run"), PLACEMENTS[placement]
             flags = f"--rollout.engine {engine} --rollout.tp {tp} --parallel.placement {placement} {more}"
             flags += f" --parallel.rollout_ranks {tp}" if apart else ""
+            flags += " --rollout.sglang_push broadcast" if apart and engine == "sglang" else ""
             args = [*FLAGS, *argv(flags), "--reward.function", reward, "--run.dir", folder]
             succeed(args, 150, ranks=tp + apart, module="tests.engines.matrix")
             samples = [json.loads(line) for line in (folder / "greedy.jsonl").read_text().splitlines()]
             known[key] = samples, metrics(folder)
+            files = sorted(folder.glob("record_*.pt"))
+            # Written by a job of ours a moment ago.
+            at.records[key] = [torch.load(file, weights_only=False) for file in files]
         return known[key]
 
+    at.records = {}
     return at
 
 
@@ -130,10 +108,26 @@ def test_parity_of_every_engine_layout_and_placement(cell, engine, tp, placement
     assert differences(cell("hf", 1, "colocated"), found) == []
     for row in found[1]:
         assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
+    check_order(cell)
+
+
+def check_order(cell) -> None:
+    """Splits and collectives of the jobs so far are those that NCCL would go along with (law 1)."""
+    for key, records in cell.records.items():
+        if key[0] != "hf" and (key[1] > 1 or PLACEMENTS[key[2]]):
+            assert len(records) == key[1] + PLACEMENTS[key[2]], key
+            assert all(sum(e.op == "split" for e in r.events) > 3 and len(r.events) > 50 for r in records), key
+            assert judge(records) == [], key
+            print(key[:3], counts(records), {r.rank: kinds(r) for r in records})
+
+
+def kinds(record) -> dict[str, int]:
+    """How many groups of each kind a rank is in."""
+    return dict(Counter(comm.kind for comm in record.comms.values()))
 
 
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
-@pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
+@pytest.mark.skipif(bool(no_vllm()), reason=no_vllm())
 @pytest.mark.parametrize("layout", MEGATRON)
 def test_parity_of_megatron_layouts_with_fsdp_under_vllm(cell, mixture, layout):
     samples, rows = cell("vllm", 1, "colocated", mixture)
@@ -143,6 +137,7 @@ def test_parity_of_megatron_layouts_with_fsdp_under_vllm(cell, mixture, layout):
     print(layout, "worst |dlogp|", max(row["logp_diff/max"] for row in found[1]))
     for row in found[1]:
         assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
+    check_order(cell)
 
 
 def test_parity_of_runs_that_learn_something(cell):

@@ -14,13 +14,12 @@ import pytest
 from spmdrl.config import checks, engines
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.schema import Config
+from tests.builds import no_sglang
 from tests.e2e.runner import GONE_WITHIN, Job, argv, metrics, run, succeed
 from tests.engines.probe import long_prompts, random_qwen2
 
 pytestmark = pytest.mark.timeout(300)
-installed = pytest.mark.skipif(
-    engines.sglang_python() is None, reason="SGLang is not installed: ./launch/install.sh --sglang"
-)
+installed = pytest.mark.skipif(bool(no_sglang()), reason=no_sglang())
 FP32 = 1e-5
 """Largest |dlogp| in float32: engine, transformers, trainer, HF engine."""
 STEPS = 3

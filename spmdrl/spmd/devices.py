@@ -1,0 +1,53 @@
+"""The device that a rank works on: one GPU for each, or the CPU, and the same kind for all ranks of a run."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def pick_device(kind: str, local_rank: int) -> torch.device:
+    """The device of this rank: its own GPU, or the CPU.
+
+    Raises:
+        ValueError: GPUs are to be used, and there are fewer than ranks on this machine.
+    """
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count <= local_rank:
+        most = f"start at most {count} processes here (--nproc-per-node {count})" if count else without_gpu()
+        raise ValueError(
+            f"--run.device {kind}: local rank {local_rank} has no GPU of its own, torch finds {count} on this machine: "
+            f"{most}, or give --run.device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def without_gpu() -> str:
+    """Why a torch that was built for GPUs may find none; empty for one that was not."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return ""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = f"CUDA_VISIBLE_DEVICES is {seen!r}; " if seen is not None else ""
+    return (
+        f"torch {torch.__version__} is built for GPUs and finds none: {hidden}`nvidia-smi` shows whether the driver "
+        f"sees them and takes CUDA {torch.version.cuda}"
+    )
+
+
+def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
+    """All ranks are on devices of one kind, as rank 0 is.
+
+    Raises:
+        ValueError: this rank is not; a group of both would wait for ever.
+    """
+    store.set(f"device of rank {rank}", device.type)
+    first = store.get("device of rank 0").decode()
+    if first != device.type:
+        why = without_gpu() if device.type == "cpu" else ""
+        raise ValueError(
+            f"rank {rank} on {os.uname().nodename} works on {device.type} and rank 0 on {first}: give every node as "
+            f"many GPUs as processes, or --run.device cpu{'. ' + why if why else ''}"
+        )
