@@ -17,8 +17,8 @@ import triton.language as tl
 from spmdrl_kernels.vocabulary import SECOND
 
 SECONDS: dict[str, Any] = {"": 0, "entropy": 1, "collision": 2}
-STATS_BLOCK, GRADIENT_BLOCK = 4096, 2048
-"""Columns that one program holds at a time."""
+STATS_BLOCK, STATS_BLOCK_FP64, GRADIENT_BLOCK = 4096, 512, 2048
+"""Columns that one program holds at a time. With 1024 and more of them in fp64 registers spill (bench/compiled.py)."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -160,6 +160,7 @@ class TritonRows:
     def add_stats_(self, logits_CV, state_4C, targets_C, scale_C, softcap, second) -> None:
         """As `TorchRows.add_stats_`, but leaves the logits as they are."""
         rows, columns = logits_CV.shape
+        most = STATS_BLOCK_FP64 if self.fp64 else STATS_BLOCK
         if not rows or not columns:
             return
         assert logits_CV.stride(1) == 1 and state_4C.stride(1) == 1 and len(state_4C) == SECOND + 2
@@ -173,7 +174,7 @@ class TritonRows:
                 state_4C,
                 state_4C.stride(0),
                 SECOND=SECONDS[second],
-                **self._constants(softcap, columns, STATS_BLOCK),
+                **self._constants(softcap, columns, most),
             )
 
     def logit_gradient(

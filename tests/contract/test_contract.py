@@ -78,9 +78,32 @@ def test_wheels_define_what_is_imported_and_take_what_is_given(name):
     assert not misfits(tree_of(package, locked(lock)[package]), found)
 
 
-def test_vllm_objects_have_the_attributes_of_the_table():
+TABLES = {"vllm": touched.VLLM, "sglang": touched.SGLANG, "megatron": touched.MEGATRON}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_objects_have_the_attributes_of_the_table(name):
+    package, lock = LOCKS[name]
+    assert not missing(tree_of(package, locked(lock)[package]), TABLES[name])
+
+
+def test_tables_have_what_is_read_off_foreign_objects():
+    strange, seen = [], set()
+    for file, roots in touched.ROOTS.items():
+        package = next((name for name in ("vllm", "sglang") if f"rollout/{name}" in file), "megatron")
+        known = {*" ".join([*TABLES[package].values(), touched.TORCHS]).split()}
+        for node in ast.walk(ast.parse((ROOT / "spmdrl" / file).read_text())):
+            if not isinstance(node, ast.Attribute) or (root := ast.unparse(node.value)) not in roots.split():
+                continue
+            seen.add((file, root))
+            if f"{root}.{node.attr}" not in roots.split() and node.attr not in known:
+                strange.append(f"{file}:{node.lineno}: {root}.{node.attr}")
+    assert not strange
+    assert seen == {(file, root) for file, roots in touched.ROOTS.items() for root in roots.split()}
+
+
+def test_vllm_calls_take_the_keywords_of_the_table():
     tree = tree_of("vllm", locked("gpu.txt")["vllm"])
-    assert not missing(tree, touched.VLLM)
     for name, keywords in touched.CALLS.items():
         found = tree.find(name)
         takes = found and parameters(found)

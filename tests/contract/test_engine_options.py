@@ -77,3 +77,34 @@ def test_sleep_level_is_the_one_that_copies_nothing_for_nothing():
     assert [sleep_level(config(**sections), False) for sections in ({}, merged, adapters)] == [2, 2, 1]
     assert [sleep_level(config(**sections), True) for sections in ({}, adapters)] == [1, 1]
     assert sleep_level(config(rollout={"sleep_level": 0}), False) == 0
+
+
+def test_refusal_for_memory_names_what_makes_room():
+    from spmdrl.rollout.vllm import advice
+
+    snapshot = SimpleNamespace(total_memory=80 << 30, free_memory=20 << 30, device_=torch.device("cuda"))
+    from vllm.v1.worker.utils import request_memory
+
+    with pytest.raises(ValueError) as refused:
+        request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=0.9))  # type: ignore[arg-type]
+    said = advice(refused.value)
+    assert "--rollout.gpu-memory-utilization" in said and "--policy.offload host" in said
+    assert "--rollout.gpu-memory-utilization" not in advice(ValueError("no such architecture"))
+
+
+@pytest.mark.parametrize(
+    ("push", "level", "warns"), [("adapter", 2, True), ("adapter", 1, False), ("merged", 2, False)]
+)
+def test_deep_sleep_beside_adapters_says_what_it_costs(monkeypatch, push, level, warns):
+    from spmdrl import run as module
+    from spmdrl.models import Models
+
+    said, slept = [], []
+    engine = SimpleNamespace(bytes_by_owner=lambda: {"engine weights": 3 << 30}, sleep=slept.append)
+    monkeypatch.setattr(module, "build_engine", lambda *args: engine)
+    run = module.Run.__new__(module.Run)
+    run.cfg = config(lora={"rank": 4, "push": push}, rollout={"sleep_level": level})
+    run.world = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    run.models, run.policy, run.warn = Models(None), object(), said.append  # type: ignore[assignment, arg-type]
+    assert run._engine(set()) is engine and slept == [level]
+    assert [("3.00 GiB" in text and "1 keeps them in host memory" in text) for text in said] == [True] * warns

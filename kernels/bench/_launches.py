@@ -1,0 +1,155 @@
+"""The launches that the kernels' Python code makes for a shape, recorded without a GPU.
+
+Tensors are on torch's meta device, which has shapes, dtypes and strides and no numbers, and which the code takes for a
+GPU. What cannot exist there is stood in for: the kernels themselves (they record), matmuls into what exists already
+(nothing; whether they write fp32 from narrower inputs is given), and looks at values (targets out of range, a loss that
+is not per token).
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from spmdrl_kernels import blocks, chunked, gradients, linear, logits, triton_rows
+
+KERNELS = {"stats": "_stats_kernel", "gradient": "_gradient_kernel"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+ALIGNED = 512
+"""Bytes at whose multiples torch's allocator for GPUs begins every tensor."""
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What Triton looks at in a tensor: its dtype, whether it begins at a multiple of 16, whether it is below 2 GiB."""
+
+    dtype: torch.dtype
+    aligned: bool
+    small: bool
+
+    def data_ptr(self) -> int:
+        return ALIGNED if self.aligned else ALIGNED + self.dtype.itemsize
+
+    def ptr_range(self) -> int:
+        return 0 if self.small else 2**31
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with its arguments: pointers, whole numbers, None, and constants (the block and the warps too)."""
+
+    kernel: str
+    arguments: tuple[Any, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+
+class Recorder:
+    """Stands for a kernel."""
+
+    def __init__(self, kernel: str, launches: list[Launch]):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid) -> Callable[..., None]:
+        def launch(*arguments, **constants):
+            told = tuple(pointer(x) if isinstance(x, torch.Tensor) else x for x in arguments)
+            self.launches.append(Launch(self.kernel, told, tuple(constants.items())))
+
+        return launch
+
+
+def pointer(tensor: torch.Tensor) -> Pointer:
+    begins = tensor.storage_offset() * tensor.element_size()
+    # As Triton's backend for AMD: the whole storage counts, and no more than 2 GiB - 1 of it.
+    return Pointer(tensor.dtype, begins % 16 == 0, tensor.untyped_storage().nbytes() < 2**31)
+
+
+@contextmanager
+def recording(widens: bool) -> Iterator[list[Launch]]:
+    """widens: whether the device multiplies narrow matrices into fp32, as NVIDIA's do through torch."""
+    launches: list[Launch] = []
+    with ExitStack() as stack:
+        for kernel, name in KERNELS.items():
+            stack.enter_context(mock.patch.object(triton_rows, name, Recorder(kernel, launches)))
+        for module in (blocks, chunked, gradients):
+            stack.enter_context(mock.patch.object(module, "product_", lambda *a: None))
+        stack.enter_context(mock.patch.object(gradients, "outer_", lambda *a: None))
+        for module in (chunked, linear, logits):
+            stack.enter_context(mock.patch.object(module, "check_values", lambda *a: None))
+        stack.enter_context(mock.patch.object(chunked._Caller, "check_separable", lambda *a: None))
+        stack.enter_context(mock.patch.object(blocks, "widens", lambda a: widens and blocks.narrow(a)))
+        yield launches
+
+
+def make(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+
+def calls(T: int, V: int, dtype: torch.dtype, quick: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every public function with every setting that changes what is launched, forward and backward; D changes nothing.
+
+    quick: most and least work alone.
+    """
+    hidden, weight = make(T, 8, dtype=dtype), make(V, 8, dtype=dtype)
+    targets = make(T, dtype=torch.int64)
+    heats = [(1.0, None), (0.7, 30.0)] if quick else itertools.product((1.0, 0.7), (None, 30.0))
+    uses = [(False, False), (True, True)] if quick else [(False, False), (True, False), (True, True)]
+    for temperature, softcap in heats:
+        options = {"temperature": temperature, "softcap": softcap, "backend": "triton"}
+        name = f"temperature {temperature} softcap {softcap}"
+        for entropy, through in uses:
+            more = options | {"entropy": entropy}
+            what = f"{name} entropy {entropy} backward through {'both' if through else 'logp'}"
+            for invariant in (False,) if quick else (False, True):
+                yield (
+                    f"linear_logprob invariant {invariant} {what}",
+                    partial(
+                        of_logp,
+                        through,
+                        linear.linear_logprob,
+                        hidden,
+                        weight,
+                        targets,
+                        batch_invariant=invariant,
+                        **more,
+                    ),
+                )
+            yield (
+                f"token_logprob {what}",
+                partial(of_logp, through, logits.token_logprob, make(T, V, dtype=dtype), targets, **more),
+            )
+            if through == entropy:
+                yield f"chunked_loss {what}", partial(in_chunks, hidden, weight, targets, **more)
+        yield (
+            f"collision_probability {name}",
+            partial(linear.collision_probability, hidden.detach(), weight.detach(), **options),
+        )
+
+
+def of_logp(through: bool, function: Callable, *given, **options) -> None:
+    """through: the gradient goes through the entropy too."""
+    logp, entropy = function(*given, **options)
+    (logp + entropy if through else logp).sum().backward()
+
+
+def in_chunks(*given, **options) -> None:
+    def loss(logp, entropy, inputs):
+        return logp if entropy is None else logp + entropy
+
+    chunked.chunked_loss(*given, loss, {}, **options)[0].backward()
+
+
+def launches_of(shapes: list[tuple[int, int]], dtypes: list[str], widens: bool, quick: bool) -> dict[Launch, str]:
+    """Distinct launches of all calls, each with the first call that makes it."""
+    found: dict[Launch, str] = {}
+    for (T, V), name in itertools.product(shapes, dtypes):
+        for what, call in calls(T, V, DTYPES[name], quick):
+            with recording(widens) as launches:
+                call()
+            for launch in launches:
+                found.setdefault(launch, f"T {T} V {V} {name} {what}")
+    return found

@@ -1,0 +1,241 @@
+"""What the Triton kernels compile to: registers, shared memory and spills, on a machine without a GPU.
+
+    python kernels/bench/compiled.py [--quick] [--targets NAME ...] [--json FILE]
+
+Every launch that the public functions make for the shapes below (whole vocabularies and a rank's part of them, every
+dtype and setting; `_launches.py` records them) is compiled by the triton that Python imports here, specialised as at a
+launch: pointers and numbers at multiples of 16, constants, and on AMD tensors below 2 GiB. The figures are those of the
+compilers: `ptxas -v` for NVIDIA, the metadata of the assembly for AMD. Exits with 1 where something does not compile,
+does not fit, or spills. --quick: two shapes in bf16, the settings with most and with least work. PYTHONPATH can hold a
+triton of another version.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("TRITON_INTERPRET", None)  # there is nothing to compile under it
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from _launches import DTYPES, KERNELS, Launch, launches_of  # noqa: E402
+from _measure import reason  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from spmdrl_kernels import triton_rows  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU, and the most that one block of threads may take of it."""
+
+    gpu: GPUTarget
+    shared: int
+    """Bytes."""
+    registers: int
+    """Of one thread."""
+
+    @property
+    def widens(self) -> bool:
+        """Whether torch's matmuls write fp32 from narrower inputs there."""
+        return self.gpu.backend == "cuda"
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, 255),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, 255),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, 255),
+    # 512 a lane of a SIMD, of which 8 warps have two each.
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, 256),
+}
+QWEN, LLAMA = 151_936, 32_000
+SHAPES = [
+    *((8192, vocabulary // parts) for vocabulary in (QWEN, LLAMA) for parts in (1, 2, 4, 8)),
+    (8192, 128_256),
+    # Nothing a multiple of 16; a row of blocks more than there is room for; one token.
+    (5003, 50_257),
+    (5003, 32_003),
+    (70_000, LLAMA),
+    (1, QWEN),
+]
+QUICK = [(8192, QWEN), (5003, 50_257)]
+FIGURES = ("registers", "shared", "spilled", "stack")
+"""Of a thread, but `shared` bytes of a block; see `of_nvidia` and `of_amd`."""
+
+
+class Elsewhere:
+    """Stands for the driver of a GPU that is not here: says which it is. Device number i is the i-th target."""
+
+    def __init__(self):
+        self.device = 0
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return list(TARGETS.values())[self.device].gpu
+
+
+def kernel_of(name: str):
+    return getattr(triton_rows, KERNELS[name])
+
+
+def arguments_of(kernel) -> list[str]:
+    """Names of the arguments that are no constants: those in lower case."""
+    return [name for name in kernel.arg_names if name.islower()]
+
+
+def specialised(launch: Launch, device: int) -> str:
+    """What Triton compiles a launch for, beside its constants: types, D for a multiple of 16, S for below 2 GiB."""
+    driver.active.device = device
+    kernel, constants = kernel_of(launch.kernel), dict(launch.constants)
+    *_, bind = kernel.device_caches[device]
+    _, kinds, _ = bind(*launch.arguments, **constants)
+    said = (
+        "None" if kind == "constexpr" else f"{kind}:{more}" if isinstance(more, str) and more else kind
+        for kind, more in kinds[: len(launch.arguments)]
+    )
+    return " ".join(said)
+
+
+def compile_launch(launch: Launch, device: int) -> dict[str, int]:
+    """Compiles a launch for the target and gives what a thread and a block take; nothing is loaded or run.
+
+    Raises:
+        Exception: whatever the compiler does.
+    """
+    driver.active.device = device
+    kernel = kernel_of(launch.kernel)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        built = kernel.warmup(*launch.arguments, grid=(1,), **dict(launch.constants))
+    if "amdgcn" in built.asm:
+        return of_amd(built.asm["amdgcn"], built.metadata.shared)
+    return of_nvidia(said.getvalue(), built.metadata.shared)
+
+
+def of_nvidia(said: str, shared: int) -> dict[str, int]:
+    """From what `ptxas -v` says. spilled: bytes of a thread that are stored to memory and loaded from it."""
+    (used,) = re.findall(r"Used (\d+) registers", said)
+    ((stack, stored, loaded),) = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said
+    )
+    return {"registers": int(used), "shared": shared, "spilled": int(stored) + int(loaded), "stack": int(stack)}
+
+
+def of_amd(assembly: str, shared: int) -> dict[str, int]:
+    """From the metadata at the end of the assembly. spilled: registers, of lanes and of warps."""
+    told = {name: int(value) for name, value in re.findall(r"^\s*\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
+    return {
+        "registers": told["vgpr_count"],
+        "shared": max(shared, told["group_segment_fixed_size"]),
+        "spilled": told["vgpr_spill_count"] + told["sgpr_spill_count"],
+        "stack": told["private_segment_fixed_size"],
+    }
+
+
+def problem(row: dict[str, Any]) -> str:
+    """Why a row is not as it should be, or nothing."""
+    if "error" in row:
+        return row["error"]
+    limits = TARGETS[row["target"]]
+    most = {"registers": limits.registers, "shared": limits.shared, "spilled": 0, "stack": 0}
+    return ", ".join(f"{row[name]} {name}, at most {limit}" for name, limit in most.items() if row[name] > limit)
+
+
+def compile_all(names: list[str], quick: bool) -> list[dict[str, Any]]:
+    """A row for each target and each way to compile a kernel."""
+    launches: dict[bool, dict[Launch, str]] = {}
+    rows: dict[tuple, dict[str, Any]] = {}
+    for name in names:
+        device, widens = list(TARGETS).index(name), TARGETS[name].widens
+        if widens not in launches:
+            dtypes = ["bf16"] if quick else list(DTYPES)
+            launches[widens] = launches_of(QUICK if quick else SHAPES, dtypes, widens, quick)
+        for launch, call in launches[widens].items():
+            key = name, launch.kernel, specialised(launch, device), launch.constants
+            if key in rows:
+                continue
+            rows[key] = row = dict(zip(("target", "kernel", "arguments"), key, strict=False))
+            row |= {"constants": dict(launch.constants), "call": call}
+            try:
+                row |= compile_launch(launch, device)
+            except Exception as error:
+                row["error"] = reason(error)
+    return list(rows.values())
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The range over all ways to compile a kernel for logits of one dtype, then every row with a problem."""
+    groups = defaultdict(list)
+    for row in rows:
+        # The first argument is *bf16:D or the like.
+        groups[row["target"], row["kernel"], re.split(r"[*:]", row["arguments"])[1]].append(row)
+    print("target   kernel    logits  ways  registers  shared  spilled  wrong")
+    for names, group in groups.items():
+        done = [row for row in group if "error" not in row]
+        used = [row["registers"] for row in done] or [0]
+        shared, spilled = (max((row[name] for row in done), default=0) for name in ("shared", "spilled"))
+        wrong = sum(bool(problem(row)) for row in group)
+        print(
+            "{:8} {:9} {:6}".format(*names),
+            f"{len(group):>5} {min(used):>4} - {max(used):>3} {shared:>7} {spilled:>8} {wrong:>6}",
+        )
+    for row in rows:
+        if why := problem(row):
+            print(f"{row['target']} {row['kernel']} {row['constants']}: {why}; {row['call']}; {row['arguments']}")
+
+
+def write(path: str, rows: list[dict[str, Any]]) -> None:
+    """Facts, then a line for each way to compile, with the figures on every target that it is for."""
+    versions = {module.__name__: module.__version__ for module in (torch, triton)}
+    facts: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "figures": FIGURES}
+    facts["arguments"] = {name: arguments_of(kernel_of(name)) for name in KERNELS}
+    ways: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        way = {name: row[name] for name in ("kernel", "arguments", "constants")}
+        told = ways.setdefault(json.dumps(way), way | {"call": row["call"]})
+        told[row["target"]] = row.get("error") or [row[name] for name in FIGURES]
+    lines = ",\n".join(json.dumps(way) for way in ways.values())
+    Path(path).write_text(json.dumps(facts)[:-1] + f', "rows": [\n{lines}\n]}}\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="NAME", help=", ".join(TARGETS)
+    )
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    driver.set_active(Elsewhere())
+    triton.knobs.nvidia.dump_ptxas_log = True
+    with tempfile.TemporaryDirectory() as folder:
+        # What was compiled before says nothing again.
+        triton.knobs.cache.dir = folder
+        rows = compile_all(args.targets, args.quick)
+    print(f"triton {triton.__version__}, torch {torch.__version__}, {len(rows)} compiled")
+    show(rows)
+    if args.json:
+        write(args.json, rows)
+    sys.exit(any(problem(row) for row in rows))
+
+
+if __name__ == "__main__":
+    main()
