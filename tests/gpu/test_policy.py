@@ -12,6 +12,8 @@ import torch
 from spmdrl.policy import attention
 from spmdrl.policy.heads import PackedLM
 from spmdrl.policy.load import TINY, build_model
+from spmdrl.policy.varlen import KERNELS, attend, installed, lacking, make_runs, needs_of
+from tests.unit.varlen_kernels import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
@@ -26,6 +28,48 @@ def test_packed_logp_on_gpu_equals_cpu():
     model = PackedLM(build_model(TINY, torch.float32, False, attention.register()), "padded")
     expected = model(tokens, lengths, mask, 0.7)
     got = model.cuda()(tokens.cuda(), lengths, mask.cuda(), 0.7)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("widths", [(64, 64), (20, 12)])
+def test_attention_kernel_is_what_its_stand_in_says(kernel, window, widths):
+    """Values and gradients in bfloat16, of sequences with more keys than queries among others."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((30, 4, widths[0]), (25, 2, widths[0]), (25, 2, widths[1]))
+    whole = [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]
+    why = lacking(kernel, needs_of(whole[0].cuda(), whole[2], None), installed())
+    if why:
+        pytest.skip(f"{kernel}: {why}")
+    queries, keys = [9, 9, 12], [[(0, 9)], [(0, 9), (9, 4)], [(0, 6), (13, 12)]]
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        q, k, v = leaves = [x.to(device, dtype).requires_grad_() for x in whole]
+        runs = make_runs(queries, q.device, keys)
+        with pytest.MonkeyPatch.context() as patch:
+            if device == "cpu":
+                stand_in(patch)
+            out = attend(kernel, q, k, v, runs, 0.2, window)
+        weight = torch.linspace(-1, 2, out.numel(), device=device, dtype=dtype).view_as(out)
+        (out * weight).sum().backward()
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    for a, b in zip(*found, strict=True):
+        # A key too many or too few is tenths; 16 bits are hundredths.
+        assert (a - b.cpu()).norm() < 0.03 * a.norm()
+
+
+def test_shared_prompts_in_float32_build_no_mask(monkeypatch):
+    prompts = [torch.arange(3, 3 + n) for n in (9, 9, 9, 5, 5)]
+    tokens = torch.cat([torch.cat([prompt, torch.arange(20, 22 + i)]) for i, prompt in enumerate(prompts)])
+    lengths = torch.tensor([len(prompt) + 2 + i for i, prompt in enumerate(prompts)])
+    mask = torch.cat([torch.arange(n) >= len(prompt) for n, prompt in zip(lengths.tolist(), prompts, strict=True)])
+    model = PackedLM(build_model(TINY, torch.float32, False, attention.register()), "auto", share=True)
+    expected = model(tokens, lengths, mask, 0.7)
+    monkeypatch.setattr(attention, "_hidden", lambda *_: pytest.fail("a mask"))
+    got = model.cuda()(tokens.cuda(), lengths, mask.cuda(), 0.7)
+    (got[0].sum() + got[1].sum()).backward()
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(a, b.cpu(), atol=1e-4, rtol=1e-4)
 

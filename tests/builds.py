@@ -1,0 +1,23 @@
+"""Which engines can run in tests for CPUs: these see no GPU (`conftest.py`), and a build for GPUs needs one."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from spmdrl.config.engines import sglang_python, vllm_wants_gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def no_vllm() -> str:
+    """Why vLLM cannot run on a CPU here; empty where it can."""
+    if find_spec("vllm") is None:
+        return "vLLM is not installed"
+    return "vLLM here is its CUDA build: tests/gpu" if vllm_wants_gpu() else ""
+
+
+def no_sglang() -> str:
+    """The same of SGLang, which launch/install.sh takes for the side that .venv is of."""
+    if sglang_python() is None:
+        return "SGLang is not installed: ./launch/install.sh --sglang"
+    side = ROOT / ".venv" / ".spmdrl" / "side"
+    return "SGLang here is its CUDA build" if side.is_file() and side.read_text().strip() == "gpu" else ""
