@@ -3,7 +3,8 @@
 #
 #   ./launch/test.sh [--long] [arguments of pytest]
 #
-# --long adds tests/long (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is skipped.
+# --long adds tests/long (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is skipped;
+# with one, tests/gpu alone sees it (tests/conftest.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./launch/install.sh --dev

@@ -171,8 +171,9 @@ class Memory:
         if stale:
             first = self.last_push is None
             self.last_push = self.transfer.push(version)
-            if first and self.engine and not self.last_push.deep:
-                log.info("the engine's own memory is not summed after a push: what is sent is checked on its way only")
+            if first and self.engine:
+                how = "is summed" if self.last_push.deep else "is not summed: what is sent is checked on its way only"
+                log.info(f"after a push the engine's own memory {how}")
             # Its buckets were freed, and the KV cache comes next.
             self._give_back(self.last_push.bytes)
 

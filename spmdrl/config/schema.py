@@ -138,7 +138,7 @@ class PolicyConfig:
     recompute: Literal["full", "selective"] = "full"
     """What activation_checkpointing recomputes: whole layers, or (Megatron) the attention between its projections."""
     host_optimizer: bool = False
-    """Megatron: AdamW runs on the host, where its state stays."""
+    """Megatron: AdamW runs on the host, where its moments and the float32 weights stay."""
     moe_aux_loss: float = 0.0
     """Megatron, mixture of experts: weight of a loss for evenly used experts in every sequence. 0: none."""
     moe_bias_rate: float = 0.0
@@ -150,9 +150,9 @@ class PolicyConfig:
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward: less memory, one more all-gather. Models of up to 64 MiB
     are gathered whole, once for both."""
-    attention: Literal["auto", "padded", "flash", "eager"] = "auto"
-    """Packed attention. `auto`: flash-attn varlen on GPU where installed, else causal SDPA per sequence (`padded`).
-    `eager`: plain softmax."""
+    attention: Literal["auto", "flash", "varlen", "padded", "eager"] = "auto"
+    """Packed attention. `auto`: on a GPU in 16 bits flash-attn's kernel where installed (`flash`), else torch's own
+    (`varlen`); otherwise causal SDPA per sequence (`padded`). `eager`: plain softmax."""
     chunked_loss: bool = True
     """FSDP: losses in which no token depends on another are taken chunk by chunk within the output head: a quarter of
     its work less, for a float32 copy of the head's gradient while the activations stand, where a micro-batch takes
@@ -201,7 +201,8 @@ class RolloutConfig:
     """Sampling: how many, how long, by which engine."""
 
     engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
-    """Sampler. `auto`: vLLM when installed, else the HF engine. `sglang`: after `launch/install.sh --sglang`."""
+    """Sampler. `auto`: vLLM when installed for the run's device, else the HF engine. `sglang`: after
+    `launch/install.sh --sglang`."""
     tp: int = 1
     """Ranks that share one engine; must divide the ranks that sample."""
     prompts_per_step: int = 32

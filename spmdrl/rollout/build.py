@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from spmdrl.config.engines import engine_name
+from spmdrl.config.engines import engine_name, vllm_wants_gpu
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.mesh import World
@@ -41,6 +41,11 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "--rollout.engine vllm: vLLM is not installed; run launch/install.sh, or use --rollout.engine hf"
+        )
+    if name == "vllm" and on_cpu and vllm_wants_gpu():
+        raise ValueError(
+            "--rollout.engine vllm: the vLLM that is installed is a build for GPUs, and this run is on the CPU; take "
+            "--rollout.engine hf, or --run.device cuda where a GPU is to be had"
         )
 
 

@@ -124,6 +124,24 @@ def check_version(request: Request, version: int | None) -> None:
         )
 
 
+def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> int:
+    """How many tensors an engine has, all of which must lie on the rank's own device (law 7).
+
+    Raises:
+        RuntimeError: one does not. An engine that chose a device by itself may have taken that of another rank.
+    """
+    places = [(name, tensor.device) for name, tensor in tensors]
+    away = [(name, place) for name, place in places if place != device]
+    if away:
+        name, place = away[0]
+        raise RuntimeError(
+            f"this rank works on {device}, and its {engine} engine has {len(away)} of {len(places)} tensors elsewhere: "
+            f"{name} is on {place}. {engine} took a device by itself, a defect of ours or of a version of it that this "
+            "was not written for; --rollout.engine hf keeps to the rank's device"
+        )
+    return len(places)
+
+
 def longest_sequence(cfg: Config) -> int:
     """Tokens of prompt and response together that an engine is built for."""
     from transformers import AutoConfig

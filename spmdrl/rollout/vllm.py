@@ -26,6 +26,7 @@ from spmdrl.rollout.engine import (
     Owner,
     Request,
     StaleEngineError,
+    check_device,
     check_length,
     check_version,
     longest_sequence,
@@ -79,6 +80,18 @@ def refusals_as_warnings() -> Iterator[None]:
             torch.use_deterministic_algorithms(True)
 
 
+def advice(error: Exception) -> str:
+    """What to change after vLLM refused to start."""
+    if "memory" not in str(error).lower():
+        return (
+            "Try --rollout.engine hf, or other values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
+        )
+    return (
+        "Give it less by --rollout.gpu-memory-utilization or --rollout.kv-cache-gib, or make room by --policy.offload "
+        "host, a larger --rollout.tp, or ending what else runs on the device"
+    )
+
+
 class VLLMEngine:
     """The Engine contract (`engine.py`) on vLLM.
 
@@ -122,6 +135,9 @@ class VLLMEngine:
         # Any: below here is vLLM's inside, which its public types do not describe.
         self.engine: Any = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
+        held = [*self.model.named_parameters(), *((f"KV cache {i}", x) for i, x in enumerate(self.runner.kv_caches))]
+        count = check_device("vllm", held, world.device)
+        log.info(f"vllm: {count} parameters and KV caches, all on {world.device}")
         self.cache: Parked | None = None
         self.weights: Parked | None = None
         self.adapters = Adapters(self.runner, cfg) if "adapter" in pushed_parts(cfg) else None
@@ -175,10 +191,7 @@ class VLLMEngine:
                 **options,
             )
         except Exception as error:
-            raise RuntimeError(
-                f"vLLM could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or other "
-                "values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
-            ) from error
+            raise RuntimeError(f"vLLM could not start for {cfg.model.path}: {error}. {advice(error)}") from error
 
     @property
     def model(self) -> Any:

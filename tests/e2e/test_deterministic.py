@@ -1,12 +1,11 @@
 """`--deterministic`: two runs of one command are equal to the last bit, with every engine that runs here."""
 
-import importlib.util
 import shutil
 
 import pytest
 
-from spmdrl.config.engines import sglang_python
 from spmdrl.determinism import make_deterministic
+from tests.builds import no_sglang, no_vllm
 from tests.e2e.kills import differences, untimed
 from tests.e2e.runner import argv, run, succeed
 from tests.ranks.cases import config
@@ -19,19 +18,15 @@ FLAGS = argv(
     "--algo.updates_per_step 2 --algo.kl_coef 0.05 --rollout.max_sequences 6 --rollout.max_new_tokens 24"
 )
 """Few sequences at a time: engines take up others as some end, and sums round by the company."""
-ENGINES = {
-    "hf": True,
-    "vllm": importlib.util.find_spec("vllm") is not None,
-    "sglang": sglang_python() is not None,
-}
-"""Name -> is it installed."""
+ENGINES = {"hf": "", "vllm": no_vllm(), "sglang": no_sglang()}
+"""Name -> why it cannot run here."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_deterministic_runs_are_bit_equal(engine, tmp_path):
     """Two runs, and one that goes on from the first step of another: `latest` then points to what is not there."""
-    if not ENGINES[engine]:
-        pytest.skip(f"{engine} is not installed")
+    if ENGINES[engine]:
+        pytest.skip(ENGINES[engine])
 
     def train(name: str) -> None:
         flags = [*FLAGS, "--deterministic", "--rollout.engine", engine, "--run.dir", tmp_path / name]

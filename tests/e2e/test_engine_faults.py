@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv, metrics, run, succee
 from tests.ranks.cases import config
 
 pytestmark = pytest.mark.timeout(240)
+with_vllm = pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
+VLLM = pytest.param("vllm", marks=with_vllm)
 QUICK = argv(
     "--rollout.engine hf --run.steps 2 --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 0 "
     "--tracking.trackers jsonl --run.timeout 30"
@@ -56,7 +59,7 @@ def model_of(folder: Path, **changes) -> Path:
 # ── an engine that does not fit the model ────────────────────────────────────
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["hf", VLLM, "sglang"])
 @pytest.mark.parametrize(
     ("tp", "changes", "fits"),
     [
@@ -108,6 +111,7 @@ def test_bad_placement_without_a_rank_to_train_is_one_message(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@with_vllm
 @pytest.mark.parametrize(
     ("sections", "flag"),
     [
@@ -116,8 +120,9 @@ def test_bad_placement_without_a_rank_to_train_is_one_message(tmp_path):
         ({"eval": {"temperature": 3.0}}, "--eval.temperature 3"),
     ],
 )
-def test_bad_temperature_of_an_engine_is_found_at_the_start(sections, flag):
+def test_bad_temperature_of_an_engine_is_found_at_the_start(sections, flag, monkeypatch):
     """vLLM refuses the one when it is asked to sample, and samples at another than the other without a word."""
+    monkeypatch.setattr("spmdrl.rollout.build.vllm_wants_gpu", lambda: False)
     sections["rollout"] = sections.get("rollout", {}) | {"engine": "vllm"}
     with pytest.raises(ValueError, match=f"{flag}: vllm takes 0.01 to 2"):
         check_engine(config(**sections), True)
@@ -138,9 +143,13 @@ def kv_config(gib: float, engine: str, **rollout):
 @pytest.mark.parametrize(
     ("engine", "on_cpu", "tp", "tokens"),
     # vLLM holds whole blocks and one more; SGLang a few tokens more.
-    [("vllm", True, 1, 160), ("vllm", True, 4, 160), ("vllm", False, 1, 128), ("sglang", True, 2, 108)],
+    [
+        *(pytest.param("vllm", *case, marks=with_vllm) for case in ((True, 1, 160), (True, 4, 160), (False, 1, 128))),
+        ("sglang", True, 2, 108),
+    ],
 )
-def test_bad_kv_cache_too_small_for_one_sequence_names_the_least_that_does(engine, on_cpu, tp, tokens):
+def test_bad_kv_cache_too_small_for_one_sequence_names_the_least_that_does(engine, on_cpu, tp, tokens, monkeypatch):
+    monkeypatch.setattr("spmdrl.rollout.build.vllm_wants_gpu", lambda: False)
     model = json.loads((TINY / "config.json").read_text())
     heads = max(1, model["num_key_value_heads"] // tp)
     head_dim = model["hidden_size"] // model["num_attention_heads"]
@@ -156,7 +165,7 @@ def test_bad_kv_cache_too_small_for_one_sequence_names_the_least_that_does(engin
         check_engine(kv_config((need - 1) / 2**30, engine, tp=tp), on_cpu)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", [VLLM, "sglang"])
 def test_bad_kv_cache_larger_than_the_machine_names_what_is_free(engine):
     with pytest.raises(ValueError, match=r"^--rollout.kv-cache-gib 90000: .* [\d.]+ GiB are free; give less$"):
         check_engine(kv_config(90000.0, engine), True)

@@ -11,12 +11,12 @@ import json
 import statistics
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.builds import no_vllm
 from tests.e2e.runner import Job, argv, metrics
 
 LONG = 2000
@@ -106,8 +106,8 @@ def check(record: dict) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks, engine", [(0, "hf"), (2, "hf"), (2, "vllm")])
 def test_soak_2000_steps(tmp_path, ranks, engine):
-    if engine == "vllm" and find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
+    if engine == "vllm" and no_vllm():
+        pytest.skip(no_vllm())
     check(soak(tmp_path / "run", LONG, ranks, engine))
 
 

@@ -210,6 +210,49 @@ def test_benchmark_transfer_runs(tmp_path):
     assert row["received"] == 0 and row["needed"] > 0 and row["deep"]
 
 
+def memory(folder: str):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from benchmarks import memory as bench
+
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=1, vocab_size=32000, eos_token_id=2))
+    model.bfloat16().save_pretrained(folder)
+    bench.side("hf", folder, True, Path(folder) / "out.json")
+
+
+def test_benchmark_memory_runs(tmp_path):
+    forked(memory, str(tmp_path))
+    assert "training" in (tmp_path / "out.json").read_text()
+
+
+def step_memory():
+    sys.path.insert(0, str(ROOT / "kernels" / "bench"))
+    import step_memory as bench
+
+    bench.VOCAB = 512
+    for way in bench.WAYS:
+        bench.one(way, 16)
+    return True
+
+
+def test_benchmark_step_memory_runs():
+    assert forked(step_memory)
+
+
+def push_plan():
+    from benchmarks import push_plan as bench
+
+    model = bench.checkpoint_of("deepseek-v3", layers=2)
+    return bench.measured(model, bench.fsdp(model, 64), bench.vllm(model, 64), 5)
+
+
+def test_benchmark_push_plan_runs():
+    row = forked(push_plan)
+    assert row["digests"] < row["region_digests"] and row["received"] < row["region_received"]
+    assert 0 < row["lasting_mib"] < row["peak_mib"] < 8
+
+
 def vocabulary():
     from benchmarks import vocabulary as bench
 

@@ -20,6 +20,7 @@ from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
 from tests.ranks.cases import (
     build_policy,
+    bytes_on_disk,
     config,
     full_weights,
     packed,
@@ -176,6 +177,8 @@ def steps(world, folder, place, tied):
     for i in range(3):
         if place != "none":
             policy.logprobs(packed(cfg, world, everyone), 1.0)  # leaves the root gathered
+            for p in policy.shards:
+                p.grad = torch.ones_like(p)
             held = policy.bytes_by_owner()
             policy.offload(place, parameters=False)
             seen.append({k: v for k, v in policy.bytes_by_owner().items() if v} == {"parameters": held["parameters"]})
@@ -183,6 +186,8 @@ def steps(world, folder, place, tied):
             policy.offload(place)
             policy.offload(place)
             seen.append(sum(policy.bytes_by_owner().values()) == 0)
+            # Gradients are let go.
+            seen.append(held["gradients"] > 0 and bytes_on_disk(policy) == held["parameters"] + held["optimizer"])
             seen.append(i == 0 or held["optimizer"] > 1.5 * held["parameters"])
             try:
                 policy.logprobs(packed(cfg, world, everyone), 1.0)
@@ -191,6 +196,7 @@ def steps(world, folder, place, tied):
                 seen.append("offloaded" in str(error))
             policy.onload()
             seen.append(policy.bytes_by_owner() == held)
+            policy.zero_grad()
             after = full_weights(policy)
             seen.append(all(torch.equal(before[n], after[n]) for n in before))
         update_once(cfg, world, policy, None, everyone)
@@ -210,7 +216,7 @@ def test_offload_between_steps_changes_no_bit(tmp_path_factory, n, tied):
     plain = run_ranks(steps, n, folder, "none", tied)
     parked = run_ranks(steps, n, folder, "disk", tied)
     for (weights, moments, logp, _), (weights_, moments_, logp_, seen) in zip(plain, parked, strict=True):
-        assert all(seen) and len(seen) == 18
+        assert all(seen) and len(seen) == 21
         assert ("lm_head.weight" in weights) is not tied
         assert all(torch.equal(weights[name], weights_[name]) for name in weights)
         assert len(moments) == len(moments_) > 20

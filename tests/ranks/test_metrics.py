@@ -211,7 +211,8 @@ def test_entropy_is_of_every_sampled_token_whatever_the_update_leaves_out(tmp_pa
         rows.append(row)
     assert 0.1 < rows[1]["advantage/nonzero"] < 0.9
     for name in ("entropy/mean", "loss", "grad_norm", "reward/mean", "reward/trained", "response_length/mean"):
-        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-5, abs=1e-7), name
+        # A loss of 0.005 is the sum of float32 terms near 1, which cancel.
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-5, abs=1e-6), name
     assert rows[0]["entropy/mean"] > 0.1
 
 

@@ -61,6 +61,7 @@ def test_resume_with_another_engine_is_a_change_also_where_auto_takes_it(folder,
     def installed(has_vllm: bool) -> None:
         found = lambda name: ModuleSpec(name, None) if has_vllm or name != "vllm" else None  # noqa: E731
         monkeypatch.setattr("spmdrl.config.engines.importlib.util.find_spec", found)
+        monkeypatch.setattr("spmdrl.config.engines.vllm_wants_gpu", lambda: False)
 
     installed(True)
     checkpoint.write_config(folder, load())

@@ -208,7 +208,7 @@ def test_kernel_bench_leaves_the_shapes_it_has_done(bench, name, monkeypatch, tm
 def test_kernel_bench_gpu_script_asks_for_plots():
     command = [str(ROOT / "benchmarks" / "gpu.sh"), "--dry-run", "--only", "kernels", "--results", "there"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = {line.split(":")[0]: line for line in out.splitlines()}
+    lines = {line.split(":")[0]: line for line in out.splitlines() if not line.startswith(" ")}
     for name in ("kernels_linear", "kernels_given"):
         assert f"--json there/{name}_gpu.json" in lines[name] and f"--plot there/{name}_gpu.png" in lines[name]
     assert "--plot" not in lines["kernels_step_memory"]

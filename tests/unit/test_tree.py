@@ -9,8 +9,10 @@ from spmdrl.data.trajectory import Trajectory
 from spmdrl.data.tree import plan_tree, prompt_lengths, trunks
 from spmdrl.policy import attention
 from spmdrl.policy.heads import PackedLM, PackedScalar
+from spmdrl.policy.varlen import KERNELS
 from spmdrl.spmd.balance import assign_balanced, assign_groups
 from tests.ranks.cases import VOCAB, small_model, synthetic_batch
+from tests.unit.varlen_kernels import calls, stand_in
 
 
 def pack(trajectories):
@@ -67,13 +69,16 @@ FAMILIES = {
 }
 
 
+WITHOUT_TREE = dict.fromkeys(KERNELS, "padded")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("trees")
     return {name: small_model(root / name.replace(" ", "_"), 0, **changes) for name, changes in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("kind", ["padded", "eager"])
+@pytest.mark.parametrize("kind", ["padded", "eager", *KERNELS])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_layout_shared_prompts_change_nothing(folders, family, kind, dtype, monkeypatch):
@@ -91,8 +96,14 @@ def test_layout_shared_prompts_change_nothing(folders, family, kind, dtype, monk
         seen = []
         for share in (False, True):
             hf = build_model(folders[family], dtype, False, attention.register())
-            model = PackedLM(hf, kind, share=share).train()
-            logp, entropy = model(tokens, lengths, mask, 0.8)
+            # A kernel of a GPU, by its stand-in, is held against whole sequences in plain torch.
+            model = PackedLM(hf, kind if share else WITHOUT_TREE.get(kind, kind), share=share).train()
+            with monkeypatch.context() as patch:
+                if kind in KERNELS:
+                    stand_in(patch)
+                logp, entropy = model(tokens, lengths, mask, 0.8)
+                assert set(calls) == ({kind} & set(KERNELS) if share else set())
+                calls.clear()
             (coefficients[0] * logp + coefficients[1] * entropy).sum().backward()
             seen.append((logp.detach(), entropy.detach(), {n: p.grad for n, p in hf.named_parameters()}))
         assert (seen[0][0] - seen[1][0]).abs().max() < limit and (seen[0][1] - seen[1][1]).abs().max() < limit
