@@ -1,4 +1,4 @@
-"""Small models for runs of a minute, made where they are needed: nothing is downloaded.
+"""Models for benchmarks and tests: small random ones, made where they are needed, and the sizes of published ones.
 
 python -m benchmarks._models FOLDER    a mixture of experts in FOLDER, and FOLDER/reward.py for its random text
 """
@@ -6,6 +6,7 @@ python -m benchmarks._models FOLDER    a mixture of experts in FOLDER, and FOLDE
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 TINY = Path(__file__).resolve().parents[1] / "spmdrl" / "assets" / "tiny"
 REWARD = """
@@ -15,15 +16,93 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 """Text of which no two pieces are alike gets marks that differ, however wrong it is."""
 
+QWEN3_MIXTURE = dict(
+    family="Qwen3Moe",
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    head_dim=128,
+    num_key_value_heads=4,
+    vocab_size=151936,
+)
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+    "Qwen3-30B-A3B": dict(
+        QWEN3_MIXTURE,
+        num_hidden_layers=48,
+        hidden_size=2048,
+        num_attention_heads=32,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+    ),
+    # https://huggingface.co/Qwen/Qwen3-235B-A22B/blob/main/config.json
+    "Qwen3-235B-A22B": dict(
+        QWEN3_MIXTURE,
+        num_hidden_layers=94,
+        hidden_size=4096,
+        num_attention_heads=64,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+    ),
+    # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
+    "DeepSeek-V3": dict(
+        family="DeepseekV3",
+        num_hidden_layers=61,
+        hidden_size=7168,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=3,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        vocab_size=129280,
+        tie_word_embeddings=False,
+    ),
+}
+"""Family in transformers and sizes; weights are nowhere needed."""
+
+
+def config_of(family: str, **settings: Any) -> Any:
+    """The HF config of a family of transformers."""
+    import transformers
+
+    return getattr(transformers, f"{family}Config")(**settings)
+
+
+def published(name: str, **changes: Any) -> Any:
+    """The HF config of one of PUBLISHED."""
+    return config_of(**PUBLISHED[name] | changes)
+
+
+def random_model(folder: Path, family: str, seed: int, **settings: Any) -> Path:
+    """A random causal model of a family of transformers, with the tokenizer of `tiny`."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = config_of(family, vocab_size=47, bos_token_id=1, eos_token_id=2, **settings)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    for file in TINY.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
 
 def tiny_mixture(folder: Path) -> Path:
-    """A random Qwen3 of two layers with experts and a dense one between them, with the tokenizer of `tiny`."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=47,
+    """A random Qwen3 of two layers with experts and a dense one between them."""
+    return random_model(
+        folder,
+        "Qwen3Moe",
+        seed=0,
         hidden_size=64,
         intermediate_size=96,
         moe_intermediate_size=64,
@@ -37,13 +116,7 @@ def tiny_mixture(folder: Path) -> Path:
         norm_topk_prob=True,
         max_position_embeddings=128,
         initializer_range=0.15,
-        bos_token_id=1,
-        eos_token_id=2,
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    for file in TINY.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
 
 
 if __name__ == "__main__":

@@ -26,26 +26,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-QWEN3 = dict(num_experts=128, num_experts_per_tok=8, head_dim=128, num_key_value_heads=4, vocab_size=151936)
-MODELS = {
-    "qwen3-30b": dict(
-        QWEN3,
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-    ),
-    "qwen3-235b": dict(
-        QWEN3,
-        hidden_size=4096,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-    ),
-    "deepseek-v3": {},
-}
+MODELS = {"qwen3-30b": "Qwen3-30B-A3B", "qwen3-235b": "Qwen3-235B-A22B", "deepseek-v3": "DeepSeek-V3"}
 ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 COLUMNS = ("o_proj", "down_proj")
 BUCKET = 256 << 20
@@ -65,14 +46,14 @@ class Checkpoint:
 
 def checkpoint_of(model: str, layers: int | None = None) -> Checkpoint:
     """A model on the meta device. layers: instead of its own number."""
-    from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM
 
+    from benchmarks._models import published
     from spmdrl.policy.experts import Layout, whole
     from spmdrl.spmd.boxes import Entry
 
     more = dict(num_hidden_layers=layers, first_k_dense_replace=1) if layers else {}
-    settings = {**MODELS[model], **more}
-    config = DeepseekV3Config(**settings) if model == "deepseek-v3" else Qwen3MoeConfig(**settings)
+    config = published(MODELS[model], **more)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config)
     layout, entries, parameters = Layout(hf), [], []

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import _models
 from spmdrl.config.schema import Config
 
 TOO_LONG = 400
@@ -600,14 +601,8 @@ def random_qwen2(folder: Path) -> Path:
 
 
 def random_model(folder: Path, family: str, **changes) -> Path:
-    """A small random model of a family of transformers, with the tokenizer of the one that ships here."""
-    import transformers
-
-    from spmdrl.policy.load import TINY
-
-    torch.manual_seed(3)
+    """A small random model of a family of transformers."""
     values = dict(
-        vocab_size=47,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -616,15 +611,9 @@ def random_model(folder: Path, family: str, **changes) -> Path:
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
         pad_token_id=0,
     )
-    config = getattr(transformers, f"{family}Config")(**values | changes)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((TINY / name).read_bytes())
-    return folder
+    return _models.random_model(folder, family, 3, **values | changes)
 
 
 def long_prompts(path: Path) -> Path:

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from benchmarks._models import REWARD, tiny_mixture
-from tests.builds import no_sglang, no_vllm
+from tests.builds import no_sglang, no_vllm, older_torch
 from tests.e2e.runner import argv, metrics, succeed
 from tests.ranks.nccl_rules import counts, judge
+from tests.ranks.stub_nccl import Comm, Event, Record
 
 pytestmark = pytest.mark.timeout(600)
 STEPS, PROMPTS, SAMPLES = 5, 8, 4
-LOSS, NORM, LOGP = 1e-4, 5e-3, 1e-4
+LOSS, NORM, LOGP = 1e-4, 5e-3 if older_torch() else 1e-3, 1e-4
 """Largest |difference| of losses, KL and entropies, relative difference of gradient norms, and |dlogp|, in float32.
 
 Norms are those of the default model, see `mixture`: after four updates one rank and two differ by 8e-4 on torch 2.13
@@ -80,8 +81,8 @@ def cell(tmp_path_factory):
             samples = [json.loads(line) for line in (folder / "greedy.jsonl").read_text().splitlines()]
             known[key] = samples, metrics(folder)
             files = sorted(folder.glob("record_*.pt"))
-            # Written by a job of ours a moment ago.
-            at.records[key] = [torch.load(file, weights_only=False) for file in files]
+            with torch.serialization.safe_globals([Record, Comm, Event]):
+                at.records[key] = [torch.load(file, weights_only=True) for file in files]
         return known[key]
 
     at.records = {}

@@ -1,7 +1,6 @@
 """Runs whose groups are made as NCCL makes them (`stub_nccl.py`): splits and collectives are the same on all ranks."""
 
 import inspect
-import shutil
 import warnings
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks._models import random_model
 from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config, ParallelConfig
-from spmdrl.policy.load import TINY
 from spmdrl.spmd.mesh import scoring_world, twin, world_from_group
 from spmdrl.train import train
 from tests.ranks.demo import Interrupted, open_demo
@@ -57,17 +56,11 @@ RUNS = {
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> str:
     """A random model of four layers, two of them with experts."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = tmp_path_factory.mktemp("mixture")
-    sizes = dict(vocab_size=47, hidden_size=32, intermediate_size=48, moe_intermediate_size=32, num_hidden_layers=4)
+    sizes = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=32, num_hidden_layers=4)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128)
     experts = dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[0, 2])
-    config = Qwen3MoeConfig(**sizes, **heads, **experts, bos_token_id=1, eos_token_id=2)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    for file in TINY.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return str(folder)
+    folder = tmp_path_factory.mktemp("mixture")
+    return str(random_model(folder, "Qwen3Moe", seed=0, **sizes, **heads, **experts))
 
 
 def as_on_gpus():

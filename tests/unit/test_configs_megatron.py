@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, Qwen3MoeConfig
 
+from benchmarks._models import PUBLISHED, published
 from spmdrl.config.checks import check
 from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config
@@ -13,53 +13,7 @@ from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout, as_list, check_model, check_ranks, stages
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-QWEN3 = dict(
-    num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, head_dim=128, vocab_size=151936
-)
-MODELS = {
-    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
-    "Qwen3-30B-A3B": Qwen3MoeConfig(
-        **QWEN3,
-        num_hidden_layers=48,
-        hidden_size=2048,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-    ),
-    # https://huggingface.co/Qwen/Qwen3-235B-A22B/blob/main/config.json
-    "Qwen3-235B-A22B": Qwen3MoeConfig(
-        **QWEN3,
-        num_hidden_layers=94,
-        hidden_size=4096,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-    ),
-    # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
-    "DeepSeek-V3": DeepseekV3Config(
-        num_hidden_layers=61,
-        hidden_size=7168,
-        num_attention_heads=128,
-        num_key_value_heads=128,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        n_routed_experts=256,
-        num_experts_per_tok=8,
-        n_shared_experts=1,
-        n_group=8,
-        topk_group=4,
-        first_k_dense_replace=3,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        vocab_size=129280,
-        tie_word_embeddings=False,
-    ),
-}
+MODELS = {name: published(name) for name in PUBLISHED}
 # Billions of parameters that the models' pages give (without DeepSeek's layer for the token after the next).
 SIZES = {"Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235, "DeepSeek-V3": 671}
 RUNS = {
