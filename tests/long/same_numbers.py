@@ -1,0 +1,94 @@
+"""Runs fixed-seed jobs on two states of this project and compares all that they leave: nothing may differ by a bit.
+
+    python -m tests.long.same_numbers REF [--only NAME ...]     this tree against a git ref: a commit, a tag, a branch
+
+For changes that must not change a number: files that move, names, a design. Jobs are real ones, started with torchrun
+and `--deterministic`; compared are metrics.jsonl but for what the clock and the memory say, samples.jsonl, and the
+hashes of the last checkpoint's weights, moments, generators and counters. Both trees use this tree's environment.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks._models import REWARD, tiny_mixture
+from tests.builds import no_vllm
+from tests.e2e.kills import differences
+from tests.e2e.runner import ROOT, argv, metrics, succeed
+
+STEPS = 3
+COMMON = argv(
+    f"--deterministic --run.steps {STEPS} --run.seed 5 --rollout.prompts_per_step 8 --rollout.samples_per_prompt 4 "
+    "--rollout.max_prompt_tokens 16 --rollout.max_new_tokens 8 --rollout.assignment static --algo.updates_per_step 2 "
+    "--optimizer.lr 3e-4 --eval.every 2 --eval.prompts 16 --data.limit 64 --policy.max_tokens_per_microbatch 256 "
+    "--tracking.trackers jsonl --run.timeout 120 --checkpoint.every 2"
+)
+HF = "--rollout.engine hf "
+MEGATRON = HF + "--policy.backend megatron --algo.kl_coef 0.05 "
+JOBS = {
+    "colocated": (2, HF + "--algo.kl_coef 0.05 --algo.entropy_coef 0.001"),
+    "split": (3, HF + "--parallel.placement split --parallel.rollout_ranks 1 --rollout.staleness 1"),
+    "partial": (2, HF + "--rollout.oversample 1.5 --rollout.partial_steps 1"),
+    "ppo": (2, HF + "--algo.preset ppo --algo.kl_coef 0.05"),
+    "dapo": (2, HF + "--algo.preset dapo --filter.max_rounds 10"),
+    "lora": (2, HF + "--lora.rank 4"),
+    "gspo-tp": (2, HF + "--algo.preset gspo --rollout.tp 2"),
+    "prime": (2, HF + "--algo.preset prime"),
+    "megatron-tp": (2, MEGATRON + "--parallel.tp 2 --parallel.sequence_parallel"),
+    "megatron-experts": (2, MEGATRON + "--parallel.ep 2 --model.path {mixture} --reward.function {reward}"),
+    "vllm": (1, "--rollout.engine vllm"),
+    "resume": (2, HF + "--algo.preset ppo --rollout.oversample 1.5 --rollout.partial_steps 1"),
+}
+"""Name -> ranks, flags. `resume` ends after two steps and goes on by the same command."""
+
+
+def train(tree: Path, name: str, folder: Path, facts: dict[str, str]) -> None:
+    """Runs a job of JOBS on the code of a tree."""
+    ranks, text = JOBS[name]
+    flags = [*COMMON, *argv(text.format(**facts)), "--run.dir", str(folder)]
+    for more in [["--run.steps", "2"], []] if name == "resume" else [[]]:
+        succeed([*flags, *more], 240, ranks=ranks, env={"PYTHONPATH": f"{tree}:{tree / 'kernels'}"}, cwd=tree)
+
+
+def compared(one: Path, other: Path) -> list[str]:
+    """Differences between two run folders, in words."""
+    found = differences(one, other)
+    samples = [(folder / "samples.jsonl").read_text() for folder in (one, other)]
+    return found + (["samples.jsonl: not the same"] if samples[0] != samples[1] else [])
+
+
+def main() -> None:
+    """Compare, print a line for each job, and exit with 1 where anything differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ref")
+    parser.add_argument("--only", nargs="*", choices=list(JOBS), default=list(JOBS))
+    args = parser.parse_args()
+    wrong = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        before = root / "before"
+        subprocess.run(["git", "worktree", "add", "--detach", "-q", before, args.ref], cwd=ROOT, check=True)
+        (root / "reward.py").write_text(REWARD)
+        facts = {"mixture": str(tiny_mixture(root / "mixture")), "reward": str(root / "reward.py")}
+        try:
+            for name in args.only:
+                if name == "vllm" and (why := no_vllm()):
+                    print(f"{name}: skipped, {why}", flush=True)
+                    continue
+                folders = [root / "runs" / side / name for side in ("before", "after")]
+                for tree, folder in zip((before, ROOT), folders, strict=True):
+                    train(tree, name, folder, facts)
+                found = compared(*folders)
+                rows = metrics(folders[1])
+                wrong += bool(found)
+                print(f"{name}: {'DIFFERS' if found else 'equal'}, {len(rows)} lines, loss {rows[-1]['loss']:.6g}")
+                print("".join(f"  {line}\n" for line in found[:20]), end="", flush=True)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", before], cwd=ROOT, check=True)
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
