@@ -89,7 +89,7 @@ def spans(length: int, step: int) -> Iterator[slice]:
 
 def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
     """total (+)= a @ b, every sum in fp32 (fp64) also where a, b or total are narrower."""
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype or (host.WIDENS and a.is_cpu and a.dtype == torch.bfloat16):
         a, b = a.to(torch.float32), b.to(torch.float32)
     if total.dtype == torch.float32 and host.takes(a, b.t()):
         c = host.linear(a, b.t())
@@ -108,7 +108,7 @@ def product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -
 
 def outer_(total: torch.Tensor, a_TM: torch.Tensor, b_TN: torch.Tensor, add: bool) -> None:
     """total (+)= a.T @ b, a sum over tokens; as `product_`."""
-    if a_TM.dtype == total.dtype and host.takes(b_TN, a_TM.t()):
+    if a_TM.dtype == total.dtype == torch.float32 and host.takes(b_TN, a_TM.t()):
         c = host.outer(a_TM, b_TN)
         total.add_(c) if add else total.copy_(c)
     else:

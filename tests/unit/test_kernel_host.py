@@ -61,9 +61,10 @@ def test_kernel_host_tiles_have_few_sizes(monkeypatch):
 
 
 @needs_onednn
-def test_kernel_host_takes_large_float32_alone():
+def test_kernel_host_takes_large_float32_alone(monkeypatch):
     x, weight = make(64, 128), make(512, 128)
     assert host.takes(x, weight) and not host.takes(x[:63], weight)
+    monkeypatch.setattr(host, "WIDENS", False)
     for other in (torch.float64, torch.bfloat16):
         assert not host.takes(x.to(other), weight.to(other)) and not host.takes(x, weight.to(other))
     assert host.host_linear(make(0, 128), weight).shape == (0, 512)
@@ -82,3 +83,41 @@ def test_kernel_host_in_blocks_of_logits(add):
     right = a.double().t() @ total.double() + add * sums.double()
     outer_(sums, a, total, add)
     assert (sums - right).abs().max() <= 3e-6 * right.abs().max()
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [2, 333])
+def test_kernel_host_bfloat16_is_multiplied_in_float32_where_the_cpu_cannot(rows, monkeypatch):
+    """Rounded once: within half a step of bfloat16 of the float64 product of the same numbers, gradients too."""
+    monkeypatch.setattr(host, "WIDENS", True)
+    linear, reference = layer(128, 520, True)
+    linear.bfloat16()
+    reference.load_state_dict({name: x.double() for name, x in linear.state_dict().items()})
+    x = make(rows, 128).bfloat16().requires_grad_()
+    wanted = x.detach().double().requires_grad_()
+    assert host.takes(x, linear.weight) and not host.takes(x[:1], linear.weight)
+    y, exact = linear(x), reference(wanted)
+    gradient = make(*y.shape, seed=1).bfloat16()
+    found = torch.autograd.grad(y, [x, linear.weight], gradient)
+    right = torch.autograd.grad(exact, [wanted, reference.weight], gradient.double())
+    for a, b in zip((y, *found), (exact, *right), strict=True):
+        assert a.dtype == torch.bfloat16
+        # What rounds is a sum in float32, which is off by far less.
+        assert ((a.double() - b).abs() <= b.abs() * 2**-8 + 1e-4).all()
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("add", [False, True])
+def test_kernel_host_products_of_bfloat16_sum_in_float32(dtype, add, monkeypatch):
+    monkeypatch.setattr(host, "WIDENS", True)
+    a, b, total = make(40, 64).bfloat16(), make(64, 30, seed=1).bfloat16(), make(40, 30, seed=2).to(dtype)
+    exact = a.double() @ b.double() + (total.double() if add else 0.0)
+    product_(total, a, b, add)
+    step = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    assert ((total.double() - exact).abs() <= exact.abs() * step + 1e-5).all()
+    total = make(64, 30, seed=2).to(dtype)
+    left, right = make(40, 64, seed=3).bfloat16(), make(40, 30, seed=4).bfloat16()
+    exact = left.double().t() @ right.double() + (total.double() if add else 0.0)
+    outer_(total, left, right, add)
+    assert ((total.double() - exact).abs() <= exact.abs() * step + 1e-5).all()
