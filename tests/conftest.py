@@ -1,8 +1,10 @@
-"""What must stand in the environment before torch is imported, for this process and for those that tests start."""
+"""Sets the environment before torch is imported, for this process and for those that tests start."""
 
 import json
 import os
 from pathlib import Path
+
+from tests.budget import pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401 (hooks)
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = ROOT / "tests" / "gpu"

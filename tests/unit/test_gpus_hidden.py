@@ -71,7 +71,7 @@ def project(folder: Path, built: str | None, there: str) -> None:
         "tests/gpu/test_gpu.py": ON_GPU,
         "pytest.ini": "[pytest]\ntestpaths = tests\npythonpath = .\naddopts = -rs --import-mode=importlib\n",
     }
-    for name in ("tests/conftest.py", "tests/gpu/conftest.py"):
+    for name in ("tests/conftest.py", "tests/budget.py", "tests/gpu/conftest.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     for name, text in files.items():
