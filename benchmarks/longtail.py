@@ -117,8 +117,9 @@ def side(folder: Path, args) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.experience import Ahead
-    from spmdrl.opening import open_run
+    from spmdrl.rl.experience import Ahead
+    from spmdrl.rl.run import Run
+    from spmdrl.session.open import open_run
     from spmdrl.train import train
 
     flags = {
@@ -142,7 +143,7 @@ def side(folder: Path, args) -> None:
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
     rows = []
-    with open_run(Loaded(config)) as run:
+    with open_run(Loaded(config), Run) as run:
         run.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
         run.engine.stop_tokens = []
         watched, experience = Watched(run.engine, args.longest, args.spread), run.experience

@@ -89,7 +89,7 @@ def make_model(folder: Path, size: str, mixture: bool = False) -> str:
 
 def open_group(rank: int, ranks: int, folder: str) -> None:
     """Join the other forked ranks over gloo."""
-    from spmdrl.environment import keep_freed_memory, prepare
+    from spmdrl.session.environ import keep_freed_memory, prepare
 
     prepare()
     keep_freed_memory()  # as a run on CPUs does
@@ -148,10 +148,10 @@ class Side:
 
     def __init__(self, kind: str, model: str, axes: dict, batch: str, share: bool = False):
         """Collective; see `open_policy`. batch: one of BATCHES."""
-        from spmdrl.compose import compose
         from spmdrl.data.batch import balance, from_trajectories, share_out
-        from spmdrl.learn import score
-        from spmdrl.models import Models
+        from spmdrl.policy.models import Models
+        from spmdrl.rl.compose import compose
+        from spmdrl.rl.score import score
 
         self.cfg, self.world, self.policy = open_policy(kind, model, axes, share)
         everyone, prompts = trajectories(batch), BATCHES[batch][0]
@@ -160,8 +160,8 @@ class Side:
         mine.seq["work"] = mine.lengths
         mine = balance(share_out(mine, 1, prompts, list(range(prompts))), self.world)
         self.algo, self.models = compose(self.cfg), Models(self.policy)
-        score(mine, self.models, self.algo, 1.0, self.world.data_group, self.world.device)
-        self.batch = self.algo.advantages(mine, self.world.data_group, self.world.device)
+        score(mine, self.models, self.algo, self.cfg, self.world.data_peers)
+        self.batch = self.algo.advantages(mine, self.world.data_peers)
 
     def logprobs(self) -> torch.Tensor:
         """[T] of this rank's share."""
@@ -169,12 +169,11 @@ class Side:
 
     def update(self) -> dict[str, float]:
         """One update; its metrics, alike on every rank."""
-        from spmdrl.learn import learn
+        from spmdrl.rl.update import update
         from spmdrl.spmd.exchange import all_reduce
 
-        group, device = self.world.data_group, self.world.device
-        stats = learn(self.batch, self.models, self.algo, 0, 1.0, group, device)
-        return stats.reduce(lambda x, op: all_reduce(x, op, group), device)
+        stats = update(self.batch, self.models, self.algo, self.cfg, 0, self.world.data_peers)
+        return stats.reduce(lambda x, op: all_reduce(x, op, self.world.data_group), self.world.device)
 
     def time(self, action) -> float:
         """Seconds of an action: of this process on one rank, else by the clock from one barrier to the next."""
@@ -353,8 +352,8 @@ def main() -> None:
     args = parser.parse_args()
     from transformers.utils.logging import disable_progress_bar
 
-    import spmdrl.learn  # noqa: F401 (once, before ranks are forked)
-    import spmdrl.policy.fsdp  # noqa: F401
+    import spmdrl.policy.fsdp.policy  # noqa: F401
+    import spmdrl.rl.update  # noqa: F401 (once, before ranks are forked)
     from spmdrl.policy.megatron.model import require
 
     require()

@@ -50,12 +50,12 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
     import torch
 
     from spmdrl.config.schema import Config
-    from spmdrl.environment import keep_freed_memory, prepare
-    from spmdrl.memory import Memory
-    from spmdrl.models import Models
-    from spmdrl.policy.fsdp import FsdpPolicy
+    from spmdrl.policy.fsdp.policy import FsdpPolicy
+    from spmdrl.policy.models import Models
     from spmdrl.rollout.build import build_engine
     from spmdrl.rollout.engine import Request
+    from spmdrl.session.device_table import Memory
+    from spmdrl.session.environ import keep_freed_memory, prepare
     from spmdrl.spmd.mesh import start
     from spmdrl.spmd.storage import WORTH_TRIMMING, give_back
     from spmdrl.tracking.metrics import Timer

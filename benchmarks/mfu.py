@@ -123,7 +123,7 @@ class Ours:
     def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
         """A step on these sequences: its loss, the mean of -log p of all tokens but the first ones."""
         from spmdrl.data.batch import Batch
-        from spmdrl.policy.contract import LossResult
+        from spmdrl.policy.contract import LossResult, Objective, Shared
         from spmdrl.tracking.metrics import Metrics
 
         lengths = torch.tensor([len(x) for x in tokens])
@@ -134,15 +134,20 @@ class Ours:
         batch.token["mask"] = mask
         micros, count, losses = self.policy.microbatches(batch), int(mask.sum()), []
 
-        def loss(micro, logp_T, entropy_T, shared):
-            value = -logp_T.sum() / count
-            losses.append(value.detach())
-            return LossResult(value, Metrics())
+        class Likelihood(Objective):
+            columns, temperature = frozenset(), 1.0
+
+            def loss(self, micro, first_T, second_T, shared):
+                value = -first_T.sum() / count
+                losses.append(value.detach())
+                return LossResult(value, Metrics())
+
+        objective = Likelihood()
 
         def step() -> float:
             losses.clear()
             self.policy.zero_grad()
-            self.policy.gradient(micros, loss, {}, 1.0)
+            self.policy.gradient(micros, objective, Shared())
             return torch.stack(losses).sum().item()
 
         return step
@@ -277,7 +282,7 @@ def main() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from spmdrl.config.schema import ParallelConfig
-    from spmdrl.environment import keep_freed_memory, prepare
+    from spmdrl.session.environ import keep_freed_memory, prepare
     from spmdrl.spmd.mesh import start
 
     prepare()

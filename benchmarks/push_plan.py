@@ -4,9 +4,9 @@
 
 No rank but this process exists and no weight either. Names and shapes are those of a HF model on the meta device; which
 boxes each rank holds and needs is made up from the layouts, in the form in which a plan gets it from the other ranks:
-*fsdp*, rows of every parameter and the experts as `policy/experts.py` cuts them; *megatron*, tp 4, pp 8, ep 16 as
+*fsdp*, rows of every parameter and the experts as `weights/experts.py` cuts them; *megatron*, tp 4, pp 8, ep 16 as
 `policy/megatron/convert.py` says it; engines of vLLM with tp 8 and, with *ep*, whole experts. The plan is the program's
-own (`spmd/routes.py`), for two ranks of which one holds experts and one, where ranks are many, does not. Memory
+own (`weights/plan.py`), for two ranks of which one holds experts and one, where ranks are many, does not. Memory
 is that of Python's and numpy's allocations (tracemalloc), the boxes of all ranks included.
 """
 
@@ -37,7 +37,7 @@ class Checkpoint:
     """Tensors of a checkpoint, and the parameters that hold them."""
 
     entries: list
-    """`spmd.boxes.Entry` of each."""
+    """`weights.boxes.Entry` of each."""
     parameters: list[tuple[int, list[int]]]
     """Rows of each parameter, and the tensors in it: one, or those of all experts in the order of the rows."""
     config: Any
@@ -49,8 +49,8 @@ def checkpoint_of(model: str, layers: int | None = None) -> Checkpoint:
     from transformers import AutoModelForCausalLM
 
     from benchmarks._models import published
-    from spmdrl.policy.experts import Layout, whole
-    from spmdrl.spmd.boxes import Entry
+    from spmdrl.weights.boxes import Entry
+    from spmdrl.weights.experts import Layout, whole
 
     more = dict(num_hidden_layers=layers, first_k_dense_replace=1) if layers else {}
     config = published(MODELS[model], **more)
@@ -73,9 +73,9 @@ def to_row(i: int, shape: tuple[int, ...], dim: int | None = None, part: tuple[i
 
 
 def sets_of(rows: list[list[list[int]]], of: list[int]):
-    """`spmd.routes.Sets` from the rows of each set."""
-    from spmdrl.spmd.boxes import runs
-    from spmdrl.spmd.routes import Sets
+    """`weights.plan.Sets` from the rows of each set."""
+    from spmdrl.weights.boxes import runs
+    from spmdrl.weights.plan import Sets
 
     arrays = [np.array(x, dtype=np.int64).reshape(-1, 5) for x in rows]
     return Sets([x[runs(x)[0]] for x in arrays], np.array(of))
@@ -83,7 +83,7 @@ def sets_of(rows: list[list[list[int]]], of: list[int]):
 
 def fsdp(model: Checkpoint, ranks: int):
     """What ranks hold under FSDP2: rows of every parameter."""
-    from spmdrl.policy.weights import shard_rows
+    from spmdrl.weights.shards import shard_rows
 
     held: list[list[list[int]]] = [[] for _ in range(ranks)]
     for rows, tensors in model.parameters:
@@ -154,8 +154,8 @@ def vllm(model: Checkpoint, ranks: int, tp: int = 8, ep: bool = False):
 
 def plan(model: Checkpoint, held, wanted, rank: int):
     """The program's plan for one rank, bfloat16, and the bucket of each tensor."""
-    from spmdrl.spmd.reshard import bucket_places
-    from spmdrl.spmd.routes import Routes
+    from spmdrl.weights.plan import Routes
+    from spmdrl.weights.reshard import bucket_places
 
     places = bucket_places(model.entries, 2, BUCKET)
     pieces = np.arange(len(held.rows[held.of[rank]]))
@@ -164,7 +164,7 @@ def plan(model: Checkpoint, held, wanted, rank: int):
 
 def told(sets):
     """Copies, as a plan gets them from the other ranks: one block of rows."""
-    from spmdrl.spmd.routes import Sets
+    from spmdrl.weights.plan import Sets
 
     rows = np.concatenate(sets.rows)
     return Sets(np.split(rows, np.cumsum([len(x) for x in sets.rows])[:-1]), sets.of.copy())
@@ -172,8 +172,8 @@ def told(sets):
 
 def traffic(model: Checkpoint, held, routes, buckets: int, rank: int) -> dict:
     """Messages, regions, digests and bytes of one push on one rank, and what a digest for each region would make."""
-    from spmdrl.spmd.boxes import to_boxes
-    from spmdrl.spmd.reshard import message_bytes
+    from spmdrl.weights.boxes import to_boxes
+    from spmdrl.weights.reshard import message_bytes
 
     out = dict.fromkeys(("messages_in", "messages_out", "regions_in", "regions_out", "digests", "received"), 0)
     out |= dict.fromkeys(("region_digests", "region_received"), 0)

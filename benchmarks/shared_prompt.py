@@ -21,9 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402 (threads first)
 
-from spmdrl.policy import attention  # noqa: E402
+from spmdrl.hub.build import build_model  # noqa: E402
+from spmdrl.hub.resolve import resolve  # noqa: E402
+from spmdrl.policy.attention import packed as attention  # noqa: E402
 from spmdrl.policy.heads import PackedLM  # noqa: E402
-from spmdrl.policy.load import build_model, resolve  # noqa: E402
 
 RATIOS = {"4:1": (256, 64), "1:1": (128, 128), "1:4": (64, 256)}
 """Prompt and response tokens."""

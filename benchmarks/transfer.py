@@ -53,8 +53,8 @@ class Shards:
     """Stand-in of a policy: rows of every tensor, as FSDP cuts them."""
 
     def __init__(self, shapes: dict, rank: int, ranks: int):
-        from spmdrl.policy.weights import shard_rows
-        from spmdrl.spmd.reshard import Piece
+        from spmdrl.weights.reshard import Piece
+        from spmdrl.weights.shards import shard_rows
 
         self.held = []
         for name, shape in shapes.items():
@@ -106,7 +106,7 @@ class Tensors:
 
     def held_words(self) -> int:
         """See `rollout.engine`."""
-        from spmdrl.spmd.digest import word_sum
+        from spmdrl.spmd.checksum import word_sum
 
         return word_sum(x for _, _, x in self.parts.values())
 
@@ -116,7 +116,7 @@ def world_of(rank: int, ranks: int, tp: int, folder: str):
     from datetime import timedelta
 
     from spmdrl.config.schema import ParallelConfig
-    from spmdrl.environment import keep_freed_memory
+    from spmdrl.session.environ import keep_freed_memory
     from spmdrl.spmd.mesh import world_from_group
 
     keep_freed_memory()  # as a run on CPUs does
@@ -140,7 +140,7 @@ def best(action, times: int) -> float:
 
 def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: int, folder: str) -> None:
     """One case of the second table; writes this rank's numbers."""
-    from spmdrl.rollout.transfer import Transfer
+    from spmdrl.session.transfer import Transfer
 
     world, shapes = world_of(rank, ranks, tp, folder), tensors_of(model)
     policy, engine = Shards(shapes, rank, ranks), Tensors(shapes, world.engine_tp_rank, tp, torch.bfloat16)
@@ -160,10 +160,10 @@ def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: 
 def colocated(rank: int, ranks: int, dtype: str, bucket_mib: int, times: int, folder: str) -> None:
     """One row of the first table: a real policy and a real engine on one rank."""
     from spmdrl.config.schema import Config
-    from spmdrl.policy.contract import DTYPES
-    from spmdrl.policy.fsdp import FsdpPolicy
-    from spmdrl.rollout.hf import HFEngine
-    from spmdrl.rollout.transfer import Transfer
+    from spmdrl.hub.build import DTYPES
+    from spmdrl.policy.fsdp.policy import FsdpPolicy
+    from spmdrl.rollout.hf.engine import HFEngine
+    from spmdrl.session.transfer import Transfer
 
     world, cfg = world_of(rank, ranks, 1, folder), Config()
     cfg.model.path, cfg.model.dtype = f"{folder}/model", dtype

@@ -51,13 +51,14 @@ def one(way: str, tokens: int) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from spmdrl.compose import compose
     from spmdrl.config.presets import with_preset
     from spmdrl.config.schema import Config
     from spmdrl.data.batch import from_trajectories
     from spmdrl.data.trajectory import Trajectory
     from spmdrl.policy import heads
-    from spmdrl.policy.fsdp import FsdpPolicy
+    from spmdrl.policy.fsdp.policy import FsdpPolicy
+    from spmdrl.rl.compose import compose
+    from spmdrl.rl.objectives import PolicyObjective
     from spmdrl.spmd.mesh import start
 
     torch.manual_seed(0)
@@ -88,15 +89,12 @@ def one(way: str, tokens: int) -> None:
     batch.token |= {"old_logp": batch.token["rollout_logp"], "advantages": torch.randn(tokens, dtype=torch.float64)}
     batch.seq |= {"update": torch.zeros(len(made), dtype=torch.int64), "advantage": torch.ones(len(made))}
     algo = compose(cfg)
-
-    def prepare(share, index):
-        return algo.prepare(policy, 0, 1.0, None, world.device, share, index)
-
-    stats = policy.update(batch, algo.micro_loss, prepare, 1.0).reduce(lambda x, op: x, world.device)
+    objective = PolicyObjective(algo, policy, 1.0, world.data_peers, 0)
+    stats = policy.update(batch, objective).reduce(lambda x, op: x, world.device)
     peak, seconds = held(gpu) - before, []
     for _ in range(3):
         began = time.process_time()
-        policy.update(batch, algo.micro_loss, prepare, 1.0).reduce(lambda x, op: x, world.device)
+        policy.update(batch, objective).reduce(lambda x, op: x, world.device)
         seconds.append(time.process_time() - began)
     row = {"way": way, "tokens": tokens, "peak_mib": peak / 2**20, "cpu_seconds": sorted(seconds)[1]}
     print(json.dumps(row | {"entropy": stats["entropy/mean"], "grad_norm": stats["grad_norm"]}))

@@ -160,7 +160,8 @@ def ours(job: Job, folder: Path) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.opening import open_run
+    from spmdrl.rl.run import Run
+    from spmdrl.session.open import open_run
     from spmdrl.train import train
 
     flags = {
@@ -183,7 +184,7 @@ def ours(job: Job, folder: Path) -> None:
         "tracking.console": "plain",
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
-    with open_run(Loaded(config)) as run:
+    with open_run(Loaded(config), Run) as run:
         assert run is not None, "no dry run was asked for"
         # Fixed length on both sides: nothing ends a response early.
         run.engine.stop, run.engine.stop_tokens = torch.zeros(0, dtype=torch.int64), []
@@ -264,7 +265,7 @@ def seconds_of(folder: Path, side: str, ranks: int) -> list[float]:
 
 def measure(job: Job, data: Path | None, python: Path) -> dict:
     """One job: both sides in turns, the medians and their ratio."""
-    from spmdrl.policy.load import resolve
+    from spmdrl.hub.resolve import resolve
 
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)

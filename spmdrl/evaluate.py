@@ -17,7 +17,7 @@ from typing import Any
 from spmdrl.config.learning import AlgoConfig, FilterConfig, SafetyConfig
 from spmdrl.config.load import Loaded, load_or_exit
 from spmdrl.config.schema import Config, EvalConfig
-from spmdrl.environment import prepare
+from spmdrl.session.environ import prepare
 
 
 @dataclass
@@ -52,9 +52,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("python -m spmdrl.evaluate: --data.eval is empty; name the prompts to evaluate on")
     loaded = dataclasses.replace(loaded, config=evaluation_config(loaded))
     prepare()
-    from spmdrl.opening import open_run
+    from spmdrl.rl.run import Run
+    from spmdrl.session.open import open_run
 
-    with open_run(loaded, keeps=False) as run:
+    with open_run(loaded, Run, keeps=False) as run:
         if run is not None:
             with run.memory.rollout_phase():
                 run.evaluate(0)

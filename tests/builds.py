@@ -29,3 +29,8 @@ def older_torch() -> bool:
     """Torch before 2.13, whose kernels for a CPU round otherwise: some bounds are wider there."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) < (2, 13)
+
+
+def short_vectors() -> bool:
+    """A CPU without AVX-512: float32 sums run over vectors half as long and round otherwise."""
+    return torch.backends.cpu.get_cpu_capability() != "AVX512"

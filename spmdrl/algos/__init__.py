@@ -1,6 +1,25 @@
 """The science: pure functions on tensors. No process groups, no configuration, nothing from the rooms above.
 
 Advantages and losses are reached through their dicts, as `reinforce` names one of each.
+
+advantages.py         outcome advantages: one number for each sequence
+credit.py             advantages by token or turn; reward and cost combined
+estimators.py         all advantage estimators by name
+samples.py            what an estimator is given
+losses.py             policy losses token by token
+sequence_losses.py    policy losses of whole sequences
+covariance_losses.py  KL-Cov, Clip-Cov
+divergence_losses.py  DPPO
+loss_inputs.py        what a loss is given and returns
+selection.py          tokens that KL-Cov and Clip-Cov hold back, over all ranks
+aggregate.py          from per-token losses to one number
+kl.py                 estimates of KL to the reference
+correction.py         importance weights of engine against trainer
+filters.py            which groups a step learns from
+resample.py           learning more from samples whose reward is likely right
+shaping.py            from a reward to what advantages see
+value.py              critic, implicit process rewards, imitation of good samples
+notebook.py           the same on padded tensors
 """
 
 from spmdrl.algos.aggregate import AGGREGATIONS, Totals, count_totals, token_weights

@@ -8,9 +8,15 @@ checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, la
 checkpoints/latest                  link to the newest
 checkpoints/measured.json           what was measured of each (--checkpoint.best), after it was saved
 
-`files.py` knows folders and needs no torch (`python -m spmdrl.checkpoint` looks with it); `store.py` writes and reads
-with all ranks; `background.py` is when, and beside what; `folder.py` is the run folder that all of it lies in, and
-`lock.py` keeps other jobs out of it.
+files.py          a checkpoint as files: manifest, what is wrong with it, which ones stay; needs no torch
+store.py          checkpoints written and read by all ranks together
+background.py     when a checkpoint is written: in the step, or in a thread while training goes on
+folder.py         the run folder at the start of a run
+lock.py           one job at a time in a run folder
+disk_space.py     room on the disk, before and when it ran out
+file_progress.py  files that grow are signs of life
+compare.py        in what two checkpoints differ
+__main__.py       python -m spmdrl.checkpoint list, verify, diff
 """
 
 from typing import TYPE_CHECKING, Any

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from spmdrl.checkpoint.compare import report
+from spmdrl.checkpoint.disk_space import size
 from spmdrl.checkpoint.files import best_of, problems, read_manifest, steps_saved, value_of
-from spmdrl.checkpoint.room import size
 
 
 def root_of(run: str) -> Path:

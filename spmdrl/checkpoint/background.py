@@ -8,10 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from spmdrl.checkpoint import files, room, store
+from spmdrl.checkpoint import disk_space, files, store
 from spmdrl.config.schema import Config
-from spmdrl.models import Models
-from spmdrl.spmd.here import alive, here
+from spmdrl.health.status import alive, here
+from spmdrl.policy.models import Models
 from spmdrl.spmd.mesh import World, twin
 
 log = logging.getLogger("spmdrl")
@@ -50,8 +50,8 @@ class Saver:
         store.together(lambda: [model.fixed for model in store.of_checkpoint(models)], self.world)
         if self.world.is_first:
             try:
-                room.check_room(self.root, self.wanted)
-            except room.DiskFullError as error:
+                disk_space.check_room(self.root, self.wanted)
+            except disk_space.DiskFullError as error:
                 warn(str(error))
 
     def know(self, done: int, values: Mapping[str, float]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from spmdrl.spmd.here import alive
+from spmdrl.health.status import alive
 
 log = logging.getLogger("spmdrl")
 

@@ -9,8 +9,8 @@ from spmdrl.checkpoint.files import steps_saved, write_text
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import Config
+from spmdrl.health.status import here
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.here import here
 from spmdrl.spmd.mesh import World
 
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import xxhash
 
-from spmdrl.checkpoint import files, lock, room
+from spmdrl.checkpoint import disk_space, files, lock
+from spmdrl.checkpoint.file_progress import growth_counts
 from spmdrl.checkpoint.folder import still_ours
-from spmdrl.checkpoint.growth import growth_counts
 from spmdrl.checkpoint.lock import TakenError
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import lasting, settled
 from spmdrl.config.schema import Config
 from spmdrl.data import treefile
-from spmdrl.models import Models
 from spmdrl.policy.contract import Policy, Write
+from spmdrl.policy.models import Models
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World
 
@@ -107,7 +107,7 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
     still_ours(world)
     together(lambda: _begin(root, temporary, content) if world.is_first else None, world)
     try:
-        with room.told_when_full(root, step):
+        with disk_space.told_when_full(root, step):
             with growth_counts(temporary):
                 for name, model in content.writers.items():
                     model(temporary / name if name else temporary, world)
@@ -138,9 +138,9 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
 
 def _begin(root: Path, temporary: Path, content: Content) -> None:
     """An empty folder with what rank 0 alone knows."""
-    with room.told_when_full(root, content.step):
+    with disk_space.told_when_full(root, content.step):
         shutil.rmtree(temporary, ignore_errors=True)
-        room.check_room(root, content.wanted)
+        disk_space.check_room(root, content.wanted)
         (temporary / "state").mkdir(parents=True)
         if content.mine is not None:
             (temporary / "state" / "ranks").mkdir()

@@ -1,1 +1,20 @@
-"""What a run is told: `schema` (dataclasses), `load` (files and flags), `checks` (all values together), `dump`."""
+"""Settings: dataclasses, the files and flags that fill them, and the rules that they keep.
+
+schema.py      every setting of a run, one dataclass a section; the text under a field is its --help
+learning.py    the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
+presets.py     published methods by name, as settings
+load.py        files and flags become one Config
+fields.py      settings as flat dotted names; ConfigError
+watch.py       settings that note which of them are read
+checks.py      all values together: calls the six below
+rules.py       each number by itself
+named.py       settings that name a function, built-in or in a user's file
+methods.py     settings of a method: advantage, loss, correction, filters, critic
+placement.py   which ranks train, sample and score
+backends.py    axes of the mesh and each policy backend
+engines.py     each engine, adapters included
+plan.py        what the counts of a run multiply out to, for --dry-run
+resume.py      which settings may change on resume
+paths.py       where a run may write
+dump.py        a Config as YAML, as a dict, as the difference of two; secrets removed
+"""

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 from spmdrl.config.placement import shown
 from spmdrl.config.schema import Config
@@ -126,3 +127,12 @@ def adapter_problems(config: Config) -> list[str]:
     if lora.push == "adapter" and engine == "vllm" and lora.rank > VLLM_RANK:
         problems.append(f"{shown}: vLLM holds adapters of rank {VLLM_RANK} at most; take --lora.push merged")
     return problems
+
+
+Part = Literal["model", "base", "adapter"]
+"""What of a policy travels: the full model, adapters added in; the model beneath them; they alone."""
+
+
+def pushed_parts(cfg: Config) -> tuple[Part, ...]:
+    """What engines hold one beside the other; of several, all but the last stay as they are from push to push."""
+    return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

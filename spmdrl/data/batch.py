@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
 from spmdrl.spmd.balance import assign_balanced, assign_groups
-from spmdrl.spmd.exchange import Table, all_gather_rows, exchange, lexsort, select
+from spmdrl.spmd.exchange import Table, exchange, lexsort, select
 from spmdrl.spmd.mesh import World
+from spmdrl.spmd.peers import Peers
 
 KEYS = ("position", "sample")
 """Sample order: what every batch is sorted by (law 3)."""
@@ -35,6 +35,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of all columns: `token/<name>` and `seq/<name>`."""
+        return {f"token/{name}" for name in self.token} | {f"seq/{name}" for name in self.seq}
 
     @property
     def device(self) -> torch.device:
@@ -182,13 +187,13 @@ def balance(batch: Batch, world: World) -> Batch:
     both come from data, and only the second one is free to be an estimate (law 2). Where prompts are shared,
     `seq["common"]` (int64) is the part of that work that samples of a prompt on one rank do once.
     """
-    return deal(batch, world.holders, world.group, world.device)
+    return deal(batch, world.holders, Peers(world.group, world.device))
 
 
-def deal(batch: Batch, holders: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device) -> Batch:
+def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     """`balance` over the ranks of a group. Collective.
 
-    holders: int64 [data positions, copies], group ranks. device: where collectives of the group want their tensors.
+    holders: int64 [data positions, copies], group ranks.
     """
     positions, copies = holders.shape
     table = to_table(batch)
@@ -206,7 +211,7 @@ def deal(batch: Batch, holders: torch.Tensor, group: dist.ProcessGroup | None, d
             return holders[assign_balanced(work, share, positions)].flatten()
         return holders[assign_groups(work, share, position, common, positions)].flatten()
 
-    received, _ = exchange(table, assign, group, device)
+    received, _ = exchange(table, assign, peers.group, peers.device)
     return from_table(received)
 
 
@@ -223,11 +228,7 @@ def share_out(batch: Batch, updates: int, prompts: int, order: list[int]) -> Bat
 
 
 def gather_rows(
-    batch: Batch,
-    seq_n: torch.Tensor,
-    columns_nK: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    batch: Batch, seq_n: torch.Tensor, columns_nK: torch.Tensor, peers: Peers
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that belong to sequences of this rank, with those of all ranks, in sample order. Collective.
 
@@ -235,16 +236,14 @@ def gather_rows(
         batch: this rank's sequences.
         seq_n: int64 [n] ascending, the sequence of each row; rows of one sequence keep their order.
         columns_nK: float64 [n, K].
-        group: ranks that take part.
-        device: where collectives of this group want their tensors.
+        peers: ranks that take part.
 
     Returns:
         float64 [N, K], alike on every rank, and int64 [n], places of this rank's rows in it.
     """
     keys = torch.stack([batch.seq[k][seq_n].double() for k in KEYS], 1)
-    rows = all_gather_rows(torch.cat([keys, columns_nK.double()], 1).to(device), group)
-    me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
-    start = sum(len(part) for part in rows[:me])
+    rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))
+    start = sum(len(part) for part in rows[: peers.index])
     everyone = torch.cat([part.cpu() for part in rows])
     order = lexsort(everyone[:, : len(KEYS)].long())
     where = torch.empty(len(everyone), dtype=torch.int64)

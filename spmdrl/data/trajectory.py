@@ -41,7 +41,7 @@ class Trajectory:
     """int64 [L], weight version that sampled each token; None: `version` did all."""
     experts: torch.Tensor | None = None
     """int16 [L, W], the experts that each token was sent to, layer by layer; -1 where that is not known, as of the last
-    token. W: `policy.routing.Experts.width`."""
+    token. W: `hub.routing.Experts.width`."""
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further per-token tensors [L]."""
 

@@ -9,6 +9,6 @@ def backend(name: str) -> Any:
         from spmdrl.policy.megatron.policy import MegatronPolicy
 
         return MegatronPolicy
-    from spmdrl.policy.fsdp import FsdpPolicy
+    from spmdrl.policy.fsdp.policy import FsdpPolicy
 
     return FsdpPolicy

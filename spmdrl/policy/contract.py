@@ -1,48 +1,80 @@
-"""What a policy is. `fsdp.py` is one; another backend adds its files beside it and nothing above changes."""
+"""What a policy is. `fsdp/` is one; another backend adds its files beside it and nothing above changes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from spmdrl.algos.aggregate import Totals
+from spmdrl.config.engines import Part
 from spmdrl.data.batch import Batch
 from spmdrl.spmd.mesh import World
-from spmdrl.spmd.reshard import Piece
 from spmdrl.tracking.metrics import Metrics
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-"""`--model.dtype` in torch's terms."""
+from spmdrl.weights.reshard import Piece
 
 
 @dataclass
 class LossResult:
-    """What a loss makes of one micro-batch: a scalar (already divided by global counts) and sums for the log."""
+    """The loss of one micro-batch, a scalar that is divided by global counts already, and sums for the log."""
 
     loss: torch.Tensor
     stats: Metrics
-
-
-Loss = Callable[[Batch, torch.Tensor, torch.Tensor, dict], LossResult]
-"""(micro-batch, logp [T], entropy [T], what `prepare` returned for the whole update) -> LossResult."""
 
 
 TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
 """A loss in which no token depends on another: (logp [n], entropy [n], columns of these n rows) -> (loss [n] with its
 final weight, stats), and the columns [T]."""
 
-Prepare = Callable[[Batch, int], dict]
-"""(this rank's sequences of one optimizer step, the step's place in the update) -> what its micro-batches share. The
-backends themselves look at `active`, which sequences to run, and `by_token`: (micro-batch, shared, device) -> the same
-loss as a TokenLoss, or None."""
+
+@dataclass
+class Shared:
+    """Facts of one optimizer step that all of its micro-batches share, the same on every rank but for `active`."""
+
+    totals: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
+    """Global denominators."""
+    active: torch.Tensor | None = None
+    """bool [B], this rank's sequences that contribute; the others are not run. None: all do."""
+    on_policy: bool = False
+    """old_logp is of the very weights that the step begins with, by a pass before the update."""
+
+
+class Objective(Protocol):
+    """The loss that a model learns by, in a form that every layout of ranks and micro-batches sums alike (law 2).
+
+    The policy update of reinforcement learning is one, a critic another (`rl/objectives.py`). A learner calls `prepare`
+    once for each optimizer step, then `loss` for each micro-batch.
+    """
+
+    columns: frozenset[str]
+    """Columns that the batch must have beside tokens and mask: `token/<name>` and `seq/<name>`."""
+    temperature: float
+    """Logits are divided by it before logp is taken."""
+
+    def prepare(self, share: Batch, index: int) -> Shared:
+        """Compute what the loss needs of a whole optimizer step. Collective over data positions.
+
+        share: this rank's sequences of the step; columns may be added to it. index: the step's place in the update.
+        """
+        ...
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
+        """Sum the loss of one micro-batch. No communication.
+
+        first_T, second_T: the head's two numbers of each token, with gradient: logp and entropy of a language model,
+        value and zeros of a critic. shared: as `prepare` returned it.
+        """
+        ...
+
+    def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | None:
+        """Return the same loss for a head that computes logp in chunks; None where tokens depend on each other."""
+        return None
+
 
 Write = Callable[[Path, World], None]
 """(folder, groups to communicate over) -> `folder/model` as HF safetensors in `--model.dtype` with `fixed`, and
 `folder/state` for the optimizer and float32 weights that `model` has rounded. Collective."""
-
-Part = Literal["model", "base", "adapter"]
-"""What of a policy travels: the full model, adapters added in; the model beneath them; they alone."""
 
 Head = Literal["lm", "value", "score"]
 """What a model says of a token: logp and entropy; the value of the state before it; a score of all up to it."""
@@ -74,10 +106,10 @@ class Policy(Protocol):
         """[T] on the host, without gradient: what a model with a value or score head says; 0 outside the mask."""
         ...
 
-    def update(self, batch: Batch, loss: Loss, prepare: Prepare, temperature: float) -> Metrics:
-        """One optimizer step for each value of `batch.seq["update"]`; version + 1 when any was taken.
+    def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
+        """Take `steps` optimizer steps, each on the sequences that name it in `batch.seq["update"]`.
 
-        A step whose gradient is exactly zero changes nothing and is not counted.
+        version + 1 when any was taken: a step whose gradient is exactly zero changes nothing and is not counted.
         """
         ...
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from spmdrl.data.tree import plan_tree
+from spmdrl.hub.routing import FREE
+from spmdrl.policy.attention.packing import plan_packing, plan_tree_packing
+from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.contract import TokenLoss
-from spmdrl.policy.packing import plan_packing, plan_tree_packing
-from spmdrl.policy.routing import FREE
-from spmdrl.policy.ulysses import TokenSlice
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 
 Second = Literal["entropy", "collision"]
@@ -25,7 +25,7 @@ class Trunk:
     """The transformer of a HF model over one pack: hidden states of the tokens that this rank answers for."""
 
     def __init__(self, hf: Any, attention: str, group: dist.ProcessGroup | None, share: bool):
-        """group: ranks over which a pack's tokens are divided, see `ulysses.py`. share: prompts once, see `tree.py`."""
+        """group: ranks that divide a pack's tokens (`attention/ulysses.py`); share: prompts once (`data/tree.py`)."""
         self.hf, self.attention, self.group, self.share = hf, attention, group, share
 
     def __call__(
@@ -39,7 +39,7 @@ class Trunk:
         """Tokens under the mask that this rank answers for, int64 [n]; the state of each [n, D]; the slice.
 
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: the state before a token, which predicts
-        it, instead of the one after it. experts_TLK: what routers must choose, FREE where they may (`routing.py`).
+        it, instead of the one after it. experts_TLK: what routers must choose, FREE where they may (`hub/routing.py`).
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()

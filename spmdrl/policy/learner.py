@@ -7,19 +7,39 @@ from typing import Any
 
 import torch
 
+from spmdrl.config.engines import Part
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
-from spmdrl.policy.contract import DTYPES, Head, Loss, LossResult, Part, Prepare, Write
-from spmdrl.policy.fixed import fixed_files
-from spmdrl.policy.guards import Guard, Odd
+from spmdrl.hub.build import DTYPES
+from spmdrl.policy.attention.ulysses import check_same
+from spmdrl.policy.contract import Head, LossResult, Objective, Shared, TokenLoss, Write
+from spmdrl.policy.grad_guard import AnomalousStep, Guard
 from spmdrl.policy.heads import Second
+from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
-from spmdrl.policy.ulysses import check_same
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import World
-from spmdrl.spmd.reshard import Piece, catalogue
 from spmdrl.tracking.metrics import Metrics
+from spmdrl.weights.reshard import Piece, catalogue
+
+
+class Watched:
+    """An objective that adds up the losses of its micro-batches."""
+
+    def __init__(self, objective: Objective, total: torch.Tensor):
+        self.objective, self.total = objective, total
+        self.columns, self.temperature, self.prepare = objective.columns, objective.temperature, objective.prepare
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
+        """See the contract."""
+        result = self.objective.loss(micro, first_T, second_T, shared)
+        self.total = self.total + result.loss.detach().double()
+        return result
+
+    def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | None:
+        """See the contract."""
+        return self.objective.token_loss(micro, shared, device)
 
 
 class Learner:
@@ -72,7 +92,7 @@ class Learner:
         """See the contract."""
         return self.logprobs(batch, 1.0)[0]
 
-    def update(self, batch: Batch, loss: Loss, prepare: Prepare, temperature: float) -> Metrics:
+    def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
         """See the contract.
 
         A step whose loss or gradient is not finite is left out and counted (`updates_nonfinite`): of its numbers only
@@ -81,26 +101,19 @@ class Learner:
         Raises:
             NonFiniteError: so many of them in a row, `--optimizer.bad-steps`; on every rank alike.
         """
-        metrics = Metrics()
-        before = self.updates_done
-        for share in range(self.cfg.algo.updates_per_step):
-            part = batch.select(torch.nonzero(batch.seq["update"] == share).flatten())
-            shared = prepare(part, share)
-            active = shared.get("active")
-            micros = self.microbatches(part if active is None else part.select(torch.nonzero(active).flatten()))
-            sums = [torch.zeros((), dtype=torch.float64, device=self.world.device)]
-
-            def watched(micro: Batch, *numbers: Any, loss=loss, sums=sums) -> LossResult:
-                result = loss(micro, *numbers)
-                sums.append(result.loss.detach().double())
-                return result
-
-            stats = self.gradient(micros, watched, shared, temperature)
-            unmoved = shared.get("unmoved", False)
-            finite = self._optimizer_step(metrics, part, share, torch.stack(sums).sum(), unmoved)
+        assert not (lacking := objective.columns - batch.columns), f"the batch lacks {sorted(lacking)}"
+        metrics, before = Metrics(), self.updates_done
+        for index in range(steps):
+            share = batch.select(torch.nonzero(batch.seq["update"] == index).flatten())
+            shared = objective.prepare(share, index)
+            active = shared.active
+            micros = self.microbatches(share if active is None else share.select(torch.nonzero(active).flatten()))
+            watched = Watched(objective, torch.zeros((), dtype=torch.float64, device=self.world.device))
+            stats = self.gradient(micros, watched, shared)
+            finite = self._optimizer_step(metrics, share, index, watched.total, shared.on_policy)
             if finite:
                 # Each step's loss is a sum over its tokens; what is logged is their mean over steps.
-                stats.scale_sum("loss", 1 / self.cfg.algo.updates_per_step)
+                stats.scale_sum("loss", 1 / steps)
                 metrics.merge(stats)
             else:
                 metrics.add_sum("loss", math.nan)
@@ -109,14 +122,15 @@ class Learner:
         self.version += self.updates_done > before
         return metrics
 
-    def _optimizer_step(self, metrics: Metrics, part: Batch, share: int, loss: torch.Tensor, unmoved: bool) -> bool:
-        """False where it was left out. loss: of this rank's sequences."""
+    def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
+        """Returns False where the step was left out. loss: of this rank's sequences."""
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
         bad = bool(all_reduce(bad, "max", self.world.training_group))
-        odd = Odd(part, share, self.updates_done, self.version, norm, not bad, self.guard.median, unmoved)
-        finite = self.guard.passes(odd)
+        median = self.guard.median
+        step = AnomalousStep(share, index, self.updates_done, self.version, norm, not bad, median, on_policy)
+        finite = self.guard.passes(step)
         if finite and norm > 0:
             # A step without signal leaves weights and moments as they are.
             self.step(lr, norm)
@@ -170,8 +184,8 @@ class Learner:
         """The head's two tensors [T] of each micro-batch, one after the other, without gradient. Collective."""
         raise NotImplementedError
 
-    def gradient(self, micros: list[Batch], loss: Loss, shared: dict, temperature: float) -> Metrics:
-        """Gradient of the losses' sum over micro-batches and data, and their statistics. Collective."""
+    def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
+        """Sum the gradient over micro-batches and data; returns the losses' statistics. Collective."""
         raise NotImplementedError
 
     def gradient_norm(self) -> float:

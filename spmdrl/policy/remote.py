@@ -12,6 +12,7 @@ from spmdrl.policy.contract import Policy
 from spmdrl.policy.heads import Second
 from spmdrl.spmd.exchange import Table, exchange, select
 from spmdrl.spmd.mesh import World
+from spmdrl.spmd.peers import Peers
 
 HOST = torch.device("cpu")
 
@@ -40,7 +41,7 @@ class RemotePolicy:
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the contract. A scorer passes an empty batch and gets nothing back."""
-        asked = deal(self._question(batch), self.scorers, self.world.rollout_group, HOST)
+        asked = deal(self._question(batch), self.scorers, Peers(self.world.rollout_group, HOST))
         answers: tuple[torch.Tensor, ...] = (torch.zeros(0), torch.zeros(0))
         if self.model is not None:
             answers = self.model.logprobs(asked, temperature, second)

@@ -1,1 +1,8 @@
-"""What a trajectory is worth: graders, and the processes that run those which cannot be trusted to end."""
+"""Rewards: what a sample is worth.
+
+base.py        what a reward takes and returns; how a grader is driven
+load.py        from --reward.function to a grader
+pool.py        graders in processes that can be killed
+worker.py      one such process
+gsm8k.py  math.py  reasoning.py  text.py    built-in rewards
+"""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
+from spmdrl.health.status import alive
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe
-from spmdrl.spmd.here import alive
 
 START_SECONDS = 120.0
 """Longest a worker may take to import its function (a cold file system is slow)."""

@@ -53,14 +53,14 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
     """Start the engine, of settings that passed `check_engine`. Collective over the ranks that sample."""
     name = engine_name(cfg)
     if name == "vllm":
-        from spmdrl.rollout.vllm import VLLMEngine
+        from spmdrl.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(cfg, world, stop)
     if name == "sglang":
-        from spmdrl.rollout.sglang import SGLangEngine
+        from spmdrl.rollout.sglang.engine import SGLangEngine
 
         return SGLangEngine(cfg, world, stop)
-    from spmdrl.rollout.hf import HFEngine
+    from spmdrl.rollout.hf.engine import HFEngine
 
     return HFEngine(cfg, world, stop)
 
@@ -72,7 +72,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from spmdrl.policy.load import resolve
+    from spmdrl.hub.resolve import resolve
 
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     model = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
@@ -92,7 +92,7 @@ def check_tp(cfg: Config, engine: str) -> None:
     """ValueError unless the model can be divided over the ranks of an engine: its heads, and a dense one's MLPs."""
     from transformers import AutoConfig
 
-    from spmdrl.policy.load import resolve
+    from spmdrl.hub.resolve import resolve
 
     folder, tp = resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.rollout.tp
     model = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
@@ -114,7 +114,7 @@ def check_tp(cfg: Config, engine: str) -> None:
             f"{f', and MLPs {width} wide' if width % tp else ''}, which {tp} ranks cannot share; {engine} takes {sizes}"
         )
     if engine == "hf" and tp > 1:
-        from spmdrl.rollout.hf_tp import plan_of
+        from spmdrl.rollout.hf.tp import plan_of
 
         plan_of(model, tp)
 
@@ -130,10 +130,10 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
     import psutil
     from transformers import AutoConfig
 
-    from spmdrl.policy.load import resolve
-    from spmdrl.rollout.sglang import SPARE_TOKENS
-    from spmdrl.rollout.vllm import GPU_BLOCK
-    from spmdrl.rollout.vllm_cpu import CPU_BLOCK
+    from spmdrl.hub.resolve import resolve
+    from spmdrl.rollout.sglang.engine import SPARE_TOKENS
+    from spmdrl.rollout.vllm.cpu import CPU_BLOCK
+    from spmdrl.rollout.vllm.engine import GPU_BLOCK
 
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
@@ -163,7 +163,7 @@ def stop_tokens(folder: Path, tokenizer) -> set[int]:
     """
     from transformers import GenerationConfig
 
-    from spmdrl.policy.load import plain_errors
+    from spmdrl.hub.folder import plain_errors
 
     file, eos = "generation_config.json", None
     if (folder / file).exists():

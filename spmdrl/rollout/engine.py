@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.policy.load import resolve
+from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.needs import Needs
-from spmdrl.spmd.reshard import Entry
+from spmdrl.weights.reshard import Entry
 
 Owner = Literal["weights", "kv_cache"]
 Finish = Literal["stop", "length", "abort"]
@@ -53,7 +53,7 @@ class Completion:
     """Weight version it was sampled from; None: aborted while the weights were being replaced."""
     experts: torch.Tensor | None = None
     """int16 [n, W], where routing is replayed: the experts of each token of prompt and response but the last, layer by
-    layer (`policy.routing.Experts`), -1 where a token was not run. None also for one that was cut off where the engine
+    layer (`hub.routing.Experts`), -1 where a token was not run. None also for one that was cut off where the engine
     tells them at the end."""
 
 
@@ -106,7 +106,7 @@ class Engine(Protocol):
         ...
 
     def held_words(self) -> int | None:
-        """Sum of the weight words that `needs` counts (`spmd.digest.word_sum`), or None if it cannot say."""
+        """Sum of the weight words that `needs` counts (`spmd.checksum.word_sum`), or None if it cannot say."""
         ...
 
     def close(self) -> None:

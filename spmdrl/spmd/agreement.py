@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from spmdrl.health.flight_record import collectives_of
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
-from spmdrl.spmd.flight import collectives_of
 from spmdrl.spmd.lockstep import LockstepError
 from spmdrl.spmd.mesh import World
 

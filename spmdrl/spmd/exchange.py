@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from spmdrl.spmd.digest import digest
+from spmdrl.spmd.checksum import digest
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from spmdrl.spmd.flight import send_and_receive
+from spmdrl.health.flight_record import send_and_receive
 
 
 def swap(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.spmd.devices import check_alike, pick_device
-from spmdrl.spmd.joining import own_names
+from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.rendezvous import own_names
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Axes of the training mesh, outermost first. `sp` is what divides a pack's tokens: Ulysses, or context parallelism.
@@ -105,6 +106,11 @@ class World:
     def group(self) -> dist.ProcessGroup | None:
         """All ranks, with the device's backend; None for a world of one."""
         return dist.group.WORLD if self.size > 1 else None
+
+    @property
+    def data_peers(self) -> Peers:
+        """Ranks that hold the other data positions."""
+        return Peers(self.data_group, self.device)
 
     @property
     def data_size(self) -> int:

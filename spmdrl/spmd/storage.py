@@ -7,7 +7,6 @@ stays valid: FSDP2's parameters, tied weights and an optimizer's moments need no
 import ctypes
 import errno
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -217,21 +216,3 @@ def scratch_folder() -> str:
             raise ValueError(f"TMPDIR {named} is no folder that can be written to: make it, or set TMPDIR to another")
         return named
     return "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """True for an allocator's refusal: torch's on GPU and CPU, vLLM's at wake, Python's, the system's."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    words = ("out of memory", "can't allocate memory", "cannot allocate memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(w in str(error).lower() for w in words)
-
-
-def requested_bytes(error: BaseException) -> int:
-    """What the allocator was asked for, as its message tells it; 0 if it does not."""
-    text = str(error)
-    if found := re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE):
-        return int(found[1])
-    if found := re.search(r"tried to allocate ([\d.]+) ([KMG])iB", text, re.IGNORECASE):
-        return int(float(found[1]) * (1 << {"K": 10, "M": 20, "G": 30}[found[2].upper()]))
-    return 0

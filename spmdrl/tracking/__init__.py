@@ -1,1 +1,7 @@
-"""What a run shows and keeps: `metrics` reduced over ranks, `trackers` they go to, the `console`, `logs` by rank."""
+"""What a run shows and keeps of its numbers.
+
+metrics.py    numbers of one step, reduced over ranks; the clock of its phases
+trackers.py   metrics.jsonl, TensorBoard, wandb
+console.py    the panel on a terminal, or one line a step
+logs.py       one log file for each rank
+"""

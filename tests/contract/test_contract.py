@@ -15,7 +15,7 @@ from tests.contract.ours import Use, uses
 from tests.contract.sources import ROOT, UnreachableError, locked, sources
 
 pytestmark = pytest.mark.timeout(600)
-ON_CPU = {"spmdrl/rollout/vllm_cpu.py"}
+ON_CPU = {"spmdrl/rollout/vllm/cpu.py"}
 """Files that only a CPU build meets."""
 LOCKS = {
     "vllm": ("vllm", "gpu.txt"),

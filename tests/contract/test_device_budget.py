@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spmdrl import memory as phases
-from spmdrl import run as runs
 from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config
-from spmdrl.models import Models
 from spmdrl.policy.megatron.host_adamw import HostAdamW
+from spmdrl.policy.models import Models
+from spmdrl.rl import run as runs
+from spmdrl.rl.run import Run
 from spmdrl.rollout.engine import kv_bytes_per_token
-from spmdrl.run import Run
+from spmdrl.session import device_table as phases
 from spmdrl.tracking.metrics import Timer
 from tests.unit.test_configs_megatron import MODELS, RUNS, Layout, held, layout_of
 

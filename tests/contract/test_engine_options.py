@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmdrl.config.engines import sleep_level
-from spmdrl.rollout.vllm import VLLMEngine
+from spmdrl.rollout.vllm.engine import VLLMEngine
 from tests.contract.lookup import Tree, members, parameters
 from tests.contract.sources import UnreachableError, locked, sources
 from tests.ranks.cases import config
@@ -80,7 +80,7 @@ def test_sleep_level_is_the_one_that_copies_nothing_for_nothing():
 
 
 def test_refusal_for_memory_names_what_makes_room():
-    from spmdrl.rollout.vllm import advice
+    from spmdrl.rollout.vllm.engine import advice
 
     snapshot = SimpleNamespace(total_memory=80 << 30, free_memory=20 << 30, device_=torch.device("cuda"))
     from vllm.v1.worker.utils import request_memory
@@ -96,8 +96,8 @@ def test_refusal_for_memory_names_what_makes_room():
     ("push", "level", "warns"), [("adapter", 2, True), ("adapter", 1, False), ("merged", 2, False)]
 )
 def test_deep_sleep_beside_adapters_says_what_it_costs(monkeypatch, push, level, warns):
-    from spmdrl import run as module
-    from spmdrl.models import Models
+    from spmdrl.policy.models import Models
+    from spmdrl.rl import run as module
 
     said, slept = [], []
     engine = SimpleNamespace(bytes_by_owner=lambda: {"engine weights": 3 << 30}, sleep=slept.append)

@@ -13,11 +13,11 @@ import torch
 from spmdrl.algos import compute_advantages, compute_loss
 from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.losses import LOSSES
-from spmdrl.resume import generator_states, set_generator_states
-from spmdrl.rollout.hf import sample
+from spmdrl.rl.resume import generator_states, set_generator_states
+from spmdrl.rollout.hf.engine import sample
+from spmdrl.session.meter import Meter
 from spmdrl.spmd import storage
-from spmdrl.spmd.digest import digest, weighted_sum
-from spmdrl.spmd.meter import Meter
+from spmdrl.spmd.checksum import digest, weighted_sum
 from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl_kernels import chunked_loss, linear_logprob
 from tests.contract.fake_cuda import FakeCuda, MixedDevicesError, NondeterministicError

@@ -124,7 +124,7 @@ def reward_hangs() -> None:
 
 def engine_dies() -> None:
     """The engine gives up at its next step."""
-    from spmdrl.rollout.hf import HFEngine
+    from spmdrl.rollout.hf.engine import HFEngine
 
     def poll(self):
         raise RuntimeError("the engine's memory is gone")
@@ -253,8 +253,8 @@ def plant(plan: dict) -> None:
     """Wrap what every phase passes through."""
     import torch.distributed as dist
 
-    from spmdrl.run import Run
-    from spmdrl.spmd.here import here
+    from spmdrl.health.status import here
+    from spmdrl.rl.run import Run
     from spmdrl.tracking.metrics import Timer
 
     fault = FAULTS[plan["fault"]]
@@ -288,7 +288,7 @@ def plant(plan: dict) -> None:
 def main() -> None:
     """Train with the fault of the environment."""
     from spmdrl import train
-    from spmdrl.environment import prepare
+    from spmdrl.session.environ import prepare
 
     prepare()
     plant(json.loads(os.environ[VARIABLE]))

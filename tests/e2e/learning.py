@@ -171,12 +171,13 @@ def _child(words: list[str], folder: str, target: float) -> None:
     import torch
 
     from spmdrl.config.load import load_or_exit
-    from spmdrl.opening import open_run
+    from spmdrl.rl.run import Run
+    from spmdrl.session.open import open_run
     from spmdrl.train import train
 
     torch.set_num_threads(1)
     seen: list[tuple[int, float]] = []
-    with open_run(load_or_exit(words)) as run:
+    with open_run(load_or_exit(words), Run) as run:
         assert run is not None
         evaluate = run.evaluate
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from spmdrl.determinism import make_deterministic
+from spmdrl.session.determinism import make_deterministic
 from tests.builds import no_sglang, no_vllm
 from tests.e2e.kills import differences, untimed
 from tests.e2e.runner import argv, run, succeed

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from spmdrl.policy.load import TINY
+from spmdrl.hub.folder import TINY
 from spmdrl.rollout.build import check_engine
 from spmdrl.rollout.engine import Request, kv_bytes_per_token
-from spmdrl.rollout.hf import HFEngine
+from spmdrl.rollout.hf.engine import HFEngine
 from spmdrl.spmd.mesh import World
 from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv, metrics, run, succeed
 from tests.ranks.cases import config

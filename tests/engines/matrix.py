@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from spmdrl.config.load import load_or_exit
-from spmdrl.environment import prepare
+from spmdrl.session.environ import prepare
 
 SHORTER = 2
 """Tokens by which each sample of a prompt is cut before the next one."""
@@ -23,8 +23,8 @@ SHORTER = 2
 
 def stand_ins() -> None:
     """Replace what the module's text names, and gather every step's samples on rank 0, in the run folder."""
-    from spmdrl.collect import Round
-    from spmdrl.run import Run
+    from spmdrl.rl.collect import Round
+    from spmdrl.rl.run import Run
     from spmdrl.spmd.exchange import all_gather_text
 
     request, pack = Round.request, Run.pack
@@ -49,7 +49,7 @@ def stand_ins() -> None:
 
 def as_nccl(inside: ExitStack) -> list:
     """Have groups made as NCCL makes them, from the world on; its recorder comes into the list."""
-    from spmdrl.rollout import vllm
+    from spmdrl.rollout.vllm import engine as vllm
     from spmdrl.spmd import mesh
     from tests.ranks.stub_nccl import BACKEND, stub_nccl
 
@@ -76,14 +76,15 @@ def main() -> None:
     prepare()
     import torch
 
-    from spmdrl.opening import open_run
+    from spmdrl.rl.run import Run
+    from spmdrl.session.open import open_run
     from spmdrl.train import train
 
     stand_ins()
     with ExitStack() as inside:
         several = int(os.environ["WORLD_SIZE"]) > 1 and loaded.config.rollout.engine != "hf"
         recorders = as_nccl(inside) if several else []
-        with open_run(loaded) as run:
+        with open_run(loaded, Run) as run:
             train(run)
             for recorder in recorders:
                 torch.save(recorder.record, run.folder / f"record_{run.world.rank}.pt")

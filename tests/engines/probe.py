@@ -37,8 +37,8 @@ class Probe:
     def __init__(self, cfg: Config, facts: dict):
         from transformers import AutoModelForCausalLM
 
-        from spmdrl.policy.load import resolve
-        from spmdrl.run import Run
+        from spmdrl.hub.resolve import resolve
+        from spmdrl.rl.run import Run
         from spmdrl.spmd.mesh import start
         from spmdrl.tracking.logs import setup_logging
         from spmdrl.tracking.metrics import Timer
@@ -106,8 +106,8 @@ class Probe:
     def refresh_hf(self) -> None:
         """Exactly the weights that a push sends, into the independent model."""
         # All ranks hold the same weights where a probe has several: whole tensors come from a plan of their own.
-        from spmdrl.policy.experts import Layout
-        from spmdrl.spmd.reshard import Reshard, catalogue
+        from spmdrl.weights.experts import Layout
+        from spmdrl.weights.reshard import Reshard, catalogue
 
         world, pieces = self.run.world, self.policy.pieces()
         entries = catalogue(pieces, world.host_group)
@@ -184,8 +184,8 @@ class Probe:
         self.policy.version += 1
 
     def push(self) -> None:
-        from spmdrl.policy.lora import pushed_parts
-        from spmdrl.rollout.transfer import Transfer
+        from spmdrl.config.engines import pushed_parts
+        from spmdrl.session.transfer import Transfer
 
         if self.transfer is None or self.transfer.engine is not self.engine:
             parts = pushed_parts(self.cfg)
@@ -320,7 +320,7 @@ def interrupted(p: Probe) -> dict:
 
 def sleep_memory(p: Probe) -> dict:
     """Bytes that the KV cache really gives back, and what the engine says after."""
-    from spmdrl.spmd.meter import Meter
+    from spmdrl.session.meter import Meter
 
     meter, prompts = Meter(p.run.world.device), p.prompts(8)
 
@@ -638,7 +638,7 @@ SCENARIOS = {
 
 def preload() -> None:
     """Import what every scenario on a CPU needs, once."""
-    from spmdrl.rollout.vllm import _environment
+    from spmdrl.rollout.vllm.engine import _environment
 
     _environment(torch.device("cpu"))
     for name in (
@@ -646,7 +646,7 @@ def preload() -> None:
         "vllm.entrypoints.llm",
         "vllm.model_executor.models.qwen2",
         "vllm.v1.worker.cpu_model_runner",
-        "spmdrl.opening",
+        "spmdrl.session.open",
     ):
         importlib.import_module(name)
 

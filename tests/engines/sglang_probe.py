@@ -29,11 +29,11 @@ def samples(p: Probe) -> dict:
 
     Asked together, so that one batch holds greedy and drawn rows.
     """
-    from spmdrl.policy.contract import DTYPES
-    from spmdrl.policy.load import resolve
+    from spmdrl.hub.build import DTYPES
+    from spmdrl.hub.resolve import resolve
     from spmdrl.rollout.build import stop_tokens
-    from spmdrl.rollout.hf import HFEngine
-    from spmdrl.rollout.transfer import Transfer
+    from spmdrl.rollout.hf.engine import HFEngine
+    from spmdrl.session.transfer import Transfer
 
     p.awake()
     stop = stop_tokens(resolve(p.cfg.model.path), p.run.tokenizer)
@@ -66,7 +66,7 @@ def samples(p: Probe) -> dict:
 
 def corrupt(p: Probe) -> dict:
     """A bit that turns before the rank has it, and one in the memory the engine reads; a tensor that never arrives."""
-    from spmdrl.rollout import sglang_process
+    from spmdrl.rollout.sglang import process as sglang_process
 
     prompt = p.prompts(1)[0]
     p.awake()
@@ -204,7 +204,7 @@ def measure(folder: Path, facts: dict) -> None:
 
 def killed(p: Probe) -> tuple[str, list[int]]:
     """The scheduler dies in the middle of sampling; what a poll says, and who is left after `close`."""
-    from spmdrl.rollout import sglang_process
+    from spmdrl.rollout.sglang import process as sglang_process
 
     sglang_process.GRACE_SECONDS = 1000.0  # or the watching thread ends this process
     mine = processes(p)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spmdrl.spmd.meter import Meter
+from spmdrl.session.meter import Meter
 from spmdrl.spmd.storage import PIECE, Parked
 
 pytestmark = pytest.mark.gpu

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.policy import attention
+from spmdrl.hub.build import build_model
+from spmdrl.hub.folder import TINY
+from spmdrl.policy.attention import packed as attention
+from spmdrl.policy.attention.varlen import KERNELS, attend, installed, lacking, make_runs, needs_of
 from spmdrl.policy.heads import PackedLM
-from spmdrl.policy.load import TINY, build_model
-from spmdrl.policy.varlen import KERNELS, attend, installed, lacking, make_runs, needs_of
 from tests.unit.varlen_kernels import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ def test_shared_prompts_in_float32_build_no_mask(monkeypatch):
 
 def test_liger_layers_are_the_same_model():
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    from spmdrl.policy.liger import use_liger
+    from spmdrl.policy.fsdp.liger import use_liger
 
     tokens, lengths = torch.arange(3, 40).repeat(2), torch.tensor([37, 37])
     mask = (torch.arange(74) % 37 > 0).cuda()

@@ -8,16 +8,18 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from spmdrl.compose import compose
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import balance, from_trajectories, share_out
 from spmdrl.data.trajectory import Trajectory
-from spmdrl.experience import Replay
-from spmdrl.learn import learn, score
-from spmdrl.models import Models
-from spmdrl.policy.fsdp import FsdpPolicy
+from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.models import Models
+from spmdrl.rl.compose import compose
+from spmdrl.rl.experience import Replay
+from spmdrl.rl.score import score
+from spmdrl.rl.update import update
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
+from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for, seed_for
 
 VOCAB = 47
@@ -137,7 +139,7 @@ def packed(cfg: Config, world, everyone: list[Trajectory], experts_width: int = 
     batch.seq["seed"] = torch.tensor([seed_for(0, 0, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"] = batch.lengths
     prompts = max(t.position for t in everyone) + 1
-    batch = Replay(cfg.filter, prompts).mix(batch, 0, 0, world.group, world.device)
+    batch = Replay(cfg.filter, prompts).mix(batch, 0, 0, Peers(world.group, world.device))
     order = list(range(prompts))
     generator_for(3).shuffle(order)
     return balance(share_out(batch, cfg.algo.updates_per_step, prompts, order), world)
@@ -145,19 +147,18 @@ def packed(cfg: Config, world, everyone: list[Trajectory], experts_width: int = 
 
 def scored_batch(cfg: Config, world, models: Models, everyone: list[Trajectory], batch=None):
     """(algorithm, batch with everything that the update wants, metrics); batch: one that is packed already."""
-    algo, group = compose(cfg), group_of(world)
+    algo = compose(cfg)
     batch = packed(cfg, world, everyone) if batch is None else batch
-    stats = score(batch, models, algo, cfg.rollout.temperature, group, world.device)
-    return algo, algo.advantages(batch, group, world.device), stats
+    stats = score(batch, models, algo, cfg, world.data_peers)
+    return algo, algo.advantages(batch, world.data_peers), stats
 
 
 def update_models(cfg: Config, world, models: Models, everyone: list[Trajectory], batch=None) -> dict[str, float]:
     """One step as `train.py` makes it; the reduced metrics."""
     algo, batch, stats = scored_batch(cfg, world, models, everyone, batch)
-    group = group_of(world)
-    done = learn(batch, models, algo, cfg.critic.warmup_steps, cfg.rollout.temperature, group, world.device)
+    done = update(batch, models, algo, cfg, cfg.critic.warmup_steps, world.data_peers)
     done.merge(stats)
-    return done.reduce(lambda x, op: all_reduce(x, op, group), world.device)
+    return done.reduce(lambda x, op: all_reduce(x, op, group_of(world)), world.device)
 
 
 def update_once(cfg: Config, world, policy, reference, everyone: list[Trajectory]) -> dict[str, float]:

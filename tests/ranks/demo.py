@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spmdrl.config.schema import Config
-from spmdrl.run import Run
+from spmdrl.rl.run import Run
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
 from tests.ranks.cases import config

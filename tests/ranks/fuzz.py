@@ -27,16 +27,16 @@ from pathlib import Path
 
 import torch
 
-from spmdrl.compose import aggregation
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError, flag
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.resume import FREE, listed
 from spmdrl.config.schema import Config
-from spmdrl.policy.load import TINY
-from spmdrl.rehearsal import check_use
-from spmdrl.run import Run
+from spmdrl.hub.folder import TINY
+from spmdrl.rl.compose import aggregation
+from spmdrl.rl.rehearsal import check_use
+from spmdrl.rl.run import Run
 from spmdrl.spmd.seeds import generator_for
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train

@@ -31,9 +31,9 @@ PRELOAD = [
     "pytest",
     "safetensors.torch",
     "spmdrl.train",
-    "spmdrl.opening",
-    "spmdrl.policy.fsdp",
-    "spmdrl.rollout.hf",
+    "spmdrl.session.open",
+    "spmdrl.policy.fsdp.policy",
+    "spmdrl.rollout.hf.engine",
     "spmdrl.tracking.console",
 ]
 _PR_SET_PDEATHSIG = 1

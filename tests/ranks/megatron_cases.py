@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spmdrl.compose import compose
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.models import Models
-from spmdrl.policy import weights
+from spmdrl.hub.routing import FREE
 from spmdrl.policy.backends import backend
-from spmdrl.policy.contract import LossResult
-from spmdrl.policy.routing import FREE
-from spmdrl.policy.weights import SafetensorsWriter, on_first
+from spmdrl.policy.contract import LossResult, Objective, Shared
+from spmdrl.policy.models import Models
+from spmdrl.rl.compose import compose
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import world_from_group
-from spmdrl.spmd.reshard import Piece
 from spmdrl.tracking.metrics import Metrics
+from spmdrl.weights import safetensors as weights
+from spmdrl.weights.reshard import Piece
+from spmdrl.weights.safetensors import SafetensorsWriter, on_first
 from tests.ranks.cases import bytes_on_disk, config, gradients_of, packed, synthetic_batch, update_models
 
 LIMIT = 100.0
@@ -143,17 +143,26 @@ def replays(world, cases: list, kind: str) -> dict:
     return out
 
 
+class Nothing(Objective):
+    """A loss of 0."""
+
+    columns, temperature = frozenset(), 1.0
+
+    def prepare(self, share, index):
+        return Shared()
+
+    def loss(self, micro, first_T, second_T, shared):
+        return LossResult(0.0 * (first_T.sum() + second_T.sum()), Metrics())
+
+
 def balances(world, cases: list) -> dict:
     """Case -> (metrics, weights) of an update whose only loss is that for evenly used experts."""
     out = {}
     for key, axes, sections, folders in cases:
         cfg, here, models = open_models(world, axes, sections, folders, "megatron")
 
-        def nothing(micro, logp, entropy, shared):
-            return LossResult(0.0 * (logp.sum() + entropy.sum()), Metrics())
-
         batch = packed(cfg, here, synthetic_batch())
-        metrics = models.policy.update(batch, nothing, lambda part, share: {}, 1.0)
+        metrics = models.policy.update(batch, Nothing())
         metrics = metrics.reduce(partial(all_reduce, group=here.data_group), here.device)
         out[key] = metrics, weights_of(here, models)
     return out

@@ -23,8 +23,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.rollout.vllm_world import _Shown
-from spmdrl.spmd import flight, lockstep
+from spmdrl.health import flight_record as flight
+from spmdrl.rollout.vllm.world import _Shown
+from spmdrl.spmd import lockstep
 
 BACKEND = "counted"
 """Backend of groups that have NCCL's on a GPU; groups of `gloo` are on the host there too."""

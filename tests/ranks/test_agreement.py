@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl import flight as reader
-from spmdrl.spmd import flight
+from spmdrl.health import flight_record as flight
+from spmdrl.health.status import here
 from spmdrl.spmd.agreement import Agreement, shown
 from spmdrl.spmd.gloo import swap
-from spmdrl.spmd.here import here
 from spmdrl.spmd.lockstep import LockstepError
+from spmdrl.tools import flight as reader
 from tests.ranks.harness import run_ranks
 
 

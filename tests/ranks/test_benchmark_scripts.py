@@ -121,9 +121,9 @@ def test_benchmarks_import_and_answer_help():
 
 def test_benchmarks_imports_are_followed_into_functions():
     """The mistake that this file is for: a name that has moved, imported where a script does its work."""
-    text = "def side():\n    from spmdrl.run import open_run\n    from spmdrl.opening import open_run\n"
+    text = "def side():\n    from spmdrl.rl.run import open_run\n    from spmdrl.session.open import open_run\n"
     (line,) = forked(missing, "longtail.py", text)
-    assert line.startswith("longtail.py:2: spmdrl.run open_run")
+    assert line.startswith("longtail.py:2: spmdrl.rl.run open_run")
 
 
 # ── their work, in tiny ──────────────────────────────────────────────────────

@@ -17,10 +17,10 @@ from spmdrl import checkpoint
 from spmdrl.checkpoint import files, store
 from spmdrl.checkpoint.background import Saver
 from spmdrl.data import treefile
-from spmdrl.models import Models
-from spmdrl.policy import fixed
-from spmdrl.policy.load import TINY
-from spmdrl.policy.vetted import vet
+from spmdrl.hub.folder import TINY
+from spmdrl.policy import model_files as fixed
+from spmdrl.policy.models import Models
+from spmdrl.policy.safe_pickle import vet
 from tests.ranks.cases import build_policy, config, full_weights, synthetic_batch, update_once
 from tests.ranks.harness import run_ranks
 

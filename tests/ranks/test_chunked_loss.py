@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from spmdrl.algorithm import Algorithm
 from spmdrl.algos.losses import LOSSES, TOKEN_LOSSES
-from spmdrl.compose import compose
-from spmdrl.models import Models
 from spmdrl.policy import heads
+from spmdrl.policy.models import Models
+from spmdrl.rl.compose import compose
+from spmdrl.rl.objectives import PolicyObjective
 from tests.ranks.cases import build_policy, config, float64_softmax, gradients_of, relative, small_model, update_models
 from tests.ranks.cases import synthetic_batch as trajectories
 from tests.ranks.harness import run_ranks
@@ -109,7 +109,7 @@ BFLOAT16 = {
 
 def in_bfloat16(world, folder: str) -> dict:
     """Case -> for whole and chunked: types of what the loss was given, its derivative at each logp, gradients."""
-    out, plain = {}, Algorithm.token_losses
+    out, plain = {}, PolicyObjective.token_losses
     for name, sections in BFLOAT16.items():
         found = []
         for chunked in (False, True):
@@ -123,7 +123,7 @@ def in_bfloat16(world, folder: str) -> dict:
                     slopes.append(torch.autograd.grad(loss.sum(), logp, retain_graph=True)[0][x["mask"]])
                 return loss, stats
 
-            Algorithm.token_losses = token_losses
+            PolicyObjective.token_losses = token_losses
             policy = {"max_tokens_per_microbatch": 64, "chunked_loss": chunked}
             cfg = config(**sections | {"policy": policy, "model": {"dtype": "bfloat16", "path": folder}})
             models = Models(
@@ -132,7 +132,7 @@ def in_bfloat16(world, folder: str) -> dict:
             grads = gradients_of(models.policy, lambda m=models, c=cfg: update_models(c, world, m, trajectories()))
             found.append((types, torch.cat(slopes), torch.cat([x.flatten() for x in grads[0].values()])))
         out[name] = found
-    Algorithm.token_losses = plain
+    PolicyObjective.token_losses = plain
     return out
 
 

@@ -1,12 +1,14 @@
 """Dropout, LayerDrop and router jitter of a config are off in every model: a loss compares logp of several passes."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.data.batch import from_trajectories, share_out
-from spmdrl.policy.contract import LossResult
-from spmdrl.policy.fsdp import FsdpPolicy
+from spmdrl.policy.contract import LossResult, Objective, Shared
+from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.tracking.metrics import Metrics
 from tests.ranks.cases import VOCAB, build_policy, config, gradients_of, synthetic_batch
 from tests.ranks.harness import run_ranks
@@ -42,6 +44,22 @@ def save(folder, family: str, scalar: bool):
     return str(folder)
 
 
+@dataclass
+class Sum(Objective):
+    """The sum of the head's first number over sampled tokens."""
+
+    seen: torch.Tensor
+    """[T]: that number of every token."""
+    columns, temperature = frozenset(), 1.0
+
+    def prepare(self, share, index):
+        return Shared()
+
+    def loss(self, micro, first_T, second_T, shared):
+        self.seen[micro.token["place"]] = first_T.detach()
+        return LossResult(first_T[micro.token["mask"]].sum(), Metrics())
+
+
 def passes(world, folders: dict) -> dict:
     """(family, head, recomputing) -> a trained model's numbers of two passes and of an update, with its gradient."""
     out = {}
@@ -59,12 +77,8 @@ def passes(world, folders: dict) -> dict:
             batch.token["place"] = torch.arange(batch.n_tokens)
             seen = torch.zeros(batch.n_tokens)
 
-            def loss(micro, first_T, second_T, shared, seen=seen):
-                seen[micro.token["place"]] = first_T.detach()
-                return LossResult(first_T[micro.token["mask"]].sum(), Metrics())
-
             first, second = (model.logprobs(batch, 1.0)[0] for _ in range(2))
-            grads = gradients_of(model, lambda m=model, b=batch, f=loss: m.update(b, f, lambda part, i: {}, 1.0))
+            grads = gradients_of(model, lambda m=model, b=batch, s=seen: m.update(b, Sum(s)))
             out[family, head, again] = first, second, seen, grads[0], batch.token["mask"]
     return out
 

@@ -200,7 +200,7 @@ def gather_cases(world):
     pairs = [(i, row) for i, sample in enumerate(batch.seq["sample"].tolist()) for row in range(1 + sample % 2)]
     seq_n, row_n = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
     mine = torch.stack([batch.seq["reward"][seq_n], batch.seq["position"][seq_n].double(), row_n.double()], 1)
-    columns, places = gather_rows(batch, seq_n, mine, group_of(world), world.device)
+    columns, places = gather_rows(batch, seq_n, mine, world.data_peers)
     own = torch.equal(columns[places], mine)
     texts = [f"rank {world.rank}: grün, {'x' * 50 * world.rank}", "only odd ones speak" * (world.rank % 2), ""]
     ragged = torch.arange(world.rank * 2, dtype=torch.float64).view(-1, 2) + 100 * world.rank

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.algos.filters import mixed
-from spmdrl.collect import Collected, Round
 from spmdrl.config.learning import FilterConfig
 from spmdrl.data.batch import from_trajectories
 from spmdrl.data.trajectory import Trajectory
-from spmdrl.experience import Replay, fill
+from spmdrl.rl.collect import Collected, Round
+from spmdrl.rl.experience import Replay, fill
 from spmdrl.spmd.exchange import all_gather_rows
+from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for
 from tests.ranks.cases import config
 from tests.ranks.harness import RankError, run_ranks
@@ -85,7 +86,7 @@ def replayed(world, cfg: FilterConfig, steps: int):
     for step in range(steps):
         mine = [p for p in range(WANTED) if p % world.size == world.rank]
         batch = from_trajectories([sample(7 * step + p, s, p, step) for p in mine for s in range(SAMPLES)])
-        mixed_in = replay.mix(batch, 5, step, group, world.device)
+        mixed_in = replay.mix(batch, 5, step, Peers(group, world.device))
         first = mixed_in.token["tokens"][mixed_in.cu_seqlens[:-1].long()]
         rows = torch.stack([mixed_in.seq["position"], mixed_in.seq["prompt"], mixed_in.seq["sample"], first], 1)
         everyone = torch.cat(all_gather_rows(rows, group))
@@ -121,5 +122,5 @@ def test_layout_resampling_and_replay_draw_alike_on_any_number_of_ranks(name):
 
 def test_without_a_filter_a_batch_passes_as_it_is():
     batch = from_trajectories([sample(p, s, p) for p in range(WANTED) for s in range(SAMPLES)])
-    assert Replay(FilterConfig(), WANTED).mix(batch, 0, 0, None, torch.device("cpu")) is batch
+    assert Replay(FilterConfig(), WANTED).mix(batch, 0, 0, Peers(None, torch.device("cpu"))) is batch
     assert dataclasses.replace(FilterConfig()).bad_sample == "stop"

@@ -10,9 +10,9 @@ import torch
 
 from spmdrl.config.dump import to_yaml
 from spmdrl.data import treefile
-from spmdrl.policy.load import TINY
-from spmdrl.replay import replay
-from spmdrl.spikes import read
+from spmdrl.hub.folder import TINY
+from spmdrl.rl.spikes import read
+from spmdrl.tools.rerun_step import replay
 from tests.e2e.runner import succeed
 from tests.ranks.cases import full_weights, relative
 from tests.ranks.demo import demo, metrics, open_demo, train, untimed

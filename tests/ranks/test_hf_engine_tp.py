@@ -6,8 +6,8 @@ import torch
 from spmdrl.config.schema import Config
 from spmdrl.rollout.build import check_engine, check_tp
 from spmdrl.rollout.engine import Request
-from spmdrl.rollout.hf import HFEngine
-from spmdrl.rollout.transfer import Transfer
+from spmdrl.rollout.hf.engine import HFEngine
+from spmdrl.session.transfer import Transfer
 from tests.ranks.cases import build_policy, config, small_model
 from tests.ranks.harness import run_ranks
 

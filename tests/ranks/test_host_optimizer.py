@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.policy.load import TINY
+from spmdrl.hub.folder import TINY
 from tests.ranks.cases import small_model, synthetic_batch, update_models
 from tests.ranks.harness import run_ranks
 from tests.ranks.megatron_cases import open_models, weights_of

@@ -9,12 +9,12 @@ import dataclasses
 import pytest
 import torch
 
-from spmdrl.compose import compose
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.data.batch import from_trajectories, share_out
-from spmdrl.models import Models
-from spmdrl.policy.fsdp import FsdpPolicy
-from spmdrl.policy.load import TINY
+from spmdrl.hub.folder import TINY
+from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.models import Models
+from spmdrl.rl.compose import compose
 from spmdrl.spmd.seeds import generator_for
 from tests.ranks.cases import (
     build_policy,
@@ -64,7 +64,7 @@ def test_layout_a_step_without_signal_moves_nothing(folders):
 
 def grouped(world, folder, most):
     """A step of a model that FSDP gathers as one group where it has at most `most` bytes, else by layer."""
-    from spmdrl.policy import fsdp
+    from spmdrl.policy.fsdp import policy as fsdp
 
     fsdp.GATHERED_WHOLE = {"cpu": most}
     cfg = config(model={"path": folder, "dtype": "float64"}, policy={"max_tokens_per_microbatch": 64})

@@ -23,14 +23,15 @@ from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.kl import KL_KINDS
 from spmdrl.algos.losses import LOSSES, LossInputs, ppo
 from spmdrl.algos.selection import Selecting, select_kl_cov
-from spmdrl.compose import compose
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, OptimizerConfig, ParallelConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches
 from spmdrl.data.trajectory import Trajectory
-from spmdrl.models import Models
-from spmdrl.policy.fsdp import FsdpPolicy
+from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.models import Models
+from spmdrl.rl.compose import compose
+from spmdrl.rl.objectives import PolicyObjective
 from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.mesh import World, world_from_group
 from spmdrl.spmd.seeds import generator_for
@@ -520,7 +521,7 @@ def selections(world, folders, everyone):
     models = Cast(world, folders)(cfg)
     algo, batch, _ = scored_batch(cfg, world, models, everyone, batch)
     share = batch.select(torch.nonzero(batch.seq["update"] == 0).flatten())
-    algo.prepare(models.policy, 0, TEMPERATURE, None, world.device, share, 0)
+    PolicyObjective(algo, models.policy, TEMPERATURE, world.data_peers).prepare(share, 0)
     mask, logp, advantage = (share.token[k] for k in ("mask", "old_logp", "advantages"))
     covariance = (advantage - advantage[mask].mean()) * (logp - logp[mask].mean())
     best = torch.where(mask, covariance, -torch.inf).topk(int(0.1 * int(mask.sum()))).indices

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl.policy import fsdp
-from spmdrl.rollout.transfer import Transfer
+from spmdrl.policy.fsdp import policy as fsdp
+from spmdrl.session.transfer import Transfer
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.lockstep import Lockstep, LockstepError
 from spmdrl.spmd.queue import PromptQueue

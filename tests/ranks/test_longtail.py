@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.collect import Collected, Round, shares
+from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt
-from spmdrl.data.sampler import drawn_indices
 from spmdrl.data.trajectory import Trajectory
-from spmdrl.experience import fill
-from spmdrl.run import Run
+from spmdrl.rl.collect import Collected, Round, shares
+from spmdrl.rl.experience import fill
+from spmdrl.rl.run import Run
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train

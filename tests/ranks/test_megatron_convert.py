@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmdrl.policy.megatron.layout import Layout, check_ranks
-from spmdrl.spmd.reshard import Reshard, catalogue
+from spmdrl.weights.reshard import Reshard, catalogue
 from tests.ranks.harness import run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -198,8 +198,8 @@ def reference(folder):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from spmdrl.policy.experts import Layout as Packing
-    from spmdrl.policy.experts import whole
+    from spmdrl.weights.experts import Layout as Packing
+    from spmdrl.weights.experts import whole
 
     kind = AutoModelForImageTextToText if folder.name == "qwen2_5_vl" else AutoModelForCausalLM
     hf = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

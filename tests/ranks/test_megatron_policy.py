@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmdrl.compose import compose
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
-from spmdrl.policy.load import TINY
+from spmdrl.hub.folder import TINY
+from spmdrl.rl.compose import compose
 from tests.ranks.cases import VOCAB, config, small_model, synthetic_batch
 from tests.ranks.harness import run_ranks
 from tests.ranks.megatron_cases import by_backend, parked
@@ -352,8 +352,8 @@ def even_update(folder: str, rate: float) -> tuple[float, float, dict[str, torch
     """Mean loss for evenly used experts, its gradient's norm, the weights after AdamW's step; the papers' formulas."""
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.policy.experts import Layout, whole
-    from spmdrl.policy.routing import Routers, _is_router
+    from spmdrl.hub.routing import Routers, _is_router
+    from spmdrl.weights.experts import Layout, whole
 
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     # A padding token is read like any other.
@@ -488,7 +488,7 @@ def test_heads_for_further_tokens_are_kept_or_left_out(how, kind, everything, on
 def test_heads_that_are_not_there_are_refused(folders):
     from transformers import AutoConfig
 
-    from spmdrl.policy.weights import prediction_heads
+    from spmdrl.weights.safetensors import prediction_heads
 
     folder = Path(folders["dense"]["policy"])
     with pytest.raises(ValueError, match="--policy.mtp keep: .* has no heads for further tokens; take skip"):

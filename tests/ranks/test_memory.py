@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.environment import keep_freed_memory
-from spmdrl.memory import GIB, Memory, NoRoomError
-from spmdrl.models import Models
-from spmdrl.rollout.hf import HFEngine
+from spmdrl.health.oom import out_of_memory, requested_bytes
+from spmdrl.policy.models import Models
+from spmdrl.rollout.hf.engine import HFEngine
 from spmdrl.rollout.needs import Needs
-from spmdrl.spmd.meter import Meter
-from spmdrl.spmd.storage import PIECE, Parked, out_of_memory, requested_bytes, scratch_folder, storage_bytes
+from spmdrl.session.device_table import GIB, Memory, NoRoomError
+from spmdrl.session.environ import keep_freed_memory
+from spmdrl.session.meter import Meter
+from spmdrl.spmd.storage import PIECE, Parked, scratch_folder, storage_bytes
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
 from tests.ranks.cases import (
@@ -458,7 +459,7 @@ def frozen(world, folder):
 
 def at_start(world, folder, place):
     """Bytes of the models on the device while the engine is built and after it, and how the engine was left."""
-    from spmdrl import run as module
+    from spmdrl.rl import run as module
 
     models, engines, seen = [], [], []
 

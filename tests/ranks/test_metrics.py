@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.models import Models
+from spmdrl.policy.models import Models
+from spmdrl.rl.objectives import PolicyObjective
 from tests.builds import older_torch
 from tests.ranks.cases import build_policy, config, scored_batch, small_model, synthetic_batch
 from tests.ranks.demo import metrics, train_demo
@@ -183,15 +184,16 @@ def losses(world, path: str, updates: int):
     algo, batch, _ = scored_batch(cfg, world, Models(policy), synthetic_batch())
     parts: list[float] = []
 
-    def watched(micro, logp, entropy, shared):
-        result = algo.micro_loss(micro, logp, entropy, dict(shared, by_token=None))
-        parts.append(result.loss.item())
-        return result
+    class Watched(PolicyObjective):
+        def loss(self, *args):
+            result = super().loss(*args)
+            parts.append(result.loss.item())
+            return result
 
-    def prepare(share, index):
-        return dict(algo.prepare(policy, -1, 1.0, None, world.device, share, index), by_token=None)
+        def token_loss(self, *args):
+            return None
 
-    stats = policy.update(batch, watched, prepare, 1.0)
+    stats = policy.update(batch, Watched(algo, policy, 1.0, world.data_peers, -1), updates)
     return stats.reduce(lambda x, op: x)["loss"], parts
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.compose import compose
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.run import Run
+from spmdrl.rl.compose import compose
+from spmdrl.rl.run import Run
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
@@ -214,7 +214,8 @@ def classifier(folder: str) -> None:
     """The demo's policy with a head of one label."""
     from transformers import AutoModelForSequenceClassification
 
-    from spmdrl.policy.load import load_tokenizer, resolve
+    from spmdrl.hub.resolve import resolve
+    from spmdrl.hub.tokenizer import load_tokenizer
 
     source = resolve("tiny", False)
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)

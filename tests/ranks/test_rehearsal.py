@@ -5,13 +5,13 @@ from unittest.mock import patch
 
 import pytest
 
-from spmdrl import journal
 from spmdrl.config import resume
 from spmdrl.config.dump import to_dict
 from spmdrl.config.load import from_command_line
 from spmdrl.config.watch import watch
-from spmdrl.rehearsal import is_judged, settings_read
-from spmdrl.run import Run
+from spmdrl.rl import journal
+from spmdrl.rl.rehearsal import is_judged, settings_read
+from spmdrl.rl.run import Run
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
 from tests.ranks.harness import run_ranks

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from spmdrl.rollout.needs import watched_load
-from spmdrl.spmd import reshard
-from spmdrl.spmd.boxes import cut, inside, size
-from spmdrl.spmd.digest import digest, weighted_sum
-from spmdrl.spmd.reshard import CorruptWeightsError, Piece, Reshard, catalogue
+from spmdrl.spmd.checksum import digest, weighted_sum
+from spmdrl.weights import reshard
+from spmdrl.weights.boxes import cut, inside, size
+from spmdrl.weights.reshard import CorruptWeightsError, Piece, Reshard, catalogue
 from tests.ranks.harness import run_ranks
 
 SHAPES = [(7, 6), (5,), (1, 3), (12, 4), (3,), (2, 3, 5), (10001,), (1,), (96, 48)]

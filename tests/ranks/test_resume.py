@@ -12,11 +12,11 @@ import torch
 from spmdrl import checkpoint
 from spmdrl.checkpoint import find_resume, newest_valid, problems, steps_saved
 from spmdrl.data.chat import CHATML
-from spmdrl.models import Models
-from spmdrl.policy.fsdp import FsdpPolicy
-from spmdrl.policy.load import TINY
-from spmdrl.policy.weights import SafetensorsWriter
+from spmdrl.hub.folder import TINY
+from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.models import Models
 from spmdrl.train import train
+from spmdrl.weights.safetensors import SafetensorsWriter
 from tests.ranks.cases import build_policy, config, full_weights, synthetic_batch, update_once, whole
 from tests.ranks.demo import STEPS, Interrupted, metrics, open_demo, untimed
 from tests.ranks.harness import run_ranks

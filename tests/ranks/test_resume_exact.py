@@ -15,14 +15,14 @@ import numpy
 import pytest
 import torch
 
-from spmdrl import resume
 from spmdrl.checkpoint.files import write_manifest
-from spmdrl.collect import Group, Part
 from spmdrl.data import treefile
 from spmdrl.data.batch import from_trajectories, to_trajectories
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.trajectory import Trajectory
-from spmdrl.experience import Ahead, Experience, Replay
+from spmdrl.rl import resume
+from spmdrl.rl.collect import Group, Part
+from spmdrl.rl.experience import Ahead, Experience, Replay
 from spmdrl.train import train
 from tests.ranks.cases import config, full_weights
 from tests.ranks.demo import STEPS, metrics, open_demo, train_demo, untimed

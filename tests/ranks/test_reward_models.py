@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from spmdrl.compose import compose
-from spmdrl.learn import learn, score, steer
-from spmdrl.models import Models, build_models
+from spmdrl.policy.models import Models, build_models
+from spmdrl.rl.compose import compose
+from spmdrl.rl.score import score
+from spmdrl.rl.update import steer, update
 from spmdrl.spmd.exchange import all_gather_rows
 from tests.ranks.cases import config, full_weights, group_of, packed, relative, small_model, synthetic_batch
 from tests.ranks.demo import open_demo
@@ -44,7 +45,7 @@ def scores(world, folders):
     algo = compose(cfg)
     models = build_models(cfg, world, algo.needs)
     batch = packed(cfg, world, trajectories())
-    score(batch, models, algo, 1.0, group_of(world), world.device)
+    score(batch, models, algo, cfg, world.data_peers)
     columns = [batch.seq[k].double() for k in ("position", "sample", "reward", "cost")]
     rows = torch.cat(all_gather_rows(torch.stack(columns, 1), group_of(world)))
     return sorted(map(tuple, rows.tolist()))
@@ -113,10 +114,9 @@ def refreshed(world, folders):
     out = []
     for step in range(3):
         batch = packed(cfg, world, trajectories())
-        group = group_of(world)
-        score(batch, models, algo, 1.0, group, world.device)
-        batch = algo.advantages(batch, group, world.device)
-        learn(batch, models, algo, step, 1.0, group, world.device)
+        score(batch, models, algo, cfg, world.data_peers)
+        batch = algo.advantages(batch, world.data_peers)
+        update(batch, models, algo, cfg, step, world.data_peers)
         out.append(relative(full_weights(models.policy), full_weights(models.reference)))
     return out
 
@@ -134,11 +134,11 @@ def test_what_steers_moves_by_the_papers_formulas():
             safety={"cost": "cost", "limit": 0.5, "lr": 0.1, "multiplier": 2.0},
         )
     )
-    steer(algo, {"kl/mean": 0.11, "safety/cost": 1.5}, 100)
+    steer(algo, algo.cfg, {"kl/mean": 0.11, "safety/cost": 1.5}, 100)
     assert algo.state["kl_coef"] == pytest.approx(0.2 * (1 + 0.1 * 100 / 1000))  # 10% above the target
     assert algo.state["multiplier"] == pytest.approx(2.0 * math.exp(0.1 * 2.0))  # a cost of 1 above the limit
-    steer(algo, {"kl/mean": 9.0, "safety/cost": 0.5}, 100)
+    steer(algo, algo.cfg, {"kl/mean": 9.0, "safety/cost": 0.5}, 100)
     assert algo.state["kl_coef"] == pytest.approx(0.2 * 1.01 * 1.02)  # the error is bounded to 20%
     fixed = compose(config(algo={"kl_coef": 0.2}))
-    steer(fixed, {"kl/mean": 9.0}, 100)
+    steer(fixed, fixed.cfg, {"kl/mean": 9.0}, 100)
     assert fixed.state["kl_coef"] == 0.2

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.data.batch import balance, from_trajectories, share_out
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.models import Models
-from spmdrl.policy.fsdp import FsdpPolicy
-from spmdrl.policy.load import TINY
-from spmdrl.policy.routing import FREE, experts_of
+from spmdrl.hub.folder import TINY
+from spmdrl.hub.routing import FREE, experts_of
+from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.models import Models
 from spmdrl.spmd.seeds import generator_for
 from tests.ranks.cases import VOCAB, config, gradients_of, relative, synthetic_batch, update_models
 from tests.ranks.demo import metrics, train_demo

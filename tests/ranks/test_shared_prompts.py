@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.models import Models
+from spmdrl.policy.models import Models
 from tests.ranks.cases import (
     build_policy,
     config,

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from spmdrl.memory import Memory
-from spmdrl.models import Models
+from spmdrl.policy.models import Models
 from spmdrl.rollout.engine import Request, StaleEngineError
-from spmdrl.rollout.hf import HFEngine
-from spmdrl.rollout.transfer import Transfer
-from spmdrl.spmd.reshard import CorruptWeightsError
+from spmdrl.rollout.hf.engine import HFEngine
+from spmdrl.session.device_table import Memory
+from spmdrl.session.transfer import Transfer
 from spmdrl.tracking.metrics import Timer
+from spmdrl.weights.reshard import CorruptWeightsError
 from tests.ranks.cases import build_policy, config, full_weights, small_model, synthetic_batch, update_once
 from tests.ranks.harness import run_ranks
 

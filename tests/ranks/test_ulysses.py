@@ -5,6 +5,7 @@ One group of four ranks goes through all layouts and models; one rank does the s
 
 import shutil
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -15,17 +16,20 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.data.batch import balance, from_trajectories
-from spmdrl.policy import attention, fsdp
-from spmdrl.policy.contract import LossResult
+from spmdrl.hub.folder import TINY
+from spmdrl.policy.attention import packed as attention
+from spmdrl.policy.attention.ulysses import check_config
+from spmdrl.policy.contract import LossResult, Objective, Shared
+from spmdrl.policy.fsdp import policy as fsdp
 from spmdrl.policy.heads import PackedLM, PackedScalar
-from spmdrl.policy.load import TINY
-from spmdrl.policy.ulysses import check_config
+from spmdrl.rl.objectives import totals
 from spmdrl.spmd.balance import assign_balanced
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.lockstep import Lockstep
 from spmdrl.spmd.mesh import world_from_group
-from spmdrl.spmd.reshard import inside, size
+from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
+from spmdrl.weights.reshard import inside, size
 from tests.ranks.cases import (
     Rewind,
     build_policy,
@@ -158,25 +162,32 @@ def share_of(world, shape):
     return balance(batch, world)
 
 
-def sequence_loss(micro, logp, entropy, shared):
+@dataclass
+class SequenceLoss(Objective):
     """A term that is not a sum over tokens and one that is, both divided by global counts."""
-    mask, seq = micro.token["mask"], micro.seq_index
-    zeros = torch.zeros(len(micro), dtype=logp.dtype)
-    mean = zeros.index_add(0, seq, torch.where(mask, logp, 0.0)) / zeros.index_add(0, seq, mask.to(logp.dtype))
-    gain = (torch.exp(mean) * (micro.seq["reward"] - 0.3)).sum() / shared["sequences"]
-    return LossResult(-gain - 0.1 * (entropy * mask).sum() / shared["tokens"], Metrics())
+
+    peers: Peers
+    temperature: float = 0.8
+    columns = frozenset({"seq/reward"})
+
+    def prepare(self, share, index):
+        return Shared(totals(share, self.peers))
+
+    def loss(self, micro, first_T, second_T, shared):
+        mask, seq = micro.token["mask"], micro.seq_index
+        zeros = torch.zeros(len(micro), dtype=first_T.dtype)
+        mean = zeros.index_add(0, seq, torch.where(mask, first_T, 0.0)) / zeros.index_add(
+            0, seq, mask.to(first_T.dtype)
+        )
+        gain = (torch.exp(mean) * (micro.seq["reward"] - 0.3)).sum() / max(shared.totals.sequences, 1)
+        return LossResult(-gain - 0.1 * (second_T * mask).sum() / max(shared.totals.tokens, 1), Metrics())
 
 
 def update(policy, batch, world):
     """Gradients of the optimizer steps that signal comes to, and the norms."""
-
-    def totals(share, index):
-        both = torch.tensor([share.token["mask"].sum(), len(share)])
-        tokens, sequences = all_reduce(both, "sum", world.data_group).tolist()
-        return {"tokens": max(tokens, 1), "sequences": max(sequences, 1)}
-
     stats = []
-    seen = gradients_of(policy, lambda: stats.append(policy.update(batch, sequence_loss, totals, 0.8)))
+    objective = SequenceLoss(world.data_peers)
+    seen = gradients_of(policy, lambda: stats.append(policy.update(batch, objective, 2)))
     return seen, stats[0].reduce(lambda x, op: all_reduce(x, op, world.data_group), world.device)
 
 

@@ -24,7 +24,10 @@ from spmdrl.config.fields import ConfigError, flag, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config, DataConfig
 from spmdrl.data.prompts import load_prompts
-from spmdrl.policy import load
+from spmdrl.hub.build import build_model
+from spmdrl.hub.folder import TINY
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.rollout.build import prompt_room, stop_tokens
 
 LIMIT = 120
@@ -312,7 +315,7 @@ _tokenizer: list = []
 def tokenizer():
     """That of the tiny policy, once."""
     if not _tokenizer:
-        _tokenizer.append(load.load_tokenizer(load.TINY))
+        _tokenizer.append(load_tokenizer(TINY))
     return _tokenizer[0]
 
 
@@ -325,7 +328,7 @@ def model_folders(draw) -> dict[str, bytes | None]:
     changes: dict[str, bytes | None] = {}
     for _ in range(draw(st.integers(1, 2))):
         name = draw(st.sampled_from(TINY_PARTS))
-        good = (load.TINY / name).read_bytes()
+        good = (TINY / name).read_bytes()
         how = draw(st.sampled_from(["gone", "bytes", "tree", "tree", "index"]))
         if how == "gone":
             changes[name] = None
@@ -342,19 +345,19 @@ def model_folders(draw) -> dict[str, bytes | None]:
 
 def read_model(folder: Path) -> None:
     """As a run does."""
-    found = load.resolve(str(folder))
-    tokens = load.load_tokenizer(found)
+    found = resolve(str(folder))
+    tokens = load_tokenizer(found)
     prompt_room(Config(), found)
     stop_tokens(found, tokens)
     load_prompts("builtin:reverse", DataConfig(limit=2), tokens, 64, 2)
-    load.build_model(found, "float32")
+    build_model(found, "float32")
 
 
 def model_case(draw) -> str:
     """One case of a model folder."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
-        shutil.copytree(load.TINY, folder)
+        shutil.copytree(TINY, folder)
         for name, data in draw(model_folders()).items():
             (folder / name).unlink(missing_ok=True)
             if data is not None:

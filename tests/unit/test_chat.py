@@ -84,6 +84,7 @@ def smollm2():
     return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
 
 
+@pytest.mark.slow
 def test_smollm2_format_of_the_addition_run(smollm2):
     prompt, prefill = "What is 3 + 4? Answer with just the number.", "The sum of 3 and 4 is"
     tokens, text = encode(smollm2, prompt, prefill=prefill, chat_template=CHATML)

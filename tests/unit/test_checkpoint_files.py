@@ -18,10 +18,11 @@ import xxhash
 from safetensors.torch import save_file
 
 from spmdrl import checkpoint
-from spmdrl.checkpoint import files, room, store
+from spmdrl.checkpoint import disk_space as room
+from spmdrl.checkpoint import files, store
 from spmdrl.checkpoint.__main__ import main
 from spmdrl.checkpoint.files import Keep
-from spmdrl.models import Models
+from spmdrl.policy.models import Models
 
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 
@@ -278,7 +279,7 @@ def test_full_disk_as_safetensors_and_the_system_tell_it(tmp_path):
 import resource, signal, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from spmdrl.checkpoint import room
+from spmdrl.checkpoint import disk_space as room
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spmdrl.accuracy import evaluation_round
 from spmdrl.config import schema
 from spmdrl.config.checks import RULES, TRACKERS, check
 from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
@@ -20,6 +19,7 @@ from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.presets import PRESETS, with_preset
 from spmdrl.config.schema import Config
+from spmdrl.rl.evaluation import evaluation_round
 
 ROOT = Path(__file__).parents[2]
 

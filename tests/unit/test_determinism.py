@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from spmdrl.determinism import make_deterministic
+from spmdrl.session.determinism import make_deterministic
 from tests.ranks.cases import config
 
 

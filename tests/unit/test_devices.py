@@ -16,15 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl import opening
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.environment import share_cores
 from spmdrl.rollout.build import check_engine
 from spmdrl.rollout.engine import StaleEngineError, check_device
-from spmdrl.rollout.hf import in_integers
+from spmdrl.rollout.hf.engine import in_integers
 from spmdrl.rollout.needs import once
-from spmdrl.rollout.vllm import VLLMEngine
+from spmdrl.rollout.vllm.engine import VLLMEngine
+from spmdrl.session import open as opening
+from spmdrl.session.environ import share_cores
 from spmdrl.spmd import mesh
 from spmdrl.spmd.devices import check_alike, pick_device, without_gpu
 from tests.engines import probe
@@ -114,7 +114,7 @@ def test_bad_mixture_of_devices_is_seen_with_and_without_torchruns_agent(gpus, m
 # ── threads of the host ──────────────────────────────────────────────────────
 
 
-RANK = "import sys; sys.path.insert(0, {root!r}); from spmdrl import environment as e; print(e.{call})"
+RANK = "import sys; sys.path.insert(0, {root!r}); from spmdrl.session import environ as e; print(e.{call})"
 LAUNCHER = """
 import os, subprocess, sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -165,7 +165,7 @@ def test_a_run_on_gpus_shares_the_cores_and_one_on_a_cpu_does_not(monkeypatch, t
     monkeypatch.setattr(opening, "share_cores", lambda: asked.append(device) or "")
     monkeypatch.setattr(opening, "check_run_folder", ends)
     loaded = SimpleNamespace(config=config(run={"dir": str(tmp_path / "run")}), dry_run=False)
-    with pytest.raises(InterruptedError), opening.open_run(loaded):  # type: ignore[arg-type]
+    with pytest.raises(InterruptedError), opening.open_run(loaded, lambda *_: None):  # type: ignore[arg-type]
         pass
     assert asked == [CUDA] * (device == CUDA)
 

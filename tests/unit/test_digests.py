@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.policy.weights import shard_rows
-from spmdrl.spmd import digest as digests
-from spmdrl.spmd.digest import digest, weighted_sum, word_sum, words
+from spmdrl.spmd import checksum as digests
+from spmdrl.spmd.checksum import digest, weighted_sum, word_sum, words
+from spmdrl.weights.shards import shard_rows
 
 BOTH = [digest, weighted_sum]
 """What a CPU takes, and what a GPU takes."""

@@ -1,4 +1,4 @@
-"""The pages on engines, placement and reliability and the README's tree say what is so: settings, files, words."""
+"""The pages on engines, placement and reliability, and CONTRIBUTING.md's rooms, agree with the code."""
 
 import ast
 import re
@@ -13,14 +13,14 @@ from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
-from spmdrl.rehearsal import check_use
+from spmdrl.rl.rehearsal import check_use
 from tests.unit.test_docs_algorithms import anchors, functions_of, load, parts, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "spmdrl"
 PAGES = [ROOT / "docs" / name for name in ("engines.md", "placement.md", "reliability.md")]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 ENGINES, PLACEMENT, RELIABILITY = TEXT.values()
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -204,13 +204,25 @@ def test_plan_on_the_page_is_what_is_printed(monkeypatch):
     assert plan_lines(load("--config", "configs/gsm8k_grpo_split.yaml"), 8)[0] in PLACEMENT
 
 
-def test_readme_tree_has_every_file():
-    tree = parts(README, 2)["Reading the code"].split("```")[1]
-    words = set(re.findall(r"\w+", tree))
+def test_every_room_lists_its_files_and_the_table_of_rooms_every_room():
+    rooms = parts(CONTRIBUTING, 2)["Where things live"]
     for path in modules():
         inside = path.relative_to(PACKAGE)
-        stem = inside.parts[1] if len(inside.parts) > 2 else inside.stem
-        assert stem in words or stem == "__init__", f"spmdrl/{inside} is not in the README's tree"
+        if inside.name == "__init__.py":
+            continue
+        if len(inside.parts) == 1:
+            assert f"`{inside}`" in rooms, f"{inside} is not in CONTRIBUTING.md"
+            continue
+        assert f"`{inside.parts[0]}/`" in rooms, f"{inside.parts[0]}/ is not in CONTRIBUTING.md"
+        listed = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text())) or ""
+        assert inside.name in listed, f"{path.parent / '__init__.py'} says nothing of {inside.name}"
+
+
+def test_rooms_list_no_file_that_is_gone():
+    for init in PACKAGE.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        for name in re.findall(r"^(\w+\.py|\w+/)  ", text, re.MULTILINE):
+            assert (init.parent / name).exists(), f"{init} lists {name}"
 
 
 def test_every_fault_is_in_the_tables():

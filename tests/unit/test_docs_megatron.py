@@ -80,6 +80,7 @@ def converted(world, folder: str, example: str) -> dict:
     return compare(world, own, layout, config, renamed(tensors), logits, renamed(gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
 def test_worked_example_converts_a_model(tmp_path):
     """A model of transformers that is llama with norms on queries and keys, its second norm under another name."""

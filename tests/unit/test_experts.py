@@ -8,12 +8,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from spmdrl.policy import attention
-from spmdrl.policy.experts import Layout, whole
-from spmdrl.policy.fsdp import recompute
+from spmdrl.hub.routing import FREE, Routers, experts_of
+from spmdrl.policy.attention import packed as attention
+from spmdrl.policy.fsdp.policy import recompute
 from spmdrl.policy.heads import PackedLM
-from spmdrl.policy.routing import FREE, Routers, experts_of
 from spmdrl.spmd.mesh import World
+from spmdrl.weights.experts import Layout, whole
 
 SMALL = dict(
     vocab_size=61,
@@ -233,7 +233,7 @@ def test_replay_refuses_models_it_cannot_tell():
 
 def test_hf_engine_tells_the_experts_of_a_forward_over_the_whole_sequence(tmp_path):
     from spmdrl.rollout.engine import Request
-    from spmdrl.rollout.hf import HFEngine
+    from spmdrl.rollout.hf.engine import HFEngine
     from tests.ranks.cases import config
 
     make("qwen3_moe").save_pretrained(tmp_path)
@@ -257,7 +257,7 @@ def test_hf_engine_tells_the_experts_of_a_forward_over_the_whole_sequence(tmp_pa
 
 
 def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
-    from spmdrl.collect import Group, Part, _experts, _extend
+    from spmdrl.rl.collect import Group, Part, _experts, _extend
     from spmdrl.rollout.engine import Completion
 
     group = Group(0, SimpleNamespace(tokens=[5, 6, 7]), 0, {0: Part(), 1: Part()})  # type: ignore[arg-type]
@@ -280,7 +280,7 @@ def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
 def test_engines_that_cannot_tell_their_experts_are_refused():
     from spmdrl.config.checks import check
     from spmdrl.config.fields import ConfigError
-    from spmdrl.rollout.vllm import VLLMEngine
+    from spmdrl.rollout.vllm.engine import VLLMEngine
     from tests.ranks.cases import config
 
     with pytest.raises(ConfigError, match="--rollout.routing-replay True: SGLang's experts are not asked for here"):

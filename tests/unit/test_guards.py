@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmdrl.data.batch import Batch
-from spmdrl.policy.guards import LEAST, MOST, WINDOW, Guard, NonFiniteError, Odd
+from spmdrl.policy.grad_guard import LEAST, MOST, WINDOW, AnomalousStep, Guard, NonFiniteError
 
 NONE = Batch(torch.zeros(0, dtype=torch.int64))
 
@@ -16,15 +16,15 @@ class Kept:
     """A guard with what it handed on."""
 
     def __init__(self, limit: int = 3, factor: float = 20.0):
-        self.seen: list[Odd] = []
+        self.seen: list[AnomalousStep] = []
         self.guard = Guard(limit, factor, self.keep)
 
-    def keep(self, odd: Odd) -> str:
-        self.seen.append(odd)
+    def keep(self, step: AnomalousStep) -> str:
+        self.seen.append(step)
         return "here"
 
     def __call__(self, norm: float, loss_finite: bool = True) -> bool:
-        return self.guard.passes(Odd(NONE, 0, 7, 3, norm, loss_finite, self.guard.median, False))
+        return self.guard.passes(AnomalousStep(NONE, 0, 7, 3, norm, loss_finite, self.guard.median, False))
 
 
 def test_guard_skips_what_is_not_finite_and_ends_at_the_third_in_a_row():
@@ -52,7 +52,7 @@ def test_guard_measures_a_spike_by_the_median_and_never_stops_it():
         assert kept(1.0 + i / 10) and kept(0.0), "a step without signal measures nothing"
     assert kept.guard.median == pytest.approx(1.35)
     assert kept(20 * 1.35) and not kept.seen
-    assert kept(20 * 1.4 + 1) and [odd.norm for odd in kept.seen] == [29.0]
+    assert kept(20 * 1.4 + 1) and [step.norm for step in kept.seen] == [29.0]
     assert kept.seen[0].finite and kept.seen[0].median == pytest.approx(1.4)
 
 
@@ -63,7 +63,7 @@ def test_guard_hands_on_three_of_each_kind_and_forgets_old_norms():
     for _ in range(MOST + 2):
         kept(100.0)
         kept(math.nan)
-    assert [odd.finite for odd in kept.seen] == [True, False] * MOST
+    assert [step.finite for step in kept.seen] == [True, False] * MOST
     assert len(kept.guard.norms) == WINDOW
     assert Kept(factor=0)(1e30)
     off = Kept(factor=0)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from spmdrl.policy import attention
+from spmdrl.hub.build import build_model
+from spmdrl.hub.folder import TINY
+from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
+from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.heads import PackedLM, PackedScalar
-from spmdrl.policy.load import TINY, build_model, check_same_tokens, load_tokenizer
 from spmdrl_kernels import collision_probability
 
 LENGTHS = torch.tensor([7, 4, 9])

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from spmdrl.policy.load import TINY, build_model
+from spmdrl.hub.build import build_model
+from spmdrl.hub.folder import TINY
 from spmdrl.rollout.engine import Request, StaleEngineError
-from spmdrl.rollout.hf import Group, HFEngine, nucleus, sample
+from spmdrl.rollout.hf.engine import Group, HFEngine, nucleus, sample
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.seeds import seed_for
 from tests.ranks.cases import config, small_model
@@ -90,7 +91,7 @@ def test_parity_logp_of_a_model_whose_scores_are_capped(tmp_path):
     """Gemma 2, against the packed forward that trains it."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    from spmdrl.policy import attention
+    from spmdrl.policy.attention import packed as attention
     from spmdrl.policy.heads import PackedLM
 
     torch.manual_seed(0)

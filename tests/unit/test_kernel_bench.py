@@ -88,6 +88,7 @@ def test_kernel_bench_given_fills_the_logits_again(bench):
     assert len(seen) == 12 and all(any(torch.equal(x, w) for w in want) for x in seen)
 
 
+@pytest.mark.slow
 def test_kernel_bench_compiles_every_shape_and_never_times_what_is_not_compiled(bench):
     limit = torch._dynamo.config.recompile_limit
     body = bench.contenders.compiled(bench.contenders.plain, backend="eager")
@@ -181,6 +182,7 @@ def test_kernel_bench_targets_on_a_cpu(bench, capsys):
     assert "target" not in out and "33 MiB at V=32768, 152 at 151936" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "given"])
 def test_kernel_bench_leaves_the_shapes_it_has_done(bench, name, monkeypatch, tmp_path):
     module = getattr(bench, name)

@@ -25,6 +25,7 @@ def run(tmp_path, *arguments, codes=(0,), **environment):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_kernel_triton_in_the_interpreter(tmp_path):
     out = run(
         tmp_path,
@@ -39,6 +40,7 @@ def test_kernel_triton_in_the_interpreter(tmp_path):
     assert " passed" in out and "skipped" not in out, out
 
 
+@pytest.mark.slow
 def test_kernel_triton_compiles_for_nvidia(tmp_path):
     """By the triton that is installed, whatever its code takes; tests/contract/test_triton.py has limits."""
     path = tmp_path / "out.json"

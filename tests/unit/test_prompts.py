@@ -10,8 +10,8 @@ import pytest
 
 from spmdrl.config.schema import DataConfig
 from spmdrl.data.chat import CHATML
+from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import load_prompts
-from spmdrl.data.sampler import drawn_indices
 from tests.unit.chars import char_tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"

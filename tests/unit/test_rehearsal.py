@@ -8,7 +8,6 @@ import pytest
 from spmdrl.algos.estimators import ADVANTAGES, settings_of
 from spmdrl.algos.losses import LOSSES, SEQUENCE_LOSSES
 from spmdrl.algos.selection import SELECTIONS
-from spmdrl.compose import compose
 from spmdrl.config.checks import check
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.fields import ConfigError, get, leaves
@@ -16,7 +15,8 @@ from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
-from spmdrl.rehearsal import ELSEWHERE, check_use, is_judged, read_after, settings_read, single_changes
+from spmdrl.rl.compose import compose
+from spmdrl.rl.rehearsal import ELSEWHERE, check_use, is_judged, read_after, settings_read, single_changes
 
 ROOT = Path(__file__).resolve().parents[2]
 YAMLS = sorted([*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob("**/*.yaml")])

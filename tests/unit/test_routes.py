@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from benchmarks import push_plan
-from spmdrl.spmd.boxes import Entry, cut, meet, merged, most_dims, runs, size, to_boxes, to_rows
-from spmdrl.spmd.routes import Routes, Sets
+from spmdrl.weights.boxes import Entry, cut, meet, merged, most_dims, runs, size, to_boxes, to_rows
+from spmdrl.weights.plan import Routes, Sets
 
 
 def sets_of(boxes: list[list], dims: int) -> Sets:
@@ -168,7 +168,7 @@ def test_plans_that_are_accepted_bring_every_element_once():
 
 def test_a_small_plan_makes_its_buckets_once(monkeypatch):
     """Every push asks for all buckets; those of a large plan would take memory for as long as it lasts."""
-    from spmdrl.spmd import routes
+    from spmdrl.weights import plan as routes
 
     entries, box = [Entry(name, (4,)) for name in "abc"], ((0, 4),)
     held, wanted = sets_of([[(i, box) for i in range(3)], []], 1), sets_of([[], [(i, box) for i in range(3)]], 1)
@@ -192,7 +192,7 @@ def test_routes_of_replicas_take_turns():
 
 
 def test_meeting_in_small_steps_is_the_same(monkeypatch):
-    from spmdrl.spmd import boxes
+    from spmdrl.weights import boxes
 
     monkeypatch.setattr(boxes, "MEETING", 3)
     for seed in range(40):
@@ -229,7 +229,7 @@ def test_plan_of_512_ranks_does_not_hold_what_others_hold():
 @pytest.mark.parametrize("ep", [False, True])
 def test_simulated_ranks_bring_every_element_once(trainer, ep, monkeypatch):
     """The layouts of the benchmark are whole: what two ranks of 128 receive fills what they want."""
-    from spmdrl.spmd import boxes
+    from spmdrl.weights import boxes
 
     def no_pairs(one, other):
         assert not len(one), "shards are seen to be apart without a look at every pair"
@@ -256,8 +256,8 @@ def test_simulated_fsdp_is_that_of_the_policy():
     import torch
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.policy.experts import Layout, whole
-    from spmdrl.policy.weights import shard_rows
+    from spmdrl.weights.experts import Layout, whole
+    from spmdrl.weights.shards import shard_rows
 
     model = push_plan.checkpoint_of("qwen3-30b", layers=1)
     with torch.device("meta"):

@@ -26,8 +26,11 @@ from spmdrl.config.schema import Config, DataConfig
 from spmdrl.data import treefile
 from spmdrl.data.prompts import load_prompts
 from spmdrl.data.sources import read_source
-from spmdrl.policy import load
-from spmdrl.policy.vetted import vet
+from spmdrl.hub.build import build_model
+from spmdrl.hub.folder import TINY
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.policy.safe_pickle import vet
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.trackers import keep_wandb_id
@@ -45,7 +48,7 @@ class Bomb:
 
 
 def copy_tiny(folder: Path) -> Path:
-    shutil.copytree(load.TINY, folder)
+    shutil.copytree(TINY, folder)
     return folder
 
 
@@ -65,8 +68,8 @@ def test_code_that_comes_with_a_model_is_refused_and_does_not_run(tmp_path, what
     else:
         edit(folder / "config.json", model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"})
     with pytest.raises(ValueError) as error:
-        load.load_tokenizer(load.resolve(str(folder)))
-        load.build_model(folder, "float32")
+        load_tokenizer(resolve(str(folder)))
+        build_model(folder, "float32")
     if what != "model":
         assert "--model.trust_remote_code" in str(error.value) and "own Python code" in str(error.value)
     assert str(folder) in str(error.value)
@@ -74,7 +77,7 @@ def test_code_that_comes_with_a_model_is_refused_and_does_not_run(tmp_path, what
     # The same folder with the flag: the code is what stood between, and the test would see it run.
     if what == "config":
         with pytest.raises(ValueError):
-            load.resolve(str(folder), trust_remote_code=True)
+            resolve(str(folder), trust_remote_code=True)
         assert place.exists()
 
 
@@ -84,9 +87,9 @@ def test_code_beside_a_known_model_does_not_run(tmp_path):
     (folder / "own.py").write_text(f"import pathlib\npathlib.Path({str(place)!r}).write_text('went off')\n")
     edit(folder / "config.json", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
     edit(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.T", None]})
-    assert load.resolve(str(folder)) == folder
-    load.build_model(folder, "float32")
-    load.load_tokenizer(folder)
+    assert resolve(str(folder)) == folder
+    build_model(folder, "float32")
+    load_tokenizer(folder)
     assert not place.exists()
 
 
@@ -96,9 +99,9 @@ def test_pickled_weights_are_refused_and_not_opened(tmp_path, name):
     (folder / "model.safetensors").unlink()
     torch.save({"w": Bomb(place)}, folder / name)
     with pytest.raises(ValueError, match="pickled weights .* convert them to safetensors"):
-        load.resolve(str(folder))
+        resolve(str(folder))
     with pytest.raises(ValueError):
-        load.build_model(folder, "float32")
+        build_model(folder, "float32")
     assert not place.exists()
     torch.load(folder / name, weights_only=False)
     assert place.exists(), "the bomb is one"
@@ -109,7 +112,7 @@ def test_weights_do_not_lie_outside_their_folder(tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
     with pytest.raises(ValueError, match="lacks 1 of 1 shards"):
-        load.resolve(str(folder))
+        resolve(str(folder))
 
 
 # ── checkpoints ──────────────────────────────────────────────────────────────
@@ -271,7 +274,7 @@ def test_templates_reach_no_attributes(tmp_path):
     """`{prompt.__class__}` and the like: what a file of settings says is text, and no way into the program."""
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"prompt": "abc", "answer": "cba"}) + "\n")
-    tokenizer = load.load_tokenizer(load.TINY)
+    tokenizer = load_tokenizer(TINY)
     for template in ("{prompt.__class__}", "{prompt.__class__.__mro__[1].__subclasses__}", "{answer.__init__}"):
         with pytest.raises(ValueError, match="--data.template"):
             load_prompts(str(file), DataConfig(template=template), tokenizer, 64)
@@ -352,7 +355,7 @@ def test_text_without_secrets_stays_as_it_is(monkeypatch):
 
 
 def test_last_line_of_a_failed_run_has_no_secret():
-    from spmdrl.spmd.failure import last_words
+    from spmdrl.health.failure import last_words
 
     assert "hunter2secret" not in last_words(ValueError(f"no data file {URL!r} (--data.train)"))
 
@@ -390,8 +393,9 @@ def names_written(world, folder: str) -> list[str]:
     as the interpreter itself sees it.
     """
     from spmdrl.checkpoint import lock
-    from spmdrl.spmd import failure, flight
-    from spmdrl.spmd.here import here
+    from spmdrl.health import failure
+    from spmdrl.health import flight_record as flight
+    from spmdrl.health.status import here
     from spmdrl.tracking.logs import setup_logging
     from tests.ranks.demo import demo, train_demo
 
@@ -481,5 +485,5 @@ def test_modules_of_a_model_package_are_not_imported(tmp_path, monkeypatch):
     (package / "__init__.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'bomb')!r}).write_text('x')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match="one .gguf file"):
-        load.resolve("package:bomb_package")
+        resolve("package:bomb_package")
     assert not (tmp_path / "bomb").exists() and "bomb_package" not in sys.modules

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from spmdrl.rollout import sglang_process
-from spmdrl.rollout.sglang import SGLangEngine
-from spmdrl.rollout.sglang_process import EngineDiedError, Process, SharedMemory, lines_of
-from spmdrl.spmd.reshard import CorruptWeightsError
+from spmdrl.rollout.sglang import process as sglang_process
+from spmdrl.rollout.sglang.engine import SGLangEngine
+from spmdrl.rollout.sglang.process import EngineDiedError, Process, SharedMemory, lines_of
+from spmdrl.weights.reshard import CorruptWeightsError
 
 SERVER = """
 import json, os, signal, sys

@@ -8,14 +8,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from spmdrl.checkpoint import growth
+from spmdrl.checkpoint import file_progress as growth
 from spmdrl.checkpoint.background import Saver
-from spmdrl.spmd import heartbeat, words
-from spmdrl.spmd.heartbeat import Heart
-from spmdrl.spmd.here import Clock, alive, here
-from spmdrl.spmd.joining import own_names
-from spmdrl.spmd.preempt import ECHO, Preemption, Request
-from spmdrl.spmd.words import lost_steps, resume
+from spmdrl.health import exit_message as words
+from spmdrl.health import heartbeat
+from spmdrl.health.exit_message import lost_steps, resume
+from spmdrl.health.heartbeat import Heart
+from spmdrl.health.preempt import ECHO, Preemption, Request
+from spmdrl.health.status import Clock, alive, here
+from spmdrl.spmd.rendezvous import own_names
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_preemption_counts_the_grace_from_when_it_heard():
 )
 def test_preemption_a_signal_to_the_whole_job_is_one(monkeypatch, signals, seconds, agent, again):
     now = [100.0]
-    monkeypatch.setattr("spmdrl.spmd.preempt.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("spmdrl.health.preempt.time.monotonic", lambda: now[0])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if agent:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -234,6 +235,7 @@ def join(store, ranks, size=3, seconds=20.0) -> dict[int, object]:
     return found
 
 
+@pytest.mark.slow
 def test_restart_finds_nothing_of_the_start_before(store):
     """Nor of one that ended before all had come."""
     for order in ([0, 1, 2], [2, 1, 0]):

@@ -7,9 +7,9 @@ from spmdrl.data.batch import from_trajectories
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
 from spmdrl.data.trajectory import Trajectory
 from spmdrl.data.tree import plan_tree, prompt_lengths, trunks
-from spmdrl.policy import attention
+from spmdrl.policy.attention import packed as attention
+from spmdrl.policy.attention.varlen import KERNELS
 from spmdrl.policy.heads import PackedLM, PackedScalar
-from spmdrl.policy.varlen import KERNELS
 from spmdrl.spmd.balance import assign_balanced, assign_groups
 from tests.ranks.cases import VOCAB, small_model, synthetic_batch
 from tests.unit.varlen_kernels import calls, stand_in
@@ -84,7 +84,7 @@ def folders(tmp_path_factory):
 def test_layout_shared_prompts_change_nothing(folders, family, kind, dtype, monkeypatch):
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-    from spmdrl.policy.load import build_model
+    from spmdrl.hub.build import build_model
 
     if dtype == torch.float64:
         # Theirs goes through float32, where a sum over samples rounds in another order.
@@ -112,7 +112,7 @@ def test_layout_shared_prompts_change_nothing(folders, family, kind, dtype, monk
 
 
 def test_layout_shared_prompts_change_no_value(folders):
-    from spmdrl.policy.load import build_model
+    from spmdrl.hub.build import build_model
 
     hf = build_model(folders["qwen2"], torch.float64, False, attention.register(), "value")
     torch.nn.init.normal_(hf.score.weight, generator=torch.Generator().manual_seed(0))
@@ -123,7 +123,7 @@ def test_layout_shared_prompts_change_no_value(folders):
 
 
 def test_the_tree_runs_fewer_tokens(folders):
-    from spmdrl.policy.load import build_model
+    from spmdrl.hub.build import build_model
 
     hf = build_model(folders["qwen2"], torch.float32, False, attention.register())
     tokens, lengths, mask, batch = pack(synthetic_batch(2, 8))

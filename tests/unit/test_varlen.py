@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from spmdrl.policy import varlen
-from spmdrl.policy.attention import _hidden
-from spmdrl.policy.packing import Packing, _branch_classes
-from spmdrl.policy.ulysses import TokenSlice
-from spmdrl.policy.varlen import Needs, attend, make_runs, pick
+from spmdrl.policy.attention import varlen
+from spmdrl.policy.attention.packed import _hidden
+from spmdrl.policy.attention.packing import Packing, _branch_classes
+from spmdrl.policy.attention.ulysses import TokenSlice
+from spmdrl.policy.attention.varlen import Needs, attend, make_runs, pick
 from tests.unit import varlen_kernels
 from tests.unit.varlen_kernels import stand_in
 
@@ -174,8 +174,8 @@ def test_what_a_model_needs_is_read_off_its_config():
 @pytest.mark.parametrize("kind", varlen.KERNELS)
 def test_kernel_that_cannot_compute_the_model_is_refused_at_the_start(kind):
     from spmdrl.config.schema import Config
-    from spmdrl.policy.attention import check_attention
-    from spmdrl.policy.load import TINY
+    from spmdrl.hub.folder import TINY
+    from spmdrl.policy.attention.packed import check_attention
 
     cfg = Config()
     cfg.model.path, cfg.policy.attention = str(TINY), kind
@@ -196,8 +196,8 @@ def test_causality_of_branches_is_said_while_a_dispatch_mode_looks_on(monkeypatc
     """torch cannot make its CausalBias under one, and `--run.lockstep-debug` is one."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from spmdrl.policy import attention
-    from spmdrl.policy.packing import LengthClass
+    from spmdrl.policy.attention import packed as attention
+    from spmdrl.policy.attention.packing import LengthClass
 
     class Looks(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spmdrl.policy import attention
-from spmdrl.policy.varlen import KERNELS, WIDEST, Needs
+from spmdrl.policy.attention import packed as attention
+from spmdrl.policy.attention.varlen import KERNELS, WIDEST, Needs
 
 calls: list[str] = []
 """Which kernel computed, a name a call."""

@@ -9,6 +9,7 @@ attention.py   packed sequences, their division over context parallelism, attent
 convert.py     which ranges of which checkpoint tensors a rank holds: loading, saving and pushes all use this one list
 schedule.py    micro-batches through the pipeline, and how every rank learns what the last stage found
 training.py    sums of gradients, the distributed optimizer, its state in files
+host_adamw.py  AdamW on the host
 policy.py      the Policy contract over all of these
 repairs.py     what is put right in Megatron-core on every machine
 cpu.py         what Megatron-core needs to run on CPUs

@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from spmdrl.policy.attention.varlen import KERNELS, Runs, installed, make_runs, needs_of, pick
+from spmdrl.policy.attention.varlen import attend as attend_runs
 from spmdrl.policy.megatron.layout import Layout
-from spmdrl.policy.varlen import KERNELS, Runs, installed, make_runs, needs_of, pick
-from spmdrl.policy.varlen import attend as attend_runs
 
 
 @dataclass
@@ -152,7 +152,7 @@ def attend(
 
 
 class CoreAttention(MegatronModule):
-    """Attention of packed sequences where TransformerEngine's is not to be had, by a kernel of `varlen.py` if one can.
+    """Attention of packed sequences without TransformerEngine, by a kernel of `attention/varlen.py` where one can.
 
     Grouped heads, latent attention (values of another width), sliding windows, soft-capped scores, context parallelism
     by gathering keys and values.

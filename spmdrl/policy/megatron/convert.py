@@ -2,7 +2,7 @@
 
 There is no gathering here and no second direction. A rank's parameters are described as a list of slots: a checkpoint
 tensor, the range of it that is here, and a view of the parameter where it lies. Reading files into the views loads a
-model; `spmd/reshard.py` moves the same list to engines and into files from any layout.
+model; `weights/reshard.py` moves the same list to engines and into files from any layout.
 
 Megatron keeps queries, keys and values in one parameter, a group at a time, [groups, queries of a group + 2, head,
 hidden]; gate and up projections end to end, each divided over tp; a vocabulary padded at its end. What is replicated
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from spmdrl.policy.experts import whole
 from spmdrl.policy.megatron.families import OUTSIDE
-from spmdrl.policy.weights import fill
-from spmdrl.spmd.reshard import Box, Piece
+from spmdrl.weights.experts import whole
+from spmdrl.weights.reshard import Box, Piece
+from spmdrl.weights.safetensors import fill
 
 ROW = ("linear_proj.weight", "linear_fc2.weight")
 """Endings of parameters whose second dimension is divided over tp."""
@@ -68,7 +68,7 @@ def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = to
 
 
 def pieces(models: Sequence[Any]) -> list[Piece]:
-    """The same as pieces of `spmd/reshard.py`; views that an update changes."""
+    """The same as pieces of `weights/reshard.py`; views that an update changes."""
     return [Piece(h.name, h.shape, h.box, h.view, h.exact) for h in slots(models)]
 
 

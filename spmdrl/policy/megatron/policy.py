@@ -10,21 +10,24 @@ from typing import Any, Literal
 
 import torch
 
+from spmdrl.config.engines import Part
 from spmdrl.config.schema import Config, OptimizerConfig, PolicyConfig
 from spmdrl.data.batch import Batch
-from spmdrl.policy.contract import DTYPES, Head, Loss, Part
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.folder import plain_errors
+from spmdrl.hub.resolve import resolve
+from spmdrl.policy.contract import Head, Objective, Shared
 from spmdrl.policy.heads import Second, divisor_of, softcap_of
 from spmdrl.policy.learner import Learner
-from spmdrl.policy.load import plain_errors, resolve
 from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import build, initialize, require
-from spmdrl.policy.weights import Stored, fill, prediction_heads, save_model, stored
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import World
-from spmdrl.spmd.reshard import Piece
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
+from spmdrl.weights.reshard import Piece
+from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_model, stored
 
 
 def layout_of(cfg: Config) -> Layout:
@@ -52,7 +55,7 @@ def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float,
 
 
 class MegatronPolicy(Learner):
-    """See `contract.py`."""
+    """See `policy/contract.py`."""
 
     keeps_masters = True
 
@@ -121,7 +124,7 @@ class MegatronPolicy(Learner):
         """See `Learner`."""
         return self.pipeline.forward(micros, temperature, second)
 
-    def gradient(self, micros: list[Batch], loss: Loss, shared: dict, temperature: float) -> Metrics:
+    def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
         """See `Learner`."""
         assert self.trainer
         self.trainer.zero()
@@ -133,7 +136,7 @@ class MegatronPolicy(Learner):
         if self.aux_loss:
             tokens = torch.tensor([mine]).to(self.world.device)
             weight = self.aux_loss / int(all_reduce(tokens, "sum", self.world.data_group))
-        metrics = self.pipeline.forward_backward(micros, temperature, loss, shared, weight)
+        metrics = self.pipeline.forward_backward(micros, objective, shared, weight)
         if self.aux_loss:
             metrics.add("moe/aux_loss", mean_loss(self.chunks) / max(mine, 1), mine)
         return metrics

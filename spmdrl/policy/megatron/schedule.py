@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.data.batch import Batch
-from spmdrl.policy.contract import Loss
+from spmdrl.health.status import alive
+from spmdrl.policy.attention.ulysses import total
+from spmdrl.policy.contract import Objective, Shared
 from spmdrl.policy.heads import Second, at_rows
 from spmdrl.policy.megatron.attention import Pack, make_packs
 from spmdrl.policy.megatron.convert import unwrapped
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import head_weight
 from spmdrl.policy.megatron.routing import plan
-from spmdrl.policy.ulysses import total
-from spmdrl.spmd.here import alive
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels import collision_probability, linear_logprob
 
@@ -69,20 +69,20 @@ class Pipeline:
             return self._everywhere(micros, self._run(micros, temperature, second, None))
 
     def forward_backward(
-        self, micros: list[Batch], temperature: float, loss: Loss, shared: dict, balance: float = 0.0
+        self, micros: list[Batch], objective: Objective, shared: Shared, balance: float = 0.0
     ) -> Metrics:
         """Add the gradient of the sum of losses to the models' buffers; statistics on every stage. Collective.
 
         balance: weight of the loss for evenly used experts, for one token.
         """
         metrics, self.balance = Metrics(), balance
-        mine = self._run(micros, temperature, "entropy", partial(self._loss, loss, shared, metrics))
+        mine = self._run(micros, objective.temperature, "entropy", partial(self._loss, objective, shared, metrics))
         numbers = self._everywhere(micros, mine)
         if not self.last:
             # Stages without the head work out the statistics from its numbers: names need not travel.
             with torch.no_grad():
                 for micro, (first_T, second_T) in zip(micros, numbers, strict=True):
-                    self._loss(loss, shared, metrics, micro, first_T, second_T)
+                    self._loss(objective, shared, metrics, micro, first_T, second_T)
         return metrics
 
     @property
@@ -90,12 +90,14 @@ class Pipeline:
         """This rank has the head."""
         return self.pp_group.rank() == self.pp_group.size() - 1
 
-    def _loss(self, loss: Loss, shared: dict, metrics: Metrics, micro: Batch, logp_T, entropy_T) -> torch.Tensor:
+    def _loss(
+        self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, logp_T, entropy_T
+    ) -> torch.Tensor:
         real = len(micro) > 0
         # Zero times the sum keeps the graph, and with it the backward that others wait for.
         empty = [x.sum() * x.new_zeros(0) for x in (logp_T, entropy_T)]
         first_T, second_T = (logp_T, entropy_T) if real else empty
-        result = loss(micro, first_T, second_T, shared)
+        result = objective.loss(micro, first_T, second_T, shared)
         metrics.merge(result.stats)
         return result.loss
 

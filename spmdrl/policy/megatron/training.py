@@ -11,7 +11,7 @@ from spmdrl.config.schema import OptimizerConfig
 from spmdrl.policy.megatron import repairs
 from spmdrl.policy.megatron.host_adamw import HostAdamW
 from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
-from spmdrl.policy.vetted import vet
+from spmdrl.policy.safe_pickle import vet
 
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",

@@ -1,0 +1,151 @@
+"""What a rank says last: what an error means, where it was, and what to do about it. Nothing here waits for long."""
+
+import errno
+import os
+import re
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from spmdrl.config.dump import redact_text
+from spmdrl.health.heartbeat import hearts
+from spmdrl.health.oom import out_of_memory
+from spmdrl.health.status import here
+
+T = TypeVar("T")
+
+USER_MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors whose message says what to change; their traceback goes to the log file only."""
+LONGEST = 1500
+"""Letters of a cause in the last line."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
+    """What `work` gives, or `otherwise` where it fails or takes longer: a rank that ends waits for nothing.
+
+    Whatever reads or writes a file is asked so, the log too: the main thread may hold the log's lock in a write to a
+    file system that hangs.
+    """
+    done: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            done.append(work())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done[0] if done else otherwise
+
+
+def lost_peer(error: BaseException) -> bool:
+    """A collective broke because another rank is gone, or the store with it."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Failed to recv")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def timed_out(error: BaseException) -> bool:
+    """A collective waited for a rank longer than `--run.timeout`: gloo's words, NCCL's, the store's."""
+    words = ("Timed out waiting", "Application timeout caused", "collective operation timeout", "wait timeout after")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def disk_full(error: BaseException) -> bool:
+    """A write found no room; also where a library passes on only the words."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, OSError) and chain.errno in DISK_FULL:
+            return True
+        if any(words in str(chain) for words in ("No space left on device", "Disk quota exceeded", "File too large")):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def advice(error: BaseException) -> str:
+    """What to do about an error; empty where its own message says it, as those of this program do."""
+    if timed_out(error):
+        missing = briefly(hearts[0].missing, "") if hearts else ""
+        record = f"`python -m spmdrl.flight {here.folder}` compares the last collectives of all ranks, "
+        missing = missing or "another rank did not come, and it is not known where it is"
+        return (
+            f"{missing}; {record if here.folder else ''}"
+            "--run.lockstep-debug names the line that differs, and a higher --run.timeout helps if one was slow only"
+        )
+    if lost_peer(error):
+        said = briefly(lambda: hearts[0].lost() or hearts[0].missing(), "") if hearts else ""
+        return f"another rank ended{f': {said}' if said else ''}; its own log or torchrun says why. {resume()}"
+    if type(error).__module__.startswith("spmdrl") or _raised_by_us(error):
+        return ""
+    if disk_full(error):
+        return (
+            f"make room on the disk of {here.folder or 'the run folder'} (--checkpoint.keep keeps fewer), or choose "
+            f"another --run.dir. {resume()}"
+        )
+    if out_of_memory(error):
+        return f"{_less_memory(here.name)}. {resume()}"
+    log_file = f"{here.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if here.folder else "the log"
+    return f"its traceback stands in {log_file}. {resume()}"
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """A mistake that this program found, and not a library or a user's function."""
+    found = isinstance(error, USER_MISTAKES) and traceback.extract_tb(error.__traceback__)
+    return bool(found) and str(Path(__file__).parents[1]) in found[-1].filename
+
+
+def _less_memory(phase: str) -> str:
+    if phase in ("rollout", "push", "wake", "eval"):
+        return "lower --rollout.max-sequences or --rollout.kv-cache-gib, or set --policy.offload"
+    if phase == "reward":
+        return "lower --reward.workers, or what the reward function holds"
+    if phase == "start":
+        return "take more ranks (--parallel.dp-shard), or --model.dtype bfloat16"
+    return "lower --policy.max-tokens-per-microbatch, or set --policy.activation-checkpointing"
+
+
+def resume() -> str:
+    """Where the same command goes on."""
+    saved = briefly(here.saved, -1, 1.0)
+    if saved > 0:
+        return f"The same command resumes from step {saved}"
+    if saved < 0:
+        return "The same command resumes from the newest checkpoint"
+    return "No checkpoint is there yet (--checkpoint.every)" if here.step else "Nothing was learnt yet"
+
+
+def lost_steps() -> str:
+    """Which steps a rank that leaves at this moment takes with it: those since the newest checkpoint."""
+    last = max(here.step, here.done)
+    saved = briefly(here.saved, -1, 1.0)
+    if saved < 0:
+        return "what no checkpoint has is lost"
+    if last <= saved:
+        return "no step is lost"
+    return f"step {last} is lost" if last == saved + 1 else f"steps {saved + 1} to {last} are lost"
+
+
+def last_words(error: BaseException) -> str:
+    """The one line that a failed job ends with."""
+    text = str(error)
+    if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
+        # C++ adds where in its sources it was, and frames.
+        text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
+    text = one_line(text)[:LONGEST]
+    what = advice(error)
+    return told(f"failed in phase {here.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")
+
+
+def told(what: str) -> str:
+    """A last line of this rank."""
+    return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
+
+
+def one_line(text: str) -> str:
+    """Lines joined by a bar: what follows a line break would not be in the last line."""
+    return " | ".join(line.strip() for line in text.splitlines() if line.strip())

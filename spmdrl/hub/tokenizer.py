@@ -1,0 +1,50 @@
+"""Tokenizers of Hugging Face folders."""
+
+from pathlib import Path
+from typing import Any
+
+from spmdrl.hub.folder import plain_errors
+from spmdrl.hub.resolve import resolve
+
+TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab.*", "*.tiktoken"]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """The files of one are in a Hugging Face folder."""
+    return any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a Hugging Face folder; one without a pad token pads with its end token. Raises ValueError."""
+    from transformers import AutoTokenizer
+
+    # transformers makes an empty tokenizer of the model's family where there is none
+    if not has_tokenizer(folder):
+        raise ValueError(f"no tokenizer in {folder} (tokenizer.json or tokenizer.model): copy the model's into it")
+    with plain_errors(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {folder} has no end token: set eos_token in its tokenizer_config.json")
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float):
+        raise ValueError(f"{folder}: its tokenizer_config.json has model_max_length {longest!r}: write a number")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool = False) -> None:
+    """ValueError unless the models at `path` and `other` (both as `--model.path`) read the same token numbers.
+
+    flag: the setting that named `path`, for the message. A folder without a tokenizer is taken at its word.
+    """
+    folder, base = resolve(path, trust_remote_code), resolve(other, trust_remote_code)
+    if folder == base or not has_tokenizer(folder):
+        return
+    theirs, ours = (load_tokenizer(f, trust_remote_code).get_vocab() for f in (folder, base))
+    different = sorted(token for token in ours if theirs.get(token) != ours[token])
+    if different:
+        raise ValueError(
+            f"{flag} {path}: its tokenizer numbers {len(different)} of {len(ours)} tokens of {other} otherwise "
+            f"(such as {different[0]!r}); both models must read the same tokens"
+        )

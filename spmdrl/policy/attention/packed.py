@@ -1,0 +1,146 @@
+"""Attention over packed sequences without padding outside of attention itself.
+
+Registered with transformers as the attention implementation `spmdrl_packed`; a forward passes a `Packing` with the
+model's keyword arguments. On a GPU a layer takes a kernel for sequences laid end to end where one can compute it
+(`varlen.py`). Elsewhere sequences of like length are laid out as [B, H, L, d] and go through causal scaled-dot-product
+attention. Padding stands to the right, so causality alone keeps it out of every real row: whole sequences need no mask,
+and the result is exact.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spmdrl.config.schema import Config
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.folder import plain_errors
+from spmdrl.hub.resolve import resolve
+from spmdrl.policy.attention.packing import LengthClass, Packing
+from spmdrl.policy.attention.varlen import KERNELS, attend, installed, needs_of, needs_of_model, pick
+
+NAME = "spmdrl_packed"
+
+
+def _hidden(group: LengthClass, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [B or 1, 1, L, P + L]: which keys a query does not see, by distance, by window, and beyond short trunks."""
+    queries = group.trunk + torch.arange(group.longest, device=device)
+    keys = torch.arange(group.trunk + group.longest, device=device)
+    distance = queries[:, None] - keys[None, :]
+    hidden = distance < 0
+    if window:
+        hidden |= distance >= window
+    hidden = hidden[None, None]
+    if group.trunks is not None:
+        hidden = hidden | (keys < (group.trunk - group.trunks)[:, None])[:, None, None]
+    return hidden
+
+
+def _visible(group: LengthClass, q: torch.Tensor) -> torch.Tensor:
+    """What SDPA is told of branches: on a GPU, where float32 comes here too, that they are causal from the end."""
+    # Its kernels know that case; for other types it would warn and build the mask.
+    if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None:
+        # torch cannot make this subclass of Tensor while a mode looks on, as `--run.lockstep-debug` does.
+        with _disable_current_modes():
+            return causal_lower_right(group.longest, group.trunk + group.longest)
+    return ~_hidden(group, None, q.device)
+
+
+def _plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """Softmax attention [B, H, L, d] with hidden keys and score soft-capping, as Gemma 2 needs."""
+    scores = q @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    # In float32 as HF does it; float64 stays.
+    upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=upcast).to(q.dtype) @ v
+
+
+def _padded_class(q, k, v, group: LengthClass, kind: str, scale: float, window: int | None, softcap: float | None):
+    """One class: [T, H, d] -> [its tokens, H, d]."""
+
+    def lay_out(x, rows):
+        return x.index_select(0, rows).view(group.sequences, -1, *x.shape[1:]).transpose(1, 2)
+
+    keys = group.gather if group.keys is None else group.keys
+    q, k, v = lay_out(q, group.gather), lay_out(k, keys), lay_out(v, keys)
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    if window is not None and window >= group.trunk + group.longest:
+        window = None
+    # torch's fused backward in bfloat16 on a CPU takes 3 to 6 times as long as the plain form (40 to 256 tokens).
+    slow_fused = q.device.type == "cpu" and q.dtype == torch.bfloat16 and group.longest <= 512
+    if kind == "eager" or softcap or window or slow_fused:
+        out = _plain_attention(q, k, v, _hidden(group, window, q.device), scale, softcap)
+    elif group.trunk:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_visible(group, q), scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, group.scatter)
+
+
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    packing: Packing | None = None,
+    s_aux=None,
+    **_,
+):
+    """HF attention interface over one packed row. query [1, H, S, d], key and value [1, H_kv, S, d].
+
+    S are the tokens of this rank's slice: all T of them without sequence parallelism. Returns ([1, S, H, d], None).
+
+    Raises:
+        ValueError: a model that does not hand keyword arguments to its attention, or one with dropout, attention sinks
+            or a bidirectional layer.
+    """
+    if packing is None:
+        raise ValueError(
+            f"{type(module).__name__} gets no packing: this architecture does not pass keyword arguments "
+            "to its attention and cannot train packed; report the model's config.json"
+        )
+    if not getattr(module, "is_causal", True) or (dropout and module.training):
+        raise ValueError(f"{type(module).__name__}: packed attention is causal and without dropout")
+    if s_aux is not None:
+        raise ValueError(f"{type(module).__name__}: packed attention has no attention sinks")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    q, k, v = packing.part.to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)))
+    out = _attend(q, k, v, packing, scale, sliding_window, softcap)
+    return packing.part.to_tokens(out)[None], None
+
+
+def _attend(q, k, v, packing: Packing, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    """Attention inside each sequence: [T, H, e]."""
+    kind = pick(packing.kind, needs_of(q, v, softcap), installed())
+    if kind in KERNELS:
+        return attend(kind, q, k, v, packing.runs, scale, window, softcap)
+    parts = [_padded_class(q, k, v, c, kind, scale, window, softcap) for c in packing.classes]
+    return torch.cat(parts).index_select(0, packing.order)
+
+
+def check_attention(cfg: Config, device: torch.device) -> None:
+    """ValueError for a kernel of `--policy.attention` that cannot compute the model's layers; before it is built."""
+    if cfg.policy.attention not in KERNELS:
+        return
+    from transformers import AutoConfig
+
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    with plain_errors(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    pick(cfg.policy.attention, needs_of_model(config, DTYPES[cfg.model.dtype], device), installed())
+
+
+def register() -> str:
+    """Make the implementation known to transformers; returns its name."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    return NAME

@@ -1,0 +1,182 @@
+"""How a packed row [T] divides into sequences, or into the trunks and branches of a tree (`data/tree.py`).
+
+Two layouts of it, each made when a layer first asks: rows end to end for the kernels of `varlen.py`, which is exact and
+pads nothing; and sequences of like length side by side, padded, for everything else (`packed.py`).
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.data.tree import Tree
+from spmdrl.policy.attention.ulysses import TokenSlice
+from spmdrl.policy.attention.varlen import Runs, make_runs
+
+
+@dataclass
+class LengthClass:
+    """Sequences of like length, or branches of like length on trunks: where their tokens stand in the pack."""
+
+    gather: torch.Tensor
+    """int64 [B * L]: token of each padded slot (padding repeats the first token)."""
+    scatter: torch.Tensor
+    """int64 [tokens]: padded slot of each token."""
+    tokens: torch.Tensor
+    """int64 [tokens]: place of each token in the pack."""
+    sequences: int
+    longest: int
+    trunk: int = 0
+    """Longest trunk, P; 0 for whole sequences."""
+    keys: torch.Tensor | None = None
+    """int64 [B * (P + L)]: token of each slot of a branch's keys, its trunk's first and aligned to the right."""
+    trunks: torch.Tensor | None = None
+    """int64 [B]: length of each trunk; None where all are P."""
+
+
+@dataclass
+class Packing:
+    """How one packed row [T] divides into sequences; made once a forward, used by every layer."""
+
+    trunks: list[int]
+    """Tokens of each sequence that sees itself alone: all of a pack's, or the trunks of a tree."""
+    branches: list[int]
+    """Tokens of each branch, which sees its trunk and itself; they follow the trunks."""
+    trunk_of: list[int]
+    """The trunk of each branch."""
+    device: torch.device
+    kind: str
+    """`--policy.attention`."""
+    part: TokenSlice
+    """Which of the tokens this rank's layers hold; attention itself sees all of them."""
+    experts: torch.Tensor | None = field(default=None)
+    """[S, L, K] of those tokens: the experts that routers must choose (`hub/routing.py`)."""
+
+    @cached_property
+    def runs(self) -> Runs:
+        """For kernels that take sequences end to end: a branch's keys are its trunk's and its own."""
+        if not self.branches:
+            return make_runs(self.trunks, self.device)
+        keys = [[(first, n)] for first, n in zip(_starts(self.trunks), self.trunks, strict=True)]
+        keys += [
+            [trunk, (first, n)] for trunk, first, n in zip(self._below, self._branch_starts, self.branches, strict=True)
+        ]
+        return make_runs(self.trunks + self.branches, self.device, keys)
+
+    @cached_property
+    def classes(self) -> list[LengthClass]:
+        """For attention over padded rows, whose padding is at most half."""
+        classes = _whole_classes(self.trunks, self.device)
+        if self.branches:
+            # On a GPU, causality aligned to the end then needs no mask.
+            exact = self.device.type == "cuda"
+            classes += _branch_classes(self._below, self._branch_starts, self.branches, self.device, exact)
+        return classes
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """int64 [T]: place of each packed token in the classes' outputs laid end to end."""
+        return torch.argsort(torch.cat([c.tokens for c in self.classes]))
+
+    @property
+    def _below(self) -> list[tuple[int, int]]:
+        """The first token of each branch's trunk, and its length."""
+        starts = _starts(self.trunks)
+        return [(starts[g], self.trunks[g]) for g in self.trunk_of]
+
+    @property
+    def _branch_starts(self) -> list[int]:
+        base = sum(self.trunks)
+        return [base + start for start in _starts(self.branches)]
+
+
+def plan_packing(
+    lengths_B: torch.Tensor, device: torch.device, kind: str = "auto", group: dist.ProcessGroup | None = None
+) -> Packing:
+    """A pack of sequences of int64 lengths [B] (on the host).
+
+    group: ranks over which the tokens are divided (`ulysses.py`); None for whole packs.
+    """
+    lengths = lengths_B.tolist()
+    return Packing(lengths, [], [], device, kind, TokenSlice(sum(lengths), group))
+
+
+def plan_tree_packing(
+    tree: Tree, device: torch.device, kind: str = "auto", group: dist.ProcessGroup | None = None
+) -> Packing:
+    """The same for a tree (`data/tree.py`): trunks are sequences, and a branch sees its trunk and itself."""
+    part = TokenSlice(sum(tree.trunk_lengths) + sum(tree.branch_lengths), group)
+    return Packing(tree.trunk_lengths, tree.branch_lengths, tree.trunk_of, device, kind, part)
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)][:-1]
+
+
+def _alike(lengths: list[int]) -> list[list[int]]:
+    """Indices in groups: batches of nearly equal lengths stay one, very uneven ones are split by powers of two."""
+    uneven = sum(lengths) * 2 < max(lengths) * len(lengths)
+    return _grouped([n.bit_length() if uneven else 0 for n in lengths])
+
+
+def _grouped(marks: list[int]) -> list[list[int]]:
+    """Indices of equal marks."""
+    groups: dict[int, list[int]] = {}
+    for i, mark in enumerate(marks):
+        groups.setdefault(mark, []).append(i)
+    return list(groups.values())
+
+
+def _padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(token of each slot [B, L], which slots are real bool [B, L], L)."""
+    width = max(lengths)
+    begin, size = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
+    slot = torch.arange(width)[None]
+    real = slot < size
+    return torch.where(real, begin + slot, begin), real, width
+
+
+def _whole_classes(lengths: list[int], device: torch.device) -> list[LengthClass]:
+    """Classes of sequences that stand end to end from the first token."""
+    starts = _starts(lengths)
+    out = []
+    for members in _alike(lengths):
+        gather, real, width = _padded([starts[i] for i in members], [lengths[i] for i in members])
+        scatter = torch.nonzero(real.flatten()).flatten().to(device)
+        out.append(LengthClass(gather.flatten().to(device), scatter, gather[real].to(device), len(members), width))
+    return out
+
+
+def _branch_classes(
+    below: list[tuple[int, int]], starts: list[int], lengths: list[int], device: torch.device, exact: bool
+) -> list[LengthClass]:
+    """Classes of branches: for each its trunk's first token and length, its own first token and length.
+
+    exact: the trunks of a class are of one length.
+    """
+    alike_trunks = _grouped if exact else _alike
+    out = []
+    for alike in _alike(lengths):
+        for same in alike_trunks([below[i][1] for i in alike]):
+            members = [alike[i] for i in same]
+            gather, real, width = _padded([starts[i] for i in members], [lengths[i] for i in members])
+            firsts, sizes = torch.tensor([below[i] for i in members]).unbind(1)
+            trunk = int(sizes.max())
+            # Slot j of the trunk, counted from the right, so that its last token stands before every branch.
+            back = torch.arange(trunk)[None] - (trunk - sizes[:, None])
+            keys = torch.cat([firsts[:, None] + back.clamp(min=0), gather], 1)
+            out.append(
+                LengthClass(
+                    gather.flatten().to(device),
+                    torch.nonzero(real.flatten()).flatten().to(device),
+                    gather[real].to(device),
+                    len(members),
+                    width,
+                    trunk,
+                    keys.flatten().to(device),
+                    None if bool((sizes == trunk).all()) else sizes.to(device),
+                )
+            )
+    return out

@@ -1,0 +1,191 @@
+"""Sequence parallelism that trades heads for tokens (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
+
+T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens of one rank, H query heads, K heads of
+keys and values, d a head's width. All ranks of the group hold the same pack; each runs the transformer on its own slice
+of it. Attention alone needs every token: one all_to_all before it gives each rank all T tokens of H / R heads, one
+after it gives the slices back. What the model says of the tokens is put together at the end, so that losses see whole
+packs and know nothing of this.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from spmdrl.data.batch import Batch
+from spmdrl.hub.folder import plain_errors
+from spmdrl.spmd.exchange import all_reduce
+
+
+class _AllToAll(torch.autograd.Function):
+    """Block r of dim 0 goes to rank r. The exchange is its own transpose, so the backward runs it again."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _all_to_all(grad, ctx.group), None
+
+
+def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+class _Total(torch.autograd.Function):
+    """Sum over ranks that all go on to compute the same loss, so that each one's gradient is whole as it comes."""
+
+    @staticmethod
+    def forward(ctx, group, *parts):
+        return tuple(x.clone() for x in all_reduce(torch.stack(parts), "sum", group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return None, *grads
+
+
+class TokenSlice:
+    """This rank's part of a pack of T tokens: S of them from `start`; where T ends early, padding follows.
+
+    Without a group it is the whole pack, and nothing is communicated.
+    """
+
+    def __init__(self, tokens: int, group: dist.ProcessGroup | None = None):
+        self.tokens, self.group = tokens, group
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.size = -(-tokens // self.ranks)
+        self.start = 0 if group is None else dist.get_group_rank(group, dist.get_rank()) * self.size
+
+    def mine(self, x_T: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [S, ...]; zeros on padding."""
+        part = x_T[self.start : self.start + self.size]
+        return F.pad(part, (0, 0) * (part.dim() - 1) + (0, self.size - len(part)))
+
+    def within(self, row_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of some rows of the pack are in this rank's slice, int64 [m], and where in it, int64 [m].
+
+        The rank that holds the state a token is read from answers for that token, so no row crosses ranks.
+        """
+        here = torch.nonzero((row_n >= self.start) & (row_n < self.start + self.size)).flatten()
+        return here, row_n[here] - self.start
+
+    def to_heads(self, q_SHd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor) -> list[torch.Tensor]:
+        """Queries [T, H / R, d], keys and values [T, K', d] of all tokens, for this rank's share of heads. Collective.
+
+        Keys and values are repeated until R divides their number: queries then find theirs on their own rank.
+
+        Raises:
+            ValueError: R does not divide H.
+        """
+        if self.group is None:
+            return [q_SHd, k_SKd, v_SKd]
+        check_heads(q_SHd.shape[1], k_SKd.shape[1], self.ranks)
+        repeat = self.ranks // math.gcd(k_SKd.shape[1], self.ranks)
+        if repeat > 1:
+            k_SKd, v_SKd = k_SKd.repeat_interleave(repeat, 1), v_SKd.repeat_interleave(repeat, 1)
+        # All three in one exchange: what goes to one rank lies end to end, [S, R, width].
+        parts = [x.reshape(self.size, self.ranks, -1) for x in (q_SHd, k_SKd, v_SKd)]
+        mixed = _AllToAll.apply(torch.cat(parts, 2).transpose(0, 1), self.group)
+        # Slices in rank order are the pack; its padding stands at the end.
+        whole = mixed.flatten(0, 1)[: self.tokens].split([x.shape[2] for x in parts], 1)
+        return [x.unflatten(1, (-1, y.shape[2])) for x, y in zip(whole, (q_SHd, k_SKd, v_SKd), strict=True)]
+
+    def to_tokens(self, out_THd: torch.Tensor) -> torch.Tensor:
+        """All heads of this rank's tokens: [T, H / R, d] -> [S, H, d]. Collective."""
+        if self.group is None:
+            return out_THd
+        flat = F.pad(out_THd.flatten(1), (0, 0, 0, self.size * self.ranks - self.tokens))
+        heads = _AllToAll.apply(flat.view(self.ranks, self.size, -1), self.group)
+        return heads.transpose(0, 1).reshape(self.size, -1, out_THd.shape[2])
+
+    def total(self, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`total` over the group; as they are without one."""
+        return parts_T if self.group is None else total(self.group, *parts_T)
+
+
+def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[T] tensors with values on each rank's own rows, zeros elsewhere, put together: exact. Collective.
+
+    Every rank goes on with the same numbers to the same loss, so the gradient is handed back as it comes.
+    """
+    return _Total.apply(group, *parts_T)
+
+
+def check_heads(heads: int, kv_heads: int, sp: int) -> None:
+    """Refuse what cannot be divided; key and value heads may be any number, see `TokenSlice.to_heads`.
+
+    Raises:
+        ValueError: sp does not divide the query heads.
+    """
+    if heads % sp:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"--parallel.sp {sp}: must divide the model's {heads} attention heads ({kv_heads} of keys and values, any "
+            f"number of which would do); sp could be {fits}"
+        )
+
+
+def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
+    """Refuse, before weights are read, a model in a HF folder that `check_config` refuses."""
+    if sp > 1:
+        from transformers import AutoConfig
+
+        with plain_errors(folder):
+            check_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), sp)
+
+
+def check_config(config: Any, sp: int) -> None:
+    """Refuse a model (a HF config) whose tokens cannot be divided over sp ranks.
+
+    Raises:
+        ValueError: names --parallel.sp and what in the model does not fit.
+    """
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        kv_heads = getattr(config, "num_key_value_heads", None)
+        check_heads(heads, kv_heads if isinstance(kv_heads, int) else heads, sp)
+    layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    others = sorted(set(layers) - {"full_attention", "sliding_attention", "attention"})
+    if others:
+        raise ValueError(
+            f"--parallel.sp {sp}: the model has layers of type {', '.join(others)}, which mix tokens in other ways "
+            "than the attention that is divided here; set --parallel.sp 1"
+        )
+    rope = sorted(_rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}))
+    moving = [name for name in rope if "dynamic" in name or name == "longrope"]
+    if moving:
+        raise ValueError(
+            f"--parallel.sp {sp}: the model's rotary embedding is of type {', '.join(moving)}, whose frequencies "
+            "depend on the longest position that a rank sees; set --parallel.sp 1"
+        )
+
+
+def _rope_types(rope: Any) -> set[str]:
+    """`rope_type` of all layers; some configs hold one dict, some one for each type of layer."""
+    if not isinstance(rope, dict):
+        return set()
+    own = rope.get("rope_type", rope.get("type"))
+    return ({own} if isinstance(own, str) else set()).union(*(_rope_types(part) for part in rope.values()))
+
+
+def check_same(batch: Batch, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """All ranks of a sequence-parallel group must hold the same sequences, or their slices fit nowhere. Collective."""
+    if group is None:
+        return
+    tokens, lengths = batch.token["tokens"], batch.lengths
+    sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (tokens, lengths)]
+    mine = torch.stack([*sums, lengths.sum(), batch.token["mask"].sum()]).to(device)
+    ends = all_reduce(torch.stack([mine, -mine]), "max", group)
+    assert torch.equal(ends[0], -ends[1]), "ranks of one sp group hold different sequences: see data/batch.balance"

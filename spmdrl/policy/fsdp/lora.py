@@ -1,0 +1,184 @@
+"""Low-rank adapters on a policy (LoRA, https://arxiv.org/abs/2106.09685): W + (alpha / r) B A with W frozen.
+
+PEFT puts the adapters into the HF model; they alone have gradients and moments. From the outside nothing is different:
+`pieces()` gives the full model with the adapters added in, the reference policy is the same model without them, and
+what a checkpoint holds opens in PEFT.
+
+r rank, D the width that a layer reads, O the width that it writes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.data.batch import Batch
+from spmdrl.hub.lora import PREFIX, partner
+from spmdrl.policy.heads import Second
+from spmdrl.spmd.exchange import all_gather_rows
+from spmdrl.spmd.mesh import World
+from spmdrl.weights.experts import Layout, Slot
+from spmdrl.weights.reshard import Piece
+from spmdrl.weights.shards import local, shard_box, shard_rows
+
+FILE, BASE = "adapter_model.safetensors", "base.json"
+Named = list[tuple[str, Any]]
+"""Names and shards, as `FsdpPolicy.named_weights` gives them."""
+
+
+class BaseOf:
+    """The frozen model that a policy with adapters started from, as a Policy: no second copy of it in memory."""
+
+    version = updates_done = updates_due = 0
+
+    def __init__(self, policy: Any):
+        """policy: a policy with adapters."""
+        self.policy = policy
+
+    def logprobs(
+        self, batch: Batch, temperature: float, second: Second = "entropy"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the contract."""
+        with self.policy.base():
+            return self.policy.logprobs(batch, temperature, second)
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract: what it has is the policy's."""
+        return {}
+
+    def offload(self, place: str, parameters: bool = True) -> None:
+        """See the contract: it comes and goes with the policy."""
+
+    def onload(self) -> None:
+        """See the contract."""
+
+
+# ── pieces ───────────────────────────────────────────────────────────────────
+
+
+class Merged(Piece):
+    """A part of W + (alpha / r) B A, computed whenever it is looked at: of a push no more than a bucket is there."""
+
+    def __init__(self, slot: Slot, weight: torch.Tensor, b_Or: torch.Tensor, a_rD: torch.Tensor):
+        """weight: this rank's rows, b_Or: the same rows of (alpha / r) B; slot: which part of them."""
+        self.name, self.shape, self.box, self.exact = slot.name, slot.shape, slot.box, False
+        self.index, self.weight, self.b_Or, self.a_rD = slot.index, weight, b_Or, a_rD
+
+    @property
+    def tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """In the adapters' type."""
+        return (self.weight.to(self.b_Or.dtype) + self.b_Or @ self.a_rD)[self.index]
+
+
+def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
+    """Whole tensors of Shard(0) parameters by name, all at once. Collective over the ranks that shard."""
+    shards = world.shard_mesh.size(world.shard_mesh.ndim - 1)
+    if not named:
+        return {}
+    mine = torch.cat([local(p).flatten() for _, p in named])
+    everyone = all_gather_rows(mine[:, None], world.shard_group)
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name, _ in named}
+    for index, row in enumerate(everyone):
+        rows = [shard_rows(p.shape[0], shards, index) for _, p in named]
+        sizes = [(last - first) * p.shape[1] for (first, last), (_, p) in zip(rows, named, strict=True)]
+        for (name, p), part in zip(named, row[:, 0].split(sizes), strict=True):
+            parts[name].append(part.view(-1, p.shape[1]))
+    return {name: torch.cat(part) for name, part in parts.items()}
+
+
+def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, world: World) -> list[Piece]:
+    """The full model, of each weight the rows that this rank holds. Collective."""
+    whole, out = gathered(adapters, world), []
+    for name, param in base:
+        a, b = (whole.get(n) for n in partner(name))
+        box = shard_box(param)
+        for slot in layout.slots(name, tuple(param.shape), box):
+            if a is None or b is None:
+                out.append(Piece(slot.name, slot.shape, slot.box, local(param)[slot.index]))
+            else:
+                out.append(Merged(slot, local(param), scale * b[box[0][0] : box[0][1]], a))
+    return out
+
+
+def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]:
+    """A and (alpha / r) B of every layer: an engine needs no alpha, and holds the very words that were sent."""
+    return [
+        Piece(slot.name, slot.shape, slot.box, (local(p) * scale if ".lora_B." in name else local(p))[slot.index])
+        for name, p in adapters
+        for slot in layout.slots(name, tuple(p.shape), shard_box(p))
+    ]
+
+
+# ── checkpoints ──────────────────────────────────────────────────────────────
+
+
+def file_pieces(adapters: Named) -> list[Piece]:
+    """A and B as they are, under the names of PEFT's files."""
+    return [
+        Piece(PREFIX + name, tuple(p.shape), box, local(p))
+        for name, p in adapters
+        if (box := shard_box(p))[0][0] < box[0][1]
+    ]
+
+
+def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], base: dict) -> None:
+    """A folder that `PeftModel.from_pretrained(model, folder)` opens. base: what `check_base` compares."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(held, folder / FILE, metadata={"format": "pt"})
+    config.base_model_name_or_path = base["path"]
+    if isinstance(config.target_modules, set):
+        # In one order: two runs of one command write one file.
+        config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(folder)
+    (folder / BASE).write_text(json.dumps(base))
+
+
+@torch.no_grad()
+def read_adapter(adapters: Named, folder: Path, config: Any) -> None:
+    """Fill this rank's shards from a folder that `write_adapter` made.
+
+    Raises:
+        ValueError: no such folder, or adapters of other settings.
+    """
+    from safetensors import safe_open
+
+    if not (folder / FILE).is_file():
+        raise ValueError(
+            f"{folder.parent} was made without adapters: resume with --lora.rank 0, or choose another --run.dir and "
+            "start from its model with --model.path"
+        )
+    told = json.loads((folder / "adapter_config.json").read_text())
+    flags = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+    for key, name in flags.items():
+        ours, theirs = getattr(config, key), told.get(key)
+        if sorted(ours) != sorted(theirs) if key == "target_modules" else ours != theirs:
+            raise ValueError(f"{folder} was made with --lora.{name} {theirs}, this run asks for {ours}; take that")
+    with safe_open(folder / FILE, framework="pt") as file:
+        for piece, (_, p) in zip(file_pieces(adapters), [x for x in adapters if local(x[1]).numel()], strict=True):
+            rows = piece.box[0]
+            local(p).copy_(file.get_slice(piece.name)[rows[0] : rows[1]])
+
+
+def check_base(folder: Path, base: dict) -> None:
+    """Adapters belong to the weights that they were trained on.
+
+    Raises:
+        ValueError: these are others.
+    """
+    told = json.loads((folder / BASE).read_text())
+    if told["sum"] != base["sum"]:
+        raise ValueError(
+            f"{folder} was trained on --model.path {told['path']} with other weights than {base['path']} holds: resume "
+            "with that model"
+        )
+
+
+def element_sum(named: Named) -> torch.Tensor:
+    """Sum of the bit patterns of all elements that this rank holds, int64 modulo 2**64: shards of it add up."""
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [local(p).view(width[p.element_size()]).sum(dtype=torch.int64) for _, p in named]
+    return torch.stack(sums).sum()

@@ -1,0 +1,57 @@
+"""Files beside the weights in a checkpoint's model folder, made once at start so that no checkpoint fails on them."""
+
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.data.chat import template_text
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
+
+COPIED = ("generation_config.json", "*processor_config.json")
+"""Files of a language model that are taken over byte for byte: what transformers reads it may refuse to write."""
+
+
+def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: Config, head: str) -> dict[str, bytes]:
+    """Name -> content of configuration, tokenizer and what is copied from the folder that a model came from.
+
+    The tokenizer has the chat template that `--data.chat-template` gives. A critic or reward model without a tokenizer
+    of its own reads the policy's tokens and gets that one.
+
+    Args:
+        source: the folder.
+        config: of transformers, as the model was built; it stays as it is.
+        dtype: of the weights in the checkpoint.
+        cfg: the run's settings.
+        head: as of the contract; `lm` alone generates.
+
+    Raises:
+        ValueError: a part that transformers cannot write.
+    """
+    trust = cfg.model.trust_remote_code
+    config = deepcopy(config)
+    config.dtype = dtype
+    # Where the source has its weights.
+    vars(config).pop("transformers_weights", None)
+    tokenizer = load_tokenizer(source if has_tokenizer(source) else resolve(cfg.model.path, trust), trust)
+    if cfg.data.chat_template and cfg.data.chat != "off":
+        tokenizer.chat_template = template_text(cfg.data.chat_template)
+    with TemporaryDirectory() as name:
+        away = Path(name)
+        try:
+            # save_pretrained refuses numbers of sampling, which a config.json may have.
+            config.to_json_file(away / "config.json")
+            tokenizer.save_pretrained(away)
+        except Exception as error:  # what it minds is transformers' own business
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"{source}: no checkpoint of this model could be saved, as transformers cannot write its configuration "
+                f"or tokenizer ({type(error).__name__}: {reason}); mend the files of that folder or take another model"
+            ) from error
+        files = {p.relative_to(away).as_posix(): p.read_bytes() for p in sorted(away.rglob("*")) if p.is_file()}
+    patterns = [*(COPIED if head == "lm" else ()), *(["*.py"] if trust else [])]
+    return files | {p.name: p.read_bytes() for pattern in patterns for p in sorted(source.glob(pattern))}

@@ -1,0 +1,164 @@
+"""Every model of a run besides the engine: which ones an algorithm needs, where each starts, on which ranks it is."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.hub.tokenizer import check_same_tokens
+from spmdrl.policy.backends import backend
+from spmdrl.policy.contract import Head, Policy
+from spmdrl.policy.remote import RemotePolicy
+from spmdrl.spmd.mesh import World, scoring_world
+
+log = logging.getLogger("spmdrl")
+
+
+@dataclass
+class Models:
+    """The policy and its company. None: the algorithm does not need it, or it is not on this rank.
+
+    What learns is on the ranks that train. What is frozen is with it, or on ranks of its own: then those who train hold
+    a `RemotePolicy`, and so do those who score, who answer it.
+    """
+
+    policy: Any
+    """The Policy that learns; None on a rank that does not train."""
+    reference: Policy | None = None
+    """Of the KL term; a teacher, in distillation."""
+    critic: Policy | None = None
+    cost_critic: Policy | None = None
+    process: Policy | None = None
+    """PRIME's implicit process reward model, a language model."""
+    process_reference: Policy | None = None
+    reward_model: Policy | None = None
+    cost_model: Policy | None = None
+
+    def named(self) -> Iterator[tuple[str, Policy]]:
+        """Those that are there; a model with two roles once."""
+        seen = []
+        for field in dataclasses.fields(self):
+            model = getattr(self, field.name)
+            if model is not None and not any(model is other for other in seen):
+                seen.append(model)
+                yield field.name, model
+
+    keep_reference = False
+    """A reference that is refreshed belongs to a checkpoint."""
+
+    def saved(self) -> dict[str, Policy]:
+        """What a checkpoint holds beside the policy, by name."""
+        reference = {"reference": self.reference} if self.keep_reference and self.reference else {}
+        return self.trained() | reference
+
+    def trained(self) -> dict[str, Policy]:
+        """Those that learn, the policy apart."""
+        return {name: m for name, m in self.named() if name in ("critic", "cost_critic", "process")}
+
+    def learning(self) -> dict[str, Any]:
+        """Those and the policy, on a rank that trains."""
+        return self.trained() | ({"policy": self.policy} if self.policy else {})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model of a run on paper."""
+
+    flag: str
+    """The flag that sets its path."""
+    path: str
+    """As `--model.path`; empty: that one."""
+    head: Head
+    lr: float | None = None
+    """Peak learning rate; None: it is frozen."""
+
+
+def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
+    """Field of `Models` -> what an algorithm needs beside the policy, in the order in which it is built.
+
+    needs: as `compose.needs` returns it.
+    """
+    wanted: dict[str, Wanted] = {}
+    if "reference" in needs:
+        wanted["reference"] = Wanted("--reference.path", cfg.reference.path, "lm")
+    for name in ("critic", "cost_critic"):
+        if name in needs:
+            wanted[name] = Wanted("--critic.path", cfg.critic.path, "value", cfg.critic.lr)
+    if "process" in needs:
+        start = cfg.process_reward.path or cfg.model.path
+        wanted["process"] = Wanted("--process-reward.path", start, "lm", cfg.process_reward.lr)
+        wanted["process_reference"] = Wanted("--process-reward.path", start, "lm")
+    if cfg.reward.model:
+        wanted["reward_model"] = Wanted("--reward.model", cfg.reward.model, "score")
+    if cfg.safety.cost_model:
+        wanted["cost_model"] = Wanted("--safety.cost-model", cfg.safety.cost_model, "score")
+    return wanted
+
+
+def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
+    """Build what an algorithm needs (see `compose.needs`) of what belongs on this rank. Collective.
+
+    Raises:
+        ValueError: a folder that is missing or does not fit its role.
+    """
+    from spmdrl.policy.fsdp.lora import BaseOf
+
+    make = backend(cfg.policy.backend)
+
+    total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
+    if "critic" in needs:
+        # The policy's schedule begins where it does.
+        warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
+    wanted = wanted_models(cfg, needs)
+    any_frozen = any(each.lr is None for each in wanted.values())
+    if cfg.parallel.scoring_ranks and not any_frozen:
+        log.warning(
+            "--parallel.scoring-ranks %d: this run has no frozen model (no KL, teacher, reward or cost model), so "
+            "these ranks have nothing to do",
+            cfg.parallel.scoring_ranks,
+        )
+    scoring = scoring_world(world, timedelta(seconds=cfg.run.timeout))
+
+    def trained(path: str, lr: float, head: Head) -> Policy | None:
+        if not world.trains:
+            return None
+        optimizer = dataclasses.replace(cfg.optimizer, lr=lr)
+        return make(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
+
+    def frozen(path: str, head: Head) -> Any:
+        model = None
+        if world.scores:
+            model = make(cfg, scoring, 0, trainable=False, path=path, head=head)  # type: ignore[arg-type]
+        if scoring is world or world.samples:
+            return model
+        answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
+        return RemotePolicy(model, world, scoring.holders, answers, cfg.policy.share_prompts and head != "score")
+
+    for each in wanted.values():
+        if each.path:
+            check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
+    replay = cfg.rollout.routing_replay
+    models = Models(make(cfg, world, total - warmup, routing_replay=replay, adapt=True) if world.trains else None)
+    models.keep_reference = "reference" in wanted and cfg.reference.refresh_every > 0
+    start = cfg.model.path
+    for name, each in wanted.items():
+        if each.lr is not None:
+            model: Any = trained(each.path, each.lr, each.head)
+        elif name == "reference" and cfg.lora.rank and each.path in ("", start) and scoring is world:
+            model = BaseOf(models.policy) if models.policy else None
+        elif name == "process_reference" and models.reference and _same(cfg, each.path):
+            model = models.reference
+        else:
+            model = frozen(each.path, each.head)
+        setattr(models, name, model)
+    return models
+
+
+def _same(cfg: Config, path: str) -> bool:
+    """The reference is a model of that path, and stays as it is."""
+    return (cfg.reference.path or cfg.model.path) == path and not cfg.reference.refresh_every

@@ -1,0 +1,122 @@
+"""One algorithm of a run: the functions of `algos/` put together for packed batches on many ranks.
+
+Everything that selects or normalises over samples is computed from columns that all ranks gather, in sample order, so
+every rank holds the same numbers whatever the layout (law 2). A micro-batch only ever sums.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from spmdrl.algos.correction import disagreement, mismatch
+from spmdrl.algos.credit import lagrangian
+from spmdrl.algos.kl import kl_estimate
+from spmdrl.algos.samples import Samples
+from spmdrl.algos.shaping import overlong_mask, token_rewards
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch, gather_rows
+from spmdrl.data.trajectory import FINISH_REASONS
+from spmdrl.spmd.peers import Peers
+from spmdrl.tracking.metrics import Metrics
+
+
+@dataclass
+class Algorithm:
+    """Advantage estimator + per-token loss + aggregation + KL + correction, with their settings."""
+
+    cfg: Config
+    advantage: Callable
+    advantage_settings: dict
+    loss: Callable
+    loss_settings: dict
+    select: Callable | None
+    """Which tokens of the whole batch the loss treats apart; None for a loss that looks at each token alone."""
+    aggregation: str
+    horizon: float
+    """Normaliser of `seq-mean-token-sum-norm`: the longest response."""
+    old_logp: str
+    """`update`: the update's own first pass; `policy`: a pass before; `rollout`: the engine's."""
+    correction: str
+    """Kind of importance weights of engine against trainer, see `algos/correction.py`."""
+    skip_zero_advantage: bool
+    needs: frozenset[str]
+    """What a step has to know beside the samples: reference, critic, cost, cost_critic, process, greedy, logp,
+    collision."""
+    state: dict[str, float] = field(default_factory=dict)
+    """What moves from step to step and is saved with it: kl_coef, multiplier, moments of the reward."""
+
+    def advantages(self, batch: Batch, peers: Peers) -> Batch:
+        """The batch with `token["advantages"]` and `token["returns"]`; `seq["shaped"]` is in it already. Collective."""
+        samples = self.samples(batch, "shaped", "values", peers)
+        advantages_T, batch.token["returns"] = self.advantage(samples, **self.advantage_settings)
+        if "cost" in self.needs:
+            costs = self.samples(batch, "cost", "cost_values", peers)
+            cost_T, batch.token["cost_returns"] = self.advantage(costs, **self.advantage_settings)
+            advantages_T = lagrangian(advantages_T, cost_T, self.state["multiplier"])
+        batch.token["advantages"] = advantages_T
+        if self.cfg.shaping.mask_cut:
+            # From here on: its reward has counted in the statistics of its group.
+            cut_B = batch.seq["finish"] == FINISH_REASONS.index("length")
+            batch.token["sampled"] = batch.token["mask"]
+            batch.token["mask"] = overlong_mask(batch.token["mask"], batch.seq_index, cut_B)
+        # Sums of magnitudes: a sequence whose advantages cancel still has a gradient.
+        batch.seq["advantage"] = batch.sum_tokens(advantages_T.abs())
+        return batch
+
+    def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
+        """What the estimator sees: an outcome column as token rewards, minus KL where it stands in the reward."""
+        token, mask_T, seq_T = batch.token, batch.token["mask"], batch.seq_index
+        kl_T = None
+        if outcome == "shaped" and self.cfg.algo.kl_in == "reward" and self.state["kl_coef"]:
+            kl_T = kl_estimate(self.cfg.algo.kl_estimator, token["old_logp"], token["ref_logp"], mask_T).double()
+        optional = {name: token[key].double() for name, key in OPTIONAL.items() if key in token}
+        if values in token:
+            optional["values"] = token[values].double()
+        optional |= {name: token[name] for name in ("turn", "state") if name in token}
+        return Samples(
+            rewards=token_rewards(batch.seq[outcome], kl_T, self.state["kl_coef"], mask_T, seq_T),
+            mask=mask_T,
+            seq=seq_T,
+            group=batch.seq["position"],
+            baseline=batch.seq["baseline"],
+            parts={k.removeprefix("part/"): v for k, v in batch.seq.items() if k.startswith("part/")},
+            gather=lambda seq_n, columns_nK: gather_rows(batch, seq_n, columns_nK, peers),
+            **optional,
+        )
+
+    def young(self, batch: Batch, version: int) -> torch.Tensor:
+        """Marks the tokens, bool [T], whose weights are at most `--rollout.staleness` versions old.
+
+        Carried over and replayed tokens are older. version: of the policy where the update begins.
+        """
+        return batch.token["version"] >= version - self.cfg.rollout.staleness
+
+    @property
+    def entropy_before(self) -> bool:
+        """A pass before the update tells the entropy of every token, those that the update leaves out included."""
+        return self.old_logp == "policy" and "collision" not in self.needs
+
+
+MOMENTS = ("reward_count", "reward_mean", "reward_m2")
+"""Names of the running moments of the reward in `Algorithm.state`."""
+OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process"}
+"""Field of Samples -> token column that fills it where the batch has one."""
+
+
+def mean(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """Mean under the mask, nan where there is nothing (a metric of weight 0 then)."""
+    return torch.where(mask_T, x_T, 0.0).sum() / mask_T.sum()
+
+
+def add_mismatch(metrics: Metrics, logp_T, rollout_logp_T, mask_T, seq_T, young_T) -> None:
+    """Measures how far the trainer's logp, where its update begins, is from the engine's on sampled tokens.
+
+    `mismatch/*` of all of them. `logp_diff/*`, by which a run is stopped, of those in `young_T`: older weights are
+    apart from the trainer's without anything being wrong.
+    """
+    for name, (value, weight) in mismatch(logp_T, rollout_logp_T, mask_T, seq_T).items():
+        metrics.add(name, value, weight)
+    value, weight, largest = disagreement(logp_T, rollout_logp_T, mask_T & young_T)
+    metrics.add("logp_diff/mean", value, weight)
+    metrics.add_max("logp_diff/max", largest)

@@ -1,0 +1,250 @@
+"""What the models of a run learn by: the policy's loss, a critic's, an implicit process reward model's.
+
+Everything that selects or normalises over samples is computed in `prepare`, over all ranks; a micro-batch only ever
+sums (law 2).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from spmdrl.algos.aggregate import Totals, count_totals, token_weights
+from spmdrl.algos.correction import correction_weights_T, reject_sequences
+from spmdrl.algos.kl import kl_estimate
+from spmdrl.algos.losses import TOKEN_LOSSES, LossInputs
+from spmdrl.algos.selection import Selecting
+from spmdrl.algos.value import implicit_reward_loss, positive_nll, value_loss
+from spmdrl.data.batch import Batch, gather_rows
+from spmdrl.policy.contract import LossResult, Objective, Policy, Shared, TokenLoss
+from spmdrl.rl.algorithm import Algorithm, add_mismatch, mean
+from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.seeds import uniform
+from spmdrl.tracking.metrics import Metrics
+
+LOSS_COLUMNS = ("mask", "advantages", "rollout_logp", "old_logp", "ref_logp", "selected")
+"""Token columns of a batch that a policy loss may look at."""
+OLD_LOGP = {"policy": "old_logp", "rollout": "rollout_logp"}
+"""Where `Algorithm.old_logp` is found, apart from the update's own pass."""
+
+
+@dataclass
+class PolicyShared(Shared):
+    """What a policy loss needs of a whole optimizer step beside its denominators."""
+
+    first: bool = False
+    """The weights are those that the update began with."""
+    version: int = 0
+    """Of the policy."""
+    good_tokens: float = 0.0
+    """Tokens of good responses over all ranks, the denominator of their likelihood."""
+
+
+class PolicyObjective(Objective):
+    """The policy update of an algorithm: ratio loss, KL, entropy bonus, correction for the engine's logp."""
+
+    def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
+        """peers: data positions. start: the policy's `updates_done` when the update began; None: as it stands."""
+        self.algo, self.cfg, self.policy, self.temperature, self.peers = algo, algo.cfg, policy, temperature, peers
+        self.start = policy.updates_done if start is None else start
+        wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
+        wanted |= {"token/old_logp"} if algo.old_logp == "policy" or algo.select is not None else set()
+        self.columns = frozenset(wanted | ({"token/ref_logp"} if "reference" in algo.needs else set()))
+
+    def prepare(self, share: Batch, index: int) -> PolicyShared:
+        """See the contract. A loss that selects gets `token["selected"]` in the share."""
+        algo, first = self.algo, self.policy.updates_done == self.start
+        on_policy = algo.old_logp == "policy" and first
+        mask_T, good_T = share.token["mask"], share.per_token(share.seq["reward"] > 0)
+        local = count_totals(mask_T, share.seq_index)
+        counts = torch.tensor([local.tokens, local.sequences, float((mask_T & good_T).sum())], dtype=torch.float64)
+        tokens, sequences, good = self.peers.sum(counts).tolist()
+        if algo.select is not None:
+            logp_T = share.token["old_logp"] if on_policy else self.policy.logprobs(share, self.temperature)[0]
+            place_T = torch.arange(share.n_tokens) - share.per_token(share.cu_seqlens[:-1].long())
+            share.token["selected"] = algo.select(
+                Selecting(
+                    logp=logp_T.double(),
+                    old_logp=share.token["old_logp"].double(),
+                    advantages=share.token["advantages"].double(),
+                    mask=mask_T,
+                    seq=share.seq_index,
+                    sequences=len(share),
+                    draw=uniform(share.per_token(share.seq["seed"]), place_T),
+                    gather=lambda seq_n, columns_nK: gather_rows(share, seq_n, columns_nK, self.peers),
+                ),
+                **algo.loss_settings,
+            )
+        # Sequences without advantage are left out of the forward.
+        active = share.seq["advantage"] != 0 if algo.skip_zero_advantage else None
+        return PolicyShared(Totals(tokens, sequences), active, on_policy, first, self.policy.version, good)
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PolicyShared) -> LossResult:
+        """See the contract: logp and entropy."""
+        algo, logp, entropy = self.algo, first_T, second_T
+        x = self.inputs(micro, shared, logp.device)
+        loss_T, stats = self.token_losses(shared, logp, entropy, x)
+        metrics, mask, loss = Metrics(), x["mask"], loss_T.sum()
+        metrics.add_sum("loss", loss)
+        if not algo.entropy_before:
+            stats = {**stats, "entropy/mean": entropy.detach()}
+        for name, value in stats.items():
+            metrics.add(name, mean(value, mask), mask.sum())
+        if algo.old_logp != "policy" and shared.first:
+            young_T = algo.young(micro, shared.version).to(mask.device)
+            add_mismatch(metrics, logp.detach(), x["rollout_logp"], mask, x["seq"], young_T)
+        return LossResult(loss, metrics)
+
+    def token_loss(self, micro: Batch, shared: PolicyShared, device: torch.device) -> TokenLoss | None:
+        """See the contract."""
+        if not (self.cfg.policy.chunked_loss and self.separable):
+            return None
+        return partial(self.token_losses, shared), self.inputs(micro, shared, device)
+
+    @property
+    def separable(self) -> bool:
+        """No token's loss depends on another's logp. A user's own loss says so by an attribute `token_separable`."""
+        cfg = self.cfg.correction
+        rejects = cfg.reject_low is not None or cfg.reject_high is not None
+        if self.algo.old_logp != "policy" and (rejects or self.algo.correction.endswith("sequence")):
+            return False
+        return self.algo.loss in TOKEN_LOSSES or getattr(self.algo.loss, "token_separable", False)
+
+    def inputs(self, micro: Batch, shared: PolicyShared, device: torch.device) -> dict[str, torch.Tensor]:
+        """What `token_losses` looks at beside logp and entropy, [T] on the device."""
+        x = {k: micro.token[k].to(device) for k in LOSS_COLUMNS if k in micro.token}
+        mask, seq = x["mask"], micro.seq_index.to(device)
+        x |= {"seq": seq, "weight": token_weights(self.algo.aggregation, mask, seq, shared.totals, self.algo.horizon)}
+        if self.algo.old_logp == "policy":
+            correction_T = self.weights(x["old_logp"], x["rollout_logp"], mask, seq)
+            x |= {} if correction_T is None else {"correction": correction_T}
+        if self.cfg.algo.positive_coef:
+            x["good"] = micro.per_token(micro.seq["reward"] > 0).to(device)
+        return x
+
+    def token_losses(
+        self, shared: PolicyShared, logp: torch.Tensor, entropy: torch.Tensor, x: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss of each token with its final weight, fp64, and detached stats; all [n], the rows that x has."""
+        algo, cfg, mask, current = self.algo, self.cfg.algo, x["mask"], logp.detach()
+        old_logp = current if algo.old_logp == "update" else x[OLD_LOGP[algo.old_logp]].to(logp.dtype)
+        correction = x.get("correction")
+        if algo.old_logp != "policy":
+            # Of the logp of this very pass: none is known from before.
+            correction = self.weights(current, x["rollout_logp"], mask, x["seq"])
+        if shared.on_policy:
+            # The same numbers but for rounding, which another layout rounds otherwise: |logp - old_logp| would have its
+            # gradient by the sign of that.
+            old_logp = current
+        inputs = LossInputs(
+            logp=logp,
+            old_logp=old_logp,
+            advantages=x["advantages"].to(logp.dtype),
+            mask=mask,
+            seq=x["seq"],
+            entropy=entropy,
+            ref_logp=x.get("ref_logp"),
+            rollout_logp=x["rollout_logp"],
+            weights=correction,
+            selected=x.get("selected"),
+        )
+        per_token, stats = algo.loss(inputs, **algo.loss_settings)
+        if per_token.shape != mask.shape or any(v.shape != mask.shape for v in stats.values()):
+            raise ValueError(
+                f"the loss must return [T] tensors ({len(mask)} tokens here), see algos/losses.py; "
+                f"it returned {tuple(per_token.shape)}, { ({k: tuple(v.shape) for k, v in stats.items()}) }"
+            )
+        if "reference" in algo.needs and cfg.kl_in == "loss":
+            kl_T = kl_estimate(cfg.kl_estimator, logp, x["ref_logp"].to(logp.dtype), mask)
+            if algo.state["kl_coef"]:
+                per_token = per_token + algo.state["kl_coef"] * kl_T
+            stats = {**stats, "kl/mean": kl_T.detach()}
+        if cfg.entropy_coef:
+            per_token = per_token - cfg.entropy_coef * entropy
+        loss = per_token.double() * x["weight"]
+        if cfg.positive_coef:
+            likelihood = positive_nll(logp, mask, x["good"]).double()
+            loss = loss + cfg.positive_coef * likelihood / max(1.0, shared.good_tokens)
+        return loss, stats
+
+    def weights(self, trainer_T, rollout_T, mask_T, seq_T) -> torch.Tensor | None:
+        """Importance weights of engine against trainer, [T]; None where none are asked for."""
+        cfg = self.cfg.correction
+        weights_T = None
+        if self.algo.correction != "none":
+            weights_T = correction_weights_T(
+                self.algo.correction, trainer_T, rollout_T, mask_T, seq_T, cfg.low, cfg.high
+            )
+        if cfg.reject_low is not None or cfg.reject_high is not None:
+            kept_B = reject_sequences(trainer_T, rollout_T, mask_T, seq_T, cfg.reject_low, cfg.reject_high)
+            kept_T = kept_B[seq_T].to(trainer_T.dtype)
+            weights_T = kept_T if weights_T is None else weights_T * kept_T
+        return weights_T
+
+
+@dataclass
+class CriticObjective(Objective):
+    """A critic learns the returns in one column of a batch, clipped around its values before the update."""
+
+    returns: str
+    values: str
+    clip: float | None
+    """Farthest that a value may move in an update; None: anywhere."""
+    peers: Peers
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        self.columns = frozenset({f"token/{self.returns}", f"token/{self.values}"})
+
+    def prepare(self, share: Batch, index: int) -> Shared:
+        """See the contract."""
+        return Shared(totals(share, self.peers))
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
+        """See the contract: the value of each token."""
+        value = first_T
+        token = {k: micro.token[k].to(value.device) for k in ("mask", self.returns, self.values)}
+        mask, seq = token["mask"], micro.seq_index.to(value.device)
+        old, target = token[self.values].to(value.dtype), token[self.returns].to(value.dtype)
+        per_token, stats = value_loss(value, old, target, mask, self.clip)
+        weights_T = token_weights("token-mean", mask, seq, shared.totals)
+        loss = (per_token.double() * weights_T).sum()
+        metrics = Metrics()
+        metrics.add_sum("loss", loss)
+        for name, x_T in stats.items():
+            metrics.add(name, mean(x_T, mask), mask.sum())
+        return LossResult(loss, metrics)
+
+
+@dataclass
+class ProcessObjective(Objective):
+    """An implicit process reward model learns to tell a response's outcome from the whole of its reward (PRIME)."""
+
+    beta: float
+    temperature: float
+    peers: Peers
+    columns = frozenset({"token/process_ref_logp", "seq/reward"})
+
+    def prepare(self, share: Batch, index: int) -> Shared:
+        """See the contract."""
+        return Shared(totals(share, self.peers))
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
+        """See the contract: logp."""
+        logp = first_T
+        token = {k: micro.token[k].to(logp.device) for k in ("mask", "process_ref_logp")}
+        mask, seq = token["mask"], micro.seq_index.to(logp.device)
+        outcome_T = micro.per_token(micro.seq["reward"].clamp(0, 1)).to(logp.device)
+        reference_T = token["process_ref_logp"].to(logp.dtype)
+        per_token = implicit_reward_loss(logp, reference_T, mask, seq, outcome_T, self.beta)
+        loss = (per_token.double() * token_weights("seq-mean-token-mean", mask, seq, shared.totals)).sum()
+        metrics = Metrics()
+        metrics.add_sum("loss", loss)
+        return LossResult(loss, metrics)
+
+
+def totals(share: Batch, peers: Peers) -> Totals:
+    """Count tokens and sequences of one optimizer step over all ranks. Collective."""
+    local = count_totals(share.token["mask"], share.seq_index)
+    tokens, sequences = peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist()
+    return Totals(tokens, sequences)

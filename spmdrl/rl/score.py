@@ -1,0 +1,159 @@
+"""Scores a step's samples before the update: shaped rewards, old and reference logp, values."""
+
+import math
+
+import torch
+
+from spmdrl.algos.kl import kl_estimate
+from spmdrl.algos.samples import last_sampled
+from spmdrl.algos.shaping import (
+    RunningMoments,
+    clip_reward,
+    length_penalty_group,
+    length_penalty_linear,
+    normalize_batch,
+    normalize_reward,
+    overlong_punishment,
+    reward_moments,
+)
+from spmdrl.algos.value import implicit_rewards
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch, gather_rows
+from spmdrl.policy.contract import Policy
+from spmdrl.policy.models import Models
+from spmdrl.rl.algorithm import MOMENTS, Algorithm, add_mismatch, mean
+from spmdrl.spmd.peers import Peers
+from spmdrl.tracking.metrics import Metrics
+
+
+def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Peers) -> Metrics:
+    """Add to a batch what has to be known before the update. Collective.
+
+    peers: data positions.
+
+    Raises:
+        ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
+    """
+    metrics, token, temperature = Metrics(), batch.token, cfg.rollout.temperature
+    if models.reward_model:
+        score_B = outcome_scores(batch, models.reward_model)
+        batch.seq["reward"] = batch.seq["reward"] + cfg.reward.model_coef * score_B
+        metrics.add("reward/model", score_B.mean() if len(batch) else 0.0, len(batch))
+    if "cost" in algo.needs:
+        batch.seq["cost"] = costs(batch, models, cfg.safety.cost)
+        metrics.add("safety/cost", batch.seq["cost"].mean() if len(batch) else 0.0, len(batch))
+        metrics.add("safety/multiplier", algo.state["multiplier"])
+    mask_T, seq_T = token["mask"], batch.seq_index
+    if algo.old_logp == "policy":
+        second = "entropy" if algo.entropy_before else "collision"
+        token["old_logp"], other_T = models.policy.logprobs(batch, temperature, second)
+        if second == "collision":
+            token["collision"] = other_T
+        else:
+            metrics.add("entropy/mean", mean(other_T, mask_T), mask_T.sum())
+        finite(batch, token["old_logp"], "policy")
+        young_T = algo.young(batch, models.policy.version)
+        add_mismatch(metrics, token["old_logp"], token["rollout_logp"], mask_T, seq_T, young_T)
+    elif algo.needs & {"reference", "logp", "collision"} or algo.select is not None:
+        token["old_logp"] = token["rollout_logp"]
+    if "reference" in algo.needs:
+        assert models.reference is not None, "the run builds what `needs` names"
+        token["ref_logp"], _ = models.reference.logprobs(batch, temperature)
+        finite(batch, token["ref_logp"], "reference")
+        if cfg.algo.kl_in == "reward":
+            kl_T = kl_estimate(cfg.algo.kl_estimator, token["old_logp"], token["ref_logp"], mask_T)
+            metrics.add("kl/mean", mean(kl_T, mask_T), mask_T.sum())
+    for name in ("critic", "cost_critic"):
+        model: Policy | None = getattr(models, name)
+        if model is not None:
+            column = "values" if name == "critic" else "cost_values"
+            token[column] = finite(batch, model.values(batch), name)
+    if "process" in algo.needs:
+        assert models.process is not None and models.process_reference is not None
+        logp_T = finite(batch, models.process.logprobs(batch, temperature)[0], "process reward model")
+        token["process_ref_logp"], _ = models.process_reference.logprobs(batch, temperature)
+        token["process"] = implicit_rewards(logp_T, token["process_ref_logp"], mask_T, cfg.process_reward.beta)
+        metrics.add("reward/process", mean(token["process"], mask_T), mask_T.sum())
+    batch.seq["shaped"] = shape(batch, cfg, algo.state, peers)
+    metrics.add("reward/shaped", batch.seq["shaped"].mean() if len(batch) else 0.0, len(batch))
+    return metrics
+
+
+def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> None:
+    """What a rank does while others `score` that has frozen models and trains nothing: answer for each, in that order.
+
+    Collective. batch: empty, with the columns that the others' have.
+    """
+    for judge in (models.reward_model, models.cost_model):
+        if judge:
+            judge.values(batch)
+    for name, model in (("reference", models.reference), ("process", models.process_reference)):
+        if name in algo.needs:
+            assert model is not None, "the run builds what `needs` names"
+            model.logprobs(batch, temperature)
+
+
+def finite(batch: Batch, x_T: torch.Tensor, model: str) -> torch.Tensor:
+    """x_T, checked under the loss mask."""
+    bad = torch.nonzero(batch.token["mask"] & ~torch.isfinite(x_T)).flatten()
+    if len(bad):
+        at = int(batch.seq_index[bad[0]])
+        raise ValueError(
+            f"the {model} gave {x_T[bad[0]].item()} for prompt {int(batch.seq['prompt'][at])}, sample "
+            f"{int(batch.seq['sample'][at])}: its weights or activations are not finite; look at grad_norm of the "
+            "steps before, and resume from a checkpoint with a lower --optimizer.lr"
+        )
+    return x_T
+
+
+def outcome_scores(batch: Batch, model: Policy) -> torch.Tensor:
+    """[B] fp64: a reward model's score of each whole response, read at its last sampled token. Collective."""
+    last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch))
+    mask_T = torch.zeros(batch.n_tokens, dtype=torch.bool)
+    mask_T[last_B[last_B >= 0]] = True
+    at_last = Batch(batch.lengths, dict(batch.token, mask=mask_T), batch.seq)
+    return at_last.sum_tokens(finite(at_last, model.values(at_last), "reward or cost model"))
+
+
+def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
+    """[B]: the cost model's score plus the reward part that is named. Collective where there is a model."""
+    cost_B = torch.zeros(len(batch), dtype=torch.float64)
+    if models.cost_model:
+        cost_B += outcome_scores(batch, models.cost_model)
+    if part:
+        cost_B += batch.seq[f"part/{part}"]
+    return cost_B
+
+
+def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> torch.Tensor:
+    """Returns the reward as advantages see it, [B]. Collective.
+
+    state: `Algorithm.state`, whose running moments of the reward move.
+    """
+    shaping, longest = cfg.shaping, cfg.rollout.max_new_tokens
+    reward_B, length_B = batch.seq["reward"], batch.sampled_per_seq
+    bounds = ((shaping.clip_low, -1), (shaping.clip_high, 1))
+    if shaping.clip_low is not None or shaping.clip_high is not None:
+        low, high = (bound if bound is not None else wide * math.inf for bound, wide in bounds)
+        reward_B = clip_reward(reward_B, low, high)
+    if shaping.normalize != "none":
+        sums = peers.sum(reward_moments(reward_B)).tolist()
+        if shaping.normalize == "batch":
+            reward_B = normalize_batch(reward_B, *sums)
+        else:
+            moments = RunningMoments(*(state[name] for name in MOMENTS)).update(*sums)
+            state |= dict(zip(MOMENTS, (moments.count, moments.mean, moments.m2), strict=True))
+            reward_B = normalize_reward(reward_B, moments)
+    reward_B = shaping.reward_coef * reward_B
+    if shaping.overlong_buffer:
+        reward_B = reward_B + overlong_punishment(length_B, longest, shaping.overlong_buffer, shaping.overlong_factor)
+    if shaping.length_penalty == "linear":
+        reward_B = reward_B + length_penalty_linear(length_B, longest, shaping.length_coef)
+    elif shaping.length_penalty == "group":
+        # The samples of a group may be on several ranks.
+        columns = torch.stack([length_B.double(), batch.seq["reward"], batch.seq["position"].double()], 1)
+        rows, mine = gather_rows(batch, torch.arange(len(batch)), columns, peers)
+        reward_B = (
+            reward_B + shaping.length_coef * length_penalty_group(rows[:, 0], rows[:, 1] > 0, rows[:, 2].long())[mine]
+        )
+    return reward_B

@@ -1,0 +1,136 @@
+"""Keeps the batch of an optimizer step that stands out, for `python -m spmdrl.replay`.
+
+RUN/spikes/step_000012/rank_00000.safetensors  each data position's sequences of the step, with every column
+RUN/spikes/step_000012/spike.json              what was seen, the weights it began with, the files that belong to it
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from spmdrl.config.paths import inside
+from spmdrl.data import treefile
+from spmdrl.data.batch import Batch
+from spmdrl.policy.grad_guard import AnomalousStep, Guard
+from spmdrl.policy.models import Models
+from spmdrl.rl.algorithm import Algorithm
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.mesh import World
+
+FILE = "spike.json"
+"""What was seen."""
+NAMES = ("step", "model", "share", "updates_done", "on_policy", "algorithm")
+"""What it must hold, beside numbers and files."""
+
+
+class Spikes:
+    """Gets from the models of a run what stands out, on every rank that trains."""
+
+    def __init__(
+        self, folder: Path, world: World, models: Models, algo: Algorithm, warn: Callable[[str], None], step: int = 0
+    ):
+        """folder: the run folder. step: counted from 1, the caller moves it."""
+        self.folder, self.world, self.algo, self.warn, self.step = folder, world, algo, warn, step
+        self.guards: dict[str, Guard] = {name: model.guard for name, model in models.learning().items()}
+        for name, guard in self.guards.items():
+            guard.hand_on = partial(self.keep, name)
+
+    def state(self) -> dict[str, dict]:
+        """What the guards of a resumed run have to know; JSON-able."""
+        return {name: guard.state() for name, guard in self.guards.items()}
+
+    def restore(self, state: dict[str, dict]) -> None:
+        """Take over what `state` gave."""
+        for name, told in state.items():
+            if name in self.guards:
+                self.guards[name].restore(told)
+
+    def keep(self, model: str, seen: AnomalousStep) -> str:
+        """Write this rank's part and say where it is; the folder. Collective over the ranks that train."""
+        name = f"step_{self.step:06d}" + (f"_update_{seen.share}" if seen.share else "")
+        place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
+        holders = self.world.holders[:, 0].tolist()
+        if self.world.rank == self.world.roles.trainers[0]:
+            # What an earlier try of this step left.
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True)
+        self._meet()
+        if self.world.rank in holders:
+            place.mkdir(parents=True, exist_ok=True)
+            batch = seen.batch.to(torch.device("cpu"))
+            tree = {"lengths": batch.lengths, "token": batch.token, "seq": batch.seq}
+            treefile.write(place / rank_file(self.world.rank), tree)
+        # One that ends the job must not end it under a file that is being written.
+        self._meet()
+        if self.world.rank == self.world.roles.trainers[0]:
+            told = {
+                "step": self.step,
+                "model": model,
+                "share": seen.share,
+                "norm": plain(seen.norm),
+                "median": plain(seen.median),
+                "loss_finite": seen.loss_finite,
+                "version": seen.version,
+                "updates_done": seen.updates_done,
+                "on_policy": seen.on_policy,
+                "algorithm": self.algo.state,
+                "config": "../../config.yaml",
+                "files": [rank_file(rank) for rank in holders],
+                "command": f"python -m spmdrl.replay {place}",
+            }
+            (place / FILE).write_text(json.dumps(told, indent=1) + "\n")
+        if not seen.finite:
+            what = "a loss or gradient that is not finite, left out"
+        else:
+            what = f"gradient norm {seen.norm:.4g}, {seen.norm / seen.median:.0f} times the median {seen.median:.4g}"
+        which = "" if model == "policy" else f" of the {model}"
+        self.warn(f"step {self.step}, update {seen.share + 1}{which}: {what}; look: python -m spmdrl.replay {place}")
+        return str(place)
+
+    def _meet(self) -> None:
+        all_reduce(torch.zeros(1), "sum", self.world.training_group)
+
+
+def read(place: Path) -> tuple[dict, Batch]:
+    """What was seen, and the sequences of all ranks in sample order.
+
+    Raises:
+        ValueError: no such folder, or one that is not whole; says what is missing.
+    """
+    try:
+        told = json.loads((place / FILE).read_text(encoding="utf-8"))
+        if "unmoved" in told:
+            # As older runs call it.
+            told["on_policy"] = told.pop("unmoved")
+        files = [str(name) for name in told["files"]]
+        told |= {name: math.nan if told[name] is None else float(told[name]) for name in ("norm", "median")}
+        wrong = [name for name in NAMES if name not in told]
+        if wrong or any(Path(name).name != name for name in files) or not files:
+            raise ValueError(f"it lacks {', '.join(wrong) or 'files of its own'}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{place / FILE}: {error}; name a folder that a run has kept, such as runs/demo/spikes/step_000012"
+        ) from error
+    parts = [treefile.read(place / name) for name in files]
+    try:
+        token, seq = ({k: torch.cat([p[kind][k] for p in parts]) for k in parts[0][kind]} for kind in ("token", "seq"))
+        batch = Batch(torch.cat([part["lengths"] for part in parts]), token, seq)
+        order = sorted(range(len(batch)), key=lambda i: (int(batch.seq["position"][i]), int(batch.seq["sample"][i])))
+        return told, batch.select(torch.tensor(order, dtype=torch.int64))
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{place}: its files do not make one batch ({type(error).__name__}: {error})") from error
+
+
+def rank_file(rank: int) -> str:
+    """Name of a rank's part."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def plain(value: float) -> float | str | None:
+    """A number for JSON, which has no nan and no inf."""
+    return value if math.isfinite(value) else None if math.isnan(value) else str(value)

@@ -1,0 +1,49 @@
+"""Updates every model that learns from a scored batch, then moves what steers them."""
+
+from spmdrl.algos.kl import adaptive_coef
+from spmdrl.algos.value import dual_step
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch
+from spmdrl.policy.contract import Policy
+from spmdrl.policy.models import Models
+from spmdrl.rl.algorithm import Algorithm
+from spmdrl.rl.objectives import CriticObjective, PolicyObjective, ProcessObjective
+from spmdrl.spmd.peers import Peers
+from spmdrl.tracking.metrics import Metrics
+
+
+def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int, peers: Peers) -> Metrics:
+    """Update every model that learns. Collective.
+
+    step: counted from 0. peers: data positions.
+    """
+    stats, temperature, steps = Metrics(), cfg.rollout.temperature, cfg.algo.updates_per_step
+    for name, returns, values in (
+        ("critic", "returns", "values"),
+        ("cost_critic", "cost_returns", "cost_values"),
+    ):
+        critic: Policy | None = getattr(models, name)
+        if critic is not None:
+            objective = CriticObjective(returns, values, cfg.critic.clip, peers)
+            stats.merge(critic.update(batch, objective, steps).prefixed(f"{name}/"))
+    if models.process is not None:
+        objective = ProcessObjective(cfg.process_reward.beta, temperature, peers)
+        stats.merge(models.process.update(batch, objective, steps).prefixed("process/"))
+    if models.critic is None or step >= cfg.critic.warmup_steps:
+        stats.merge(models.policy.update(batch, PolicyObjective(algo, models.policy, temperature, peers), steps))
+    if models.reference is not None and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
+        models.reference.take_over(models.policy)
+    return stats
+
+
+def steer(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
+    """Move the KL coefficient and the Lagrange multiplier by a step's reduced metrics, alike on every rank."""
+    if cfg.algo.kl_controller == "adaptive" and "kl/mean" in values:
+        algo.state["kl_coef"] = adaptive_coef(
+            algo.state["kl_coef"], values["kl/mean"], cfg.algo.kl_target, cfg.algo.kl_horizon, samples
+        )
+    if "cost" in algo.needs:
+        safety = cfg.safety
+        algo.state["multiplier"] = dual_step(
+            algo.state["multiplier"], values["safety/cost"], safety.limit, safety.lr, safety.most
+        )

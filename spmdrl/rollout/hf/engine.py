@@ -1,0 +1,300 @@
+"""The HF engine: plain transformers forward with a KV cache, for tests, small models and machines without vLLM.
+
+Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform from
+one uniform number keyed by the request's seed and its position, so a sample does not depend on its neighbours.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.config.engines import pushed_parts
+from spmdrl.config.schema import Config
+from spmdrl.hub.build import DTYPES, build_model
+from spmdrl.hub.folder import read_config
+from spmdrl.hub.lora import attach, plain_name
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.routing import Routers
+from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_length, check_version, longest_sequence
+from spmdrl.rollout.hf.quantize import quantize
+from spmdrl.rollout.hf.tp import divide
+from spmdrl.rollout.needs import Needs
+from spmdrl.spmd.checksum import word_sum
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.seeds import uniform
+from spmdrl.spmd.storage import Parked, Place, moves, storage_bytes
+from spmdrl.weights.experts import Layout
+from spmdrl.weights.reshard import Box, Entry, inside, size
+from spmdrl_kernels.host import use_host_linear
+
+
+class Group:
+    """Rows that decode together: one KV cache, one length."""
+
+    def __init__(self, requests: list[Request], device: torch.device):
+        self.requests = requests
+        self.live = list(range(len(requests)))
+        """Rows still sampling, as indices into requests; row i of the cache belongs to live[i]."""
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.logp: list[list[float]] = [[] for _ in requests]
+        self.inputs = torch.tensor([r.prompt for r in requests], device=device)
+        self.seeds = torch.tensor([r.seed for r in requests], device=device)
+        self.temperature = torch.tensor([r.temperature for r in requests], device=device)
+        self.top_p = torch.tensor([r.top_p for r in requests], device=device)
+        self.cache: Any = None
+        self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
+        """Of each request, int16 [tokens, W] of every step, where routing is recorded."""
+
+
+class HFEngine:
+    """The Engine contract (`engine.py`) on transformers."""
+
+    def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
+        self.world = world
+        self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
+        self.deterministic = cfg.rollout.deterministic
+        self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
+        self.dtype = DTYPES[cfg.model.dtype]
+        folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+        config = read_config(folder, cfg.model.trust_remote_code).get_text_config()
+        # torch's fused attention has no cap on scores (Gemma 2), and transformers leaves it out without a word.
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, attention).to(world.device).eval()
+        if "adapter" in pushed_parts(cfg):
+            attach(self.model, cfg.lora, cfg.run.seed, self.dtype, scaled=True)
+        self.model.requires_grad_(False)
+        self.group: dist.ProcessGroup | None = None
+        self.boxes: dict[str, Box] = {}
+        if cfg.rollout.tp > 1:
+            self.group = world.rollout_mesh.get_group("tp")
+            self.boxes = divide(self.model, world.engine_tp_rank, self.group)
+        self.quantized = {}
+        if cfg.rollout.quantization != "none":
+            self.quantized = quantize(self.model, cfg.rollout.quantization)
+        use_host_linear(self.model)
+        for p in self.model.parameters():
+            # A parameter that is still a page of its file has no memory that could be given back.
+            p.data = p.data if p.untyped_storage().resizable() else p.data.clone()
+        self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
+        self.parked: Parked | None = None
+        # Softmax in float32 at least, as the trainer's head does.
+        self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.counted: list[torch.Tensor] = []
+        self.odd: set[int] = set()
+        self.places: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
+        """Checkpoint name -> name in `tensors` and the part of it."""
+        self.version: int | None = None
+        self.waiting: list[Request] = []
+        self.groups: list[Group] = []
+
+    def submit(self, request: Request) -> None:
+        """See the contract."""
+        check_version(request, self.version)
+        check_length(request, self.longest)
+        self.waiting.append(request)
+
+    @torch.inference_mode()
+    def poll(self) -> list[Completion]:
+        """See the contract. One step is one token of the group that was started first."""
+        if not self.groups and self.waiting:
+            self._start()
+        if not self.groups:
+            return []
+        group = self.groups[0]
+        done = self._step(group)
+        if not group.live:
+            self.groups.remove(group)
+        return done
+
+    def _start(self) -> None:
+        length = len(self.waiting[0].prompt)
+        # Alone, a row cannot come out otherwise beside other neighbours.
+        together = 1 if self.deterministic else self.capacity
+        alike = [r for r in self.waiting if len(r.prompt) == length][:together]
+        taken = {r.key for r in alike}
+        self.waiting = [r for r in self.waiting if r.key not in taken]
+        self.groups.append(Group(alike, self.world.device))
+
+    def _step(self, group: Group) -> list[Completion]:
+        from transformers import DynamicCache
+
+        if group.cache is None:
+            group.cache = DynamicCache(config=self.model.config)
+        out = self.model(input_ids=group.inputs, past_key_values=group.cache, use_cache=True, logits_to_keep=1)
+        if self.routers:
+            taken = self.routers.take().flatten(1)
+            for row, experts in zip(group.live, taken.split(group.inputs.shape[1]), strict=True):
+                group.experts[row].append(experts)
+        position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
+        tokens, logp = sample(out.logits[:, -1].to(self.upcast), group, position)
+        if self.group is not None:
+            # The first rank decides: a logit that rounds otherwise must not part the ranks.
+            both = torch.stack([tokens.double(), logp.double()])
+            dist.broadcast(both, group=self.group, group_src=0)
+            tokens, logp = both[0].long(), both[1].to(logp.dtype)
+        stopped = torch.isin(tokens, self.stop).tolist()
+        done, keep = [], []
+        for i, (row, token, lp) in enumerate(zip(group.live, tokens.tolist(), logp.tolist(), strict=True)):
+            request = group.requests[row]
+            group.tokens[row].append(token)
+            group.logp[row].append(lp)
+            full = len(group.tokens[row]) >= request.max_new_tokens
+            if stopped[i] or full:
+                done.append(self._completion(group, row, "stop" if stopped[i] else "length"))
+            else:
+                keep.append(i)
+        self._keep(group, keep, tokens)
+        return done
+
+    @staticmethod
+    def _keep(group: Group, keep: list[int], tokens: torch.Tensor) -> None:
+        if len(keep) == len(group.live):
+            group.inputs = tokens[:, None]
+            return
+        group.live = [group.live[i] for i in keep]
+        if not keep:
+            return
+        index = torch.tensor(keep, device=tokens.device)
+        group.inputs = tokens[index][:, None]
+        group.seeds, group.temperature, group.top_p = group.seeds[index], group.temperature[index], group.top_p[index]
+        group.cache.batch_select_indices(index)
+
+    def _completion(self, group: Group, row: int, finish: Finish) -> Completion:
+        experts = torch.cat(group.experts[row]) if group.experts[row] else None
+        return Completion(group.requests[row].key, group.tokens[row], group.logp[row], finish, self.version, experts)
+
+    def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
+        """See the contract."""
+        keys = set(keys)
+        out = [Completion(r.key, [], [], "abort", self.version) for r in self.waiting if r.key in keys]
+        self.waiting = [r for r in self.waiting if r.key not in keys]
+        for group in list(self.groups):
+            cut = [i for i, row in enumerate(group.live) if group.requests[row].key in keys]
+            if not cut:
+                continue
+            out += [self._completion(group, group.live[i], "abort") for i in cut]
+            keep = [i for i in range(len(group.live)) if i not in cut]
+            if group.cache is None:
+                rest = [group.requests[group.live[i]] for i in keep]
+                self.waiting = rest + self.waiting
+                self.groups.remove(group)
+                continue
+            self._keep(group, keep, group.inputs[:, 0])
+            if not group.live:
+                self.groups.remove(group)
+        return out
+
+    def needs(self, entries: list[Entry]) -> Needs:
+        """See the contract."""
+        # What a checkpoint holds: parameters, tied ones once, and persistent buffers (routing biases).
+        scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
+        kept = self.model.state_dict().keys()
+        buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
+        parameters = {plain_name(n): p for n, p in self.model.named_parameters() if n not in scales}
+        tensors = self.tensors = parameters | buffers
+        self.places = Layout(self.model).places((name, tuple(x.shape)) for name, x in tensors.items())
+        boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
+        # Parts that do not end at whole words have no sum of their own, and those of another type another.
+        held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
+        counted = [
+            x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
+            for x, (i, box) in zip(held, boxes, strict=True)
+        ]
+        # Asked once for each part that travels.
+        self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
+        self.counted = [x for x in tensors.values() if id(x) not in self.odd]
+        return Needs(boxes, [id(x) not in self.odd for x in held])
+
+    @torch.no_grad()
+    def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+        """See the contract."""
+        self.version = None
+        self.wake("weights")
+        for bucket in buckets:
+            for name, tensor in bucket.items():
+                if name in self.quantized:
+                    self.quantized[name].take(inside(tensor, self.boxes[name]) if name in self.boxes else tensor)
+                    continue
+                parameter, index = self.places[name]
+                part = inside(tensor, self.boxes[name]) if name in self.boxes else tensor
+                self.tensors[parameter][index].copy_(part)
+        self.version = version
+
+    def sleep(self, level: int) -> None:
+        """See the contract. Caches live only while a group samples."""
+        self.groups, self.waiting = [], []
+        place: Place = "gone" if level == 2 else "host"
+        if level == 2:
+            self.version = None
+            if self.parked:
+                self.parked.forget()
+        if level and not self.parked and moves(place, self.world.device):
+            self.parked = Parked(self.model.parameters(), place, self.world.device)
+
+    def wake(self, what: Owner) -> None:
+        """See the contract."""
+        if what == "weights" and self.parked:
+            self.parked.bring_back()
+            self.parked = None
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract."""
+        device = self.world.device.type
+        layers = [layer for g in self.groups if g.cache is not None for layer in g.cache.layers]
+        cached = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
+        return {
+            "engine weights": storage_bytes(self.model.parameters(), device),
+            "KV cache": storage_bytes(cached, device),
+        }
+
+    def held_words(self) -> int | None:
+        """See the contract."""
+        return None if self.parked else word_sum(self.counted)
+
+    def close(self) -> None:
+        """See the contract."""
+        self.sleep(2)
+
+
+def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token [B] and its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
+    greedy = group.temperature == 0
+    scaled_BV = logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype)
+    # A CPU sums the exponentials of a row in few float32 numbers: of 150,000 tokens that costs logp its fourth digit.
+    logp_BV = torch.log_softmax(scaled_BV.double() if scaled_BV.is_cpu else scaled_BV, -1)
+    if bool((group.top_p < 1).any()):
+        logp_BV = nucleus(logp_BV, group.top_p)
+    # float64 sums: with a large vocabulary float32 would bias the tail.
+    cumulative = running_sum(logp_BV.double().exp())
+    u = uniform(group.seeds, position_B)[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, u, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
+    tokens = torch.where(greedy, logits_BV.argmax(-1), drawn)
+    return tokens, logp_BV.gather(1, tokens[:, None])[:, 0].to(logits_BV.dtype)
+
+
+def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
+    """Running sums of probabilities along each row.
+
+    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. There the sums are of integers
+    in units of 2^-52: they are the same in any order.
+    """
+    if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return in_integers(p_BV)
+    return p_BV.cumsum(-1)
+
+
+def in_integers(p_BV: torch.Tensor) -> torch.Tensor:
+    """Running sums of numbers of 0 to 1, exact for what is left of them in units of 2^-52."""
+    unit = 2.0**52
+    return ((p_BV.double() * unit).long().cumsum(-1).double() / unit).to(p_BV.dtype)
+
+
+def nucleus(logp_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """Keep the smallest set of tokens whose mass reaches top_p, renormalised (https://arxiv.org/abs/1904.09751)."""
+    ordered, index = logp_BV.sort(-1, descending=True)
+    before = running_sum(ordered.exp()) - ordered.exp()
+    dropped = torch.zeros_like(logp_BV, dtype=torch.bool).scatter(1, index, before >= top_p_B[:, None])
+    return torch.log_softmax(logp_BV.masked_fill(dropped, float("-inf")), -1)

@@ -1,0 +1,6 @@
+"""The SGLang engine: a server process for each group of ranks, in SGLang's own environment.
+
+engine.py   the Engine contract
+process.py  starts and watches the server; carries weights to it
+server/     runs in the server process
+"""

@@ -1,0 +1,337 @@
+"""SGLang beside the training process: one server process per rollout TP group, started by the group's first rank.
+
+SGLang runs its schedulers as processes whatever is done, and pins another torch, so the whole engine lives in a child
+with its own interpreter (`server/`; `launch/install.sh --sglang` makes it). The first rank speaks to it; what
+comes back is broadcast, so all ranks of the group make the same calls and see the same completions.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.config.engines import sglang_python, sleep_level
+from spmdrl.config.schema import Config
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.resolve import resolve
+from spmdrl.rollout.engine import (
+    Completion,
+    Owner,
+    Request,
+    StaleEngineError,
+    check_length,
+    check_version,
+    kv_bytes_per_token,
+    longest_sequence,
+)
+from spmdrl.rollout.needs import Needs
+from spmdrl.rollout.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
+from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.mesh import World, apart_from_default
+from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry
+
+CPU_KV_BYTES = 256 << 20
+"""Most that an engine on a CPU takes for its KV cache unless told otherwise."""
+SPARE_TOKENS = 8
+"""What SGLang keeps back of a sequence's length for itself, generously."""
+NOT_TAKEN = "; the engine keeps no version and will not sample"
+POLL_SECONDS = 0.02
+"""Longest that a poll waits for something to be done."""
+
+
+def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
+    """Arguments of SGLang's Engine."""
+    from transformers import AutoConfig
+
+    rollout = cfg.rollout
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    longest = longest_sequence(cfg) + SPARE_TOKENS
+    values: dict[str, Any] = {
+        "model_path": str(folder),
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "dtype": cfg.model.dtype,
+        "device": world.device.type,
+        "tp_size": rollout.tp,
+        "context_length": longest,
+        "max_running_requests": rollout.max_sequences,
+        "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",
+        "random_seed": 0,
+        # A scheduler that spins while the trainer has the device takes a core from it.
+        "sleep_on_idle": True,
+    }
+    if world.device.type == "cpu":
+        # Only a bound of the cache here, whose size is `max_total_tokens`: what was asked for is not to be cut by it.
+        share = 0.9 if rollout.kv_cache_gib else 0.1
+        values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
+    else:
+        values |= {
+            "base_gpu_id": world.local_rank,
+            "mem_fraction_static": rollout.gpu_memory_utilization,
+            "enable_memory_saver": sleep_level(cfg, False) > 0,
+            "enable_weights_cpu_backup": sleep_level(cfg, False) == 1,
+            "enable_deterministic_inference": rollout.deterministic or cfg.run.deterministic,
+        }
+        if rollout.quantization != "none":
+            values["quantization"] = rollout.quantization
+    if world.device.type == "cpu" or rollout.kv_cache_gib:
+        per_token = kv_bytes_per_token(config, cfg.model.dtype, rollout.tp)
+        room = int(rollout.kv_cache_gib * 2**30) or min(CPU_KV_BYTES, rollout.max_sequences * longest * per_token)
+        values["max_total_tokens"] = max(longest, room // per_token)
+    return values
+
+
+def cut_short(completion: Completion) -> Completion:
+    """As aborted. One that ended by itself before the abort reached it was cut off one token earlier.
+
+    Whoever aborts may go on with it later, and there must be something left to do.
+    """
+    if completion.finish != "abort":
+        completion.tokens, completion.logp, completion.finish = completion.tokens[:-1], completion.logp[:-1], "abort"
+    return completion
+
+
+class SGLangEngine:
+    """The Engine contract (`engine.py`) on SGLang."""
+
+    def __init__(self, cfg: Config, world: World, stop_tokens: set[int]):
+        self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
+        self.on_cpu = world.device.type == "cpu"
+        self.keeps_weights = sleep_level(cfg, self.on_cpu) == 1
+        self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
+        self.version: int | None = None
+        self.asleep: set[str] = set()
+        self.running: dict[str, tuple[int, int]] = {}
+        # Sums on a CPU round by the company a request runs in, and the scheduler runs together what has arrived: so
+        # that company does not go by the clock, requests go in waves, each in one message, when the last one has ended.
+        self.in_waves = cfg.run.deterministic and self.on_cpu
+        self.wave: list[dict] = []
+        self.backlog: list[Completion] = []
+        self.group = self._tp_group(cfg)
+        self.process: Process | None = None
+        self.transport: SharedMemory | Broadcast = SharedMemory()
+        if cfg.rollout.sglang_push == "broadcast":
+            self.transport = Broadcast(cfg.rollout.tp, "gloo" if self.on_cpu else "nccl", cfg.run.timeout)
+        if world.engine_tp_rank == 0:
+            python = sglang_python()
+            assert python is not None, "checked with the other settings"
+            folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+            config = {"options": options(cfg, world, folder), "stop": sorted(stop_tokens)}
+            try:
+                self.process = Process(python, config, cfg.run.timeout)
+            except (RuntimeError, OSError) as error:
+                raise RuntimeError(
+                    f"SGLang could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or other "
+                    "values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
+                ) from error
+        facts = self._answer(self.process.facts if self.process else None)
+        self.held = dict(zip(("weights", "kv_cache"), facts, strict=True))
+        self.parts: dict[str, list[Box]] = {}
+
+    def _tp_group(self, cfg: Config) -> dist.ProcessGroup | None:
+        """Host-side group of the ranks of this engine. Collective over those who sample."""
+        if cfg.rollout.tp == 1:
+            return None
+        hosts = dict(
+            zip(self.world.roles.samplers, all_gather_text(os.uname().nodename, self.world.rollout_group), strict=True)
+        )
+        mine = None
+        for ranks in self.world.rollout_mesh.mesh.tolist():
+            if len({hosts[r] for r in ranks}) > 1:
+                raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
+            # Made by its members: there may be ranks that have no engine and are not here.
+            limit = timedelta(seconds=cfg.run.timeout)
+            with apart_from_default():
+                group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
+            mine = group if self.world.rank in ranks else mine
+        return cast(dist.ProcessGroup, mine)
+
+    def _share(self, value: Any) -> Any:
+        """What the engine's first rank says, on all of them: JSON in a tensor of bytes. Collective over the engine."""
+        if self.group is None:
+            return value
+        data = bytearray(json.dumps(value).encode())
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, group=self.group, group_src=0)
+        raw = torch.frombuffer(data, dtype=torch.uint8) if self.process else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(raw, group=self.group, group_src=0)
+        return json.loads(raw.numpy().tobytes())
+
+    def _answer(self, said: list[int] | None) -> list[int]:
+        """Of what the engine's processes said, what this rank's own did. Collective over the engine."""
+        return answers(self._share(said))[self.world.engine_tp_rank]
+
+    def submit(self, request: Request) -> None:
+        """See the contract."""
+        check_version(request, self.version)
+        check_length(request, self.longest)
+        if self.asleep:
+            raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
+        # SGLang aborts whatever begins with the name: none may be the beginning of another.
+        name = f"{request.key[0]}.{request.key[1]}."
+        assert name not in self.running, f"request {request.key} is running already"
+        self.running[name] = request.key
+        if self.process:
+            self.wave.append(
+                {
+                    "id": name,
+                    "prompt": request.prompt,
+                    "seed": request.seed,
+                    "new": request.max_new_tokens,
+                    "temperature": request.temperature,
+                    "top_p": request.top_p,
+                }
+            )
+            if not self.in_waves:
+                self._send_wave()
+
+    def _send_wave(self) -> None:
+        """What was submitted, to the scheduler in one message."""
+        if self.process and self.wave:
+            self.process.send("generate", requests=self.wave)
+            self.wave = []
+
+    def _finished(self) -> list[Completion]:
+        """What the first rank was told is done, on all ranks."""
+        done = []
+        if self.process:
+            if self.process.failed:
+                raise RuntimeError(f"SGLang: {self.process.failed[0]}")
+            done, self.process.done = self.process.done, []
+        return [
+            Completion(self.running.pop(line["done"]), line["tokens"], line["logp"], line["finish"], self.version)
+            for line in self._share(done)
+        ]
+
+    def poll(self) -> list[Completion]:
+        """See the contract. The engine runs by itself: this waits a moment for something to be done."""
+        backlog, self.backlog = self.backlog, []
+        if not self.running:
+            return backlog
+        if self.process:
+            if len(self.wave) == len(self.running):
+                self._send_wave()
+            line = self.process.take(0 if backlog or self.process.done else POLL_SECONDS)
+            if line is not None:
+                raise RuntimeError(f"SGLang: {line.get('error', line)}")
+        return backlog + self._finished()
+
+    def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
+        """See the contract."""
+        keys = set(keys)
+        names = [name for name, key in self.running.items() if key in keys]
+        if not names:
+            return []
+        self._send_wave()
+        if self.process:
+            self.process.call("abort", ids=names)
+        done = self._finished()
+        self.backlog += [c for c in done if c.key not in keys]
+        return [cut_short(c) for c in done if c.key in keys]
+
+    def needs(self, entries: list[Entry]) -> Needs:
+        """See the contract."""
+        types = {e.name: str(e.dtype or DTYPES[self.dtype]).removeprefix("torch.") for e in entries}
+        told = json.dumps([(e.name, e.shape, types[e.name]) for e in entries])
+        exact, *rows = self._answer(self.process.call("ask", question=f"needs {told}") if self.process else None)
+        needs = Needs(exact=bool(exact))
+        while rows:
+            index, counted, dims = rows[:3]
+            sides = rows[3 : 3 + 2 * dims]
+            needs.boxes.append((index, tuple(zip(sides[::2], sides[1::2], strict=True))))
+            needs.counted.append(bool(counted))
+            self.parts.setdefault(entries[index].name, []).append(needs.boxes[-1][1])
+            rows = rows[3 + 2 * dims :]
+        if isinstance(self.transport, Broadcast) and self.cfg.tp > 1:
+            # The first rank sends whole tensors to all processes.
+            whole = [(i, entry.box) for i, entry in enumerate(entries)] if self.process else []
+            return Needs(whole, [False] * len(whole))
+        return needs
+
+    @torch.no_grad()
+    def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+        """See the contract."""
+        self.version = None
+        # Their tokens are of the old weights, and no prefix of them may outlive those.
+        self.backlog += self.abort(list(self.running.values()))
+        if self.process:
+            self.process.call("begin")
+        for bucket in buckets:
+            self._send(bucket)
+        if self.process:
+            self.process.call("end")
+        self.transport.done()
+        self.version = version
+
+    def _send(self, tensors: dict[str, torch.Tensor]) -> None:
+        """One bucket to the processes. Collective over the engine.
+
+        Raises:
+            EngineDiedError: the engine is gone; on all ranks, but under `broadcast`.
+            CorruptWeightsError: it did not take the bucket.
+        """
+        if isinstance(self.transport, Broadcast):
+            if self.process and tensors:
+                try:
+                    self.transport.push(self.process, tensors)
+                except EngineDiedError:
+                    raise
+                except RuntimeError as error:
+                    raise CorruptWeightsError(f"{error}{NOT_TAKEN}") from error
+            return
+        order = self.transport.put(tensors, self.parts)
+        orders = [order]
+        if self.group is not None:
+            orders = [json.loads(text) for text in all_gather_text(json.dumps(order), self.group)]
+        failure = None
+        if self.process and any(o["entries"] for o in orders):
+            try:
+                self.process.call("load", workers=orders)
+            except RuntimeError as error:
+                failure = [isinstance(error, EngineDiedError), str(error)]
+        # The others may write their next bucket only when this one was read, and fail with the first.
+        failure = self._share(failure)
+        if failure:
+            died, text = failure
+            raise EngineDiedError(text) if died else CorruptWeightsError(f"{text}{NOT_TAKEN}")
+
+    def sleep(self, level: int) -> None:
+        """See the contract."""
+        self.abort(list(self.running.values()))
+        self.backlog = []
+        if level == 2 or (level == 1 and not self.on_cpu and not self.keeps_weights):
+            # Also when it sleeps at level 1 already. The host's copy of a GPU's weights was asked for at the start.
+            self.version = None
+        gone = {"kv_cache"} if level == 1 and self.on_cpu else {"kv_cache", "weights"} if level else set()
+        tags = sorted(gone - self.asleep)
+        if tags and self.process:
+            self.process.call("release", tags=tags)
+        self.asleep |= gone
+
+    def wake(self, what: Owner) -> None:
+        """See the contract."""
+        if what in self.asleep:
+            if self.process:
+                self.process.call("resume", tags=[what])
+            self.asleep.remove(what)
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract. What the engine's process for this rank's place in the TP group holds."""
+        return {
+            "engine weights": 0 if "weights" in self.asleep else self.held["weights"],
+            "KV cache": 0 if "kv_cache" in self.asleep else self.held["kv_cache"],
+        }
+
+    def held_words(self) -> int | None:
+        """See the contract."""
+        high, low = self._answer(self.process.call("ask", question="words") if self.process else None)
+        return (high << 32) + low
+
+    def close(self) -> None:
+        """See the contract."""
+        if self.process:
+            self.process.close()

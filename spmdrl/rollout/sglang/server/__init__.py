@@ -1,0 +1,8 @@
+"""The SGLang side of the SGLang engine: a program of its own, run by path by an interpreter that has SGLang.
+
+    .venv-sglang/bin/python spmdrl/rollout/sglang/server '{"options": {...}, "stop": [2], "parent": 123}'
+
+It imports nothing of spmdrl, whose interpreter may be another one with another torch. All the ways in which SGLang's
+internals are touched stand in this folder: `draws.py` and `inside.py` change its scheduler processes, `__main__.py`
+runs them and answers the rank. Written for SGLang 0.5.23.
+"""

@@ -1,0 +1,202 @@
+"""What differs inside SGLang's scheduler processes: where weights come from, and how memory is given back on a CPU."""
+
+import json
+import mmap
+import re
+from functools import lru_cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from draws import install_sampler
+
+# By its path: beside it lie files that have the names of packages.
+_spec = spec_from_file_location("needs", Path(__file__).parents[2] / "needs.py")
+assert _spec and _spec.loader
+_needs = module_from_spec(_spec)
+_spec.loader.exec_module(_needs)
+watched_load = _needs.watched_load
+
+
+def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of one bucket, as views of the memory that the rank filled."""
+    with open(file, "r+b") as f:
+        memory = mmap.mmap(f.fileno(), 0)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return [
+        (e["name"], flat[e["at"] : e["at"] + e["bytes"]].view(getattr(torch, e["dtype"])).view(e["shape"]))
+        for e in entries
+    ]
+
+
+def hash_of(tensor: torch.Tensor) -> int:
+    """xxh3 of a tensor's bytes, 64 bits."""
+    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def of_all(mine: list[float], group) -> list[list[float]]:
+    """What every process of the engine says."""
+    ranks = torch.distributed.get_world_size(group)
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    torch.distributed.all_gather(counts, torch.tensor([len(mine)]), group=group)
+    most = max(int(n) for n in counts)
+    padded = torch.tensor(mine + [0.0] * (most - len(mine)), dtype=torch.float64)
+    said = [torch.zeros_like(padded) for _ in range(ranks)]
+    torch.distributed.all_gather(said, padded, group=group)
+    return [x[: int(n)].tolist() for x, n in zip(said, counts, strict=True)]
+
+
+def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
+    """What is wrong with the bytes that the engine's processes hold, alike on all of them; empty: nothing.
+
+    parts: name, what this process reads, and its hash on the other side.
+    """
+    wrong = next((name for name, tensor, sent in parts if hash_of(tensor) != sent), "")
+    names = (bytes(map(int, said)).decode() for said in of_all([float(b) for b in wrong.encode()], group))
+    first = next((name for name in names if name), "")
+    return f"{first} arrived with other bytes than were sent" if first else ""
+
+
+def word_sum(model: torch.nn.Module, uncounted: frozenset[str]) -> int:
+    """`spmd.checksum.word_sum` of the parameters but these."""
+    total = 0
+    for name, p in model.named_parameters():
+        if name in uncounted:
+            continue
+        flat = p.detach().contiguous().reshape(-1).view(torch.uint8)
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            if flat.numel() % dtype.itemsize == 0:
+                total += int(flat.view(dtype).sum(dtype=torch.int64))
+                break
+    return total % (1 << 64)
+
+
+def storages(tensors) -> list[torch.UntypedStorage]:
+    """Each storage once."""
+    return list({s.data_ptr() or id(s): s for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+class Held:
+    """What one scheduler process holds, and on a CPU how it gives it back: SGLang itself cannot without CUDA."""
+
+    def __init__(self, runner: Any):
+        buffers = [value for name, value in vars(runner.token_to_kv_pool).items() if re.fullmatch("k?v?_buffer", name)]
+        self.runner, self.uncounted = runner, frozenset()
+        self.parts = {
+            "weights": storages(runner.model.parameters()),
+            "kv_cache": storages(tensor for layers in buffers for tensor in layers or ()),
+        }
+        self.sizes = {name: [s.nbytes() for s in part] for name, part in self.parts.items()}
+
+    def resize(self, name: str, there: bool) -> None:
+        """Aliases of a storage stay valid at size zero and back; what comes back is not what was there."""
+        for storage, size in zip(self.parts[name], self.sizes[name], strict=True):
+            storage.resize_(size if there else 0)
+
+    def facts(self) -> list[float]:
+        """Bytes of weights and of KV cache of this process."""
+        return [sum(self.sizes["weights"]), sum(self.sizes["kv_cache"])]
+
+    def words(self) -> list[float]:
+        """The word sum in two halves, which floats hold exactly."""
+        words = word_sum(self.runner.model, self.uncounted)
+        return [words >> 32, words & 0xFFFFFFFF]
+
+    def needs(self, told: list) -> list[float]:
+        """What this process reads of tensors with these names and shapes: `exact`, then rows: tensor, counted, box."""
+        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in told]
+        found = watched_load(self.runner.model.load_weights, tensors)
+        named = self.runner.model.named_parameters()
+        self.uncounted = frozenset(n for n, p in named if p.untyped_storage().data_ptr() in found.uncounted)
+        rows: list[float] = [found.exact]
+        for (index, box), counted in zip(found.boxes, found.counted, strict=True):
+            rows += [index, counted, len(box), *(x for pair in box for x in pair)]
+        return rows
+
+
+def install_memory(on_cpu: bool) -> None:
+    """Weights from the rank's memory instead of from a pickle, and checked; what is held, and its release on a CPU."""
+    from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput, UpdateWeightsFromTensorReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+    from sglang.srt.managers.tp_worker import BaseTpWorker
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.runtime_context import get_parallel
+
+    held = lru_cache(maxsize=1)(Held)
+    update, release, resume = (
+        Manager.update_weights_from_tensor,
+        Manager.release_memory_occupation,
+        Manager.resume_memory_occupation,
+    )
+    expected: dict[str, Any] = {}
+
+    def deserialize_own_rank(self, payloads):
+        order = json.loads(payloads[get_parallel().tp_rank])
+        return read(order["file"], order["entries"]) if order["entries"] else []
+
+    def update_weights_from_tensor(self, request):
+        order = json.loads(request.serialized_named_tensors[get_parallel().tp_rank])
+        named = dict(read(order["file"], order["entries"])) if order["entries"] else {}
+        parts = [
+            (e["name"], named[e["name"]][tuple(slice(*side) for side in box)], sent)
+            for e in order["entries"]
+            for box, sent in e["parts"]
+        ]
+        wrong = all_sound(parts, self.tp_cpu_group)
+        if wrong:
+            return UpdateWeightsFromTensorReqOutput(success=False, message=wrong)
+        return update(self, request)
+
+    receive = WeightUpdater.receive_weights_from_distributed
+
+    def receive_weights_from_distributed(self, **what):
+        named = receive(self, **what)
+        hashes = expected.pop("hashes")
+        wrong = all_sound([(*n, h) for n, h in zip(named, hashes, strict=True)], expected.pop("group"))
+        if wrong:
+            raise RuntimeError(wrong)
+        return named
+
+    def get_weights_by_name(self, request):
+        question, _, rest = request.name.partition(" ")
+        mine = held(self.tp_worker.model_runner)
+        if question == "expect":
+            expected.update(hashes=json.loads(rest), group=self.tp_cpu_group)
+            return GetWeightsByNameReqOutput(parameter=[])
+        answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[question]()
+        # Each one's numbers behind their count.
+        value = [x for said in of_all(answer, self.tp_cpu_group) for x in (float(len(said)), *said)]
+        return GetWeightsByNameReqOutput(parameter=value)
+
+    def release_memory_occupation(self, request):
+        out = release(self, request)
+        for name in request.tags:
+            held(self.tp_worker.model_runner).resize(name, there=False)
+        return out
+
+    def resume_memory_occupation(self, request):
+        for name in request.tags:
+            held(self.tp_worker.model_runner).resize(name, there=True)
+        return resume(self, request)
+
+    BaseTpWorker.deserialize_own_rank = deserialize_own_rank
+    Manager.update_weights_from_tensor = update_weights_from_tensor
+    WeightUpdater.receive_weights_from_distributed = receive_weights_from_distributed
+    Manager.get_weights_by_name = get_weights_by_name
+    if on_cpu:
+        Manager.release_memory_occupation = release_memory_occupation
+        Manager.resume_memory_occupation = resume_memory_occupation
+
+
+def run_scheduler(server_args, port_args, *rest) -> None:
+    """SGLang's scheduler process with the above in place."""
+    install_sampler()
+    install_memory(server_args.device == "cpu")
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    # What ends a response is what the run says, and it says it with every request.
+    ModelConfig._get_hf_eos_token_id = lambda self: None
+    run_scheduler_process(server_args, port_args, *rest)

@@ -1,0 +1,139 @@
+"""Adapters inside vLLM: base weights into the layers that it wraps, and adapters from tensors, without a file.
+
+Written against vLLM 0.32 (`vllm/lora`). An adapter stands in buffers beside each layer, [slot, 1, rank, in] for A and
+[slot, 1, out, rank] for B, a pair for each of the projections that a layer fuses.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.lora import PREFIX, is_adapter, linear_names
+from spmdrl.hub.resolve import resolve
+from spmdrl.rollout.needs import Needs
+from spmdrl.spmd.checksum import word_sum
+from spmdrl.weights.reshard import Entry
+
+NUMBER = 1
+"""vLLM's number of the one adapter."""
+
+
+def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's LLM. config: transformers' of the model.
+
+    Raises:
+        ValueError: a model whose adapters vLLM does not hold here.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    if on_cpu and getattr(config, "num_experts_per_tok", None):
+        raise ValueError("--lora.push adapter: vLLM's CPU build has none for mixtures of experts; take merged")
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= cfg.lora.rank),
+        "lora_dtype": DTYPES[cfg.model.dtype],
+        "lora_target_modules": linear_names(folder, cfg.model.trust_remote_code, cfg.lora.targets),
+    }
+
+
+class Adapters:
+    """The one adapter of an engine."""
+
+    def __init__(self, runner: Any, cfg: Config):
+        """runner: vLLM's model runner, its layers wrapped."""
+        from vllm.lora.peft_helper import PEFTHelper
+        from vllm.lora.request import LoRARequest
+
+        self.manager = runner.lora_manager._adapter_manager
+        self.rank, self.dtype, self.alone = cfg.lora.rank, DTYPES[cfg.model.dtype], cfg.rollout.tp == 1
+        # What arrives is scaled already. The path is never read: the adapter is there before the first request.
+        self.helper = PEFTHelper(r=self.rank, lora_alpha=self.rank, target_modules=list(cfg.lora.targets))
+        self.request = LoRARequest("policy", NUMBER, "pushed")
+        mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
+        self.mapper = mapper.get_rename_mapper() if mapper is not None else None
+        self.places: dict[str, tuple[Any, int]] = {}
+        """vLLM's name of a layer, as it was before it was fused -> (wrapper, which of its projections)."""
+        for name, module in self.manager.modules.items():
+            for i, part in enumerate(self.manager.packed_modules.get(name, [name])):
+                self.places[part] = (module, i)
+        self.counted: list[tuple[str, tuple[int, ...]]] = []
+        self.taken: dict[str, torch.Tensor] = {}
+
+    def _place(self, name: str) -> tuple[Any, int] | None:
+        """Where an adapter's tensor belongs."""
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        return self.places.get(parse_fine_tuned_lora_name(PREFIX + name, self.mapper)[0])
+
+    @contextmanager
+    def unwrapped(self) -> Iterator[None]:
+        """In here the model's loader finds the layers where it expects them, without their wrappers."""
+        model = self.manager.model
+
+        def put(inner: bool) -> None:
+            for name, wrapper in self.manager.modules.items():
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, wrapper.base_layer if inner else wrapper)
+
+        put(True)
+        try:
+            yield
+        finally:
+            put(False)
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        """What an engine that is not divided holds of an adapter's tensor, without the padding of its rank."""
+        place = self._place(name)
+        assert place
+        module, i = place
+        slot = self.manager.lora_index_to_id.index(NUMBER) if NUMBER in self.manager.lora_index_to_id else 0
+        if ".lora_A." in name:
+            return module.lora_a_stacked[i][slot, 0, : self.rank]
+        return module.lora_b_stacked[i][slot, 0, :, : self.rank]
+
+    def needs(self, entries: list[Entry]) -> Needs:
+        """Whole tensors, of which vLLM's layers take their parts.
+
+        Raises:
+            ValueError: a layer that vLLM does not adapt.
+        """
+        strange = [entry.name for entry in entries if self._place(entry.name) is None]
+        if strange:
+            raise ValueError(f"--lora.push adapter: vLLM has no adapter for {strange[0]}; take --lora.push merged")
+        alike = [self.alone and tuple(self._buffer(e.name).shape) == e.shape for e in entries]
+        self.counted = [(e.name, e.shape) for e, yes in zip(entries, alike, strict=True) if yes]
+        return Needs([(i, entry.box) for i, entry in enumerate(entries)], alike)
+
+    def take(self, bucket: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Keep a bucket's adapters for `install`; returns the rest."""
+        # vLLM keeps what it is given, and the trainer's memory goes away.
+        self.taken |= {name: x.to("cpu", self.dtype, copy=True) for name, x in bucket.items() if is_adapter(name)}
+        return {name: x for name, x in bucket.items() if not is_adapter(name)}
+
+    def install(self) -> None:
+        """Put what was taken into the layers, in place of what was there."""
+        from vllm.lora.lora_model import LoRAModel
+
+        taken, self.taken = self.taken, {}
+        tensors = {PREFIX + name: x for name, x in taken.items()}
+        adapter = LoRAModel.from_lora_tensors(
+            NUMBER, tensors, self.helper, device="cpu", dtype=self.dtype, weights_mapper=self.mapper
+        )
+        self.manager.remove_adapter(NUMBER)
+        self.manager.add_adapter(adapter)
+        self.manager.activate_adapter(NUMBER)
+
+    def words(self) -> int:
+        """Sum of the words that `needs` counts, from the layers' own buffers."""
+        return word_sum(self._buffer(name) for name, _ in self.counted)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [x for module, _ in self.places.values() for x in (*module.lora_a_stacked, *module.lora_b_stacked)]

@@ -1,0 +1,73 @@
+"""Process-wide defaults: what must stand before torch is imported, threads, the allocator. A user's own values stay."""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+DEFAULTS = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # Collectives that torch's recorder keeps for the flight record (health/flight_record.py), with their Python frames.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+
+
+def prepare() -> None:
+    """Quiet libraries; one thread a rank when several ranks share a machine (torchrun sets that itself;
+    on GPUs `share_cores` sets another number).
+
+    Under torchrun this process ends with its agent, even with one that was killed and could tell nobody.
+    """
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def torchrun_chose_one_thread() -> bool:
+    """OMP_NUM_THREADS is 1 because nobody set it: torchrun does so for several ranks."""
+    if os.environ.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    try:
+        # What torchrun, the parent, was started with; what it set for its ranks is not there.
+        given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return True
+    return not any(each.startswith(b"OMP_NUM_THREADS=") for each in given)
+
+
+def share_cores() -> str:
+    """Give torch this rank's share of the cores where torchrun chose one thread; returns what to tell of the threads.
+
+    For ranks on GPUs, whose host has billions of numbers to go through (AdamW there, checkpoints). Several ranks on a
+    CPU keep one thread each.
+    """
+    import torch
+
+    cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torchrun_chose_one_thread():
+        torch.set_num_threads(max(1, cores // ranks))
+    return f"host     {torch.get_num_threads()} threads a rank; {ranks} ranks and {cores} cores on this machine"
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed for the next allocation instead of returning it to the kernel.
+
+    Gigabytes of activations, gathered weights and logits are freed and taken again every step, and the kernel clears
+    each page that it hands out: page faults took 40% of the update of SmolLM2-135M on two ranks. Memory that is to go
+    back does so by `storage.give_back`. Nothing happens without glibc.
+    """
+    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    never = -1
+    mallopt(m_trim_threshold, never)
+    mallopt(m_top_pad, 64 << 20)
+    mallopt(m_mmap_max, 0)

@@ -1,0 +1,121 @@
+"""Opens and closes a job on this rank: process group, run folder, logs, console, watchdog."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from spmdrl import checkpoint
+from spmdrl.config.dump import to_yaml
+from spmdrl.config.load import Loaded
+from spmdrl.config.paths import check_run_folder, run_folder
+from spmdrl.config.plan import plan_lines
+from spmdrl.config.schema import Config
+from spmdrl.health.failure import named_exit, watch
+from spmdrl.health.preempt import PreemptedError
+from spmdrl.health.status import here
+from spmdrl.session.determinism import make_deterministic
+from spmdrl.session.environ import keep_freed_memory, share_cores
+from spmdrl.spmd.devices import without_gpu
+from spmdrl.spmd.lockstep import lockstep
+from spmdrl.spmd.mesh import World, start
+from spmdrl.spmd.network import choose_interface
+from spmdrl.tracking.console import Console
+from spmdrl.tracking.logs import setup_logging
+from spmdrl.tracking.metrics import Timer
+
+
+class Job(Protocol):
+    """A run as `open_run` sees it."""
+
+    def leave(self, left: PreemptedError) -> None:
+        """Save what no checkpoint has; the job was asked to go. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Close files and processes."""
+        ...
+
+
+J = TypeVar("J", bound=Job)
+Build = Callable[[Config, World, Timer, Console | None], J]
+"""Builds the job once the ranks have met and the run folder is taken. Collective."""
+
+
+@contextmanager
+def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J | None]:
+    """Opens the job on this rank; gives None for a dry run. A failure inside ends the whole job by name. Collective.
+
+    Args:
+        loaded: settings, and whether this is a dry run.
+        build: what the job is.
+        keeps: the run folder belongs to this job alone and records its settings. An evaluation only leaves its log.
+    """
+    cfg: Config = loaded.config
+    timer, console, run = Timer(), None, None
+
+    def give_terminal_back() -> None:
+        if console:
+            console.close()
+
+    with named_exit(lambda: timer.phase, give_terminal_back):
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if loaded.dry_run:
+            if rank == 0:
+                print(to_yaml(cfg) + "\n" + "\n".join(plan_lines(cfg, size)))
+            yield None
+            return
+        notes = make_deterministic(cfg)
+        folder = run_folder(cfg)
+        newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
+        if not cfg.run.fresh:
+            # For whoever fails before the watch begins.
+            here.saved = newest
+        notes.append(choose_interface())
+        # The group first: from here on one rank alone speaks for all when something fails.
+        world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
+        if world.device.type == "cuda":
+            notes.append(share_cores())
+        # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.
+        logging.getLogger("spmdrl").addHandler(logging.NullHandler())
+        check_run_folder(folder)
+        if keeps:
+            notes += checkpoint.take_folder(folder, cfg.run.fresh, world, cfg.run.timeout)
+        else:
+            checkpoint.check_evaluation(folder, world)
+        setup_logging(folder, rank)
+        watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
+        if keeps:
+            notes += checkpoint.check_settings(folder, cfg, world)
+        if world.device.type == "cpu":
+            keep_freed_memory()
+            if cfg.run.device == "auto" and (why := without_gpu()):
+                notes.append(f"warning: this run is on the CPU: {why} (--run.device cpu says that it is meant)")
+        disable_progress_bar()
+        if world.is_first:
+            console = Console(cfg.tracking.console, cfg.run.steps, newest())
+            timer = Timer(console.phase)
+            for line in [*filter(None, notes), *plan_lines(cfg, size)]:
+                console.note(line)
+        with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
+            run = build(cfg, world, timer, console)
+            if keeps and world.is_first:
+                # Only once everything could be built: a start that fails leaves an existing run folder as it was.
+                checkpoint.write_config(folder, cfg)
+                (folder / "PREEMPTED").unlink(missing_ok=True)
+            try:
+                yield run
+            except PreemptedError as left:
+                run.leave(left)
+            run.close()
+        give_terminal_back()
+        with suppress(Exception):
+            dist.barrier(group=world.host_group)
+        # Engines tear the process group down; leave before they can complain.
+        sys.stdout.flush()
+        os._exit(0)

@@ -1,0 +1,134 @@
+"""New weights into the engine: each rank gets what its engine reads, with checksums on both sides (law 5).
+
+From any layout of the trainer to any of the engine ("3D-HybridEngine", https://arxiv.org/abs/2409.19256): the policy
+says which pieces a rank holds, the engine which parts it reads, and `weights/reshard.py` moves the difference.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from spmdrl.config.engines import Part
+from spmdrl.policy.contract import Policy
+from spmdrl.rollout.engine import Engine
+from spmdrl.rollout.needs import Needs
+from spmdrl.spmd.checksum import added, word_sums
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.mesh import World
+from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry, Piece, Reshard, catalogue, inside
+
+
+@dataclass
+class PushReport:
+    """What one push brought to this rank."""
+
+    version: int
+    bytes: int
+    """That its engine reads here."""
+    received: int
+    """That came from other ranks, checksums included."""
+    deep: bool
+    """True when the engine's own memory was compared too."""
+
+
+@dataclass
+class Route:
+    """How one part of a policy travels."""
+
+    plan: Reshard
+    entries: list[Entry]
+    needs: Needs
+    """Of this rank's engine."""
+    sums: list[torch.Tensor] = field(default_factory=list)
+    """One sum for each counted tensor, over the words that the last push brought."""
+
+    def __post_init__(self):
+        self.counted: dict[str, list[tuple[Box, Box]]] = {}
+        """Boxes of which sums are compared, by tensor, and the box of the tensor."""
+        for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
+            if counted:
+                self.counted.setdefault(self.entries[i].name, []).append((box, self.entries[i].box))
+
+    def count(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Add what a bucket brings."""
+        self.sums += word_sums(
+            inside(x, box, origin) for name, x in tensors.items() for box, origin in self.counted.get(name, ())
+        )
+
+
+class Transfer:
+    """The way from a policy to its engines, planned at the first push."""
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy | None,
+        engine: Engine | None,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        parts: tuple[Part, ...] = ("model",),
+    ):
+        """policy, engine: None on ranks that do not train, or do not sample. dtype: of the engine.
+
+        parts: what the engine holds of a policy. Of several, all but the last are pushed only while an engine has no
+        weights.
+        """
+        self.world, self.policy, self.engine, self.dtype = world, policy, engine, dtype
+        self.bucket_bytes, self.parts = bucket_bytes, parts
+        self.routes: dict[Part, Route] = {}
+
+    def _pieces(self, part: Part) -> list[Piece]:
+        return self.policy.pieces(part) if self.policy else []
+
+    def _route(self, part: Part) -> Route:
+        """Who holds what, and who reads what. Collective."""
+        pieces, world = self._pieces(part), self.world
+        entries = catalogue(pieces, world.host_group)
+        needs = self.engine.needs(entries) if self.engine else Needs()
+        plan = Reshard(entries, pieces, needs.boxes, world.host_group, world.device, self.dtype, self.bucket_bytes)
+        return Route(plan, entries, needs)
+
+    def _due(self) -> tuple[Part, ...]:
+        """What has to travel. Collective."""
+        if len(self.routes) < len(self.parts) or len(self.parts) == 1:
+            return self.parts
+        empty = torch.tensor([int(self.engine is not None and self.engine.version is None)])
+        return self.parts if int(all_reduce(empty, "max", self.world.host_group)) else self.parts[-1:]
+
+    def push(self, version: int) -> PushReport:
+        """Bring every engine to the policy's version. Collective over all ranks.
+
+        Raises:
+            CorruptWeightsError: checksums differ, or the engine's memory does not hold what was pushed.
+        """
+        due = self._due()
+        for part in due:
+            if part not in self.routes:
+                self.routes[part] = self._route(part)
+        routes = list(self.routes.values())
+        deep = all(r.needs.exact for r in routes) and any(any(r.needs.counted) for r in routes)
+
+        def travel() -> Iterator[dict[str, torch.Tensor]]:
+            for part in due:
+                route = self.routes[part]
+                route.sums = []
+                for tensors in route.plan.run(self._pieces(part)):
+                    if deep:
+                        route.count(tensors)
+                    yield tensors
+
+        held = None
+        if self.engine is None:
+            for _ in travel():
+                pass
+        else:
+            self.engine.load(travel(), version)
+            held = self.engine.held_words() if deep else None
+            # Of the engine's whole memory: what was not pushed this time must be there still.
+            if held is not None and held != added([x for r in routes for x in r.sums]):
+                self.engine.version = None
+                raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
+        plans = [self.routes[part].plan for part in due]
+        needed = sum(p.needed_bytes for p in plans) if self.engine else 0
+        return PushReport(version, needed, sum(p.received_bytes for p in plans), held is not None)

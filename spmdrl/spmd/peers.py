@@ -1,0 +1,30 @@
+"""Ranks that compute one thing together."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.spmd.exchange import all_gather_rows, all_reduce
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A group of ranks, and the device that its collectives want tensors on."""
+
+    group: dist.ProcessGroup | None
+    """None: this rank alone."""
+    device: torch.device
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over the ranks; the result is on the device. Collective."""
+        return all_reduce(x.to(self.device), "sum", self.group)
+
+    def rows(self, x_nK: torch.Tensor) -> list[torch.Tensor]:
+        """Gathers the rows of every rank, on the device, in rank order. Collective."""
+        return all_gather_rows(x_nK.to(self.device), self.group)
+
+    @property
+    def index(self) -> int:
+        """This rank's number in the group."""
+        return 0 if self.group is None else dist.get_group_rank(self.group, dist.get_rank())

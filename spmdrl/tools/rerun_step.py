@@ -1,0 +1,246 @@
+"""Look at an optimizer step that stood out: `python -m spmdrl.replay runs/demo/spikes/step_000012`.
+
+On one process, with the batch that the run kept and the weights of the checkpoint before it: loss and gradient norm
+once more, and what the sequences add to them. Takes no optimizer step and writes nothing.
+
+    --model PATH   weights of this folder or hub name instead (as --model.path)
+    --top N        sequences shown (8)
+    --device NAME  auto, cpu or cuda
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.load import from_command_line
+from spmdrl.config.schema import Config, ParallelConfig
+from spmdrl.session.environ import prepare
+
+if TYPE_CHECKING:
+    from spmdrl.data.batch import Batch
+    from spmdrl.rl.algorithm import Algorithm
+
+SAME = 1e-5
+"""Largest relative difference of a gradient norm that is the same one."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Replay one folder."""
+    words = argparse.ArgumentParser("python -m spmdrl.replay", description=(__doc__ or "").splitlines()[0])
+    words.add_argument("folder", type=Path, help="what a run has kept: RUN/spikes/step_000012")
+    words.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
+    words.add_argument("--top", type=int, default=8, help="sequences shown")
+    words.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    asked = words.parse_args(argv)
+    prepare()
+    try:
+        for line in replay(asked.folder, asked.model, asked.top, asked.device):
+            print(line, flush=True)
+    except (ValueError, OSError) as error:
+        sys.exit(f"python -m spmdrl.replay: {error}")
+
+
+def alone(cfg: Config, device: str, model: str) -> Config:
+    """The settings of a run for one process that only computes a gradient."""
+    return dataclasses.replace(
+        cfg,
+        run=dataclasses.replace(cfg.run, device=device),
+        model=dataclasses.replace(cfg.model, path=model or cfg.model.path),
+        parallel=ParallelConfig(),
+        policy=dataclasses.replace(cfg.policy, backend="fsdp", recompute="full", offload="none", moe_bias_rate=0.0),
+        rollout=dataclasses.replace(cfg.rollout, tp=1),
+    )
+
+
+def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
+    """Lines of the report, one by one.
+
+    Raises:
+        ValueError: the folder, its run or the weights cannot be read.
+    """
+    import torch
+
+    from spmdrl.hub.resolve import resolve
+    from spmdrl.hub.tokenizer import load_tokenizer
+    from spmdrl.rl.compose import compose
+    from spmdrl.rl.spikes import read
+    from spmdrl.spmd.mesh import start
+    from spmdrl.spmd.peers import Peers
+
+    told, batch = read(folder)
+    run = folder.resolve().parents[1]
+    cfg = settings(run / "config.yaml")
+    which = told["model"]
+    yield f"step {told['step']}, optimizer step {told['updates_done']} of the {which}: {len(batch)} sequences, " + (
+        f"{batch.n_tokens} tokens; the run saw gradient norm {told['norm']:.8g}, median before {told['median']:.4g}"
+    )
+    checkpoint, done = (None, None) if model else weights_before(run, which, told["updates_done"])
+    path = {"critic": cfg.critic.path, "cost_critic": cfg.critic.path, "process": cfg.process_reward.path}.get(which)
+    cfg = alone(cfg, device, model if which == "policy" else "")
+    world = start(cfg.parallel, 1, cfg.run.device, cfg.run.timeout)
+    algo = compose(cfg)
+    algo.state |= told["algorithm"]
+    policy, where = build(cfg, world, which, (model or path or "") if which != "policy" else "", checkpoint)
+    same = done == told["updates_done"]
+    behind = "as it began" if same else f"of optimizer step {done}" if done is not None else "as asked for"
+    yield f"weights  {where}, {behind}" + ("" if same else ": numbers differ from the run's")
+    policy.updates_done = told["updates_done"]
+    objective = objective_of(algo, cfg, policy, told, Peers(None, world.device))
+    shared = objective.prepare(batch, told["share"])
+    rows = torch.arange(len(batch)) if shared.active is None else torch.nonzero(shared.active).flatten()
+    stats = policy.gradient(policy.microbatches(batch.select(rows)), objective, shared)
+    norm = policy.gradient_norm()
+    policy.zero_grad()
+    total = stats.reduce(lambda x, op: x).get("loss", math.nan)
+    yield f"loss     {total:.8g}"
+    yield f"norm     {norm:.8g}" + (f", {verdict(norm, told['norm'])}" if same else "")
+    found = [alone_loss(policy, batch, int(i), objective, shared) for i in rows]
+    tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
+    yield from table(policy, batch, found, objective, shared, top, tokenizer)
+
+
+def settings(file: Path) -> Config:
+    """The resolved settings of a run.
+
+    Raises:
+        ValueError: there are none, or they cannot be read.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no {file}: give a folder that lies in its run, RUN/spikes/step_000012")
+    try:
+        return from_command_line(["--config", str(file)], "python -m spmdrl.replay").config
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | None, int]:
+    """The newest checkpoint that verifies and is not behind the step, with its count of optimizer steps.
+
+    None and 0: what the run started from.
+    """
+    import json
+
+    from spmdrl import checkpoint
+
+    best: tuple[Path | None, int] = (None, 0)
+    for step in checkpoint.steps_saved(run / "checkpoints"):
+        folder = run / "checkpoints" / f"step_{step}"
+        if checkpoint.problems(folder):
+            continue
+        state = json.loads((folder / "state" / "run.json").read_text())
+        done = state["updates_done"] if which == "policy" else state["trained"].get(which, 0)
+        if best[1] <= done <= updates_done and (best[0] is None or done > best[1]):
+            best = folder, done
+    return best
+
+
+def build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
+    """The model that learnt, with weights of a verified checkpoint or those it started from; and where these are."""
+    from spmdrl.policy.fsdp.policy import FsdpPolicy
+
+    head = "value" if which in ("critic", "cost_critic") else "lm"
+    replayed = which == "policy" and cfg.rollout.routing_replay
+    model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
+    # There is nothing to step, and of a checkpoint only the weights are read.
+    model.optimizer, optimizer = None, model.optimizer
+    folder = checkpoint
+    if folder is not None:
+        folder = folder if which == "policy" else folder / which
+        model.load(folder)
+    model.optimizer = optimizer
+    return model, str(folder or path or cfg.model.path)
+
+
+def objective_of(algo: "Algorithm", cfg: Config, policy: Any, told: dict, peers: Any) -> Any:
+    """The objective that the model of the step learnt by."""
+    from spmdrl.rl.objectives import CriticObjective, PolicyObjective, ProcessObjective
+
+    columns = {"critic": ("returns", "values"), "cost_critic": ("cost_returns", "cost_values")}
+    if told["model"] in columns:
+        return CriticObjective(*columns[told["model"]], cfg.critic.clip, peers)
+    if told["model"] == "process":
+        return ProcessObjective(cfg.process_reward.beta, cfg.rollout.temperature, peers)
+    start = policy.updates_done if told["on_policy"] else -1
+    return PolicyObjective(algo, policy, cfg.rollout.temperature, peers, start)
+
+
+def verdict(norm: float, want: float) -> str:
+    """How it compares with what the run saw."""
+    if not (math.isfinite(norm) and math.isfinite(want)):
+        return "as the run saw it" if math.isfinite(norm) == math.isfinite(want) else "not what the run saw"
+    off = abs(norm - want) / max(abs(want), 1e-30)
+    return f"the run's to {off:.1e}" if off <= SAME else f"off the run's by {off:.1e}: not the same weights or settings"
+
+
+def alone_loss(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
+    """What one sequence adds to the loss, and how far its logp moved from old_logp at most."""
+    import torch
+
+    one = batch.select(torch.tensor([index]))
+    with torch.no_grad():
+        first_T, second_T = next(iter(policy.numbers([one], objective.temperature, "entropy")))
+        value = objective.loss(one, first_T, second_T, shared).loss.item()
+    mask_T, moved = one.token["mask"], math.nan
+    old_T = one.token.get("old_logp", one.token["rollout_logp"])
+    if mask_T.any():
+        moved = (first_T.cpu() - old_T)[mask_T].abs().max().item()
+    return {"index": index, "loss": value, "moved": moved}
+
+
+def norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> float:
+    """Norm of the gradient of one sequence's part of the loss."""
+    import torch
+
+    policy.gradient([batch.select(torch.tensor([index]))], objective, shared)
+    norm = policy.gradient_norm()
+    policy.zero_grad()
+    return norm
+
+
+def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer):
+    """Lines of the sequences that matter most: those that are not finite, then by |loss| and by |logp - old_logp|."""
+
+    def size(row: dict, name: str) -> float:
+        return abs(row[name]) if math.isfinite(row[name]) else math.inf
+
+    broken = [row for row in found if not math.isfinite(row["loss"])]
+    by_loss = sorted(found, key=lambda row: -size(row, "loss"))[:top]
+    by_move = sorted(found, key=lambda row: -size(row, "moved"))[: max(1, top // 2)]
+    chosen = {row["index"]: row for row in broken[:top] + by_loss + by_move}
+    rows = list(chosen.values())
+    for row in rows:
+        row["norm"] = norm_of(policy, batch, row["index"], objective, shared)
+    if not broken and all(math.isfinite(row["norm"]) for row in rows):
+        rows.sort(key=lambda row: -row["norm"])
+    else:
+        # A loss may be finite whose gradient is not.
+        for row in (row for row in found if "norm" not in row):
+            row["norm"] = norm_of(policy, batch, row["index"], objective, shared)
+        rows = sorted(found, key=lambda row: (math.isfinite(row["loss"]) and math.isfinite(row["norm"]), -row["norm"]))
+    sampled_B, lengths = batch.sampled_per_seq, batch.lengths.tolist()
+    advantage_B = batch.sum_tokens(batch.token["advantages"]) / sampled_B.clamp(min=1)
+    tokens = batch.token["tokens"].split(lengths)
+    masks = batch.token["mask"].split(lengths)
+    yield f"{'prompt':>7} {'sample':>6} {'norm':>10} {'loss':>11} {'|dlogp|':>9} {'reward':>8} {'advantage':>10} tokens"
+    for row in rows[:top]:
+        i = row["index"]
+        finite = math.isfinite(row["loss"]) and math.isfinite(row["norm"])
+        reward, advantage = float(batch.seq["reward"][i]), float(advantage_B[i])
+        yield (
+            f"{int(batch.seq['prompt'][i]):>7} {int(batch.seq['sample'][i]):>6} {row['norm']:>10.4g} "
+            f"{row['loss']:>11.4g} {row['moved']:>9.4g} {reward:>8.4g} {advantage:>10.4g} "
+            f"{int(sampled_B[i])} of {lengths[i]}" + ("" if finite else "  NOT FINITE")
+        )
+        text = tokenizer.decode(tokens[i][~masks[i]].tolist()) + " -> " + tokenizer.decode(tokens[i][masks[i]].tolist())
+        yield f"        {shown(text)}"
+
+
+def shown(text: str, width: int = 160) -> str:
+    """Model text on one line, without control characters."""
+    from spmdrl.tracking.console import clean
+
+    return clean(text, width)

@@ -1,0 +1,210 @@
+"""Who sends which regions of tensors to whom, computed alike by both sides from the boxes of all ranks.
+
+Everything of which there is as much as ranks times boxes stays in arrays: a plan holds rows for what its own rank sends
+and receives, and makes Python objects of one bucket at a time. A small plan keeps these for the next push.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
+
+KEPT = 4096
+"""Regions, in and out, up to which a plan keeps its buckets: a few MiB."""
+
+Regions = list[tuple[int, Box]]
+"""(number, region), in the order in which they stand in a message."""
+
+
+@dataclass
+class Sets:
+    """The boxes of all ranks of a group; ranks that have the same ones share a set."""
+
+    rows: list[np.ndarray]
+    """Of each set, sorted, none twice (see `boxes.to_rows`)."""
+    of: np.ndarray
+    """int64 [ranks]: each one's set."""
+
+
+@dataclass
+class Bucket:
+    """One bucket as one rank sees it."""
+
+    own: Regions = field(default_factory=list)
+    """(own piece, region) that it holds and needs."""
+    send: list[tuple[list[int], Regions]] = field(default_factory=list)
+    """Ranks that get the same message, and (own piece, region) in it."""
+    receive: dict[int, Regions] = field(default_factory=dict)
+    """Rank -> (tensor, region) in its message."""
+
+
+@dataclass
+class Parcel:
+    """What one rank sends to some that need the same, over all buckets."""
+
+    number: int
+    """Of the set of boxes that they need."""
+    ranks: list[int]
+    """They get it."""
+    piece: np.ndarray
+    """int32 [n]: number of the own piece of each row of `regions`."""
+    regions: np.ndarray
+    """All that the rank holds of the set, sorted."""
+    sent: np.ndarray
+    """int32: rows of `regions` that are sent."""
+    ends: np.ndarray
+    """int32 [buckets]: where each bucket ends in `sent`."""
+
+
+class Sources:
+    """The different boxes that ranks hold, each held by one rank or, where tensors are replicated, by several."""
+
+    def __init__(self, held: Sets, wanted: np.ndarray):
+        """wanted: bool by tensor; boxes of others are left out."""
+        kept = [rows[wanted[rows[:, 0]]] for rows in held.rows]
+        number = np.repeat(np.arange(len(kept), dtype=np.int32), [len(rows) for rows in kept])
+        rows = np.concatenate(kept)
+        order, begins = runs(rows)
+        self.rows = rows[order[begins]]
+        self.sets, self.begins = number[order], begins
+        self.counts = np.diff(np.append(begins, len(rows)))
+        """Sets that have the box: `sets[begin : begin + count]`."""
+        self.by_set = np.argsort(self.sets, kind="stable").astype(np.int32)
+        self.places = np.repeat(np.arange(len(begins), dtype=np.int32), self.counts)[self.by_set]
+        """Boxes of the first set, then of the second, and so on."""
+        self.set_ends = np.cumsum(np.bincount(number, minlength=len(kept)))
+        self.of = held.of
+        self.ranks = np.argsort(held.of, kind="stable")
+        self.ranks_in = np.bincount(held.of, minlength=len(kept))
+        self.ranks_at = np.cumsum(self.ranks_in) - self.ranks_in
+
+    def of_rank(self, rank: int) -> np.ndarray:
+        """Numbers of the boxes that a rank holds, sorted."""
+        s = self.of[rank]
+        return self.places[self.set_ends[s - 1] if s else 0 : self.set_ends[s]]
+
+    def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
+        """For each box (by number) the rank that sends it: the receiver itself, or one of the others by its turn."""
+        here = np.zeros(len(self.rows), dtype=bool)
+        here[self.of_rank(receiver)] = True
+        counts = self.counts[boxes]
+        s = self.sets[self.begins[boxes] + turn % counts]
+        others = self.ranks[self.ranks_at[s] + turn // counts % self.ranks_in[s]]
+        return np.where(here[boxes], receiver, others)
+
+
+class Routes:
+    """What one rank sends, receives and keeps. Ranks are counted within the group."""
+
+    def __init__(
+        self,
+        held: Sets,
+        wanted: Sets,
+        me: int,
+        pieces: np.ndarray,
+        entries: Sequence[Entry],
+        buckets: np.ndarray,
+    ):
+        """Plan; no communication.
+
+        Args:
+            held: what ranks hold. Where several hold the same box, one of them sends it; different boxes do not
+                overlap.
+            wanted: what they need, without overlap within a rank.
+            me: this rank.
+            pieces: int64, the number by which it knows each box of its own set in `held`.
+            entries: the tensors.
+            buckets: int64 [tensors], the bucket of each; never falls from one to the next.
+
+        Raises:
+            ValueError: a part that this rank needs and that no rank holds, or that overlapping boxes hold.
+        """
+        self.entries = entries
+        count = 1 + int(buckets[-1]) if len(buckets) else 0
+        mine, want = held.rows[held.of[me]], wanted.rows[wanted.of[me]]
+        near = np.zeros(len(entries), dtype=bool)
+        near[mine[:, 0]] = near[want[:, 0]] = True
+        sources = Sources(held, near)
+        # Turns go round among ranks that want and lack the same, which may stand far apart: the first of every engine.
+        self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
+        self._receive(sources, want, me, pieces, buckets, count)
+        self._send(sources, wanted, me, pieces, buckets, count)
+        self.small = len(self.regions_in) + sum(len(parcel.sent) for parcel in self.parcels) <= KEPT
+        self.kept: dict[int, Bucket] = {}
+
+    def _receive(self, sources: Sources, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
+        box, source, regions = meet(want, sources.rows)
+        # Boxes that overlap would hide a hole in the sum, and whose copy arrives would be left to chance.
+        if (twice := clashing(box, regions)).size:
+            ((i, part),) = to_boxes(want[twice[:1]], self.entries)
+            raise ValueError(
+                f"{self.entries[i].name}: ranks hold different boxes that overlap in {part}; "
+                "let any two boxes of a tensor be equal or disjoint"
+            )
+        # Below 2**53 a float64 counts exactly.
+        covered = np.bincount(box, sizes(regions), len(want))
+        if (lacking := np.flatnonzero(covered < sizes(want))).size:
+            ((i, lacks),) = to_boxes(want[lacking[:1]], self.entries)
+            raise ValueError(f"{self.entries[i].name}: no rank holds all of {lacks}")
+        sender = sources.senders(source, me, self.turns[me])
+        here = sender == me
+        order, _ = runs(regions[here])
+        kept = regions[here][order]
+        piece = pieces[np.searchsorted(sources.of_rank(me), source[here][order])]
+        self.own: list[Regions] = [[] for _ in range(count)]
+        for bucket, n, (_, region) in zip(
+            buckets[kept[:, 0]].tolist(), piece.tolist(), to_boxes(kept, self.entries), strict=True
+        ):
+            self.own[bucket].append((n, region))
+        sender, regions = sender[~here], regions[~here]
+        bucket = buckets[regions[:, 0]]
+        order = np.lexsort((*regions.T[::-1], sender, bucket))
+        self.regions_in, self.sender = regions[order], sender[order].astype(np.int32)
+        self.receive_ends = np.searchsorted(bucket[order], np.arange(count), "right").tolist()
+
+    def _send(self, sources: Sources, wanted: Sets, me: int, pieces: np.ndarray, buckets, count: int) -> None:
+        self.parcels: list[Parcel] = []
+        own = sources.of_rank(me)
+        mine = sources.rows[own]
+        for s, rows in enumerate(wanted.rows):
+            place, _, regions = meet(mine, rows)
+            order, _ = runs(regions)
+            regions, source, piece = regions[order], own[place[order]], pieces[place[order]].astype(np.int32)
+            alike: dict[bytes, list[int]] = {}
+            for receiver in np.flatnonzero(wanted.of == s).tolist():
+                sent = np.flatnonzero(sources.senders(source, receiver, self.turns[receiver]) == me).astype(np.int32)
+                if receiver != me and len(sent):
+                    alike.setdefault(sent.tobytes(), []).append(receiver)
+            for raw, ranks in alike.items():
+                sent = np.frombuffer(raw, dtype=np.int32)
+                ends = np.searchsorted(buckets[regions[sent, 0]], np.arange(count), "right").astype(np.int32)
+                self.parcels.append(Parcel(s, ranks, piece, regions, sent, ends))
+
+    def bucket(self, k: int) -> Bucket:
+        """One bucket, as Python objects; to be read only."""
+        if k in self.kept:
+            return self.kept[k]
+        bucket = self._bucket(k)
+        if self.small:
+            self.kept[k] = bucket
+        return bucket
+
+    def _bucket(self, k: int) -> Bucket:
+        out = Bucket(self.own[k])
+        begin, end = self.receive_ends[k - 1] if k else 0, self.receive_ends[k]
+        if begin < end:
+            boxes = to_boxes(self.regions_in[begin:end], self.entries)
+            for sender, region in zip(self.sender[begin:end].tolist(), boxes, strict=True):
+                out.receive.setdefault(sender, []).append(region)
+        alike: dict[tuple[int, bytes], tuple[Parcel, np.ndarray, list[int]]] = {}
+        for parcel in self.parcels:
+            sent = parcel.sent[parcel.ends[k - 1] if k else 0 : parcel.ends[k]]
+            if len(sent):
+                alike.setdefault((parcel.number, sent.tobytes()), (parcel, sent, []))[2].extend(parcel.ranks)
+        for parcel, sent, ranks in alike.values():
+            boxes = to_boxes(parcel.regions[sent], self.entries)
+            regions = [(n, box) for n, (_, box) in zip(parcel.piece[sent].tolist(), boxes, strict=True)]
+            out.send.append((ranks, regions))
+        return out

@@ -1,0 +1,240 @@
+"""Named tensors from the ranks that hold parts of them to the ranks that need parts of them, and no byte more.
+
+Who holds and who needs what are boxes (`boxes.py`). Each rank cuts what it holds with what the others need
+(`plan.py`) and sends just that, a bucket of tensors at a time; while one bucket is used the next travels. The module
+knows nothing of models: `policy/` says what it holds, `rollout/` what it needs.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from spmdrl.health.flight_record import send_and_receive
+from spmdrl.health.status import alive
+from spmdrl.spmd.checksum import digest
+from spmdrl.spmd.exchange import all_gather_distinct
+from spmdrl.weights.boxes import Box, Entry, Piece, inside, merged, most_dims, runs, size, sizes, to_rows
+from spmdrl.weights.plan import Bucket, Regions, Routes, Sets
+
+ALIGN = 16
+DIGEST = 8
+"""Bytes of a digest."""
+IN_CACHE = 2 << 20
+"""Bytes of a bucket that is cast, summed and loaded without leaving a CPU's cache."""
+SHOWN = 3
+"""Tensors of a refused message that are named."""
+
+
+class CorruptWeightsError(RuntimeError):
+    """What arrived is not what was sent."""
+
+
+def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
+    """All tensors of which any rank of a host-side group holds a part, alike on every rank. Collective."""
+    mine = {p.name: [str(p.tensor.dtype).removeprefix("torch.") if p.exact else "", *p.shape] for p in pieces}
+    raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    found: dict[str, list] = {}
+    for said in all_gather_distinct(raw, group)[0]:
+        found |= json.loads(said.numpy().tobytes())
+    return [
+        Entry(name, tuple(shape), getattr(torch, dtype) if dtype else None) for name, (dtype, *shape) in found.items()
+    ]
+
+
+def gather_sets(rows: np.ndarray, group: dist.ProcessGroup) -> Sets:
+    """The boxes of every rank, from this rank's (sorted, none twice). Collective."""
+    parts, of = all_gather_distinct(torch.from_numpy(rows), group)
+    return Sets([part.numpy() for part in parts], np.array(of))
+
+
+@dataclass
+class Flight:
+    """A bucket on its way."""
+
+    bucket: Bucket
+    works: list
+    inbox: dict[int, torch.Tensor]
+    outbox: list[torch.Tensor]
+    """Kept until they have left."""
+
+
+class Reshard:
+    """A plan, made once, by which tensors travel as often as wanted."""
+
+    def __init__(
+        self,
+        entries: list[Entry],
+        pieces: list[Piece],
+        needs: list[tuple[int, Box]],
+        host_group: dist.ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        over: dist.ProcessGroup | None = None,
+    ):
+        """Plan. Collective.
+
+        Args:
+            entries: as `catalogue` gives them.
+            pieces: what this rank holds. Where several ranks hold the same box, one of them sends it; different boxes
+                do not overlap.
+            needs: (tensor, box) that this rank wants; boxes may overlap.
+            host_group: all ranks that take part, on the host.
+            device: where the tensors are.
+            dtype: tensors are cast to it before they travel, but for those that keep their own.
+            bucket_bytes: whole tensors of at most so many bytes travel at a time (a larger one alone).
+            over: group on which tensors travel; None: the default one.
+
+        Raises:
+            ValueError: a part that is needed and that no rank holds, or that overlapping boxes hold.
+        """
+        self.entries, self.device, self.over = entries, device, over
+        self.dtypes = [entry.dtype or dtype for entry in entries]
+        self.ranks = dist.get_process_group_ranks(host_group)
+        if len(self.ranks) == 1 and device.type == "cpu":
+            bucket_bytes = min(bucket_bytes, IN_CACHE)  # no message gains by being long
+        self.index = {entry.name: i for i, entry in enumerate(entries)}
+        places = bucket_places(entries, dtype.itemsize, bucket_bytes)
+        self.buckets = 1 + max(places, default=-1)
+        dims = most_dims(entries)
+        rows = to_rows([(self.index[p.name], p.box) for p in pieces], dims)
+        order, begins = runs(rows)
+        numbers = order[begins]
+        wanted = to_rows(merged(needs), dims)
+        wanted = wanted[runs(wanted)[0]]
+        sets = gather_sets(rows[numbers], host_group), gather_sets(wanted, host_group)
+        me = self.ranks.index(dist.get_rank())
+        self.routes = Routes(*sets, me, numbers, entries, np.array(places))
+        width = np.array([dtype.itemsize for dtype in self.dtypes])
+        self.needed_bytes = int((sizes(wanted) * width[wanted[:, 0]]).sum())
+        self.received_bytes = 0
+
+    def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors that this rank needs, bucket by bucket: whole in shape, filled inside the boxes. Collective.
+
+        Every rank gets as many buckets, some of them empty.
+
+        pieces: the same as at the start, with the values of this moment. A tensor that this rank holds whole, in the
+        right type, comes as it is: it is to be read only.
+
+        Raises:
+            CorruptWeightsError: what arrived is not what was sent; names the rank, and tensors of its message.
+        """
+        flights: deque[Flight] = deque()
+        self.received_bytes = 0
+        for k in range(self.buckets):
+            flights.append(self._start(self.routes.bucket(k), pieces))
+            if len(flights) > 1:
+                yield self._finish(flights.popleft(), pieces)
+        while flights:
+            yield self._finish(flights.popleft(), pieces)
+
+    @torch.no_grad()
+    def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
+        operations, outbox, inbox = [], [], {}
+        # Once for all who want a part: some are computed when they are looked at.
+        held = {n: pieces[n].tensor for _, regions in bucket.send for n in dict(regions)}
+        for places, regions in bucket.send:
+            kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
+            out = torch.empty(message_bytes(kinds), dtype=torch.uint8, device=self.device)
+            outbox.append(out)
+            for (n, region), part in zip(regions, regions_in(out, kinds), strict=True):
+                part.copy_(inside(held[n], region, pieces[n].box))
+            said_in(out).copy_(digest(out[:-DIGEST]))
+            operations += [dist.P2POp(dist.isend, out, self.ranks[place], self.over) for place in places]
+        for place, regions in bucket.receive.items():
+            inbox[place] = torch.empty(message_bytes(self._kinds(regions)), dtype=torch.uint8, device=self.device)
+            self.received_bytes += inbox[place].nbytes
+            operations.append(dist.P2POp(dist.irecv, inbox[place], self.ranks[place], self.over))
+        return Flight(bucket, send_and_receive(operations), inbox, outbox)
+
+    def _kinds(self, regions: Regions) -> list[tuple[torch.dtype, Box]]:
+        return [(self.dtypes[i], box) for i, box in regions]
+
+    @torch.no_grad()
+    def _finish(self, flight: Flight, pieces: list[Piece]) -> dict[str, torch.Tensor]:
+        alive()
+        for work in flight.works:
+            work.wait()
+        bucket, whole = flight.bucket, {}
+        for n, region in bucket.own:
+            piece = pieces[n]
+            i = self.index[piece.name]
+            tensor = piece.tensor
+            if region == self.entries[i].box and tensor.dtype == self.dtypes[i]:
+                whole[piece.name] = tensor.contiguous()
+            else:
+                part = inside(self._space(whole, i), region, self.entries[i].box)
+                part.copy_(inside(tensor, region, piece.box))
+        self._check(flight)
+        for place, regions in bucket.receive.items():
+            parts = regions_in(flight.inbox[place], self._kinds(regions))
+            for (i, region), part in zip(regions, parts, strict=True):
+                inside(self._space(whole, i), region, self.entries[i].box).copy_(part)
+        return whole
+
+    def _check(self, flight: Flight) -> None:
+        """Compare digests of all messages at once: a device is waited for here."""
+        if not flight.inbox:
+            return
+        taken = torch.stack([digest(message[:-DIGEST]) for message in flight.inbox.values()])
+        said = torch.stack([said_in(message) for message in flight.inbox.values()])
+        wrong = torch.nonzero(taken != said).flatten().tolist()
+        if wrong:
+            place = list(flight.inbox)[wrong[0]]
+            names = list(dict.fromkeys(self.entries[i].name for i, _ in flight.bucket.receive[place]))
+            more = f" and {len(names) - SHOWN} more tensors" if len(names) > SHOWN else ""
+            raise CorruptWeightsError(
+                f"weights changed on their way to the engine: a message from rank {self.ranks[place]} with "
+                f"{', '.join(names[:SHOWN])}{more} ({len(wrong)} of the {len(taken)} messages of this bucket differ); "
+                "the engine keeps no version and will not sample"
+            )
+
+    def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+        """Room for a tensor. Of memory that nothing is written to, a CPU takes none."""
+        entry = self.entries[i]
+        if entry.name not in whole:
+            whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
+        return whole[entry.name]
+
+
+def message_bytes(kinds: Iterable[tuple[torch.dtype, Box]]) -> int:
+    """Of one message: the regions, then a digest of all bytes before it."""
+    return DIGEST + sum(aligned(size(box) * dtype.itemsize) for dtype, box in kinds)
+
+
+def aligned(n: int) -> int:
+    """The next multiple of ALIGN."""
+    return -(-n // ALIGN) * ALIGN
+
+
+def regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]]) -> list[torch.Tensor]:
+    """A message's regions, as views."""
+    at, parts = 0, []
+    for dtype, box in kinds:
+        nbytes = size(box) * dtype.itemsize
+        parts.append(message[at : at + nbytes].view(dtype).view([b - a for a, b in box]))
+        at += aligned(nbytes)
+    return parts
+
+
+def said_in(message: torch.Tensor) -> torch.Tensor:
+    """The digest that the sender took: int64 scalar, a view."""
+    return message[-DIGEST:].view(torch.int64)[0]
+
+
+def bucket_places(entries: list[Entry], itemsize: int, bucket_bytes: int) -> list[int]:
+    """Bucket of each tensor: consecutive ones together."""
+    places, bucket, held = [], 0, 0
+    for entry in entries:
+        nbytes = size(entry.box) * itemsize
+        if held and held + nbytes > bucket_bytes:
+            bucket, held = bucket + 1, 0
+        places.append(bucket)
+        held += nbytes
+    return places

@@ -1,0 +1,214 @@
+"""Reads and writes a sharded model as Hugging Face safetensors."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from spmdrl.spmd.mesh import World
+from spmdrl.weights.experts import Layout
+from spmdrl.weights.reshard import Piece, Reshard, catalogue
+from spmdrl.weights.shards import local, pieces_of
+
+MASTERS = "masters"
+"""In the state of an optimizer: float32 weights of a model that `model/` has in a narrower type, by name."""
+
+
+def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
+    """Whether the state in `folder` holds them. saved: name -> shape of its tensors.
+
+    Raises:
+        ValueError: it does, and they are of another model.
+    """
+    if not any(name.startswith(f"{MASTERS}.") for name in saved):
+        return False
+    for name, param in named:
+        if (shape := saved.get(f"{MASTERS}.{name}")) != tuple(param.shape):
+            raise ValueError(f"{folder}: {name} has shape {shape or 'none'}, the model wants {tuple(param.shape)}")
+    return True
+
+
+def read_into(
+    named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout, least: torch.dtype | None = None
+) -> None:
+    """Fill this rank's shards of a Shard(0) model; least, and errors, as of `fill`."""
+    fill(pieces_of(named, layout), folder, least)
+
+
+@torch.no_grad()
+def fill(pieces: Sequence[Piece], folder: Path, least: torch.dtype | None = None) -> None:
+    """Copy HF safetensors into the tensors of pieces, reading only their boxes.
+
+    least: the narrowest type of floats that will do; None takes any.
+
+    Raises:
+        ValueError: a tensor that the folder does not hold, or one of another shape or in a narrower type.
+    """
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.exists() else None
+    handles: dict[str, Any] = {}
+    for piece in pieces:
+        name, file = piece.name, files.get(piece.name, "") if files else "model.safetensors"
+        if not file:
+            raise ValueError(f"{folder}: no tensor {name}; the folder is of another model")
+        if file not in handles:
+            handles[file] = safe_open(folder / file, framework="pt")
+        if name not in handles[file].keys():  # noqa: SIM118 (safe_open has no __contains__)
+            raise ValueError(f"{folder}/{file}: no tensor {name}; the folder is of another model")
+        view = handles[file].get_slice(name)
+        if tuple(view.get_shape()) != piece.shape:
+            raise ValueError(f"{folder}: {name} has shape {view.get_shape()}, the model wants {piece.shape}")
+        found = view[tuple(slice(a, b) for a, b in piece.box)] if piece.box else view[...]
+        if least and found.is_floating_point() and found.dtype.itemsize < least.itemsize:
+            raise ValueError(
+                f"{folder}: {name} is {found.dtype}, and the checkpoint holds no {least} weights to go on from: resume "
+                "with the --policy.backend that it was made with, or take another --run.dir and start from its model "
+                "with --model.path"
+            )
+        piece.tensor.copy_(found)
+
+
+def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole tensors, bucket by bucket, on rank 0; nothing on the others. Collective over ranks of this one's role."""
+    group = world.role_group
+    entries = catalogue(pieces, group)
+    needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
+    over = group if world.apart else None
+    return Reshard(entries, pieces, needs, group, world.device, dtype, 256 << 20, over).run(pieces)
+
+
+def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
+    """The same with values of this moment, in host memory and in the type in which they will travel."""
+
+    def copied(p: Piece) -> Piece:
+        tensor = p.tensor.detach()
+        return Piece(p.name, p.shape, p.box, tensor.to("cpu", tensor.dtype if p.exact else dtype, copy=True), p.exact)
+
+    return [copied(p) for p in pieces]
+
+
+def tree_on_host(tree: Any) -> Any:
+    """Nested dicts and lists with the values of this moment, in host memory; a DTensor stays the same rank's shard."""
+    if isinstance(tree, dict):
+        return {key: tree_on_host(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(tree_on_host(value) for value in tree)
+    if isinstance(tree, DTensor):
+        # from_local would take it to the mesh's device.
+        return DTensor(local(tree).to("cpu", copy=True), tree._spec, requires_grad=False)  # type: ignore[call-arg]
+    return tree.detach().to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
+
+
+Stored = list[tuple[Path, str]]
+"""Tensors in files: safetensors and the name in it."""
+
+
+def stored(folder: Path) -> Stored:
+    """All tensors of a HF folder."""
+    from safetensors import safe_open
+
+    out: Stored = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            out += [(file, name) for name in handle.keys()]  # noqa: SIM118 (safe_open is no dict)
+    return out
+
+
+def prediction_heads(folder: Path, config: Any) -> Stored:
+    """Heads of a checkpoint that predict further tokens (MTP), which no model of transformers has.
+
+    They are layers behind the last (DeepSeek-V3), or are called mtp. config: of transformers.
+
+    Raises:
+        ValueError: there are none.
+    """
+    layers = config.get_text_config().num_hidden_layers
+    found = []
+    for file, name in stored(folder):
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if re.match(r"(model\.)?mtp", name) or (layer and int(layer[1]) >= layers):
+            found.append((file, name))
+    if not found:
+        raise ValueError(f"--policy.mtp keep: {folder} has no heads for further tokens; take skip")
+    return found
+
+
+def save_model(
+    folder: Path,
+    pieces: list[Piece],
+    world: World,
+    dtype: torch.dtype,
+    fixed: dict[str, bytes],
+    more: Stored | None = None,
+) -> None:
+    """A HF folder, written by rank 0. Collective over ranks of this one's role.
+
+    fixed: files beside the weights (`policy/model_files.py`). more: tensors that no piece is of, copied as they are.
+    """
+    from safetensors import safe_open
+
+    target = folder if world.is_first else None
+    if target:
+        for name, content in fixed.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(content)
+    writer = SafetensorsWriter(target)
+    for tensors in on_first(pieces, world, dtype):
+        writer.add(tensors)
+    for file, name in (more or []) if target else []:
+        with safe_open(file, framework="pt") as handle:
+            writer.add({name: handle.get_tensor(name)})
+    writer.close()
+
+
+class SafetensorsWriter:
+    """Buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes."""
+
+    def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.pending: dict[str, torch.Tensor] = {}
+        self.size = self.total = 0
+        self.files: list[list[str]] = []
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take one bucket; writes a file when enough has come together."""
+        if self.folder is None:
+            return
+        for name, tensor in tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            if self.pending and self.size + nbytes > self.shard_bytes:
+                self._flush()
+            self.pending[name] = tensor.detach().to("cpu", copy=True)
+            self.size += nbytes
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        assert self.folder is not None
+        save_file(self.pending, self.folder / f"part-{len(self.files):05d}.safetensors", metadata={"format": "pt"})
+        self.files.append(list(self.pending))
+        self.total += self.size
+        self.pending, self.size = {}, 0
+
+    def close(self) -> None:
+        """Write what is left, and the names that transformers and vLLM look for."""
+        if self.folder is None:
+            return
+        if self.pending:
+            self._flush()
+        if len(self.files) == 1:
+            (self.folder / "part-00000.safetensors").rename(self.folder / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self.files):
+            final = f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors"
+            (self.folder / f"part-{i:05d}.safetensors").rename(self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -1,0 +1,49 @@
+"""One rank's part of a parameter that FSDP2 shards over dim 0."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from spmdrl.weights.experts import Layout, whole
+from spmdrl.weights.reshard import Box, Piece
+
+
+def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
+    """First and last + 1 row of one shard of dim 0, as torch.chunk and FSDP2's Shard(0) cut it."""
+    size = -(-rows // shards)
+    return min(index * size, rows), min((index + 1) * size, rows)
+
+
+def shard_box(param: torch.Tensor) -> Box:
+    """What this rank holds of a Shard(0) parameter; all of a plain tensor."""
+    if not isinstance(param, DTensor):
+        return whole(param.shape)
+    return _shard_box(param.device_mesh, tuple(param.shape))
+
+
+@lru_cache(maxsize=4096)
+def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
+    # The last mesh dimension shards; under HSDP the one before it replicates.
+    rows = shard_rows(shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+    return (rows, *whole(shape[1:]))
+
+
+def local(param: torch.Tensor) -> torch.Tensor:
+    """This rank's part, without gradient."""
+    # The attribute: `to_local()` makes a node of autograd's.
+    return (param._local_tensor if isinstance(param, DTensor) else param).detach()
+
+
+def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:
+    """What this rank holds of a Shard(0) model as parts of checkpoint tensors; nothing where it has no row.
+
+    exact: as in `Piece`.
+    """
+    return [
+        Piece(slot.name, slot.shape, slot.box, local(param)[slot.index], exact)
+        for name, param in named
+        for slot in layout.slots(name, tuple(param.shape), shard_box(param))
+    ]
