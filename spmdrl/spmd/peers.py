@@ -17,11 +17,11 @@ class Peers:
     device: torch.device
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor over the ranks; the result is on the device. Collective."""
+        """Sum a tensor over the ranks; the result is on the device. Collective."""
         return all_reduce(x.to(self.device), "sum", self.group)
 
     def rows(self, x_nK: torch.Tensor) -> list[torch.Tensor]:
-        """Gathers the rows of every rank, on the device, in rank order. Collective."""
+        """Gather the rows of every rank, on the device, in rank order. Collective."""
         return all_gather_rows(x_nK.to(self.device), self.group)
 
     @property

@@ -16,7 +16,6 @@ from spmdrl.rl.run import Run
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
-from tests.builds import older_torch
 from tests.ranks.cases import config
 from tests.ranks.harness import run_ranks
 
@@ -137,7 +136,7 @@ def test_what_was_cut_goes_on_with_its_versions_and_logp(ranks, tmp_path):
     assert all(count > 0 for count in numbers(tmp_path / "run", "cut_prompts"))
     # Every token's logp is what the (unmoved) weights say of it, also across the cut.
     for row in metrics(tmp_path / "run"):
-        assert row["logp_diff/max"] < (3e-5 if older_torch() else 1e-5), row
+        assert row["logp_diff/max"] < 1e-5, row
     stale = [sum(v < step for rank in seen for row in rank[step][0] for v in row[4]) for step in range(STEPS)]
     assert stale == numbers(tmp_path / "run", "stale_tokens") and sum(stale) > 0
 
