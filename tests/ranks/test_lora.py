@@ -436,7 +436,16 @@ def demo_rows(tmp_path_factory):
 def test_resume_of_a_run_with_adapters_goes_on_as_if_it_had_not_stopped(demo_rows):
     whole, broken = demo_rows
     assert len(whole) == STEPS and whole == broken
-    assert whole[-1]["kl/mean"] > 1e-4 and max(row["logp_diff/max"] for row in whole) < 1e-5
+    assert whole[-1]["kl/mean"] > 1e-4
+
+
+def test_parity_of_merged_and_unmerged_adapters_while_they_learn(tmp_path):
+    """In float64 but for HF's norms and the samples' logp: these large steps make a model that rounds in float32 by
+    up to 1.5e-5 of a token's logp, in HF's own forward too."""
+    run_ranks(train_demo, 2, str(tmp_path / "run"), DEMO | {"model": {"path": "tiny", "dtype": "float64"}})
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == STEPS and rows[-1]["kl/mean"] > 1e-4
+    assert max(row["logp_diff/max"] for row in rows) < 1e-6
 
 
 @pytest.mark.parametrize("parallel", [split(1), split(1, 1)])
