@@ -170,7 +170,7 @@ def test_local_links_lead_somewhere(page):
 def test_lines_are_short(page):
     long = [line for line in TEXT[page].splitlines() if len(line) > 130]
     # A row of a table cannot be broken.
-    assert [line for line in long if not line.startswith("| ")] == []
+    assert [line for line in long if page.name != "reliability.md" or not line.startswith("| ")] == []
 
 
 def test_messages_are_those_of_the_code():
