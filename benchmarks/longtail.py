@@ -117,8 +117,8 @@ def side(folder: Path, args) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.rl.experience import Ahead
-    from spmdrl.rl.run import Run
+    from spmdrl.rl.build import build_run
+    from spmdrl.rl.prefetch import RolloutPrefetcher
     from spmdrl.session.open import open_run
     from spmdrl.train import train
 
@@ -143,15 +143,15 @@ def side(folder: Path, args) -> None:
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
     rows = []
-    with open_run(Loaded(config), Run) as run:
-        run.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
-        run.engine.stop_tokens = []
-        watched, experience = Watched(run.engine, args.longest, args.spread), run.experience
+    with open_run(Loaded(config), build_run) as run:
+        run.memory.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
+        run.memory.engine.stop_tokens = []
+        watched, experience = Watched(run.memory.engine, args.longest, args.spread), run.experience
 
         def seen(step: int):
             watched.tokens, watched.polls = 0, []
             done = experience(step)
-            carried = sum(len(part.tokens) for group in done.carried for part in group.parts.values())
+            carried = sum(e.made for group in done.carried for e in group.episodes)
             rows.append({"sampled": watched.tokens, "carried": carried, "polls": watched.polls})
             return done
 
@@ -161,8 +161,10 @@ def side(folder: Path, args) -> None:
             for name, value in setting.items():
                 setattr(run.cfg.rollout, name, value)
             # Each turn draws the same prompts from the first on; its steps have numbers of their own.
-            run.start_step, run.cfg.run.steps, run.progress.draws = turn * args.steps, (turn + 1) * args.steps, 0
-            run.ahead = Ahead(run._sample, 0, run.start_step, run.cfg.run.steps, 0)
+            first, last = turn * args.steps, (turn + 1) * args.steps
+            run.checkpoints.start_step, run.cfg.run.steps, run.state.draws = first, last, 0
+            run.sampler.start_step = first
+            run.prefetcher = RolloutPrefetcher(run.sampler, 0, first, last, 0)
             train(run)
         (folder / f"rank_{run.world.rank}.json").write_text(json.dumps(rows))
         torch.distributed.barrier(group=run.world.host_group)

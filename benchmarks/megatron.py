@@ -123,9 +123,9 @@ def open_policy(kind: str, model: str, axes: dict, share: bool = False):
     return cfg, world, backend(kind)(cfg, world, 1000)
 
 
-def trajectories(batch: str) -> list:
+def episodes(batch: str) -> list:
     """Random tokens, ragged replies, a reward of its own for every sample."""
-    from spmdrl.data.trajectory import Trajectory
+    from spmdrl.data.episode import episode_of
     from spmdrl.spmd.seeds import generator_for
 
     prompts, samples, prompt, longest = BATCHES[batch]
@@ -138,7 +138,7 @@ def trajectories(batch: str) -> list:
             mask = torch.tensor([False] * len(head) + [True] * len(reply))
             logp = torch.full((len(mask),), -5.0) * mask
             out.append(
-                Trajectory(position, sample, position, torch.tensor(head + reply), mask, logp, 0, reward=rng.random())
+                episode_of(position, sample, position, torch.tensor(head + reply), mask, logp, 0, reward=rng.random())
             )
     return out
 
@@ -148,15 +148,15 @@ class Side:
 
     def __init__(self, kind: str, model: str, axes: dict, batch: str, share: bool = False):
         """Collective; see `open_policy`. batch: one of BATCHES."""
-        from spmdrl.data.batch import balance, from_trajectories, share_out
+        from spmdrl.data.batch import balance, from_episodes, share_out
         from spmdrl.policy.models import Models
         from spmdrl.rl.compose import compose
         from spmdrl.rl.score import score
 
         self.cfg, self.world, self.policy = open_policy(kind, model, axes, share)
-        everyone, prompts = trajectories(batch), BATCHES[batch][0]
+        everyone, prompts = episodes(batch), BATCHES[batch][0]
         self.tokens = sum(len(t.tokens) for t in everyone)
-        mine = from_trajectories([t for t in everyone if t.position % self.world.size == self.world.rank])
+        mine = from_episodes([t for t in everyone if t.position % self.world.size == self.world.rank])
         mine.seq["work"] = mine.lengths
         mine = balance(share_out(mine, 1, prompts, list(range(prompts))), self.world)
         self.algo, self.models = compose(self.cfg), Models(self.policy)

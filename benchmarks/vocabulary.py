@@ -53,8 +53,8 @@ def one(way: str, tokens: int) -> None:
 
     from spmdrl.config.presets import with_preset
     from spmdrl.config.schema import Config
-    from spmdrl.data.batch import from_trajectories
-    from spmdrl.data.trajectory import Trajectory
+    from spmdrl.data.batch import from_episodes
+    from spmdrl.data.episode import episode_of
     from spmdrl.policy import heads
     from spmdrl.policy.fsdp.policy import FsdpPolicy
     from spmdrl.rl.compose import compose
@@ -80,12 +80,12 @@ def one(way: str, tokens: int) -> None:
     length = 128
     sampled = torch.arange(length) >= 8
     made = [
-        Trajectory(
+        episode_of(
             *(i, 0, i, torch.randint(VOCAB, (length,)), sampled, torch.full((length,), -11.9)), version=0, reward=i % 2
         )
         for i in range(tokens // length)
     ]
-    batch = from_trajectories(made, (), 0)
+    batch = from_episodes(made, (), 0)
     batch.token |= {"old_logp": batch.token["rollout_logp"], "advantages": torch.randn(tokens, dtype=torch.float64)}
     batch.seq |= {"update": torch.zeros(len(made), dtype=torch.int64), "advantage": torch.ones(len(made))}
     algo = compose(cfg)

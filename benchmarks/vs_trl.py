@@ -160,7 +160,7 @@ def ours(job: Job, folder: Path) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.rl.run import Run
+    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
     from spmdrl.train import train
 
@@ -184,10 +184,10 @@ def ours(job: Job, folder: Path) -> None:
         "tracking.console": "plain",
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
-    with open_run(Loaded(config), Run) as run:
+    with open_run(Loaded(config), build_run) as run:
         assert run is not None, "no dry run was asked for"
         # Fixed length on both sides: nothing ends a response early.
-        run.engine.stop, run.engine.stop_tokens = torch.zeros(0, dtype=torch.int64), []
+        run.memory.engine.stop, run.memory.engine.stop_tokens = torch.zeros(0, dtype=torch.int64), []
         turns, steps = Turns(folder, "spmdrl"), run.steps()
 
         def in_turns():

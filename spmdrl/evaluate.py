@@ -52,20 +52,21 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("python -m spmdrl.evaluate: --data.eval is empty; name the prompts to evaluate on")
     loaded = dataclasses.replace(loaded, config=evaluation_config(loaded))
     prepare()
-    from spmdrl.rl.run import Run
+    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
 
-    with open_run(loaded, Run, keeps=False) as run:
+    with open_run(loaded, build_run, keeps=False) as run:
         if run is not None:
             with run.memory.rollout_phase():
                 run.evaluate(0)
             with run.memory.training_phase():
                 run.judge()
             if run.world.is_first:
-                assert run.eval_prompts is not None
+                assert run.evaluation.prompts is not None
+                prompts = len(run.evaluation.prompts)
                 what: dict[str, Any] = {"model": loaded.config.model.path, "data": loaded.config.data.eval}
-                what |= {"prompts": len(run.eval_prompts), "samples": len(run.eval_prompts) * run.cfg.eval.samples}
-                print(json.dumps(what | run.eval_metrics), flush=True)
+                what |= {"prompts": prompts, "samples": prompts * run.cfg.eval.samples}
+                print(json.dumps(what | run.evaluation.numbers), flush=True)
 
 
 if __name__ == "__main__":

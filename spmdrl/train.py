@@ -1,9 +1,9 @@
 """Train a language model by reinforcement learning: `torchrun --nproc-per-node 8 -m spmdrl.train --config run.yaml`.
 
 The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring
-says so). Left out of this page: how the parts are built (`session/open.py`, `rl/run.py`), what a phase moves on and off
-the device (`session/device_table.py`), the formulas (`algos/`), where experience comes from (`rl/experience.py`,
-`rl/collect.py`), what every model does with it (`rl/score.py`, `rl/update.py`), and what ranks that only sample or
+says so). Left out of this page: how the parts are built (`session/open.py`, `rl/build.py`), what a phase moves on and
+off the device (`session/device_table.py`), the formulas (`algos/`), where experience comes from (`rl/sampler.py`,
+`rl/rollout.py`), what every model does with it (`rl/score.py`, `rl/update.py`), and what ranks that only sample or
 score do meanwhile (`Run.stand_by`).
 """
 
@@ -25,7 +25,7 @@ def train(run) -> None:
         with run.memory.training_phase():
             run.judge()
             with run.timer("exchange"):
-                batch = balance(run.pack(done.trajectories, step), run.world)
+                batch = balance(run.pack(done.episodes, step), run.world)
             if run.world.trains:
                 with run.timer("logp"):
                     stats = score(batch, run.models, run.algo, run.cfg, run.peers)
@@ -44,10 +44,10 @@ def main(argv: list[str] | None = None) -> None:
     """Read flags, build the run, train; any failure ends the whole job by name."""
     loaded = load_or_exit(argv, check_use=check_use)
     prepare()
-    from spmdrl.rl.run import Run
+    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
 
-    with open_run(loaded, Run) as run:
+    with open_run(loaded, build_run) as run:
         if run is not None:
             train(run)
 

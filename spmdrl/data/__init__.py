@@ -1,11 +1,11 @@
-"""What flows: prompts, trajectories, packed batches, micro-batches.
+"""What flows: prompts, episodes, packed batches, micro-batches.
 
 sources.py     rows from files, HF datasets, reasoning-gym and built-in tasks
 builtin.py     the built-in tasks
 chat.py        a prompt or chat messages as tokens
 prompts.py     the prompts of a run
 order.py       which prompts are drawn, by seed and count
-trajectory.py  one sample with its reward
+episode.py     one sample of a prompt: what was observed and sampled, and its reward
 batch.py       many of them packed end to end, and dealt out to ranks
 packing.py     micro-batches up to a token budget
 tree.py        samples of a prompt share its tokens

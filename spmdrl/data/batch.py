@@ -1,4 +1,4 @@
-"""Many trajectories packed end to end: per-token tensors [T], per-sequence tensors [B], no padding.
+"""Many episodes packed end to end: per-token tensors [T], per-sequence tensors [B], no padding.
 
 Row t of a per-token tensor speaks of the token at t itself: `logp[t]` is log p(tokens[t] | what stands before it in
 the same sequence). The first token of a sequence has no such value; its mask is False.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.data.episode import FINISH_REASONS, Episode, episode_of
 from spmdrl.spmd.balance import assign_balanced, assign_groups
 from spmdrl.spmd.exchange import Table, exchange, lexsort, select
 from spmdrl.spmd.mesh import World
@@ -24,7 +24,8 @@ class Batch:
     """B sequences, T tokens, sorted by (position, sample).
 
     lengths: int64 [B]. token: name -> [T]; always holds tokens, version (int64), mask (bool), rollout_logp (float32);
-    where routing is replayed experts (int16 [T, W], see `Trajectory`). mask is the loss mask; where that leaves out
+    where routing is replayed experts (int16 [T, W], see `Episode`); where turns are compared turn and state (int64, see
+    `Segment`). mask is the loss mask; where that leaves out
     tokens which the policy sampled, sampled (bool) says which those all are.
     seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward, baseline (float64).
     """
@@ -104,60 +105,67 @@ class Batch:
         )
 
 
-def from_trajectories(
-    trajectories: list[Trajectory], part_names: tuple[str, ...] = (), experts_width: int = 0
+def from_episodes(
+    episodes: list[Episode], part_names: tuple[str, ...] = (), experts_width: int = 0, turns: bool = False
 ) -> Batch:
-    """Pack trajectories in sample order; an empty list gives an empty batch with every column.
+    """Pack episodes in sample order; an empty list gives an empty batch with every column.
 
-    part_names: reward parts kept as `part/<name>` columns, nan where a sample has no such part. experts_width: columns
-    of `Trajectory.experts`, kept as `token["experts"]`; 0: not kept. Both must be the same on every rank.
+    The optional columns must be the same on every rank.
+
+    Args:
+        episodes: of this rank.
+        part_names: reward parts kept as `part/<name>` columns, nan where a sample has no such part.
+        experts_width: columns of `Episode.experts`, kept as `token["experts"]`; 0: not kept.
+        turns: keep `token["turn"]` and `token["state"]`.
     """
-    ordered = sorted(trajectories, key=lambda t: (t.position, t.sample))
+    ordered = sorted(episodes, key=lambda e: (e.position, e.sample))
 
     def pack(pick, dtype):
-        return torch.cat([pick(t).to(dtype) for t in ordered]) if ordered else torch.zeros(0, dtype=dtype)
+        return torch.cat([pick(e).to(dtype) for e in ordered]) if ordered else torch.zeros(0, dtype=dtype)
 
     def column(values, dtype=torch.int64):
         return torch.tensor(list(values), dtype=dtype)
 
     token = {
-        "tokens": pack(lambda t: t.tokens, torch.int64),
-        "mask": pack(lambda t: t.mask, torch.bool),
-        "rollout_logp": pack(lambda t: t.rollout_logp, torch.float32),
-        "version": pack(lambda t: t.versions if t.versions is not None else t.mask * t.version, torch.int64),
+        "tokens": pack(lambda e: e.tokens, torch.int64),
+        "mask": pack(lambda e: e.mask, torch.bool),
+        "rollout_logp": pack(lambda e: e.rollout_logp, torch.float32),
+        "version": pack(lambda e: e.versions, torch.int64),
     }
+    if turns:
+        token["turn"] = pack(lambda e: e.spread([s.turn for s in e.segments]), torch.int64)
+        token["state"] = pack(lambda e: e.spread([s.state for s in e.segments]), torch.int64)
     if experts_width:
-        unknown = torch.full((0, experts_width), -1, dtype=torch.int16)
-        token["experts"] = torch.cat(
-            [
-                unknown,
-                *(
-                    unknown.new_full((len(t.tokens), experts_width), -1) if t.experts is None else t.experts
-                    for t in ordered
-                ),
-            ]
-        )
-    seq = {
-        name: column(getattr(t, name) for t in ordered) for name in ("prompt", "sample", "position", "version", "turns")
-    }
-    seq["finish"] = column(FINISH_REASONS.index(t.finish) for t in ordered)
-    seq["reward"] = column((t.reward for t in ordered), torch.float64)
-    seq["baseline"] = column((t.baseline for t in ordered), torch.float64)
+        none = torch.full((0, experts_width), -1, dtype=torch.int16)
+        token["experts"] = torch.cat([none, *(all_experts(e, experts_width) for e in ordered)])
+    names = ("prompt", "sample", "position", "version", "turns")
+    seq = {name: column(getattr(e, name) for e in ordered) for name in names}
+    seq["finish"] = column(FINISH_REASONS.index(e.finish) for e in ordered)
+    seq["reward"] = column((e.reward for e in ordered), torch.float64)
+    seq["baseline"] = column((e.baseline for e in ordered), torch.float64)
     for name in part_names:
-        part = (t.parts.get(name, 0.0 if t.timed_out else math.nan) for t in ordered)
+        part = (e.parts.get(name, 0.0 if e.timed_out else math.nan) for e in ordered)
         seq[f"part/{name}"] = column(part, torch.float64)
-    return Batch(column(len(t.tokens) for t in ordered), token, seq)
+    return Batch(column(len(e) for e in ordered), token, seq)
 
 
-def to_trajectories(batch: Batch) -> list[Trajectory]:
+def all_experts(episode: Episode, width: int) -> torch.Tensor:
+    """int16 [L, width]: `Episode.experts` of all tokens, -1 where it does not tell."""
+    out = torch.full((len(episode), width), -1, dtype=torch.int16)
+    if episode.experts is not None:
+        out[: len(episode.experts)] = episode.experts
+    return out
+
+
+def to_episodes(batch: Batch) -> list[Episode]:
     """Its sequences one by one, those without a sampled token left out; for a look at them."""
     lengths, token = batch.lengths.tolist(), batch.token
-    columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"])]
-    names = ("prompt", "sample", "position", "version", "finish", "reward")
+    columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
+    names = ("prompt", "sample", "position", "finish", "reward")
     rows = zip(*columns, *(batch.seq[name].tolist() for name in names), strict=True)
     return [
-        Trajectory(prompt, sample, position, tokens, mask, logp, version, FINISH_REASONS[finish], reward=reward)
-        for tokens, mask, logp, prompt, sample, position, version, finish, reward in rows
+        episode_of(prompt, sample, position, tokens, mask, logp, version, FINISH_REASONS[finish], reward=reward)
+        for tokens, mask, logp, version, prompt, sample, position, finish, reward in rows
         if bool(mask.any())
     ]
 

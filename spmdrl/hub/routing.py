@@ -37,7 +37,7 @@ class Experts:
 
     @property
     def width(self) -> int:
-        """Choices of one token, L * K: columns of `Trajectory.experts`."""
+        """Choices of one token, L * K: columns of `Episode.experts`."""
         return len(self.layers) * self.top_k
 
 

@@ -16,7 +16,7 @@ from spmdrl.algos.samples import Samples
 from spmdrl.algos.shaping import overlong_mask, token_rewards
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, gather_rows
-from spmdrl.data.trajectory import FINISH_REASONS
+from spmdrl.data.episode import FINISH_REASONS
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
@@ -42,7 +42,7 @@ class Algorithm:
     skip_zero_advantage: bool
     needs: frozenset[str]
     """What a step has to know beside the samples: reference, critic, cost, cost_critic, process, greedy, logp,
-    collision."""
+    collision, turns."""
     state: dict[str, float] = field(default_factory=dict)
     """What moves from step to step and is saved with it: kl_coef, multiplier, moments of the reward."""
 

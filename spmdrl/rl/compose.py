@@ -81,6 +81,7 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
         "greedy": "baseline" in fields,
         "collision": "collision" in fields,
         "logp": "logp" in fields,
+        "turns": algo.advantage == "gigpo" or "turn" in fields or "state" in fields,
     }
     return frozenset(name for name, value in wanted.items() if value)
 

@@ -1,19 +1,18 @@
-"""How good the policy is on a prompt set: the round that asks, and the numbers made of its scores."""
+"""How good the policy is on a prompt set: the rollout that asks, and the numbers made of its scores."""
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import balance, from_trajectories
-from spmdrl.data.prompts import Prompt
-from spmdrl.data.trajectory import Trajectory
+from spmdrl.data.batch import balance, from_episodes
+from spmdrl.data.episode import Episode
+from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.policy.models import Models
-from spmdrl.rewards.base import Grader
-from spmdrl.rl.collect import Round, collect, whole
+from spmdrl.rl.rollout import collect, raise_if_abandoned
+from spmdrl.rl.rollout_plan import RolloutPlan
+from spmdrl.rl.sampler import Sampler, may_end
 from spmdrl.rl.score import outcome_scores
-from spmdrl.rollout.engine import Engine
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 from spmdrl.spmd.mesh import World
 from spmdrl.tracking.metrics import Timer
@@ -27,11 +26,54 @@ def is_evaluated(cfg: Config) -> bool:
     return bool(cfg.eval.every and cfg.data.eval)
 
 
-def evaluation_round(
-    cfg: Config, prompts: list[Prompt], version: int, name: str, may_end: Callable[[], bool] | None = None
-) -> Round:
-    """The round that evaluates: every prompt, in order. may_end: as in `Round`."""
-    return Round(
+class Evaluation:
+    """Evaluates the policy while a run trains it, and holds the numbers until they are logged."""
+
+    def __init__(self, cfg: Config, world: World, prompts: PromptSet | None, sampler: Sampler | None, models: Models):
+        """prompts: None: it never evaluates. sampler: None on a rank that does not sample."""
+        self.cfg, self.world, self.prompts, self.sampler, self.models = cfg, world, prompts, sampler, models
+        self.numbers: dict[str, float] = {}
+        """`eval/...` of the last evaluation, alike on the ranks of a kind, until `take`."""
+        self.to_judge: list[Episode] | None = None
+        """Episodes of this rank that the reward model has not seen."""
+
+    def is_due(self, step: int, force: bool = False) -> bool:
+        """Whether to evaluate before a step, counted from 0. force: once more, whatever the step."""
+        every = self.cfg.eval.every
+        return self.prompts is not None and bool(every) and (step % every == 0 or force)
+
+    def sample(self, name: str, version: int) -> list[Episode]:
+        """Evaluate by the weights of `version`; this rank's episodes. Collective over samplers.
+
+        name: unique in the run.
+
+        Raises:
+            AbandonedError: on every rank that samples.
+        """
+        if self.sampler is None:
+            return []
+        assert self.prompts is not None
+        plan = evaluation_plan(self.cfg, self.prompts.prompts, version, name)
+        self.numbers, episodes = evaluate(plan, self.sampler)
+        return episodes
+
+    def judge(self) -> None:
+        """Add the reward model's score to `eval/score`, where an evaluation waits for it. Collective."""
+        if self.to_judge is None:
+            return
+        score, self.to_judge = model_score(self.to_judge, self.models, self.world), None
+        self.numbers["eval/model"] = score
+        self.numbers["eval/score"] += self.cfg.reward.model_coef * score
+
+    def take(self) -> dict[str, float]:
+        """The numbers, once."""
+        numbers, self.numbers = self.numbers, {}
+        return numbers
+
+
+def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str) -> RolloutPlan:
+    """The rollout that evaluates: every prompt, in order."""
+    return RolloutPlan(
         f"eval/{name}",
         prompts,
         cfg.eval.samples,
@@ -46,23 +88,24 @@ def evaluation_round(
     )
 
 
-def evaluate_round(
-    round_: Round, engine: Engine, grader: Grader, tokenizer, world: World
-) -> tuple[dict[str, float], list[Trajectory]]:
-    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k; and this rank's samples.
+def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode]]:
+    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k; and this rank's episodes.
 
     Collective over samplers.
 
     Raises:
         AbandonedError: on every rank that samples.
     """
-    done = whole(collect(round_, engine, grader, tokenizer, world, Timer()), world).trajectories
+    world, s = sampler.world, sampler
+    # Its time is the evaluation's.
+    result = collect(plan, s.engine, s.grader, s.tokenizer, world, Timer(), s.environment)
+    done = raise_if_abandoned(result, world).episodes
     # A sample without a score (--filter.bad-sample skip) is not right.
-    scores = [[t.position, 0.0 if math.isnan(t.reward) else t.reward] for t in done]
+    scores = [[e.position, 0.0 if math.isnan(e.reward) else e.reward] for e in done]
     scores_n2 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2)
     rows = torch.cat(all_gather_rows(scores_n2, world.rollout_group))
     right = (rows[:, 1] >= 1.0).double()
-    prompts, samples = len(round_.prompts), round_.samples
+    prompts, samples = len(plan.prompts), plan.samples
     per_prompt = torch.zeros(prompts, dtype=torch.float64).index_add_(0, rows[:, 0].long(), right)
     out = {"eval/accuracy": right.mean().item(), "eval/score": rows[:, 1].mean().item()}
     k = 2
@@ -72,9 +115,9 @@ def evaluate_round(
     return out, done
 
 
-def model_score(samples: list[Trajectory], models: Models, world: World) -> float:
-    """Mean score that the reward model gives the samples of all ranks. Collective."""
-    batch = from_trajectories(samples)
+def model_score(episodes: list[Episode], models: Models, world: World) -> float:
+    """Mean score that the reward model gives the episodes of all ranks. Collective."""
+    batch = from_episodes(episodes)
     batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}
     batch = balance(batch, world)
     score_B = outcome_scores(batch, models.reward_model) if models.reward_model else torch.zeros(0)

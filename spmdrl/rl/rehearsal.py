@@ -120,13 +120,14 @@ def rehearse(cfg: Config, plain: Config) -> None:
 
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.losses import LOSSES
-    from spmdrl.data.batch import from_trajectories, share_out
+    from spmdrl.data.batch import from_episodes, share_out
     from spmdrl.policy.models import Models, wanted_models
     from spmdrl.policy.optimizer import make_optimizer
-    from spmdrl.rl.collect import Collected, Round
     from spmdrl.rl.compose import compose
-    from spmdrl.rl.evaluation import evaluation_round, is_evaluated
-    from spmdrl.rl.experience import Replay, fill
+    from spmdrl.rl.evaluation import evaluation_plan, is_evaluated
+    from spmdrl.rl.quota import Quota
+    from spmdrl.rl.replay_buffer import ReplayBuffer
+    from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
     from spmdrl.rl.score import score
     from spmdrl.rl.update import steer, update
     from spmdrl.spmd.peers import Peers
@@ -141,20 +142,20 @@ def rehearse(cfg: Config, plain: Config) -> None:
     if cfg.lora.rank:
         # What attaches adapters takes all there is to say of them.
         _ = [getattr(cfg.lora, field.name) for field in dataclasses.fields(plain.lora)]
-    made = list(trajectories(plain))
-    prompts = 1 + max(t.position for t in made)
+    made = list(episodes(plain))
+    prompts = 1 + max(e.position for e in made)
     world: Any = SimpleNamespace(rollout_group=None, engine_tp_rank=0, engine_index=0, engine_count=1)
     # Of this section only, as the others are looked at whether they are of use or not.
     sampling = dataclasses.replace(
         plain, filter=cfg.filter, rollout=dataclasses.replace(plain.rollout, prompts_per_step=prompts, oversample=1.0)
     )
     everything = (lambda score_B, group_B, **_: torch.ones_like(group_B, dtype=torch.bool)) if cfg.filter.keep else None
-    round_ = Round("rehearsal", [], 1, (0, 0), 0, 1, 1.0)
-    done = fill(lambda *_: round_, lambda _: Collected(made, []), everything, sampling, world, [], 0)
-    names = tuple(sorted({name for t in made for name in t.parts}))
-    batch = from_trajectories(done.trajectories, names)
+    quota = Quota(sampling, world, everything, 0, [])
+    quota.take(quota.order(RolloutPlan("rehearsal", [], 1, (0, 0), 0, 1, 1.0)), RolloutResult(made, []))
+    names = tuple(sorted({name for e in made for name in e.parts}))
+    batch = from_episodes(quota.experience().episodes, names, turns="turns" in algo.needs)
     batch.seq["seed"] = torch.arange(len(batch))
-    batch = Replay(cfg.filter, prompts).mix(batch, 0, 0, peers)
+    batch = ReplayBuffer(cfg.filter, prompts).mix(batch, 0, 0, peers)
     batch = share_out(batch, cfg.algo.updates_per_step, prompts, list(range(prompts)))
     stats = score(batch, models, algo, cfg, peers)
     batch = algo.advantages(batch, peers)
@@ -164,30 +165,21 @@ def rehearse(cfg: Config, plain: Config) -> None:
     _ = cfg.optimizer.clip_grad_norm, cfg.optimizer.bad_steps
     if is_evaluated(cfg):
         _ = cfg.eval.prompts
-        evaluation_round(cfg, [], 0, "rehearsal")
+        evaluation_plan(cfg, [], 0, "rehearsal")
 
 
-def trajectories(plain: Config) -> Iterator[Any]:
+def episodes(plain: Config) -> Iterator[Any]:
     """Two prompts with two samples each, one of them right, with every reward part that a setting names."""
-    import torch
-
     from spmdrl.algos.advantages import SCORE
-    from spmdrl.data.trajectory import Trajectory
+    from spmdrl.data.episode import Episode, prompt_segment
 
     named = [plain.safety.cost, plain.filter.metric, *(spec.partition("=")[0] for spec in plain.algo.part_weights)]
     for position in range(2):
         for sample in range(2):
-            yield Trajectory(
-                position,
-                sample,
-                position,
-                tokens=torch.arange(4),
-                mask=torch.tensor([False, True, True, True]),
-                rollout_logp=torch.tensor([0.0, -1.0, -1.0, -1.0]),
-                version=0,
-                reward=float(sample),
-                parts={name: float(sample) for name in ["a_part", *named] if name not in ("", SCORE)},
-            )
+            made = Episode(position, sample, position, [prompt_segment([0])], "stop", float(sample))
+            made.add_sampled([1, 2, 3], [-1.0] * 3, 0)
+            made.parts = {name: float(sample) for name in ["a_part", *named] if name not in ("", SCORE)}
+            yield made
 
 
 class StandIn:

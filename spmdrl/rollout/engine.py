@@ -17,6 +17,8 @@ from spmdrl.weights.reshard import Entry
 
 Owner = Literal["weights", "kv_cache"]
 Finish = Literal["stop", "length", "abort"]
+Key = tuple[int, ...]
+"""(position, sample, turn) of a request: names it inside a round."""
 
 
 class StaleEngineError(RuntimeError):
@@ -27,8 +29,7 @@ class StaleEngineError(RuntimeError):
 class Request:
     """One sample to draw. The seed is keyed by data, so where it runs does not matter (law 3)."""
 
-    key: tuple[int, int]
-    """(position, sample) inside the step: names the request."""
+    key: Key
     prompt: list[int]
     """Prompt tokens."""
     seed: int
@@ -45,7 +46,7 @@ class Request:
 class Completion:
     """What came of a request. logp: log p of each token at the request's temperature (at 1 when greedy)."""
 
-    key: tuple[int, int]
+    key: Key
     tokens: list[int]
     logp: list[float]
     finish: Finish
@@ -78,7 +79,7 @@ class Engine(Protocol):
         """Run one step of the engine and return what is done; an empty list while all still runs."""
         ...
 
-    def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
         """Stop these requests; their tokens so far come back with finish `abort`."""
         ...
 
@@ -112,6 +113,11 @@ class Engine(Protocol):
     def close(self) -> None:
         """End of the run."""
         ...
+
+
+def name_of(key: Key) -> str:
+    """The key as a word, which is no beginning of another key's."""
+    return "".join(f"{part}." for part in key)
 
 
 def check_version(request: Request, version: int | None) -> None:

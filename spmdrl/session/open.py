@@ -21,9 +21,10 @@ from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import here
 from spmdrl.session.determinism import make_deterministic
 from spmdrl.session.environ import keep_freed_memory, share_cores
+from spmdrl.session.session import Session
 from spmdrl.spmd.devices import without_gpu
 from spmdrl.spmd.lockstep import lockstep
-from spmdrl.spmd.mesh import World, start
+from spmdrl.spmd.mesh import start
 from spmdrl.spmd.network import choose_interface
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.logs import setup_logging
@@ -43,7 +44,7 @@ class Job(Protocol):
 
 
 J = TypeVar("J", bound=Job)
-Build = Callable[[Config, World, Timer, Console | None], J]
+Build = Callable[[Session], J]
 """Builds the job once the ranks have met and the run folder is taken. Collective."""
 
 
@@ -103,7 +104,7 @@ def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J 
             for line in [*filter(None, notes), *plan_lines(cfg, size)]:
                 console.note(line)
         with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
-            run = build(cfg, world, timer, console)
+            run = build(Session(cfg, world, timer, console))
             if keeps and world.is_first:
                 # Only once everything could be built: a start that fails leaves an existing run folder as it was.
                 checkpoint.write_config(folder, cfg)

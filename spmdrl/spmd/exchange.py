@@ -1,7 +1,7 @@
 """Experience moves by collectives: named ragged tensors, one all_to_all, a plan computed alike on every rank.
 
 A `Table` holds n items; each named column gives every item a row of its own length, stored end to end. The module
-knows nothing of trajectories: `data/` sits above it. Tensors travel as bytes, never as pickled objects (law 4).
+knows nothing of episodes: `data/` sits above it. Tensors travel as bytes, never as pickled objects (law 4).
 """
 
 from dataclasses import dataclass, field

@@ -150,7 +150,7 @@ class World:
 
     @cached_property
     def engine_tp_rank(self) -> int:
-        """This rank's place inside its engine; 0 holds the trajectories."""
+        """This rank's place inside its engine; 0 holds the episodes."""
         return self.rollout_mesh["tp"].get_local_rank()
 
     @cached_property

@@ -17,10 +17,10 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config
 from spmdrl.policy.megatron.host_adamw import HostAdamW
 from spmdrl.policy.models import Models
-from spmdrl.rl import run as runs
-from spmdrl.rl.run import Run
+from spmdrl.rl import build as runs
 from spmdrl.rollout.engine import kv_bytes_per_token
 from spmdrl.session import device_table as phases
+from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Timer
 from tests.unit.test_configs_megatron import MODELS, RUNS, Layout, held, layout_of
 
@@ -166,10 +166,9 @@ class Replay:
         monkeypatch.setattr(runs, "build_engine", lambda cfg, world, stop: Engine(cfg, device, weights))
         if beside:
             monkeypatch.setattr(runs, "room_for_engine", lambda models, cfg: nullcontext())
-        run = Run.__new__(Run)
-        run.cfg, run.world, run.models, run.console = cfg, world, self.models, None  # type: ignore[assignment]
-        run.policy = self.models.policy
-        self.engine = run._engine(set()) if cfg.parallel.placement == "colocated" or not made else None
+        session = Session(cfg, world, Timer())  # type: ignore[arg-type]
+        samples = cfg.parallel.placement == "colocated" or not made
+        self.engine = runs.sleeping_engine(session, self.models, set()) if samples else None
         monkeypatch.setattr(phases, "all_gather_text", lambda text, group: [text])
         monkeypatch.setattr(phases, "Meter", lambda device: SimpleNamespace(lap=lambda: (0, 0)))
         monkeypatch.setattr(phases, "give_back", lambda device, size: None)

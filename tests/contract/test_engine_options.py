@@ -1,5 +1,6 @@
 """What the vLLM engine is built with on a GPU: this code's own branch, run with a stand-in for vLLM's LLM class."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -97,14 +98,17 @@ def test_refusal_for_memory_names_what_makes_room():
 )
 def test_deep_sleep_beside_adapters_says_what_it_costs(monkeypatch, push, level, warns):
     from spmdrl.policy.models import Models
-    from spmdrl.rl import run as module
+    from spmdrl.rl import build as module
+    from spmdrl.session.session import Session
+    from spmdrl.tracking.metrics import Timer
 
     said, slept = [], []
     engine = SimpleNamespace(bytes_by_owner=lambda: {"engine weights": 3 << 30}, sleep=slept.append)
     monkeypatch.setattr(module, "build_engine", lambda *args: engine)
-    run = module.Run.__new__(module.Run)
-    run.cfg = config(lora={"rank": 4, "push": push}, rollout={"sleep_level": level})
-    run.world = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
-    run.models, run.policy, run.warn = Models(None), object(), said.append  # type: ignore[assignment, arg-type]
-    assert run._engine(set()) is engine and slept == [level]
+    monkeypatch.setattr(module, "room_for_engine", lambda *args: nullcontext())
+    cfg = config(lora={"rank": 4, "push": push}, rollout={"sleep_level": level})
+    session = Session(cfg, SimpleNamespace(device=torch.device("cuda")), Timer())  # type: ignore[arg-type]
+    session.warn = said.append
+    models = Models(object())  # type: ignore[arg-type]
+    assert module.sleeping_engine(session, models, set()) is engine and slept == [level]
     assert [("3.00 GiB" in text and "1 keeps them in host memory" in text) for text in said] == [True] * warns

@@ -254,7 +254,7 @@ def plant(plan: dict) -> None:
     import torch.distributed as dist
 
     from spmdrl.health.status import here
-    from spmdrl.rl.run import Run
+    from spmdrl.session.session import Session
     from spmdrl.tracking.metrics import Timer
 
     fault = FAULTS[plan["fault"]]
@@ -270,7 +270,7 @@ def plant(plan: dict) -> None:
                 os.replace(part, plan["stamp"])
             fault.do()
 
-    enter, note = Timer._enter, Run.note
+    enter, note = Timer._enter, Session.note
 
     def entered(self, name: str) -> None:
         enter(self, name)
@@ -282,7 +282,7 @@ def plant(plan: dict) -> None:
             groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT)))
         happen("start", 0)
 
-    Timer._enter, Run.note = entered, noted  # type: ignore[method-assign]
+    Timer._enter, Session.note = entered, noted  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -171,20 +171,20 @@ def _child(words: list[str], folder: str, target: float) -> None:
     import torch
 
     from spmdrl.config.load import load_or_exit
-    from spmdrl.rl.run import Run
+    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
     from spmdrl.train import train
 
     torch.set_num_threads(1)
     seen: list[tuple[int, float]] = []
-    with open_run(load_or_exit(words), Run) as run:
+    with open_run(load_or_exit(words), build_run) as run:
         assert run is not None
         evaluate = run.evaluate
 
         def watched(step: int, force: bool = False) -> None:
             evaluate(step, force)
-            if run.eval_metrics:
-                seen.append((step, run.eval_metrics["eval/accuracy"]))
+            if run.evaluation.numbers:
+                seen.append((step, run.evaluation.numbers["eval/accuracy"]))
                 Path(folder, "evaluations.json").write_text(json.dumps(seen))
                 if seen[-1][1] >= target:
                     raise Reached

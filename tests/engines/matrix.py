@@ -23,28 +23,28 @@ SHORTER = 2
 
 def stand_ins() -> None:
     """Replace what the module's text names, and gather every step's samples on rank 0, in the run folder."""
-    from spmdrl.rl.collect import Round
+    from spmdrl.rl.rollout_plan import RolloutPlan
     from spmdrl.rl.run import Run
     from spmdrl.spmd.exchange import all_gather_text
 
-    request, pack = Round.request, Run.pack
+    request, pack = RolloutPlan.request, Run.pack
 
-    def greedy(round_, group, sample):
-        asked = request(round_, group, sample)
-        shorter = SHORTER * (round_.samples - 1 - sample)
+    def greedy(plan, group, sample):
+        asked = request(plan, group, sample)
+        shorter = SHORTER * (plan.samples - 1 - sample)
         return replace(asked, temperature=0.0, max_new_tokens=asked.max_new_tokens - shorter)
 
-    def written(run, trajectories, step):
-        mine = [(t.position, t.sample, t.tokens.tolist(), t.finish) for t in trajectories]
+    def written(run, episodes, step):
+        mine = [(t.position, t.sample, t.tokens.tolist(), t.finish) for t in episodes]
         rows = sorted(
             row for text in all_gather_text(json.dumps(mine), run.world.host_group) for row in json.loads(text)
         )
         if run.world.is_first:
-            with open(run.folder / "greedy.jsonl", "a") as file:
+            with open(run.session.folder / "greedy.jsonl", "a") as file:
                 file.write(json.dumps(rows) + "\n")
-        return pack(run, trajectories, step)
+        return pack(run, episodes, step)
 
-    Round.request, Run.pack = greedy, written
+    RolloutPlan.request, Run.pack = greedy, written
 
 
 def as_nccl(inside: ExitStack) -> list:
@@ -76,7 +76,7 @@ def main() -> None:
     prepare()
     import torch
 
-    from spmdrl.rl.run import Run
+    from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
     from spmdrl.train import train
 
@@ -84,10 +84,10 @@ def main() -> None:
     with ExitStack() as inside:
         several = int(os.environ["WORLD_SIZE"]) > 1 and loaded.config.rollout.engine != "hf"
         recorders = as_nccl(inside) if several else []
-        with open_run(loaded, Run) as run:
+        with open_run(loaded, build_run) as run:
             train(run)
             for recorder in recorders:
-                torch.save(recorder.record, run.folder / f"record_{run.world.rank}.pt")
+                torch.save(recorder.record, run.session.folder / f"record_{run.world.rank}.pt")
                 torch.distributed.barrier()
 
 

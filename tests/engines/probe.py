@@ -38,7 +38,8 @@ class Probe:
         from transformers import AutoModelForCausalLM
 
         from spmdrl.hub.resolve import resolve
-        from spmdrl.rl.run import Run
+        from spmdrl.rl.build import build_run
+        from spmdrl.session.session import Session
         from spmdrl.spmd.mesh import start
         from spmdrl.tracking.logs import setup_logging
         from spmdrl.tracking.metrics import Timer
@@ -51,10 +52,10 @@ class Probe:
         os.environ["LOCAL_WORLD_SIZE"] = "3"
         torch.manual_seed(1234)
         rng = torch.get_rng_state()
-        self.run = Run(cfg, world, Timer(), None)
+        self.run = build_run(Session(cfg, world, Timer()))
         facts["rng_untouched"] = torch.equal(rng, torch.get_rng_state())
         facts["local_world_size"] = os.environ["LOCAL_WORLD_SIZE"]
-        self.engine, self.policy = self.run.engine, self.run.policy
+        self.engine, self.policy = self.run.memory.engine, self.run.models.policy
         facts["engine"], facts["device"] = type(self.engine).__name__, str(world.device)
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.model.dtype]
         self.hf = AutoModelForCausalLM.from_pretrained(resolve(cfg.model.path), dtype=self.dtype).eval()
@@ -90,7 +91,7 @@ class Probe:
         raise RuntimeError("the engine does not end its requests")
 
     def prompts(self, n: int) -> list[list[int]]:
-        return [p.tokens for p in self.run.prompts.prompts[:n]]
+        return [p.tokens for p in self.run.sampler.prompts.prompts[:n]]
 
     # ── three answers to one question ────────────────────────────────────────
 
@@ -126,22 +127,22 @@ class Probe:
 
     def agree(self, prompts: list[list[int]], temperature: float = 1.0) -> dict:
         """Largest and mean |difference| of engine, transformers and trainer on fresh samples."""
-        from spmdrl.data.batch import from_trajectories
-        from spmdrl.data.trajectory import Trajectory
+        from spmdrl.data.batch import from_episodes
+        from spmdrl.data.episode import episode_of
 
         self.refresh_hf()
         done = self.drain(
             [self.request(p, position=i, seed=100 + i, temperature=temperature) for i, p in enumerate(prompts)]
         )
-        trajectories = []
+        episodes = []
         for (position, sample), c in sorted(done.items()):
             prompt = prompts[position]
             mask = torch.tensor([False] * len(prompt) + [True] * len(c.tokens))
             logp = torch.tensor([0.0] * len(prompt) + c.logp)
-            trajectories.append(
-                Trajectory(position, sample, position, torch.tensor(prompt + c.tokens), mask, logp, c.version)
+            episodes.append(
+                episode_of(position, sample, position, torch.tensor(prompt + c.tokens), mask, logp, c.version)
             )
-        batch = from_trajectories(trajectories)
+        batch = from_episodes(episodes)
         mask = batch.token["mask"]
         trainer = self.policy.logprobs(batch, temperature)[0].cpu()[mask].float()
         engine = batch.token["rollout_logp"][mask]

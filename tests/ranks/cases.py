@@ -1,4 +1,4 @@
-"""What the rank tests share: configs, a fixed batch of trajectories, a small random model, and one step on it."""
+"""What the rank tests share: configs, a fixed batch of episodes, a small random model, and one step on it."""
 
 import dataclasses
 import os
@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import balance, from_trajectories, share_out
-from spmdrl.data.trajectory import Trajectory
+from spmdrl.data.batch import balance, from_episodes, share_out
+from spmdrl.data.episode import Episode, episode_of
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
-from spmdrl.rl.experience import Replay
+from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.score import score
 from spmdrl.rl.update import update
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
@@ -71,7 +71,7 @@ def small_model(folder: Path, seed: int = 0, scalar: bool = False, **changes) ->
     return str(folder)
 
 
-def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Trajectory]:
+def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Episode]:
     """Random tokens, ragged lengths, groups with and without a difference in reward, gaps in the loss mask.
 
     17 to 31 tokens each, so that with a budget of 31 every sequence is alone.
@@ -90,7 +90,7 @@ def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Trajectory]:
             reward = 0.5 if position % 3 == 2 else float(rng.randrange(3)) / 2
             tokens = torch.tensor(prompt + reply)
             out.append(
-                Trajectory(
+                episode_of(
                     prompt=position,
                     sample=sample,
                     position=position,
@@ -130,22 +130,22 @@ def group_of(world):
     return world.data_group
 
 
-def packed(cfg: Config, world, everyone: list[Trajectory], experts_width: int = 0):
-    """This rank's balanced share of trajectories that engines made; experts_width: as in `from_trajectories`."""
+def packed(cfg: Config, world, everyone: list[Episode], experts_width: int = 0):
+    """This rank's balanced share of episodes that engines made; experts_width: as in `from_episodes`."""
     mine = [t for t in everyone if t.position % world.size == world.rank]
     parts = tuple(sorted({name for t in everyone for name in t.parts}))
-    batch = from_trajectories(mine, parts, experts_width)
+    batch = from_episodes(mine, parts, experts_width)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(0, 0, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"] = batch.lengths
     prompts = max(t.position for t in everyone) + 1
-    batch = Replay(cfg.filter, prompts).mix(batch, 0, 0, Peers(world.group, world.device))
+    batch = ReplayBuffer(cfg.filter, prompts).mix(batch, 0, 0, Peers(world.group, world.device))
     order = list(range(prompts))
     generator_for(3).shuffle(order)
     return balance(share_out(batch, cfg.algo.updates_per_step, prompts, order), world)
 
 
-def scored_batch(cfg: Config, world, models: Models, everyone: list[Trajectory], batch=None):
+def scored_batch(cfg: Config, world, models: Models, everyone: list[Episode], batch=None):
     """(algorithm, batch with everything that the update wants, metrics); batch: one that is packed already."""
     algo = compose(cfg)
     batch = packed(cfg, world, everyone) if batch is None else batch
@@ -153,7 +153,7 @@ def scored_batch(cfg: Config, world, models: Models, everyone: list[Trajectory],
     return algo, algo.advantages(batch, world.data_peers), stats
 
 
-def update_models(cfg: Config, world, models: Models, everyone: list[Trajectory], batch=None) -> dict[str, float]:
+def update_models(cfg: Config, world, models: Models, everyone: list[Episode], batch=None) -> dict[str, float]:
     """One step as `train.py` makes it; the reduced metrics."""
     algo, batch, stats = scored_batch(cfg, world, models, everyone, batch)
     done = update(batch, models, algo, cfg, cfg.critic.warmup_steps, world.data_peers)
@@ -161,7 +161,7 @@ def update_models(cfg: Config, world, models: Models, everyone: list[Trajectory]
     return done.reduce(lambda x, op: all_reduce(x, op, group_of(world)), world.device)
 
 
-def update_once(cfg: Config, world, policy, reference, everyone: list[Trajectory]) -> dict[str, float]:
+def update_once(cfg: Config, world, policy, reference, everyone: list[Episode]) -> dict[str, float]:
     """`update_models` of an algorithm that needs no other model."""
     return update_models(cfg, world, Models(policy, reference), everyone)
 

@@ -5,7 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from spmdrl.config.schema import Config
+from spmdrl.rl.build import build_run
 from spmdrl.rl.run import Run
+from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
 from tests.ranks.cases import config
@@ -44,7 +46,7 @@ class Interrupted(Exception):
 def open_demo(world, folder: str, sections: dict, stop_after: int = 0) -> Run:
     """A run that stops as if it was killed once the checkpoint of step `stop_after` stands."""
     Path(folder).mkdir(exist_ok=True)
-    run = Run(demo(folder, **sections), world, Timer(), None)
+    run = build_run(Session(demo(folder, **sections), world, Timer()))
     if stop_after:
         save = run.checkpoint
 
@@ -63,7 +65,8 @@ def train_demo(world, folder: str, sections: dict, stop_after: int = 0) -> tuple
     with suppress(Interrupted):
         train(run)
     run.close()
-    return run.start_step, run.policy.version, run.policy.updates_done
+    policy = run.models.policy
+    return run.checkpoints.start_step, policy.version, policy.updates_done
 
 
 def metrics(folder) -> list[dict]:

@@ -34,9 +34,10 @@ from spmdrl.config.presets import PRESETS
 from spmdrl.config.resume import FREE, listed
 from spmdrl.config.schema import Config
 from spmdrl.hub.folder import TINY
+from spmdrl.rl.build import build_run
 from spmdrl.rl.compose import aggregation
 from spmdrl.rl.rehearsal import check_use
-from spmdrl.rl.run import Run
+from spmdrl.session.session import Session
 from spmdrl.spmd.seeds import generator_for
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
@@ -338,15 +339,15 @@ def one_run(world, cfg: Config, folder: Path) -> dict | None:
         seed(world.rank)
     folder.mkdir(exist_ok=True)
     torch.distributed.barrier()
-    run = Run(replace(cfg, run=replace(cfg.run, dir=str(folder))), world, Timer(), None)
-    before = full_weights(run.policy) if run.policy else {}
-    first = run.start_step
+    run = build_run(Session(replace(cfg, run=replace(cfg.run, dir=str(folder))), world, Timer()))
+    before = full_weights(run.models.policy) if run.models.policy else {}
+    first = run.checkpoints.start_step
     train(run)
     weights = {}
     # An evaluation at the end may have left them where they are while the engine samples.
     with run.memory.training_phase():
-        if run.policy:
-            models = {"policy": run.policy, **run.models.trained()}
+        if run.models.policy:
+            models = {"policy": run.models.policy, **run.models.trained()}
             weights = {f"{name}/{n}": w for name, model in models.items() for n, w in full_weights(model).items()}
     run.close()
     if world.rank:

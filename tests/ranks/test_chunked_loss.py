@@ -9,7 +9,7 @@ from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
 from spmdrl.rl.objectives import PolicyObjective
 from tests.ranks.cases import build_policy, config, float64_softmax, gradients_of, relative, small_model, update_models
-from tests.ranks.cases import synthetic_batch as trajectories
+from tests.ranks.cases import synthetic_batch as episodes
 from tests.ranks.harness import run_ranks
 
 OWN = """
@@ -65,7 +65,7 @@ def both(world, folder: str, own: str, separable: str) -> dict:
             seen: dict = {}
             with float64_softmax():
                 grads = gradients_of(
-                    models.policy, lambda m=models, c=cfg, s=seen: s.update(update_models(c, world, m, trajectories()))
+                    models.policy, lambda m=models, c=cfg, s=seen: s.update(update_models(c, world, m, episodes()))
                 )
             found.append((seen, grads, len(calls)))
         out[name] = found
@@ -129,7 +129,7 @@ def in_bfloat16(world, folder: str) -> dict:
             models = Models(
                 build_policy(cfg, world), build_policy(cfg, world, False) if "reference" in compose(cfg).needs else None
             )
-            grads = gradients_of(models.policy, lambda m=models, c=cfg: update_models(c, world, m, trajectories()))
+            grads = gradients_of(models.policy, lambda m=models, c=cfg: update_models(c, world, m, episodes()))
             found.append((types, torch.cat(slopes), torch.cat([x.flatten() for x in grads[0].values()])))
         out[name] = found
     PolicyObjective.token_losses = plain

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.data.batch import from_trajectories, share_out
+from spmdrl.data.batch import from_episodes, share_out
 from spmdrl.policy.contract import LossResult, Objective, Shared
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.tracking.metrics import Metrics
@@ -63,7 +63,7 @@ class Sum(Objective):
 def passes(world, folders: dict) -> dict:
     """(family, head, recomputing) -> a trained model's numbers of two passes and of an update, with its gradient."""
     out = {}
-    trajectories = synthetic_batch(2, 2)
+    episodes = synthetic_batch(2, 2)
     for family, head in folders:
         for again in (False, True):
             path = folders[family, head]
@@ -73,7 +73,7 @@ def passes(world, folders: dict) -> dict:
             )
             own = OptimizerConfig(lr=1e-3, clip_grad_norm=0.0)
             model = build_policy(cfg, world) if head == "lm" else FsdpPolicy(cfg, world, 9, True, path, "value", own)
-            batch = share_out(from_trajectories(trajectories), 1, 2, [0, 1])
+            batch = share_out(from_episodes(episodes), 1, 2, [0, 1])
             batch.token["place"] = torch.arange(batch.n_tokens)
             seen = torch.zeros(batch.n_tokens)
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from spmdrl.data.batch import balance, from_trajectories, gather_rows
-from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
+from spmdrl.data.batch import balance, from_episodes, gather_rows
+from spmdrl.data.episode import FINISH_REASONS, Episode, episode_of
 from spmdrl.spmd.balance import assign_balanced
 from spmdrl.spmd.exchange import (
     Table,
@@ -110,7 +110,7 @@ def test_layout_exchange_moves_every_item_once_with_its_bytes(n):
             ]
 
 
-def trajectories() -> list[Trajectory]:
+def episodes() -> list[Episode]:
     """10 prompts x 4 samples with heavy-tailed lengths; prompt 3 is drawn twice (positions 3 and 7)."""
     rng = generator_for(5)
     out = []
@@ -119,8 +119,10 @@ def trajectories() -> list[Trajectory]:
             length = min(400, 3 + int(rng.paretovariate(1.1) * 5))
             g = torch.Generator().manual_seed(position * 10 + sample)
             mask = torch.arange(length) >= 2
+            if sample % 2 and length > 6:
+                mask[4] = False  # what a tool said
             out.append(
-                Trajectory(
+                episode_of(
                     prompt=3 if position == 7 else position,
                     sample=sample,
                     position=position,
@@ -129,7 +131,6 @@ def trajectories() -> list[Trajectory]:
                     rollout_logp=-torch.rand(length, generator=g) * mask,
                     version=position,
                     finish=FINISH_REASONS[(position + sample) % 3],
-                    turns=sample + 1,
                     reward=rng.random(),
                     parts={"a": rng.random()} if position % 2 else {},
                 )
@@ -138,9 +139,9 @@ def trajectories() -> list[Trajectory]:
 
 
 def rank_batch(world, updates: int = 1, power: int = 1):
-    everyone = trajectories()
+    everyone = episodes()
     owner = owners(2, len(everyone), world.size)
-    batch = from_trajectories([t for t, o in zip(everyone, owner, strict=True) if o == world.rank], ("a", "b"))
+    batch = from_episodes([t for t, o in zip(everyone, owner, strict=True) if o == world.rank], ("a", "b"))
     batch.seq["update"] = batch.seq["position"] % updates
     batch.seq["work"] = batch.lengths**power
     return batch
@@ -158,7 +159,7 @@ def balance_cases(world):
 @pytest.mark.parametrize("n", RANKS)
 def test_layout_balance_keeps_every_sequence_and_evens_the_work(n):
     results = run_ranks(balance_cases, n)
-    everyone = {(t.position, t.sample): t for t in trajectories()}
+    everyone = {(t.position, t.sample): t for t in episodes()}
     for case, (updates, power) in enumerate([(1, 1), (1, 2), (2, 1), (2, 2)]):
         seen = []
         work = torch.zeros(updates, n)
@@ -213,7 +214,7 @@ def gather_cases(world):
 
 
 def test_layout_gathered_columns_are_alike_on_every_rank_and_world_size():
-    want = [[t.reward, t.position, row] for t in trajectories() for row in range(1 + t.sample % 2)]
+    want = [[t.reward, t.position, row] for t in episodes() for row in range(1 + t.sample % 2)]
     for n in RANKS:
         for columns, own, texts, rows in run_ranks(gather_cases, n):
             assert columns.tolist() == want and own  # bit for bit, in sample order

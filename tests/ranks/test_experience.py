@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 from spmdrl.algos.filters import mixed
 from spmdrl.config.learning import FilterConfig
-from spmdrl.data.batch import from_trajectories
-from spmdrl.data.trajectory import Trajectory
-from spmdrl.rl.collect import Collected, Round
-from spmdrl.rl.experience import Replay, fill
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.episode import Episode, episode_of
+from spmdrl.rl.replay_buffer import ReplayBuffer
+from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+from spmdrl.rl.sampler import Sampler
 from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for
@@ -21,30 +22,36 @@ from tests.ranks.harness import RankError, run_ranks
 WANTED, SAMPLES = 4, 3
 
 
-def sample(prompt: int, sample: int, position: int, salt: int = 0) -> Trajectory:
-    """A trajectory that is all the prompt's and the sample's own; every third prompt agrees in its rewards."""
+def sample(prompt: int, sample: int, position: int, salt: int = 0) -> Episode:
+    """A episode that is all the prompt's and the sample's own; every third prompt agrees in its rewards."""
     rng = generator_for(prompt, sample, salt)
     length = 2 + rng.randrange(4)
     reward = 1.0 if prompt % 3 == 0 else float(sample + rng.randrange(2))
     mask = torch.tensor([False] + [True] * (length - 1))
     tokens = torch.tensor([rng.randrange(99) for _ in range(length)])
-    return Trajectory(prompt, sample, position, tokens, mask, mask * -1.0, 0, reward=reward)
+    return episode_of(prompt, sample, position, tokens, mask, mask * -1.0, 0, reward=reward)
+
+
+class Made(Sampler):
+    """Engines that take every prompt in turn; what they sample is made up."""
+
+    def __init__(self, cfg, world, keep):
+        self.cfg, self.world, self.keep = cfg, world, keep
+
+    def plan(self, step: int, first: int, prompts: int, version: int, before: int = 0) -> RolloutPlan:
+        return RolloutPlan(str(before), [None] * prompts, SAMPLES, (0,), 0, 8, 1.0, first_position=first)
+
+    def rollout(self, plan: RolloutPlan) -> RolloutResult:
+        mine = [p for p in range(len(plan.prompts)) if p % self.world.size == self.world.rank]
+        place = plan.first_position
+        return RolloutResult([sample(place + p, s, place + p) for p in mine for s in range(SAMPLES)], [])
 
 
 def filled(world, cfg: FilterConfig, keep: bool):
     """Which prompts a step got, as (position, prompt, sample) rows over all ranks, and the numbers it tells."""
     run = config(filter=dataclasses.asdict(cfg), rollout={"prompts_per_step": WANTED, "samples_per_prompt": SAMPLES})
-
-    def round_at(before: int, prompts: int) -> Round:
-        return Round(str(before), [None] * prompts, SAMPLES, (0,), 0, 8, 1.0, first_position=before)
-
-    def collect(round_: Round) -> Collected:
-        mine = [p for p in range(len(round_.prompts)) if p % world.size == world.rank]
-        place = round_.first_position
-        return Collected([sample(place + p, s, place + p) for p in mine for s in range(SAMPLES)], [])
-
-    done = fill(round_at, collect, mixed if keep else None, run, world, [], 0)
-    rows = torch.tensor([[t.position, t.prompt, t.sample] for t in done.trajectories]).reshape(-1, 3)
+    done = Made(run, world, mixed if keep else None).collect_step(0, 0, 0, [])
+    rows = torch.tensor([[t.position, t.prompt, t.sample] for t in done.episodes]).reshape(-1, 3)
     everyone = torch.cat(all_gather_rows(rows, world.host_group))
     numbers = done.stats.reduce(lambda x, op: dist.all_reduce(x, group=world.host_group) if op == "sum" else None)
     return sorted(map(tuple, everyone.tolist())), done.drawn // WANTED, numbers
@@ -81,11 +88,11 @@ def test_lockstep_a_step_that_cannot_fill_ends_on_every_rank_alike():
 
 def replayed(world, cfg: FilterConfig, steps: int):
     """For each step: what all ranks learn from, as sorted rows (position, prompt, sample, first token)."""
-    replay, out = Replay(cfg, WANTED), []
+    replay, out = ReplayBuffer(cfg, WANTED), []
     group = dist.group.WORLD if world.size > 1 else None
     for step in range(steps):
         mine = [p for p in range(WANTED) if p % world.size == world.rank]
-        batch = from_trajectories([sample(7 * step + p, s, p, step) for p in mine for s in range(SAMPLES)])
+        batch = from_episodes([sample(7 * step + p, s, p, step) for p in mine for s in range(SAMPLES)])
         mixed_in = replay.mix(batch, 5, step, Peers(group, world.device))
         first = mixed_in.token["tokens"][mixed_in.cu_seqlens[:-1].long()]
         rows = torch.stack([mixed_in.seq["position"], mixed_in.seq["prompt"], mixed_in.seq["sample"], first], 1)
@@ -121,6 +128,6 @@ def test_layout_resampling_and_replay_draw_alike_on_any_number_of_ranks(name):
 
 
 def test_without_a_filter_a_batch_passes_as_it_is():
-    batch = from_trajectories([sample(p, s, p) for p in range(WANTED) for s in range(SAMPLES)])
-    assert Replay(FilterConfig(), WANTED).mix(batch, 0, 0, Peers(None, torch.device("cpu"))) is batch
+    batch = from_episodes([sample(p, s, p) for p in range(WANTED) for s in range(SAMPLES)])
+    assert ReplayBuffer(FilterConfig(), WANTED).mix(batch, 0, 0, Peers(None, torch.device("cpu"))) is batch
     assert dataclasses.replace(FilterConfig()).bad_sample == "stop"

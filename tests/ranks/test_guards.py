@@ -71,7 +71,12 @@ def trained(world, folder: str, sections: dict, stop_after: int = 0):
         if type(error).__name__ != "Interrupted":
             raise
     run.close()
-    return full_weights(run.policy), run.policy.guard.state(), run.policy.updates_done, run.policy.version
+    return (
+        full_weights(run.models.policy),
+        run.models.policy.guard.state(),
+        run.models.policy.updates_done,
+        run.models.policy.version,
+    )
 
 
 def replayed(world, place: str, model: str = "") -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.data.batch import from_trajectories, share_out
+from spmdrl.data.batch import from_episodes, share_out
 from spmdrl.hub.folder import TINY
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
@@ -103,7 +103,7 @@ def load(folder, scalar=False):
 
 
 def of(lm, t):
-    """logp and entropy of a trajectory's sampled tokens."""
+    """logp and entropy of a episode's sampled tokens."""
     log_p = torch.log_softmax(lm(input_ids=t.tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
     keep = t.mask[1:]
     return log_p.gather(1, t.tokens[1:, None])[:, 0][keep], -(log_p.exp() * log_p).sum(-1)[keep]
@@ -115,16 +115,16 @@ def value_of(critic, t):
 
 
 def shares(everyone) -> list[list[int]]:
-    """Indices of the trajectories that each of two optimizer steps uses."""
+    """Indices of the episodes that each of two optimizer steps uses."""
     prompts = max(t.position for t in everyone) + 1
     order = list(range(prompts))
     generator_for(3).shuffle(order)
-    update = share_out(from_trajectories(everyone), 2, prompts, order).seq["update"].tolist()
+    update = share_out(from_episodes(everyone), 2, prompts, order).seq["update"].tolist()
     return [[i for i, u in enumerate(update) if u == share] for share in range(2)]
 
 
 def descend(model, loss_of, picks, lr, clip=0.0) -> Learnt:
-    """One AdamW step for each list of trajectories."""
+    """One AdamW step for each list of episodes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
     out = Learnt([], [], {})
     for picked in picks:

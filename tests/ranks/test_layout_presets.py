@@ -26,8 +26,8 @@ from spmdrl.algos.selection import Selecting, select_kl_cov
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, OptimizerConfig, ParallelConfig
 from spmdrl.data.batch import Batch
+from spmdrl.data.episode import Episode
 from spmdrl.data.packing import microbatch_count, microbatches
-from spmdrl.data.trajectory import Trajectory
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
@@ -206,7 +206,7 @@ def settings(name: str, world: World, folder: str) -> Config:
 
 
 @torch.no_grad()
-def experience(folder: str) -> list[Trajectory]:
+def experience(folder: str) -> list[Episode]:
     """Eight groups of seven, with all that a preset may look at; the engine's logp is near that of the policy."""
     from transformers import AutoModelForCausalLM
 
@@ -305,7 +305,7 @@ def budget_for(shares: tuple[tuple[int, ...], ...], micro: int) -> int:
     return next(budget for budget in range(longest, WHOLE) if most(budget) <= micro)
 
 
-def cut(cfg: Config, world: World, layout: Layout, everyone: list[Trajectory]) -> tuple[Config, Batch]:
+def cut(cfg: Config, world: World, layout: Layout, everyone: list[Episode]) -> tuple[Config, Batch]:
     """This rank's share of the batch, and the config with the token budget that gives the layout's micro-batches."""
     unbalanced = mock.patch("spmdrl.data.batch.assign_balanced", lopsided) if layout.lopsided else nullcontext()
     with unbalanced:
@@ -322,7 +322,7 @@ def cut(cfg: Config, world: World, layout: Layout, everyone: list[Trajectory]) -
     return dataclasses.replace(cfg, policy=dataclasses.replace(cfg.policy, max_tokens_per_microbatch=budget)), batch
 
 
-def answer(name: str, layout: Layout, world: World, cast: Cast, everyone: list[Trajectory], folder: str) -> Answer:
+def answer(name: str, layout: Layout, world: World, cast: Cast, everyone: list[Episode], folder: str) -> Answer:
     """One case in one layout. Collective."""
     cfg, batch = cut(settings(name, world, folder), world, layout, everyone)
     models, metrics = cast(cfg), {}

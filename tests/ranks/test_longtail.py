@@ -5,14 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
+from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt
-from spmdrl.data.trajectory import Trajectory
-from spmdrl.rl.collect import Collected, Round, shares
-from spmdrl.rl.experience import fill
-from spmdrl.rl.run import Run
+from spmdrl.rl.build import build_run
+from spmdrl.rl.rollout import shares
+from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+from spmdrl.rl.sampler import Sampler
+from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
@@ -50,25 +51,25 @@ def tail(folder: str, **rollout):
 def trained(world, folder, rollout):
     """For each step this rank's rows (position, prompt, sample, tokens, versions, finish), the prompts that it carries
     on, and those that all ranks drew."""
-    run = Run(tail(folder, **rollout), world, Timer(), None)
+    run = build_run(Session(tail(folder, **rollout), world, Timer()))
     seen, experience = [], run.experience
 
     def watched(step):
-        first = run.ahead.draws
+        first = run.prefetcher.draws
         done = experience(step)
-        drawn = drawn_indices(len(run.prompts), first, done.drawn, run.cfg.run.seed)
+        drawn = drawn_indices(len(run.sampler.prompts), first, done.drawn, run.cfg.run.seed)
         rows = [
             (t.position, t.prompt, t.sample, t.tokens.tolist(), t.versions[t.mask].tolist(), t.finish)
-            for t in done.trajectories
+            for t in done.episodes
         ]
         carried = [group.prompt.index for group in done.carried]
-        seen.append((rows, carried, [run.prompts.prompts[i].index for i in drawn]))
+        seen.append((rows, carried, [run.sampler.prompts.prompts[i].index for i in drawn]))
         return done
 
     run.experience = watched
     train(run)
     run.close()
-    assert run.progress.draws == run.ahead.draws, "a resume goes on where the line is"
+    assert run.state.draws == run.prefetcher.draws, "a resume goes on where the line is"
     return seen
 
 
@@ -156,42 +157,47 @@ def test_lockstep_what_is_drawn_is_learnt_or_carried(assignment, sequences, tmp_
         assert sum(cut[1:]) > sum(surplus[1:]), "also in the steps that go on with groups"
 
 
-def uneven(world, assignment: str, partial: int):
-    """Two steps of `fill` in which engine 0 begins all that is its own, of which 6 is cut, and engine 1 but place 1.
+class Uneven(Sampler):
+    """Engine 0 begins all that is its own, of which 6 is cut, and engine 1 only place 1; nothing is sampled."""
 
-    What both were asked for, as (first position, prompts, groups that each engine carries, those of this one); how many
+    def __init__(self, cfg, world, assignment: str):
+        self.cfg, self.world, self.keep, self.assignment, self.asked = cfg, world, None, assignment, []
+
+    def plan(self, step: int, first: int, prompts: int, version: int, before: int = 0) -> RolloutPlan:
+        blank = [Prompt(i, [5], "", "", {}, "") for i in range(prompts)]
+        return RolloutPlan("r", blank, 1, (0, 0), 0, 8, 1.0, assignment=self.assignment, first_position=first)
+
+    def rollout(self, plan: RolloutPlan) -> RolloutResult:
+        carried = [g.position for g in plan.carried]
+        self.asked.append((plan.first_position, len(plan.prompts), plan.carried_by, carried))
+        if self.world.rank:
+            return RolloutResult([one(plan, 1)], list(plan.carried), 2)
+        cut = [*plan.carried, plan.group(6)] if len(plan.prompts) > 6 else list(plan.carried)
+        return RolloutResult([one(plan, place) for place in (0, 2, 4)], cut, 7 if len(plan.prompts) > 6 else 5)
+
+
+def uneven(world, assignment: str, partial: int):
+    """Two steps of an uneven sampler.
+
+    What it was asked for, as (first position, prompts, groups that each engine carries, those of this one); how many
     were drawn; (cut, unbegun) of each step.
     """
     rollout = {"prompts_per_step": 4, "samples_per_prompt": 1, "oversample": 2.0, "partial_steps": partial}
-    cfg = config(rollout=rollout)
-    rounds = []
-
-    def collect(round_: Round) -> Collected:
-        rounds.append(
-            (round_.first_position, len(round_.prompts), round_.carried_by, [g.position for g in round_.carried])
-        )
-        if world.rank:
-            return Collected([one(round_, 1)], list(round_.carried), 2)
-        cut = [*round_.carried, round_.group(6)] if len(round_.prompts) > 6 else list(round_.carried)
-        return Collected([one(round_, place) for place in (0, 2, 4)], cut, 7 if len(round_.prompts) > 6 else 5)
-
-    def round_at(before: int, prompts: int) -> Round:
-        blank = [Prompt(i, [5], "", "", {}, "") for i in range(prompts)]
-        return Round("r", blank, 1, (0, 0), 0, 8, 1.0, assignment=assignment, first_position=draws + before)
-
+    sampler = Uneven(config(rollout=rollout), world, assignment)
     draws, carried, told = 0, [], []
     for step in range(2):
-        done = fill(round_at, collect, None, cfg, world, carried, step)
+        done = sampler.collect_step(step, draws, 0, carried)
         draws, carried = draws + done.drawn, done.carried
         reduced = done.stats.reduce(lambda x, op: all_reduce(x, op, world.rollout_group))
         told.append((reduced["rollout/cut_prompts"], reduced["rollout/unbegun_prompts"]))
-    return rounds, draws, told
+    return sampler.asked, draws, told
 
 
-def one(round_: Round, place: int) -> Trajectory:
-    mask = torch.tensor([False, True])
-    tokens, position = torch.tensor([5, 6]), round_.first_position + place
-    return Trajectory(position, 0, position, tokens, mask, mask * -1.0, 0, reward=0.0, versions=torch.zeros(2).long())
+def one(plan: RolloutPlan, place: int) -> Episode:
+    position = plan.first_position + place
+    made = Episode(position, 0, position, [prompt_segment([5])], "stop")
+    made.add_sampled([6], [-1.0], 0)
+    return made
 
 
 def test_the_line_goes_on_after_the_last_prompt_that_was_begun():

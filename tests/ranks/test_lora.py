@@ -9,8 +9,8 @@ import torch
 
 from spmdrl import checkpoint
 from spmdrl.config.engines import pushed_parts
-from spmdrl.data.batch import from_trajectories
-from spmdrl.data.trajectory import Trajectory
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.episode import episode_of
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
@@ -201,19 +201,17 @@ def sampled(engine, policy, world) -> float:
     requests = [Request((world.rank, i), [1, 5, 6 + i], 9 + i, policy.version, 8) for i in range(4)]
     for request in requests:
         engine.submit(request)
-    done, trajectories = [], []
+    done, episodes, told = [], [], []
     while len(done) < 4:
         done += engine.poll()
     for c in sorted(done, key=lambda c: c.key):
         prompt = requests[c.key[1]].prompt
         mask = torch.tensor([False] * 3 + [True] * len(c.tokens))
         logp = torch.tensor([0.0] * 3 + c.logp, dtype=torch.float64)
-        trajectories.append(
-            Trajectory(0, c.key[1], 0, torch.tensor(prompt + c.tokens), mask, logp, version=policy.version)
-        )
-    batch = from_trajectories(trajectories)
-    told = torch.cat([t.rollout_logp for t in trajectories])
-    return (policy.logprobs(batch, 1.0)[0].double() - told).abs().max().item()
+        told.append(logp)
+        episodes.append(episode_of(0, c.key[1], 0, torch.tensor(prompt + c.tokens), mask, logp, version=policy.version))
+    batch = from_episodes(episodes)
+    return (policy.logprobs(batch, 1.0)[0].double() - torch.cat(told)).abs().max().item()
 
 
 def pushed(world, folder, dtype, push, level):

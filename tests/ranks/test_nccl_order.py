@@ -85,7 +85,7 @@ def recorded(world, folder: str, parallel: dict, sections: dict) -> Record:
             with suppress(Interrupted):
                 train(run)
             run.close()
-            assert run.start_step == ("checkpoint" in sections and not stop_after)
+            assert run.checkpoints.start_step == ("checkpoint" in sections and not stop_after)
         return recorder.record
 
 

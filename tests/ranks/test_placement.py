@@ -11,8 +11,9 @@ from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import ParallelConfig
+from spmdrl.rl.build import build_run
 from spmdrl.rl.compose import compose
-from spmdrl.rl.run import Run
+from spmdrl.session.session import Session
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
@@ -29,15 +30,16 @@ def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: i
     """The demo under split placement: for each step that this rank sampled (step, version, tokens' versions)."""
     world = world_from_group(ParallelConfig(**parallel), 1, torch.device("cpu"), world.rank, timedelta(seconds=60))
     Path(folder).mkdir(exist_ok=True)
-    run = Run(demo(folder, **sections | {"parallel": parallel}), world, Timer(), None)
-    seen, sample, save = [], run.ahead.sample, run.checkpoint
+    run = build_run(Session(demo(folder, **sections | {"parallel": parallel}), world, Timer()))
+    seen, save, sampler = [], run.checkpoint, run.sampler
+    collect_step = sampler and sampler.collect_step
 
-    def watched(step, carried):
+    def watched(step, drawn, version, carried):
         if step == fail_at:
             raise ValueError("the reward is broken")
-        done = sample(step, carried)
-        versions = {v for t in done.trajectories for v in t.versions[t.mask].tolist()}
-        prompts = sorted({(t.position, t.prompt) for t in done.trajectories})
+        done = collect_step(step, drawn, version, carried)
+        versions = {v for t in done.episodes for v in t.versions[t.mask].tolist()}
+        prompts = sorted({(t.position, t.prompt) for t in done.episodes})
         seen.append((step, run.memory.version, sorted(versions), prompts))
         return done
 
@@ -46,7 +48,9 @@ def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: i
         if step + 1 == stop_after:
             raise Interrupted
 
-    run.ahead.sample, run.checkpoint = watched, then_die
+    run.checkpoint = then_die
+    if sampler:
+        sampler.collect_step = watched
     with suppress(Interrupted):
         train(run)
     run.close()
@@ -54,9 +58,9 @@ def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: i
     return {
         "seen": seen,
         "models": models,
-        "engine": run.engine is not None,
-        "draws": run.progress.draws,
-        "start": run.start_step,
+        "engine": sampler is not None,
+        "draws": run.state.draws,
+        "start": run.checkpoints.start_step,
     }
 
 

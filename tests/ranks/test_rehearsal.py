@@ -10,8 +10,9 @@ from spmdrl.config.dump import to_dict
 from spmdrl.config.load import from_command_line
 from spmdrl.config.watch import watch
 from spmdrl.rl import journal
+from spmdrl.rl.build import build_run
 from spmdrl.rl.rehearsal import is_judged, settings_read
-from spmdrl.rl.run import Run
+from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
 from tests.ranks.harness import run_ranks
@@ -49,7 +50,7 @@ def run_watched(world, flags: list[str]) -> list[str]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(journal, "to_dict", plain))
         stack.enter_context(patch.object(resume, "to_dict", plain))
-        run = Run(watched, world, Timer(), None)
+        run = build_run(Session(watched, world, Timer()))
         train(run)
         run.close()
     return sorted(seen)

@@ -274,7 +274,7 @@ STOP = 2
 
 def remembered(run) -> dict:
     """All that a step depends on, weights and moments whole. Collective."""
-    models = {"policy": run.policy, **run.models.trained()}
+    models = {"policy": run.models.policy, **run.models.trained()}
     moments = {}
     for name, model in models.items():
         state = model.optimizer.state
@@ -282,8 +282,8 @@ def remembered(run) -> dict:
         moments[name] = whole(named) if named else {}
     return {
         "algorithm": dict(run.algo.state),
-        "draws": run.progress.draws,
-        "version": run.policy.version,
+        "draws": run.state.draws,
+        "version": run.models.policy.version,
         "updates": {name: model.updates_done for name, model in models.items()},
         "due": {name: model.updates_due for name, model in models.items()},
         "weights": {name: full_weights(model) for name, model in models.items()},

@@ -17,12 +17,15 @@ import torch
 
 from spmdrl.checkpoint.files import write_manifest
 from spmdrl.data import treefile
-from spmdrl.data.batch import from_trajectories, to_trajectories
+from spmdrl.data.batch import from_episodes, to_episodes
+from spmdrl.data.episode import Episode, episode_of, prompt_segment
 from spmdrl.data.prompts import Prompt, PromptSet
-from spmdrl.data.trajectory import Trajectory
-from spmdrl.rl import resume
-from spmdrl.rl.collect import Group, Part
-from spmdrl.rl.experience import Ahead, Experience, Replay
+from spmdrl.rl.prefetch import RolloutPrefetcher
+from spmdrl.rl.quota import Experience
+from spmdrl.rl.rank_state import RankState, dealt
+from spmdrl.rl.replay_buffer import ReplayBuffer
+from spmdrl.rl.rollout_plan import PromptGroup
+from spmdrl.session import generators
 from spmdrl.train import train
 from tests.ranks.cases import config, full_weights
 from tests.ranks.demo import STEPS, metrics, open_demo, train_demo, untimed
@@ -82,12 +85,12 @@ def finish(world, folder, sections):
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(world.rank)
     run = open_demo(world, str(folder), sections)
-    first = run.start_step
+    first = run.checkpoints.start_step
     train(run)
     run.close()
     weights = {}
-    if run.policy:
-        models = {"policy": run.policy, **run.models.trained()}
+    if run.models.policy:
+        models = {"policy": run.models.policy, **run.models.trained()}
         weights = {f"{name}/{n}": w for name, model in models.items() for n, w in full_weights(model).items()}
     return first, weights if world.rank == 0 else None
 
@@ -190,7 +193,7 @@ def test_resume_deals_everything_once(before, now):
     things = {(holder, i) for holder in range(before) for i in range(5)}
     taken = []
     for mine in range(now):
-        numbers, share, shares = resume.dealt(mine, now, before)
+        numbers, share, shares = dealt(mine, now, before)
         taken += [(holder, i) for holder in numbers for i in range(5)[share::shares]]
         if now == before:
             assert (numbers, share, shares) == ([mine], 0, 1)
@@ -200,10 +203,10 @@ def test_resume_deals_everything_once(before, now):
 PROMPTS = PromptSet([Prompt(3 * i + 1, [i, i + 1], "x", "s", {}, "t") for i in range(40)], 0, "made")
 
 
-def trajectory(position: int, sample: int) -> Trajectory:
+def episode(position: int, sample: int) -> Episode:
     tokens = torch.arange(3 + sample)
     mask = tokens > 1
-    return Trajectory(position, sample, position, tokens, mask, mask * -0.5, 1, "stop", parts={"a": 0.1 * position})
+    return episode_of(position, sample, position, tokens, mask, mask * -0.5, 1, "stop", parts={"a": 0.1 * position})
 
 
 def holder(rank: int, size: int, tp: int = 1, **changes):
@@ -219,8 +222,9 @@ def holder(rank: int, size: int, tp: int = 1, **changes):
         engine_tp_rank=rank % tp,
         device=torch.device("cpu"),
     )
-    ahead = Ahead(lambda *_: pytest.fail("nothing is sampled here"), 1, 4, 9, 0)
-    return resume.Holder(cfg, world, PROMPTS, ahead, Replay(cfg.filter, 8), False)
+    # Nothing is sampled here.
+    ahead = RolloutPrefetcher(None, 1, 4, 9, 0)
+    return RankState(cfg, world, PROMPTS, ahead, ReplayBuffer(cfg.filter, 8), False)
 
 
 def filled(rank: int, size: int, tp: int):
@@ -228,15 +232,21 @@ def filled(rank: int, size: int, tp: int):
     held = holder(rank, size, tp)
     engine, engines, leads = rank // tp, size // tp, rank % tp == 0
     for i in range(engine, 6, engines):
-        part = Part([5, 6, i], [-0.1, -1 / 3, -0.7], [3, 3, 4], torch.full((4, 2), i, dtype=torch.int16))
         prompt = PROMPTS.prompts[i]
-        held.ahead.carried.append(Group(100 + i, prompt, 3, {0: part, 1: Part([7], [-2.0], [4], None, "stop")}))
-    mine = [trajectory(p, s) for p in range(engine, 8, engines) for s in range(2)] if leads else []
+        first, second = (Episode(prompt.index, n, 100 + i, [prompt_segment(prompt.tokens)]) for n in range(2))
+        first.experts = torch.full((4, 2), i, dtype=torch.int16)
+        first.add_sampled([5, 6], [-0.1, -1 / 3], 3)
+        first.add_observed([8, 9], state=12)
+        first.add_sampled([i], [-0.7], 4)
+        second.add_sampled([7], [-2.0], 4)
+        second.finish = "stop"
+        held.prefetcher.carried.append(PromptGroup(100 + i, prompt, 3, [first, second]))
+    mine = [episode(p, s) for p in range(engine, 8, engines) for s in range(2)] if leads else []
     done = Experience(mine, 11, bad_samples=leads)
     done.stats.add("filter/rounds", 2)
-    held.ahead.ready, held.ahead.step, held.ahead.draws = deque([done]), 5, 77
+    held.prefetcher.ready, held.prefetcher.step, held.prefetcher.draws = deque([done]), 5, 77
     for step in (2, 3):
-        batch = from_trajectories([trajectory(p, step) for p in range(rank, 8, size)], ("a",))
+        batch = from_episodes([episode(p, step) for p in range(rank, 8, size)], ("a",))
         held.replay.buffer.append(step, [batch])
     return held
 
@@ -246,56 +256,65 @@ def test_resume_hands_on_whole_groups_to_other_worlds(before, now, tmp_path):
     (old, old_tp), (new, tp) = before, now
     files = [tmp_path / f"rank_{rank:05d}.safetensors" for rank in range(old)]
     for rank, file in enumerate(files):
-        treefile.write(file, resume.rank_state(filled(rank, old, old_tp)))
+        treefile.write(file, filled(rank, old, old_tp).tree())
     held = [holder(rank, new, tp) for rank in range(new)]
     for one in held:
-        said = resume.restore(one, files)
+        said = one.restore(files)
         assert ("states of generators" in said) == (old != new)
-        assert (one.ahead.step, one.ahead.draws, one.ahead.ready[0].drawn) == (5, 77, 11)
-        assert one.ahead.ready[0].stats.dump() == [("filter/rounds", "mean", 2.0, 1.0)]
+        assert (one.prefetcher.step, one.prefetcher.draws, one.prefetcher.ready[0].drawn) == (5, 77, 11)
+        assert one.prefetcher.ready[0].stats.dump() == [("filter/rounds", "mean", 2.0, 1.0)]
     leaders = held[::tp]
     for one in held:
-        same = leaders[one.world.engine_index].ahead.carried
-        assert [g.position for g in one.ahead.carried] == [g.position for g in same]
+        same = leaders[one.world.engine_index].prefetcher.carried
+        assert [g.position for g in one.prefetcher.carried] == [g.position for g in same]
         if one.world.engine_tp_rank:
-            assert not one.ahead.ready[0].trajectories and not one.ahead.ready[0].bad_samples
-    groups = sorted((g for one in leaders for g in one.ahead.carried), key=lambda g: g.position)
+            assert not one.prefetcher.ready[0].episodes and not one.prefetcher.ready[0].bad_samples
+    groups = sorted((g for one in leaders for g in one.prefetcher.carried), key=lambda g: g.position)
     assert [(g.position, g.prompt, g.born) for g in groups] == [(100 + i, PROMPTS.prompts[i], 3) for i in range(6)]
     for i, group in enumerate(groups):
-        first, second = group.parts[0], group.parts[1]
-        assert (first.tokens, first.logp, first.versions) == ([5, 6, i], [-0.1, -1 / 3, -0.7], [3, 3, 4])
+        first, second = group.episodes
+        prompt = PROMPTS.prompts[i].tokens
+        assert first.tokens.tolist() == [*prompt, 5, 6, 8, 9, i] and first.response == [i]
+        assert [(s.turn, s.state, s.version, s.sampled) for s in first.segments] == [
+            (0, 0, 0, False),
+            (0, 0, 3, True),
+            (1, 12, 0, False),
+            (1, 12, 4, True),
+        ]
+        logp = [-0.1, -1 / 3, 0.0, 0.0, -0.7]
+        assert torch.equal(first.rollout_logp, torch.tensor([0.0] * len(prompt) + logp))
         assert torch.equal(first.experts, torch.full((4, 2), i, dtype=torch.int16)) and first.finish == ""
-        assert (second.tokens, second.finish, second.experts) == ([7], "stop", None)
-    by_engine = [{t.position for t in one.ahead.ready[0].trajectories} for one in leaders]
+        assert (second.response, second.finish, second.experts) == ([7], "stop", None)
+    by_engine = [{t.position for t in one.prefetcher.ready[0].episodes} for one in leaders]
     assert sum(map(len, by_engine)) == 8 and set.union(*by_engine) == set(range(8)), "a group is with one engine"
-    ready = [t for one in leaders for t in one.ahead.ready[0].trajectories]
+    ready = [t for one in leaders for t in one.prefetcher.ready[0].episodes]
     assert len(ready) == 16 and all(t.parts == {"a": 0.1 * t.position} for t in ready)
-    assert sum(one.ahead.ready[0].bad_samples for one in held) == old // old_tp
+    assert sum(one.prefetcher.ready[0].bad_samples for one in held) == old // old_tp
     for age, step in ((0, 3), (1, 2)):
-        rows = [t for one in held for batch in one.replay.buffer.aged(age) for t in to_trajectories(batch)]
+        rows = [t for one in held for batch in one.replay.buffer.aged(age) for t in to_episodes(batch)]
         assert sorted((t.position, t.sample) for t in rows) == [(p, step) for p in range(8)]
 
 
 def test_resume_says_what_does_not_fit(tmp_path):
     file = tmp_path / "rank_00000.safetensors"
-    treefile.write(file, resume.rank_state(filled(0, 1, 1)))
+    treefile.write(file, filled(0, 1, 1).tree())
     other = holder(0, 1, samples_per_prompt=3)
-    said = resume.restore(other, [file])
+    said = other.restore([file])
     assert said.startswith("not resumed, as other --rollout.samples-per-prompt: groups that were cut short, exp")
-    assert not other.ahead.carried and not other.ahead.ready and other.ahead.step == 4
-    said = resume.restore(holder(0, 1), [])
+    assert not other.prefetcher.carried and not other.prefetcher.ready and other.prefetcher.step == 4
+    said = holder(0, 1).restore([])
     assert said.startswith("not resumed, as it holds nothing of its ranks: ") and said.endswith("number generators")
     late = holder(0, 1)
-    late.ahead.step = 6
+    late.prefetcher.step = 6
     with pytest.raises(ValueError, match="experience for step 4 was saved, and the run goes on at 6"):
-        resume.restore(late, [file])
+        late.restore([file])
     with pytest.raises(ValueError, match="holds files of 2 ranks, saved by 1"):
-        resume.restore(holder(0, 1), [file, file])
+        holder(0, 1).restore([file, file])
     tree = treefile.read(file)
     del tree["ahead"]["draws"]
     treefile.write(file, tree)
     with pytest.raises(ValueError, match="another version of this program"):
-        resume.restore(holder(0, 1), [file])
+        holder(0, 1).restore([file])
 
 
 def test_resume_generators_go_on_where_they_were(tmp_path):
@@ -305,9 +324,9 @@ def test_resume_generators_go_on_where_they_were(tmp_path):
     cpu = torch.device("cpu")
     numpy.random.randn()  # one of a pair is kept
     random.gauss(0, 1)
-    treefile.write(tmp_path / "x", resume.generator_states(cpu))
+    treefile.write(tmp_path / "x", generators.generator_states(cpu))
     want, other = draw(), draw()
-    resume.set_generator_states(treefile.read(tmp_path / "x"), cpu)
+    generators.set_generator_states(treefile.read(tmp_path / "x"), cpu)
     assert draw() == want != other
 
 
@@ -325,20 +344,20 @@ def set_anew(world, folder):
     told = {}
     for name, algo in {"as it was": adaptive, "set anew": adaptive | {"kl_coef": 0.5}}.items():
         run = open_demo(world, folder, sections | {"algo": algo})
-        told[name] = (run.start_step, run.algo.state["kl_coef"])
+        told[name] = (run.checkpoints.start_step, run.algo.state["kl_coef"])
         run.close()
     try:
         open_demo(world, folder, sections | {"data": {"limit": 32}})
     except ValueError as error:
         told["other prompts"] = str(error)
     run = open_demo(world, folder, sections | {"data": {"limit": 32}, "run": {"steps": 2, "allow_changes": True}})
-    told["allowed"] = run.start_step
+    told["allowed"] = run.checkpoints.start_step
     run.close()
     reward.write_text(reward.read_text().replace("1.0", "2.0"))
     for name, allow in {"other reward": False, "allowed reward": True}.items():
         try:
             run = open_demo(world, folder, sections | {"run": {"steps": 2, "allow_changes": allow}})
-            told[name] = run.start_step
+            told[name] = run.checkpoints.start_step
             run.close()
         except ValueError as error:
             told[name] = str(error)
@@ -366,7 +385,7 @@ def best_known(world, folder):
     }
     train_demo(world, folder, sections, stop_after=1)
     run = open_demo(world, folder, sections)
-    known = run.progress.saver.known
+    known = run.checkpoints.saver.known
     run.close()
     return known
 

@@ -32,7 +32,7 @@ def folders(tmp_path_factory):
     return policy, str(root / "classifier")
 
 
-def trajectories():
+def episodes():
     return [dataclasses.replace(t, parts={"cost": 0.25 * t.sample}) for t in synthetic_batch(4, 3)]
 
 
@@ -44,7 +44,7 @@ def scores(world, folders):
     )
     algo = compose(cfg)
     models = build_models(cfg, world, algo.needs)
-    batch = packed(cfg, world, trajectories())
+    batch = packed(cfg, world, episodes())
     score(batch, models, algo, cfg, world.data_peers)
     columns = [batch.seq[k].double() for k in ("position", "sample", "reward", "cost")]
     rows = torch.cat(all_gather_rows(torch.stack(columns, 1), group_of(world)))
@@ -57,7 +57,7 @@ def test_parity_model_scores_are_those_of_hugging_face(folders):
     plain = AutoModelForSequenceClassification.from_pretrained(folders[1], dtype=torch.float64).eval()
     plain.config.pad_token_id = None
     want = []
-    for t in trajectories():
+    for t in episodes():
         with torch.no_grad():
             said = plain(input_ids=t.tokens[None]).logits[0, 0].item()
         want.append((t.position, t.sample, t.reward + 0.5 * said, said + 0.25 * t.sample))
@@ -73,17 +73,17 @@ def judged(world, folder: str, reward: dict):
     run = open_demo(world, folder, {"eval": {"every": 2, "prompts": 8, "samples": 2}, "reward": reward})
     with run.memory.rollout_phase():
         run.evaluate(0)
-    assert (run.to_judge is None) == (not reward)
+    assert (run.evaluation.to_judge is None) == (not reward)
     said = []
-    if run.to_judge is not None:
+    if run.evaluation.to_judge is not None:
         plain = AutoModelForSequenceClassification.from_pretrained(reward["model"]).eval()
         plain.config.pad_token_id = None
         with torch.no_grad():
-            said = [plain(input_ids=t.tokens[None]).logits[0, 0].item() for t in run.to_judge]
+            said = [plain(input_ids=t.tokens[None]).logits[0, 0].item() for t in run.evaluation.to_judge]
     with run.memory.training_phase():
         run.judge()
     run.close()
-    return run.eval_metrics, said
+    return run.evaluation.numbers, said
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -113,7 +113,7 @@ def refreshed(world, folders):
     assert models.reference is not None
     out = []
     for step in range(3):
-        batch = packed(cfg, world, trajectories())
+        batch = packed(cfg, world, episodes())
         score(batch, models, algo, cfg, world.data_peers)
         batch = algo.advantages(batch, world.data_peers)
         update(batch, models, algo, cfg, step, world.data_peers)

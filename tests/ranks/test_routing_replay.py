@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from spmdrl.data.batch import balance, from_trajectories, share_out
+from spmdrl.data.batch import balance, from_episodes, share_out
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.routing import FREE, experts_of
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
     return moe_model(tmp_path_factory.mktemp("experts") / "policy")
 
 
-def told_trajectories(prompts: int, samples: int) -> list:
+def told_episodes(prompts: int, samples: int) -> list:
     """Random choices: a prompt's alike in its group, but for one group; some unknown, as every last one."""
     out = []
     for t in synthetic_batch(prompts, samples):
@@ -96,7 +96,7 @@ def learned(world, folder, cases):
     softmax = torch.nn.functional.softmax
     # The router's too, whose gradient would be rounded to float32 before or after samples of a prompt are summed.
     torch.nn.functional.softmax = lambda x, dim=None, _stacklevel=3, dtype=None: softmax(x, dim)
-    everyone = told_trajectories(6, 4)
+    everyone = told_episodes(6, 4)
     order = list(range(6))
     generator_for(3).shuffle(order)
     out = []
@@ -108,7 +108,7 @@ def learned(world, folder, cases):
             rollout={"temperature": 0.8},
             parallel={"sp": world.sp_size},
         )
-        batch = from_trajectories(everyone if world.rank == 0 else [], (), TOP_K)
+        batch = from_episodes(everyone if world.rank == 0 else [], (), TOP_K)
         batch.seq["seed"], batch.seq["work"] = batch.seq["position"].clone(), batch.lengths
         if share:
             batch.seq["common"] = prompt_lengths(batch.lengths, batch.token["mask"])

@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.data.batch import balance, from_trajectories
+from spmdrl.data.batch import balance, from_episodes
 from spmdrl.hub.folder import TINY
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.ulysses import check_config
@@ -157,7 +157,7 @@ CASES_OF = {"sp4": CASES[:1], "dp2 x sp2": CASES, "hsdp2 x sp2": CASES[1:3]}
 
 def share_of(world, shape):
     """This rank's balanced share of sequences that are made anywhere; two optimizer steps."""
-    batch = from_trajectories([t for t in synthetic_batch(*shape) if t.position % world.size == world.rank])
+    batch = from_episodes([t for t in synthetic_batch(*shape) if t.position % world.size == world.rank])
     batch.seq["update"], batch.seq["work"] = batch.seq["position"] % 2, batch.lengths
     return balance(batch, world)
 
@@ -335,7 +335,7 @@ def refusals(world, folder, odd):
     fsdp.build_model = build
     policy = build_policy(settings(folder), four)
     try:
-        policy.logprobs(from_trajectories(synthetic_batch(1, 1 + world.rank)), 1.0)
+        policy.logprobs(from_episodes(synthetic_batch(1, 1 + world.rank)), 1.0)
     except AssertionError as error:
         messages.append(str(error))
     # A right program, watched.

@@ -19,7 +19,7 @@ from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.presets import PRESETS, with_preset
 from spmdrl.config.schema import Config
-from spmdrl.rl.evaluation import evaluation_round
+from spmdrl.rl.evaluation import evaluation_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -480,7 +480,7 @@ def test_diff_names_what_differs():
 def test_evaluation_samples_from_its_own_nucleus():
     config = load("--eval.top-p", "0.7", "--eval.temperature", "0.5")
     check(config, 1)
-    round_ = evaluation_round(config, [], 0, "0")
+    round_ = evaluation_plan(config, [], 0, "0")
     assert (round_.top_p, round_.temperature) == (0.7, 0.5)
 
 

@@ -1,7 +1,5 @@
 """Models with experts: their parameters as checkpoint tensors, and the choice of experts recorded and made again."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -257,24 +255,34 @@ def test_hf_engine_tells_the_experts_of_a_forward_over_the_whole_sequence(tmp_pa
 
 
 def test_carried_samples_keep_the_choice_under_which_each_token_was_sampled():
-    from spmdrl.rl.collect import Group, Part, _experts, _extend
+    from spmdrl.data.batch import all_experts
+    from spmdrl.data.episode import Episode, prompt_segment
+    from spmdrl.data.prompts import Prompt
+    from spmdrl.rewards.base import Reward
+    from spmdrl.rl import rollout
+    from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
     from spmdrl.rollout.engine import Completion
 
-    group = Group(0, SimpleNamespace(tokens=[5, 6, 7]), 0, {0: Part(), 1: Part()})  # type: ignore[arg-type]
+    prompt = Prompt(0, [5, 6, 7], "", "", {}, "")
+    group = PromptGroup(0, prompt, 0, [Episode(0, n, 0, [prompt_segment([5, 6, 7])]) for n in range(2)])
+    plan = RolloutPlan("r", [prompt], 2, (0, 0), 0, 9, 1.0)
 
     def experts(rows: int, value: int) -> torch.Tensor:
         return torch.full((rows, 4), value, dtype=torch.int16)
 
     def extend(sample: int, n: int, finish, version: int, told) -> None:
         completion = Completion((0, sample), [9] * n, [0.0] * n, finish, version, told)
-        _extend(group.parts[sample], completion, SimpleNamespace(version=version))  # type: ignore[arg-type]
+        plan.version = version
+        rollout.extend(group.episodes[sample], completion, plan)
 
     extend(0, 2, "abort", 0, experts(4, 1))
     extend(1, 0, "abort", 0, None)
     extend(0, 3, "stop", 1, experts(7, 2))  # ran all of its 5 + 3 tokens but the last
     extend(1, 1, "stop", 1, experts(3, 3))
-    assert _experts(group, 0)[:, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, FREE]
-    assert _experts(group, 1)[:, 0].tolist() == [1, 1, 1, FREE], "the prompt as its group's first sample ran it"
+    rewards = {(0, sample): Reward(0.0, {}) for sample in range(2)}
+    told = [all_experts(e, 4)[:, 0].tolist() for e in rollout.finished(plan, group, rewards)]
+    assert told[0] == [1, 1, 1, 1, 2, 2, 2, FREE]
+    assert told[1] == [1, 1, 1, FREE], "the prompt as its group's first sample ran it"
 
 
 def test_engines_that_cannot_tell_their_experts_are_refused():

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from spmdrl.rl.compose import compose
-from spmdrl.rl.journal import check_mismatch
+from spmdrl.rl.describe import check_mismatch
 from tests.ranks.cases import config
 
 WARN, STOP = 0.1, 1.0

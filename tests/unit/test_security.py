@@ -197,7 +197,7 @@ def resumed(world, folder: str) -> int:
 
     run = open_demo(world, folder, {"run": {"steps": 2}, "eval": {"every": 0}, "checkpoint": {"every": 1}})
     run.close()
-    return run.start_step
+    return run.checkpoints.start_step
 
 
 def trained(world, folder: str) -> None:

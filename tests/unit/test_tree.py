@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from spmdrl.data.batch import from_trajectories
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.episode import episode_of
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
-from spmdrl.data.trajectory import Trajectory
 from spmdrl.data.tree import plan_tree, prompt_lengths, trunks
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.varlen import KERNELS
@@ -15,8 +15,8 @@ from tests.ranks.cases import VOCAB, small_model, synthetic_batch
 from tests.unit.varlen_kernels import calls, stand_in
 
 
-def pack(trajectories):
-    batch = from_trajectories(trajectories)
+def pack(episodes):
+    batch = from_episodes(episodes)
     return batch.token["tokens"], batch.lengths, batch.token["mask"], batch
 
 
@@ -34,7 +34,7 @@ def ragged(seed: int = 0):
             if position == 2 and sample == 1:
                 mask[:] = False
             tokens = torch.cat([prompt, reply])
-            out.append(Trajectory(position, sample, position, tokens, mask, mask * 0.0, 0))
+            out.append(episode_of(position, sample, position, tokens, mask, mask * 0.0, 0))
     return out
 
 

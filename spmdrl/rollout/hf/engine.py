@@ -17,7 +17,7 @@ from spmdrl.hub.folder import read_config
 from spmdrl.hub.lora import attach, plain_name
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
-from spmdrl.rollout.engine import Completion, Finish, Owner, Request, check_length, check_version, longest_sequence
+from spmdrl.rollout.engine import Completion, Finish, Key, Owner, Request, check_length, check_version, longest_sequence
 from spmdrl.rollout.hf.quantize import quantize
 from spmdrl.rollout.hf.tp import divide
 from spmdrl.rollout.needs import Needs
@@ -166,7 +166,7 @@ class HFEngine:
         experts = torch.cat(group.experts[row]) if group.experts[row] else None
         return Completion(group.requests[row].key, group.tokens[row], group.logp[row], finish, self.version, experts)
 
-    def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
         """See the contract."""
         keys = set(keys)
         out = [Completion(r.key, [], [], "abort", self.version) for r in self.waiting if r.key in keys]

@@ -21,6 +21,7 @@ from spmdrl.hub.build import DTYPES
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.engine import (
     Completion,
+    Key,
     Owner,
     Request,
     StaleEngineError,
@@ -28,6 +29,7 @@ from spmdrl.rollout.engine import (
     check_version,
     kv_bytes_per_token,
     longest_sequence,
+    name_of,
 )
 from spmdrl.rollout.needs import Needs
 from spmdrl.rollout.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
@@ -105,7 +107,7 @@ class SGLangEngine:
         self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
         self.version: int | None = None
         self.asleep: set[str] = set()
-        self.running: dict[str, tuple[int, int]] = {}
+        self.running: dict[str, Key] = {}
         # Sums on a CPU round by the company a request runs in, and the scheduler runs together what has arrived: so
         # that company does not go by the clock, requests go in waves, each in one message, when the last one has ended.
         self.in_waves = cfg.run.deterministic and self.on_cpu
@@ -172,7 +174,7 @@ class SGLangEngine:
         if self.asleep:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
         # SGLang aborts whatever begins with the name: none may be the beginning of another.
-        name = f"{request.key[0]}.{request.key[1]}."
+        name = name_of(request.key)
         assert name not in self.running, f"request {request.key} is running already"
         self.running[name] = request.key
         if self.process:
@@ -220,7 +222,7 @@ class SGLangEngine:
                 raise RuntimeError(f"SGLang: {line.get('error', line)}")
         return backlog + self._finished()
 
-    def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
         """See the contract."""
         keys = set(keys)
         names = [name for name, key in self.running.items() if key in keys]

@@ -23,6 +23,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import FREE, experts_of
 from spmdrl.rollout.engine import (
     Completion,
+    Key,
     Owner,
     Request,
     StaleEngineError,
@@ -30,6 +31,7 @@ from spmdrl.rollout.engine import (
     check_length,
     check_version,
     longest_sequence,
+    name_of,
 )
 from spmdrl.rollout.needs import Needs, once, watched_load
 from spmdrl.rollout.vllm.cpu import CPU_BLOCK, Packed, cpu_kv_bytes, name_shared_memory
@@ -207,7 +209,7 @@ class VLLMEngine:
         check_length(request, self.longest)
         if not self.kv_awake:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
-        name = f"{request.key[0]}.{request.key[1]}"
+        name = name_of(request.key)
         assert name not in self.partial, f"request {request.key} is running already"
         # torch's generators take 63 bits, vLLM's field is checked as a signed 64-bit one. Greedy draws nothing.
         params = SamplingParams(
@@ -248,9 +250,9 @@ class VLLMEngine:
         told = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
         return torch.cat([told, told.new_full((rows - len(told), told.shape[1]), FREE)])
 
-    def abort(self, keys: Iterable[tuple[int, int]]) -> list[Completion]:
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
         """See the contract."""
-        names = [f"{k[0]}.{k[1]}" for k in keys]
+        names = [name_of(key) for key in keys]
         names = [n for n in names if n in self.partial]
         self.engine.abort_request(names)
         cut = [self.partial.pop(n) for n in names]

@@ -1,82 +1,46 @@
-"""What a run tells: metrics, sample completions and the console, all written by rank 0."""
-
-import json
-import logging
-from pathlib import Path
+"""Numbers that a step tells of itself, and a few of its samples as text."""
 
 from spmdrl.algos.correction import finish_monitors
-from spmdrl.config.dump import to_dict
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
-from spmdrl.data.trajectory import FINISH_REASONS, Trajectory
-from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
-from spmdrl.tracking.console import Console
+from spmdrl.data.episode import FINISH_REASONS, Episode
 from spmdrl.tracking.metrics import Metrics
-from spmdrl.tracking.trackers import cut_lines, open_trackers
-
-log = logging.getLogger("spmdrl")
 
 MODEL_PHASES = ("rollout", "logp", "update", "eval")
 """Phases that are engine or model compute; the rest of a step is the program's own."""
+SINGLE = 2
+"""Segments of an episode of a single turn that nothing cut: prompt and response."""
 
 
-class Journal:
-    """Where a run's numbers and samples go. Other ranks hold one too, which writes to their log file only."""
+def sample_rows(step: int, episodes: list[Episode], tokenizer, count: int) -> list[dict]:
+    """A few episodes for samples.jsonl; one of several turns or weight versions also segment by segment.
 
-    def __init__(self, cfg: Config, world: World, folder: Path, console: Console | None, tokenizer, start_step: int):
-        self.world, self.console, self.tokenizer, self.count = world, console, tokenizer, cfg.tracking.samples
-        self.trackers, self.samples = [], None
-        if world.is_first:
-            tracking = cfg.tracking
-            self.trackers = open_trackers(
-                tracking.trackers, folder, tracking.project, cfg.run.name, to_dict(cfg), start_step + 1
-            )
-            samples = folder / "samples.jsonl"
-            if samples.exists() and samples.stat().st_size:
-                cut_lines(samples, start_step + 1)
-            self.samples = open(samples, "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
+    step: counted from 1. count: how many; 0: none.
+    """
+    if not count:
+        return []
+    spread = max(1, len(episodes) // count)
+    return [sample_row(step, e, tokenizer.decode) for e in episodes[::spread][:count]]
 
-    def step(self, step: int, values: dict[str, float], trajectories: list[Trajectory]) -> None:
-        """One finished step, counted from 1; values are alike on every rank, trajectories are this rank's."""
-        rows = self._rows(step, trajectories) if self.samples else []
-        if self.samples:
-            self.samples.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            self.samples.flush()
-        if self.console:
-            self.console.step(step, values, rows)
-        self.numbers(step, values)
-        log.info("step %d %s", step, json.dumps({k: round(v, 6) for k, v in values.items()}))
 
-    def numbers(self, step: int, values: dict[str, float]) -> None:
-        """Further numbers of a step; on the last step they join its line."""
-        for tracker in self.trackers:
-            tracker.log(step, values)
-
-    def _rows(self, step: int, trajectories: list[Trajectory]) -> list[dict]:
-        """A few completions as text."""
-        if not self.count:
-            return []
-        decode, spread = self.tokenizer.decode, max(1, len(trajectories) // self.count)
-        return [
-            {
-                "step": step,
-                "prompt": decode(t.tokens[~t.mask].tolist()),
-                "completion": decode(t.tokens[t.mask].tolist(), skip_special_tokens=True),
-                "reward": t.reward,
-                "finish": t.finish,
-                "index": t.prompt,
-                "sample": t.sample,
-            }
-            for t in trajectories[::spread][: self.count]
+def sample_row(step: int, episode: Episode, decode) -> dict:
+    """An episode as text."""
+    begin, *rest = episode.segments
+    row = {
+        "step": step,
+        "prompt": decode(begin.tokens.tolist()),
+        "completion": decode([t for s in rest for t in s.tokens.tolist()], skip_special_tokens=True),
+        "reward": episode.reward,
+        "finish": episode.finish,
+        "index": episode.prompt,
+        "sample": episode.sample,
+    }
+    if len(episode.segments) > SINGLE:
+        row["segments"] = [
+            {"turn": s.turn, "text": decode(s.tokens.tolist())} | ({"version": s.version} if s.sampled else {})
+            for s in episode.segments
         ]
-
-    def close(self) -> None:
-        """Close every file."""
-        for tracker in self.trackers:
-            tracker.close()
-        if self.samples:
-            self.samples.close()
+    return row
 
 
 def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
@@ -139,23 +103,6 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
             "in metrics.jsonl, and at --correction.kind"
         )
     return ""
-
-
-def told(values: dict[str, float], world: World) -> dict[str, float]:
-    """Numbers of the ranks that train, score and sample together, on every rank. Collective under `split`.
-
-    values: alike on ranks that do the same. Of a name that several have, what those say who train, else who sample;
-    of memory the most.
-    """
-    if not world.roles.split:
-        return values
-    texts = all_gather_text(json.dumps(values), world.host_group)
-    out: dict[str, float] = {}
-    for ranks in (world.roles.scorers, world.roles.samplers, world.roles.trainers):
-        said = json.loads(texts[ranks[0]])
-        memory = {k: max(v, out.get(k, 0.0)) for k, v in said.items() if k.startswith("memory/")}
-        out |= said | memory
-    return out
 
 
 def with_rates(values: dict[str, float]) -> dict[str, float]:

@@ -1,0 +1,86 @@
+"""Episodes of a step as the batch that it learns from."""
+
+import torch
+
+from spmdrl.algos.advantages import SCORE
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch, from_episodes, share_out
+from spmdrl.data.episode import Episode
+from spmdrl.data.tree import prompt_lengths
+from spmdrl.rl.algorithm import Algorithm
+from spmdrl.rl.replay_buffer import ReplayBuffer
+from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.seeds import generator_for, seed_for
+
+
+def pack(
+    episodes: list[Episode],
+    step: int,
+    cfg: Config,
+    world: World,
+    algo: Algorithm,
+    replay: ReplayBuffer,
+    experts_width: int = 0,
+    share_prompts: bool = False,
+) -> Batch:
+    """This rank's episodes as a batch that knows which optimizer step uses which sequence. Collective.
+
+    Args:
+        episodes: of this rank; others may bring none.
+        step: counted from 0.
+        cfg: the run's settings.
+        world: all ranks.
+        algo: says which columns are needed, and what costs nothing to learn from.
+        replay: takes the batch, and gives the one to learn from.
+        experts_width: as in `from_episodes`.
+        share_prompts: what samples of a prompt do once counts once in `seq["work"]`.
+    """
+    names = sorted({name for e in episodes for name in e.parts})
+    # A rank without samples knows no names of reward parts, and the columns must agree.
+    texts = all_gather_text("\n".join(names), world.host_group)
+    names = tuple(sorted({name for text in texts for name in text.splitlines()}))
+    prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
+    batch = from_episodes(episodes, names, experts_width, "turns" in algo.needs)
+    rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
+    batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
+    batch.seq["work"] = batch.lengths
+    if algo.skip_zero_advantage:
+        # Groups come whole from an engine; one that agrees will not be run, and counts as next to nothing.
+        batch.seq["work"] = torch.where(batch.group_differs(), batch.lengths, 1)
+    if share_prompts:
+        common = prompt_lengths(batch.lengths, batch.token["mask"])
+        batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
+    batch = replay.mix(batch, seed, step, Peers(world.group, world.device))
+    check_parts(batch, cfg)
+    order = list(range(prompts))
+    generator_for(seed, step, 1).shuffle(order)
+    return share_out(batch, cfg.algo.updates_per_step, prompts, order)
+
+
+def check_parts(batch: Batch, cfg: Config) -> None:
+    """Every sample must have the reward parts that training uses: one that is missing is not 0.
+
+    Raises:
+        ValueError: naming part, prompt and sample.
+    """
+    given = [name.removeprefix("part/") for name in batch.seq if name.startswith("part/")]
+    used = [("--safety.cost", cfg.safety.cost)] if cfg.safety.cost else []
+    used += [("--algo.part-weights", spec.partition("=")[0]) for spec in cfg.algo.part_weights]
+    if cfg.algo.advantage == "gdpo" and not cfg.algo.part_weights:
+        used = [("--algo.part-weights, where none is named, takes all parts:", name) for name in given]
+    for flag, part in used:
+        if part == SCORE:
+            continue
+        said = f"{flag} {part}: the reward gives no such part"
+        if part not in given:
+            raise ValueError(f"{said}; it gives {', '.join(given) or 'none'}")
+        lacking = torch.nonzero(batch.seq[f"part/{part}"].isnan()).flatten()
+        if len(lacking):
+            row = int(lacking[0])
+            prompt, sample = int(batch.seq["prompt"][row]), int(batch.seq["sample"][row])
+            raise ValueError(
+                f"{said} for prompt {prompt}, sample {sample}, but does for others: let the function return it, a "
+                "finite number, for every sample, or learn from other parts (--algo.part-weights, --safety.cost)"
+            )

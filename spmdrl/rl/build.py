@@ -1,0 +1,115 @@
+"""Builds a run on every rank: prompts, models, checkpoints, engine, in an order for which memory suffices."""
+
+from spmdrl.algos.filters import FILTERS
+from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.routing import experts_of
+from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.policy.attention.packed import check_attention
+from spmdrl.policy.models import Models, build_models
+from spmdrl.rewards.load import check_cost, load_reward
+from spmdrl.rl.compose import compose, load_function
+from spmdrl.rl.evaluation import Evaluation, is_evaluated
+from spmdrl.rl.prefetch import RolloutPrefetcher
+from spmdrl.rl.rank_state import RankState
+from spmdrl.rl.replay_buffer import ReplayBuffer
+from spmdrl.rl.run import Run
+from spmdrl.rl.run_state import RunState
+from spmdrl.rl.sampler import Sampler
+from spmdrl.rl.spikes import Spikes
+from spmdrl.rollout.build import build_engine, check_engine, prompt_room, stop_tokens
+from spmdrl.rollout.engine import Engine
+from spmdrl.session.checkpoints import Checkpoints
+from spmdrl.session.device_table import Memory, room_for_engine
+from spmdrl.session.journal import Journal
+from spmdrl.session.session import Session
+from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.storage import scratch_folder
+
+
+def build_run(session: Session) -> Run:
+    """Everything that one run is made of. Collective over all ranks."""
+    cfg, world = session.cfg, session.world
+    algo = compose(cfg)
+    keep = load_function(cfg.filter.keep, FILTERS) if cfg.filter.keep else None
+    session.note("loading tokenizer and prompts")
+    trust = cfg.model.trust_remote_code
+    model_folder = resolve(cfg.model.path, trust)
+    check_engine(cfg, world.device.type == "cpu")
+    check_attention(cfg, world.device)
+    if "disk" in (cfg.policy.offload, cfg.reference.offload):
+        scratch_folder()
+    tokenizer = load_tokenizer(model_folder, trust)
+    room = prompt_room(cfg, model_folder)
+    prompts = same_prompts(session, tokenizer, cfg.data.train, room, cfg.data.limit, "--data.limit")
+    asked = None
+    if is_evaluated(cfg):
+        asked = same_prompts(session, tokenizer, cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
+    check_cost(cfg.reward, cfg.safety.cost)
+    grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop") if world.samples else None
+    # Of every rank: one without samples needs the column too.
+    experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
+    session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
+    models = build_models(cfg, world, algo.needs)
+    spikes = Spikes(session.folder, world, models, algo, session.warn)
+    state = RunState(algo, spikes)
+    checkpoints = Checkpoints(session, models, state, prompts.digest())
+    first, greedy = checkpoints.start_step, "greedy" in algo.needs
+    stop = stop_tokens(model_folder, tokenizer)
+    session.note(f"starting engine {cfg.rollout.engine}")
+    engine = sleeping_engine(session, models, stop) if world.samples else None
+    sampler = None
+    if engine and grader:
+        sampler = Sampler(cfg, world, session.timer, prompts, engine, grader, tokenizer, first, keep, greedy)
+    replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
+    prefetcher = RolloutPrefetcher(sampler, cfg.rollout.staleness, first, cfg.run.steps, state.draws)
+    run = Run(
+        session=session,
+        algo=algo,
+        models=models,
+        spikes=spikes,
+        state=state,
+        checkpoints=checkpoints,
+        prefetcher=prefetcher,
+        replay=replay,
+        evaluation=Evaluation(cfg, world, asked, sampler, models),
+        memory=Memory(cfg, models, engine, session.timer, world),
+        journal=Journal(session, first),
+        tokenizer=tokenizer,
+        experts_width=experts_width,
+    )
+    checkpoints.begin(RankState(cfg, world, prompts, prefetcher, replay, greedy))
+    return run
+
+
+def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:
+    """Prompts of a source, which every rank must read alike. Collective."""
+    prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit)
+    seen = all_gather_text(prompts.digest(), session.world.host_group)
+    if len(set(seen)) > 1:
+        odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
+        raise ValueError(f"{spec}: ranks {odd} read other prompts than rank 0; give every node the same files")
+    dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
+    bounded = limit and len(prompts) + prompts.dropped == limit
+    only = f", no more than the first {limit} being asked for ({flag} {limit})" if bounded else ""
+    session.note(f"{len(prompts)} prompts from {prompts.source}{dropped}{only}")
+    return prompts
+
+
+def sleeping_engine(session: Session, models: Models, stop: set[int]) -> Engine:
+    """The engine of this rank, asleep where the models of the same rank need its memory first."""
+    cfg, world = session.cfg, session.world
+    with room_for_engine(models, cfg):
+        engine = build_engine(cfg, world, stop)
+        on_cpu = world.device.type == "cpu"
+        level = sleep_level(cfg, on_cpu)
+        if level == 2 and len(pushed_parts(cfg)) > 1:
+            held = engine.bytes_by_owner().get("engine weights", 0) / 2**30
+            session.warn(
+                f"--rollout.sleep-level 2 with --lora.push adapter: the {held:.2f} GiB beneath the adapters travel "
+                "to every engine rank at every step; 1 keeps them in host memory"
+            )
+        if models.policy is not None and not (on_cpu and cfg.policy.offload == "none"):
+            engine.sleep(level)
+    return engine

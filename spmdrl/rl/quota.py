@@ -1,0 +1,169 @@
+"""The quota of one step: rollouts until the filter has kept enough prompts."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from spmdrl.algos.filters import choose, shortage, whole_groups
+from spmdrl.config.learning import FilterConfig
+from spmdrl.config.schema import Config
+from spmdrl.data.episode import Episode
+from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, unbegun
+from spmdrl.spmd.exchange import all_gather_rows, all_reduce
+from spmdrl.spmd.mesh import World
+from spmdrl.tracking.metrics import Metrics
+
+
+@dataclass
+class Experience:
+    """What a step samples, on this rank: positions are 0 .. prompts - 1 over all ranks."""
+
+    episodes: list[Episode]
+    drawn: int = 0
+    """Prompts that it took from the line, over all ranks, up to the last one that was begun; known to those who sample.
+    Those beyond are drawn in the next step."""
+    carried: list[PromptGroup] = field(default_factory=list)
+    """Groups that were cut short on this rank's engine, or not begun there though drawn, for the next step."""
+    bad_samples: int = 0
+    """Left out on this rank because a reward or logp was not finite."""
+    stats: Metrics = field(default_factory=Metrics)
+
+
+class Quota:
+    """Counts what the rollouts of a step bring, alike on all ranks that sample, until it is enough.
+
+    All of them go round as often: what is counted is what all ranks kept (law 1). Of the prompts kept, those drawn
+    first are taken, so which rank sampled them plays no part; the rest is dropped and counted.
+    """
+
+    def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
+        """keep: filter of `algos/filters.py`, or None. carried: groups that the step before cut short. Collective."""
+        self.cfg, self.world, self.keep, self.step, self.carried = cfg, world, keep, step, carried
+        self.wanted, self.oversampled = cfg.rollout.prompts_per_step, cfg.rollout.oversample > 1
+        self.partial = cfg.rollout.partial_steps
+        self.carried_by = carried_by(carried, world) if self.partial else []
+        self.before = sum(self.carried_by)
+        """Groups that all engines go on with."""
+        self.kept: list[Episode] = []
+        self.cut: list[PromptGroup] = []
+        self.rewards: list[float] = []
+        self.positions = torch.zeros(0, dtype=torch.int64)
+        """Of the prompts that were kept on any rank."""
+        self.drawn = self.bad = self.unbegun = self.rounds = self.version = 0
+
+    @property
+    def most_rounds(self) -> int:
+        """Rollouts that may fill the step."""
+        return self.cfg.filter.max_rounds if self.keep else 1
+
+    @property
+    def is_full(self) -> bool:
+        """Enough prompts were kept; without a filter, all are."""
+        return not self.keep or len(self.positions) >= self.wanted
+
+    @property
+    def next_prompts(self) -> int:
+        """Prompts that the next rollout draws."""
+        over = math.ceil(self.wanted * self.cfg.rollout.oversample)
+        return max(over - (self.before if self.rounds == 0 else 0), 0)
+
+    def order(self, plan: RolloutPlan) -> RolloutPlan:
+        """The plan with what this step's next rollout goes on with, and when it may end."""
+        # A rollout before this one may have begun no prompt.
+        plan.name += f"/{self.rounds}"
+        if self.oversampled:
+            plan.enough = self.wanted
+        if self.rounds == 0:
+            plan.carried, plan.carried_by = self.carried, self.carried_by
+            plan.must_end = self.step - self.partial if self.partial else -1
+        return plan
+
+    def take(self, plan: RolloutPlan, result: RolloutResult) -> None:
+        """Count what a rollout brought. Collective over those who sample."""
+        self.rounds += 1
+        self.version, self.cut, more = plan.version, self.cut + result.cut, len(plan.prompts)
+        if self.oversampled:
+            # Enough may be there before all prompts are begun: the line goes on after the last one that was.
+            more = int(all_reduce(torch.tensor([result.begun]), "max", self.world.rollout_group))
+            rest = unbegun(plan, result, more, self.world)
+            self.cut += rest if self.partial else []
+            self.unbegun += 0 if self.partial else len(rest)
+        self.drawn += more
+        usable = [e for e in result.episodes if math.isfinite(e.reward)]
+        self.bad += len(result.episodes) - len(usable)
+        self.rewards += [e.reward for e in usable]
+        self.kept += passing(usable, self.keep, self.cfg.filter) if self.keep else usable
+        mine = torch.tensor(sorted({e.position for e in self.kept}), dtype=torch.int64)
+        rows = all_gather_rows(mine[:, None], self.world.rollout_group)
+        self.positions = torch.cat([part[:, 0].cpu() for part in rows])
+
+    def shortage(self) -> ValueError:
+        """The error of a step that could not be filled, with the acceptance rate."""
+        drawn, rounds = self.drawn + self.before, self.cfg.filter.max_rounds
+        return ValueError(shortage(self.cfg.filter.keep, len(self.positions), drawn, self.wanted, rounds))
+
+    def experience(self) -> Experience:
+        """What the step learns from. Collective over those who sample."""
+        chosen = choose(self.positions, self.wanted)
+        place = {int(position): i for i, position in enumerate(chosen)}
+        taken = [e for e in self.kept if e.position in place]
+        for episode in taken:
+            episode.position = place[episode.position]
+        out = Experience(taken, self.drawn, self.cut if self.partial else [], self.bad)
+        self._describe(out, len(self.positions) - len(chosen))
+        return out
+
+    def _describe(self, out: Experience, surplus: int) -> None:
+        drawn, group = self.drawn + self.before, self.world.rollout_group
+        if not self.cfg.reward.model:
+            # Of all that was graded; a reward model sees only what is learnt from. Sorted, as they came in any order.
+            rows = all_gather_rows(torch.tensor(self.rewards, dtype=torch.float64)[:, None], group)
+            reward_N = torch.cat(rows).flatten().sort().values
+            out.stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
+        if self.keep:
+            out.stats.add("filter/rounds", self.rounds)
+            out.stats.add("filter/accepted", len(self.positions) / max(1, drawn))
+            out.stats.add("filter/dropped_prompts", drawn - len(self.positions))
+            out.stats.add("filter/surplus_prompts", surplus)
+        if self.oversampled or self.partial:
+            leads = self.world.engine_tp_rank == 0
+            tokens = sum(e.made for g in self.cut for e in g.episodes) * leads
+            segments = [s for e in out.episodes for s in e.segments]
+            stale = sum(len(s) for s in segments if s.sampled and s.version < self.version)
+            counts = torch.tensor([len(self.cut) * leads, tokens, stale, self.unbegun * leads])
+            names = ("cut_prompts", "cut_tokens", "stale_tokens", "unbegun_prompts")
+            for name, count in zip(names, all_reduce(counts, "sum", group).tolist(), strict=True):
+                out.stats.add(f"rollout/{name}", count)
+            out.stats.add("rollout/surplus_prompts", surplus)
+
+
+def carried_by(groups: list[PromptGroup], world: World) -> list[int]:
+    """How many groups each engine goes on with. Collective over those who sample."""
+    row = torch.tensor([[world.engine_index, len(groups)]])
+    rows = torch.cat(all_gather_rows(row, world.rollout_group)).tolist()
+    # The ranks of an engine hold the same groups.
+    count = dict(rows)
+    return [count[engine] for engine in range(world.engine_count)]
+
+
+def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig) -> list[Episode]:
+    """The episodes whose group the filter keeps; an engine's groups are whole."""
+    score = [metric_of(e, cfg.metric) for e in episodes]
+    group_B = torch.tensor([e.position for e in episodes], dtype=torch.int64)
+    settings = {"low": cfg.low, "high": cfg.high} if cfg.keep == "accuracy_range" else {}
+    keep_B = whole_groups(keep(torch.tensor(score, dtype=torch.float64), group_B, **settings), group_B, cfg.keep)
+    return [e for e, yes in zip(episodes, keep_B.tolist(), strict=True) if yes]
+
+
+def metric_of(episode: Episode, metric: str) -> float:
+    """Returns the number that a filter judges: the reward part `metric`, or the reward where that is empty."""
+    if not metric:
+        return episode.reward
+    if metric not in episode.parts and not episode.timed_out:
+        raise ValueError(
+            f"--filter.metric {metric}: the reward gives no such part for prompt {episode.prompt}, sample "
+            f"{episode.sample}; it gives {', '.join(episode.parts) or 'none'}"
+        )
+    return episode.parts.get(metric, 0.0)

@@ -1,0 +1,266 @@
+"""One rollout: prompts from the queue, samples from the engine, observations, rewards while the engine goes on."""
+
+import math
+from itertools import accumulate, pairwise
+
+import torch
+
+from spmdrl.data.episode import Episode
+from spmdrl.health.preempt import AbandonedError, agreed
+from spmdrl.health.status import alive
+from spmdrl.rewards.base import Grader, Reward, RewardInput
+from spmdrl.rl.environment import Environment, SingleTurn
+from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, request_key
+from spmdrl.rollout.engine import Completion, Engine, StaleEngineError
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.mesh import World
+from spmdrl.spmd.queue import PromptQueue, Tally
+from spmdrl.tracking.metrics import Timer
+
+ASK_EVERY = 16
+"""Steps of an engine of several ranks between two questions whether to abandon the rollout: they answer together."""
+
+
+def collect(
+    plan: RolloutPlan,
+    engine: Engine,
+    grader: Grader,
+    tokenizer,
+    world: World,
+    timer: Timer,
+    environment: Environment | None = None,
+) -> RolloutResult:
+    """Sample and grade what a plan asks for. Collective over the ranks of an engine; engines work on their own.
+
+    environment: None: every episode is a single turn.
+
+    Raises:
+        StaleEngineError: the engine does not hold `plan.version`.
+        RewardError: a grading failed.
+        ValueError: the engine reported a logp that is not a number (unless `plan.bad_sample` is `skip`).
+    """
+    return Rollout(plan, engine, Grading(grader, tokenizer), world, environment or SingleTurn()).run(timer)
+
+
+def raise_if_abandoned(result: RolloutResult, world: World) -> RolloutResult:
+    """The result, if no engine has abandoned its part. Collective over those who sample.
+
+    Raises:
+        AbandonedError: on every rank that samples.
+    """
+    if agreed(result.abandoned, world.rollout_group):
+        raise AbandonedError("the rollout was abandoned")
+    return result
+
+
+class Grading:
+    """Episodes on their way through the reward function, and the rewards that are back, by (position, sample)."""
+
+    def __init__(self, grader: Grader, tokenizer):
+        self.grader, self.tokenizer = grader, tokenizer
+        self.rewards: dict[tuple[int, int], Reward] = {}
+
+    def submit(self, group: PromptGroup, episode: Episode) -> None:
+        """Have the last response graded."""
+        prompt = group.prompt
+        # Without its end token, as a reward reads it.
+        text = self.tokenizer.decode(episode.response, skip_special_tokens=True)
+        item = RewardInput(prompt.data_source, text, prompt.ground_truth, prompt.extra)
+        # It begins with the prompt's index, which the grader's messages name.
+        self.grader.submit((prompt.index, episode.sample, group.position), item)
+
+    def poll(self) -> None:
+        """Take what is back."""
+        self._take(self.grader.poll())
+
+    def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
+        """Wait for all; False where the rollout was abandoned meanwhile. groups: those that are done."""
+        with timer("reward"):
+            self._take(self.grader.drain(plan.may_end))
+        if not self.grader.pending:
+            # Episodes of a carried group that ended in an earlier step were graded there, and are graded again: cheap,
+            # and nothing but their tokens has to be kept.
+            for group in groups:
+                for episode in group.episodes:
+                    if (group.position, episode.sample) not in self.rewards:
+                        self.submit(group, episode)
+            with timer("reward"):
+                self._take(self.grader.drain(plan.may_end))
+        return not self.grader.pending
+
+    def _take(self, graded: list[tuple[object, Reward]]) -> None:
+        self.rewards |= {(key[2], key[1]): reward for key, reward in graded if isinstance(key, tuple)}
+
+
+class Rollout:
+    """A plan under way on one engine."""
+
+    def __init__(self, plan: RolloutPlan, engine: Engine, grading: Grading, world: World, environment: Environment):
+        self.plan, self.engine, self.grading, self.world, self.environment = plan, engine, grading, world, environment
+        self.queue = PromptQueue(world, len(plan.prompts), plan.name, plan.assignment)
+        self.tally = Tally(world, plan.name, enough_here(plan, world), plan.assignment)
+        self.leads = world.engine_tp_rank == 0
+        self.groups: dict[int, PromptGroup] = {}
+        self.waiting = list(plan.carried)
+        self.running = self.begun = self.polls = 0
+        # No engine starts with more than its even share: what is left goes to whoever is done first.
+        fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
+        self.limit = min(engine.capacity, fair + len(plan.carried) * plan.requests_per_prompt)
+
+    def run(self, timer: Timer) -> RolloutResult:
+        """Sample until all is done or enough is there, then wait for the rewards."""
+        plan, abandoned = self.plan, False
+        with timer("rollout"):
+            while self.admit():
+                ended = self.advance()
+                self.polls += 1
+                owed = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
+                abandoned = self.is_abandoned()
+                if abandoned or (self.tally.reached(ended) and not owed):
+                    break
+            unfinished = [g for g in self.groups.values() if not g.done]
+            self.cut_short(unfinished)
+        done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position) if self.leads else []
+        if abandoned or not self.grading.finish(done, plan, timer):
+            # Of a grading that was abandoned the engine's other ranks hear in `raise_if_abandoned`.
+            return RolloutResult([], [], self.begun, True)
+        episodes = [e for group in done for e in finished(plan, group, self.grading.rewards)]
+        return RolloutResult(episodes, unfinished + self.waiting, self.begun)
+
+    def admit(self) -> bool:
+        """Submit groups while there is room; False where nothing runs any more."""
+        room = max(-(-(self.limit - self.running) // self.plan.requests_per_prompt), 0)
+        taken, self.waiting = self.waiting[:room], self.waiting[room:]
+        # Every rank of the engine asks the queue, also for nothing.
+        for place in self.queue.take(room - len(taken)):
+            taken.append(self.plan.group(place))
+            self.begun = place + 1
+        for group in taken:
+            self.groups[group.position] = group
+            for episode in group.open:
+                self.submit(group, episode)
+        return self.running > 0
+
+    def submit(self, group: PromptGroup, episode: Episode) -> None:
+        """Have the engine go on with an episode."""
+        self.engine.submit(self.plan.request(group, episode.sample))
+        self.running += 1
+
+    def advance(self) -> int:
+        """One step of the engine; how many groups it ended."""
+        ended = 0
+        alive()
+        for completion in self.engine.poll():
+            self.running -= 1
+            group = self.groups[completion.key[0]]
+            episode = group.episodes[completion.key[1]]
+            extend(episode, completion, self.plan)
+            if self.goes_on(group, episode):
+                self.submit(group, episode)
+                continue
+            ended += group.done
+            if self.leads:
+                self.grading.submit(group, episode)
+        self.grading.poll()
+        return ended
+
+    def goes_on(self, group: PromptGroup, episode: Episode) -> bool:
+        """Ask the environment for its answer to a response; False where the episode is over."""
+        if episode.finish != "stop":
+            return False
+        observed = self.environment.reply(group.prompt, episode)
+        if observed is None:
+            return False
+        if self.plan.room(episode) <= len(observed.tokens):
+            # No token is left for a response to it.
+            episode.finish = "length"
+            return False
+        episode.finish = ""
+        episode.add_observed(observed.tokens, observed.state)
+        return True
+
+    def is_abandoned(self) -> bool:
+        """Whether to leave the rollout, alike on all ranks of an engine. Collective over them."""
+        may_end, world = self.plan.may_end, self.world
+        if may_end is None:
+            return False
+        if world.engine_group is None:
+            return may_end()
+        if self.polls % ASK_EVERY:
+            return False
+        flag = torch.tensor([int(may_end())], device=world.device)
+        return bool(all_reduce(flag, "max", world.engine_group).item())
+
+    def cut_short(self, unfinished: list[PromptGroup]) -> None:
+        """Stop what still runs and keep its tokens."""
+        keys = [request_key(e) for g in unfinished for e in g.open]
+        for completion in self.engine.abort(keys):
+            extend(self.groups[completion.key[0]].episodes[completion.key[1]], completion, self.plan)
+
+
+def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
+    """Add what the engine made of an episode's request."""
+    if completion.tokens and completion.version != plan.version:
+        raise StaleEngineError(f"a sample of weight version {completion.version} came into a round of {plan.version}")
+    over = completion.finish != "abort"
+    if completion.tokens or over:
+        episode.add_sampled(completion.tokens, completion.logp, plan.version)
+    if completion.experts is not None:
+        # An earlier part's tokens ran again, by later weights: what counts is how their logp came about.
+        known = completion.experts[:0] if episode.experts is None else episode.experts
+        episode.experts = torch.cat([known, completion.experts[len(known) :]])
+    if over:
+        episode.finish = completion.finish
+
+
+def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int], Reward]) -> list[Episode]:
+    """The samples of a group, with their rewards; the greedy episode's is the others' baseline.
+
+    Raises:
+        ValueError: a logp is not finite, unless such samples are skipped.
+    """
+    baseline = rewards[group.position, plan.samples].score if plan.greedy else 0.0
+    first = group.episodes[0].experts
+    for episode in group.episodes[: plan.samples]:
+        reward = rewards[group.position, episode.sample]
+        episode.reward, episode.parts, episode.timed_out = reward.score, reward.parts, reward.timed_out
+        episode.baseline = baseline
+        if not bool(torch.isfinite(episode.rollout_logp).all()):
+            if plan.bad_sample == "stop":
+                raise ValueError(
+                    f"the engine reported a logp that is not finite for prompt {episode.prompt}, sample "
+                    f"{episode.sample}, at weight version {plan.version}; look at grad_norm of the steps before, or "
+                    "leave such samples out with --filter.bad-sample skip"
+                )
+            episode.reward = math.nan
+        if not math.isfinite(baseline):
+            # There is nothing to subtract from any sample of this prompt.
+            episode.reward = math.nan
+        if episode.experts is not None and first is not None and episode.experts is not first:
+            # The prompt as the first sample ran it, so that it can be shared.
+            known = min(len(group.prompt.tokens), len(first))
+            episode.experts = torch.cat([first[:known], episode.experts[known:]])
+    return group.episodes[: plan.samples]
+
+
+def enough_here(plan: RolloutPlan, world: World) -> int:
+    """Groups that this engine alone has to bring under a fixed assignment; over all engines under the queue."""
+    if plan.assignment != "static" or not plan.enough:
+        return plan.enough
+    engines = world.engine_count
+    carried = plan.carried_by or [0] * engines
+    drawn = [len(range(engine, len(plan.prompts), engines)) for engine in range(engines)]
+    mine = shares(plan.enough, [c + d for c, d in zip(carried, drawn, strict=True)])[world.engine_index]
+    # 0 is a tally without an end: an engine that owes nothing stops at its first group.
+    return max(1, mine)
+
+
+def shares(enough: int, groups: list[int]) -> list[int]:
+    """What each engine brings of `enough` groups, in proportion to the groups that it has, and never more than those.
+
+    They add up to `enough`, or to all groups where those are fewer.
+    """
+    total, ends = sum(groups), [0, *accumulate(groups)]
+    # Rounded at the ends, which are cumulative, so that nothing is lost in rounding.
+    marks = [min(enough, total) * end // max(1, total) for end in ends]
+    return [after - before for before, after in pairwise(marks)]

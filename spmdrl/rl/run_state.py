@@ -1,0 +1,33 @@
+"""What all ranks know alike from step to step beside the models: coefficients, guards, prompts drawn."""
+
+from typing import Any
+
+from spmdrl.rl.algorithm import Algorithm
+from spmdrl.rl.spikes import Spikes
+
+
+class RunState:
+    """A `session.checkpoints.Kept`."""
+
+    def __init__(self, algo: Algorithm, spikes: Spikes):
+        self.algo, self.spikes = algo, spikes
+        # What moves begins as the settings say.
+        self.begun_with = dict(algo.state)
+        self.draws = 0
+        """Prompts drawn for the steps that were learnt from."""
+
+    def state(self) -> dict[str, Any]:
+        """See the contract."""
+        return {
+            "guards": self.spikes.state(),
+            "algorithm": self.algo.state,
+            "begun_with": self.begun_with,
+            "draws": self.draws,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See the contract. What was set anew (--run.allow-changes) is as it was set."""
+        begun = state.get("begun_with", self.begun_with)
+        self.algo.state |= {k: v for k, v in state["algorithm"].items() if begun.get(k) == self.begun_with.get(k)}
+        self.spikes.restore(state.get("guards", {}))
+        self.draws = state["draws"]

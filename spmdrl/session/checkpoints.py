@@ -1,0 +1,191 @@
+"""Where a job stands: taken up at its start, saved after its steps, left behind when it is asked to go."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from spmdrl import checkpoint
+from spmdrl.config.engines import engine_name
+from spmdrl.config.fields import flag
+from spmdrl.config.resume import file_digests
+from spmdrl.config.schema import Config
+from spmdrl.health.failure import mark, request
+from spmdrl.health.preempt import PreemptedError, preemption
+from spmdrl.policy.models import Models
+from spmdrl.session.session import Session
+from spmdrl.spmd.agreement import Agreement
+from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
+
+
+class Kept(Protocol):
+    """What a job keeps from step to step beside its models."""
+
+    def state(self) -> dict[str, Any]:
+        """What is alike on all ranks; JSON-able."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave, once the models are loaded. Older checkpoints may lack names."""
+        ...
+
+
+class RankKept(Protocol):
+    """What each rank of a job holds by itself."""
+
+    def tree(self) -> dict:
+        """This rank's part (see `data/treefile.py`), taken between two steps."""
+        ...
+
+    def restore(self, files: list[Path]) -> str:
+        """Put back what all ranks saved, whatever the number of ranks; what could not be, in words for the user."""
+        ...
+
+
+class Checkpoints:
+    """Steps done and the checkpoints of them. Every method is collective over all ranks.
+
+    Made once the models stand: they are loaded from the newest checkpoint here. `begin` follows when all else is built.
+    """
+
+    def __init__(self, session: Session, models: Models, kept: Kept, data: str):
+        """data: digest of what the job learns from."""
+        self.session, self.models, self.kept = session, models, kept
+        self.saver = checkpoint.Saver(session.cfg, session.folder / "checkpoints", session.world)
+        self.saver.prepare(models, session.warn)
+        self.rank_files: list[Path] = []
+        self.made_with = {"prompts": data, "files": self._files(), "device": session.world.device.type}
+        self.start_step = self._resume()
+
+    def _resume(self) -> int:
+        session, models = self.session, self.models
+        found = checkpoint.find_resume(session.folder / "checkpoints", session.world)
+        if found is None:
+            return 0
+        state = checkpoint.load(found, models)
+        self._compare(found, state)
+        if models.policy:
+            models.policy.version = state["version"]
+            models.policy.updates_done = state["updates_done"]
+        for name, model in models.trained().items():
+            model.updates_done = state["trained"][name]
+        for name, model in models.learning().items():
+            # A checkpoint that does not tell is of a run whose schedule went by the steps taken.
+            model.updates_due = state.get("due", {}).get(name, model.updates_done)
+        self.kept.restore(state)
+        self.rank_files = checkpoint.rank_files(found)
+        self.saver.resumed(state["step"])
+        if session.world.is_first and state.get("wandb") and not wandb_id(session.folder):
+            # A checkpoint that was moved to another folder.
+            keep_wandb_id(session.folder, state["wandb"])
+        session.note(f"resumed from {found}: step {state['step']}")
+        return state["step"]
+
+    def _compare(self, found: Path, state: dict) -> None:
+        """Refuses to go on where data, files or device are others than when the run was made.
+
+        Raises:
+            ValueError: something changed, and `--run.allow-changes` is not given.
+        """
+        said = unlike(self.session.cfg, found, state, self.made_with)
+        if said and not self.session.cfg.run.allow_changes:
+            raise ValueError(
+                f"{'; '.join(said)}: give it the same, take another --run.dir, --run.fresh (moves that folder aside "
+                "and starts over), or --run.allow-changes (goes on so)"
+            )
+        for line in said:
+            self.session.note(f"--run.allow-changes: {line}")
+
+    def _files(self) -> dict[str, list[str]]:
+        """`file_digests`, alike on all ranks. Collective.
+
+        Raises:
+            ValueError: they are not.
+        """
+        text = json.dumps(file_digests(self.session.cfg))
+        seen = [json.loads(told) for told in all_gather_text(text, self.session.world.host_group)]
+        for name, (path, digest) in seen[0].items():
+            odd = [rank for rank, files in enumerate(seen) if files[name][1] != digest]
+            if odd:
+                raise ValueError(
+                    f"{flag(name)} {path}: ranks {odd} read another content than rank 0; give every node the same files"
+                )
+        return seen[0]
+
+    def begin(self, ranks: RankKept) -> None:
+        """Put back what every rank held, last before the first step: building an engine draws from the generators."""
+        self.ranks = ranks
+        self.agreement = Agreement(self.session.world, self.session.cfg.run.timeout)
+        if self.start_step and (lost := ranks.restore(self.rank_files)):
+            self.session.note(lost)
+
+    def step_done(self, step: int, held: dict[str, int]) -> None:
+        """Agree with all ranks on this step, counted from 0; save if it is due, leave if that is wanted.
+
+        held: numbers that every rank must hold alike.
+
+        Raises:
+            LockstepError: ranks went different ways.
+            PreemptedError: on every rank.
+        """
+        cfg, done = self.session.cfg, step + 1
+        with self.session.timer("agree"):
+            leave = self.agreement({"step": step, **held}, preemption.wanted)
+        last = done == cfg.run.steps and cfg.checkpoint.at_end
+        if last or (cfg.checkpoint.every and done % cfg.checkpoint.every == 0):
+            self._save(done)
+        if leave:
+            raise PreemptedError(done, f"step {done} was finished")
+
+    def leave(self, left: PreemptedError) -> None:
+        """Save what was learnt where no checkpoint has it, wait until it is published, and say so in a file."""
+        if left.step > self.start_step and self.saver.saved != left.step:
+            self._save(left.step)
+        with self.session.timer("checkpoint"):
+            self.saver.finish()
+        who = request()
+        if self.session.world.is_first:
+            mark(preemption.request, left.step)
+        saved = f"step {left.step} is in {self.session.folder}/checkpoints/step_{left.step}"
+        saved = saved if left.step else "nothing is learnt yet"
+        self.session.note(f"preempted ({who}): {left}; {saved}, and the same command goes on from there")
+
+    def _save(self, done: int) -> None:
+        with self.session.timer("checkpoint"):
+            with self.session.timer("checkpoint_wait"):
+                self.saver.finish()
+            # Rank 0 writes it, which trains.
+            policy = self.models.policy
+            state = policy and {
+                "step": done,
+                "version": policy.version,
+                "updates_done": policy.updates_done,
+                "trained": {name: model.updates_done for name, model in self.models.trained().items()},
+                "due": {name: model.updates_due for name, model in self.models.learning().items()},
+                **self.kept.state(),
+                **self.made_with,
+                "seed": self.session.cfg.run.seed,
+                "wandb": wandb_id(self.session.folder),
+            }
+            self.saver.save(done, state, self.ranks.tree(), self.models)
+
+
+def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
+    """Names what has changed since the checkpoint `found` was made, one line each.
+
+    before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. What an older checkpoint
+    does not record is not compared.
+    """
+    files = before.get("files", {})
+    lines = [
+        f"{flag(name)} {path} has another content than when {found} was made"
+        for name, (path, digest) in now["files"].items()
+        if name in files and files[name][0] == path and files[name][1] != digest
+    ]
+    if before.get("prompts", now["prompts"]) != now["prompts"]:
+        lines.append(f"{found} was trained on other prompts than {cfg.data.train} holds")
+    device = before.get("device", now["device"])
+    if device != now["device"] and engine_name(cfg) == "vllm":
+        # Its generators are the device's; those of the other engines are not.
+        lines.append(f"{found} was made on {device}; on {now['device']} vllm draws other tokens from the same seeds")
+    return lines

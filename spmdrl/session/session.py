@@ -1,0 +1,50 @@
+"""What every job has on a rank: settings, ranks, clock, console and folder."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmdrl.config.paths import run_folder
+from spmdrl.config.schema import Config
+from spmdrl.health.status import here
+from spmdrl.spmd.mesh import World
+from spmdrl.tracking.console import Console
+from spmdrl.tracking.metrics import Timer
+
+log = logging.getLogger("spmdrl")
+
+
+@dataclass
+class Session:
+    """One job on one rank, before it is known what it does. `open_run` makes it."""
+
+    cfg: Config
+    world: World
+    timer: Timer
+    console: Console | None = None
+    """Of rank 0 alone."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return run_folder(self.cfg)
+
+    def note(self, text: str) -> None:
+        """One line on the console of rank 0 and in every rank's log."""
+        log.info(text)
+        if self.console:
+            self.console.note(text)
+
+    def warn(self, text: str) -> None:
+        """The same, as a warning."""
+        log.warning(text, extra={"file_only": True})
+        if self.console:
+            self.console.note(f"warning: {text}")
+
+    def steps(self, first: int) -> Iterator[int]:
+        """The steps still to do, counted from 0; others see which one is under way."""
+        for step in range(first, self.cfg.run.steps):
+            here.step = step + 1
+            yield step
+            here.done = step + 1
