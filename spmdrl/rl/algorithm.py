@@ -31,7 +31,7 @@ class Algorithm:
     loss: Callable
     loss_settings: dict
     select: Callable | None
-    """Which tokens of the whole batch the loss treats apart; None for a loss that looks at each token alone."""
+    """Selects tokens of the whole batch that the loss treats apart; None for a loss that looks at each token alone."""
     aggregation: str
     horizon: float
     """Normaliser of `seq-mean-token-sum-norm`: the longest response."""
@@ -41,10 +41,10 @@ class Algorithm:
     """Kind of importance weights of engine against trainer, see `algos/correction.py`."""
     skip_zero_advantage: bool
     needs: frozenset[str]
-    """What a step has to know beside the samples: reference, critic, cost, cost_critic, process, greedy, logp,
+    """Inputs of a step beside the samples: reference, critic, cost, cost_critic, process, greedy, logp,
     collision, turns."""
     state: dict[str, float] = field(default_factory=dict)
-    """What moves from step to step and is saved with it: kl_coef, multiplier, moments of the reward."""
+    """Numbers that change from step to step and are saved with it: kl_coef, multiplier, moments of the reward."""
 
     def advantages(self, batch: Batch, peers: Peers) -> Batch:
         """The batch with `token["advantages"]` and `token["returns"]`; `seq["shaped"]` is in it already. Collective."""
@@ -65,7 +65,7 @@ class Algorithm:
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """What the estimator sees: an outcome column as token rewards, minus KL where it stands in the reward."""
+        """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward."""
         token, mask_T, seq_T = batch.token, batch.token["mask"], batch.seq_index
         kl_T = None
         if outcome == "shaped" and self.cfg.algo.kl_in == "reward" and self.state["kl_coef"]:

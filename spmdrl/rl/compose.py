@@ -64,7 +64,7 @@ def aggregation(cfg: Config) -> str:
 
 
 def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
-    """What a step has to know beside the samples.
+    """Inputs of a step beside the samples.
 
     A user's own estimator names the fields of `Samples` that it cannot do without in an attribute `needs`.
     """
@@ -87,7 +87,7 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
 
 
 def old_logp(cfg: Config, wanted: frozenset[str]) -> str:
-    """Where old_logp comes from: `update`, `policy` or `rollout`. wanted: as `needs` returns it."""
+    """Source of old_logp: `update`, `policy` or `rollout`. wanted: as `needs` returns it."""
     algo = cfg.algo
     if algo.old_logp != "auto":
         return algo.old_logp

@@ -72,7 +72,7 @@ def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
 
 
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
-    """What to tell of a step whose engine reported other logp than the trainer's; empty where they agree.
+    """Warning about a step whose engine reported other logp than the trainer's; empty where they agree.
 
     A mean that is not a number is above every threshold, and a threshold of 0 is none. step: counted from 1; values:
     reduced, so that every rank comes to the same end.

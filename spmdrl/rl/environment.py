@@ -1,4 +1,4 @@
-"""What the policy acts in: after each response of an episode the environment observes something, or ends it."""
+"""Environments that the policy acts in: each answers a response with an observation, or ends the episode."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +9,7 @@ from spmdrl.data.prompts import Prompt
 
 @dataclass
 class Observation:
-    """What an environment answers to a response."""
+    """An environment's answer to a response."""
 
     tokens: list[int]
     """Appended to the episode as they are; the policy goes on after them."""

@@ -38,7 +38,7 @@ class Evaluation:
         """Episodes of this rank that the reward model has not seen."""
 
     def is_due(self, step: int, force: bool = False) -> bool:
-        """Whether to evaluate before a step, counted from 0. force: once more, whatever the step."""
+        """Tells whether to evaluate before a step, counted from 0. force: once more, whatever the step."""
         every = self.cfg.eval.every
         return self.prompts is not None and bool(every) and (step % every == 0 or force)
 

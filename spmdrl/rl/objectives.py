@@ -1,4 +1,4 @@
-"""What the models of a run learn by: the policy's loss, a critic's, an implicit process reward model's.
+"""Objectives by which the models of a run learn: the policy's loss, a critic's, an implicit process reward model's.
 
 Everything that selects or normalises over samples is computed in `prepare`, over all ranks; a micro-batch only ever
 sums (law 2).
@@ -25,12 +25,12 @@ from spmdrl.tracking.metrics import Metrics
 LOSS_COLUMNS = ("mask", "advantages", "rollout_logp", "old_logp", "ref_logp", "selected")
 """Token columns of a batch that a policy loss may look at."""
 OLD_LOGP = {"policy": "old_logp", "rollout": "rollout_logp"}
-"""Where `Algorithm.old_logp` is found, apart from the update's own pass."""
+"""Column of each kind of `Algorithm.old_logp`, apart from the update's own pass."""
 
 
 @dataclass
 class PolicyShared(Shared):
-    """What a policy loss needs of a whole optimizer step beside its denominators."""
+    """Facts of a whole optimizer step that a policy loss needs beside its denominators."""
 
     first: bool = False
     """The weights are those that the update began with."""
@@ -111,7 +111,7 @@ class PolicyObjective(Objective):
         return self.algo.loss in TOKEN_LOSSES or getattr(self.algo.loss, "token_separable", False)
 
     def inputs(self, micro: Batch, shared: PolicyShared, device: torch.device) -> dict[str, torch.Tensor]:
-        """What `token_losses` looks at beside logp and entropy, [T] on the device."""
+        """Inputs of `token_losses` beside logp and entropy, [T] on the device."""
         x = {k: micro.token[k].to(device) for k in LOSS_COLUMNS if k in micro.token}
         mask, seq = x["mask"], micro.seq_index.to(device)
         x |= {"seq": seq, "weight": token_weights(self.algo.aggregation, mask, seq, shared.totals, self.algo.horizon)}

@@ -21,7 +21,7 @@ class RolloutPrefetcher:
         self.ready: deque[Experience] = deque()
 
     def take(self, step: int, version: int) -> Experience:
-        """What was sampled for this step, if need be by the weights of `version`. Collective over those who sample."""
+        """Experience of this step, sampled by the weights of `version` unless it is ready. Collective over samplers."""
         if not self.ready:
             self._next(version)
         assert self.step - len(self.ready) == step, "one step after the other"

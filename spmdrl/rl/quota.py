@@ -18,7 +18,7 @@ from spmdrl.tracking.metrics import Metrics
 
 @dataclass
 class Experience:
-    """What a step samples, on this rank: positions are 0 .. prompts - 1 over all ranks."""
+    """Episodes that a step learns from, on this rank: positions are 0 .. prompts - 1 over all ranks."""
 
     episodes: list[Episode]
     drawn: int = 0
@@ -105,7 +105,7 @@ class Quota:
         return ValueError(shortage(self.cfg.filter.keep, len(self.positions), drawn, self.wanted, rounds))
 
     def experience(self) -> Experience:
-        """What the step learns from. Collective over those who sample."""
+        """The episodes that the step learns from, and its numbers. Collective over those who sample."""
         chosen = choose(self.positions, self.wanted)
         place = {int(position): i for i, position in enumerate(chosen)}
         taken = [e for e in self.kept if e.position in place]

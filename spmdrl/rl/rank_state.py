@@ -1,4 +1,4 @@
-"""What a rank holds from one step to the next beside its models, as a tree for a checkpoint, and back on any world.
+"""State that each rank holds by itself beside its models: saved as a tree in a checkpoint, restored on any world.
 
 Held are groups that were cut short (partial rollouts), experience that was sampled ahead (split placement), the steps
 that are replayed, and the states of the random number generators, for a loss or a reward of the user's that draws from
@@ -99,14 +99,14 @@ class RankState:
         return "; ".join(lost)
 
     def _kinds(self) -> list[str]:
-        """What is held here, in words."""
+        """Kinds of things that this run holds, in words."""
         rollout = self.cfg.rollout
         held = ["groups that were cut short"] if rollout.partial_steps else []
         held += ["experience that was sampled ahead"] if rollout.staleness else []
         return held + (["the steps to be replayed"] if self.replay.buffer is not None else [])
 
     def _settings(self) -> dict[str, Any]:
-        """What must be as it was for the things held to fit."""
+        """Settings that must be as they were for the things held to fit."""
         rollout = self.cfg.rollout
         return {
             "prompts": self.prompts.digest(),
@@ -160,7 +160,7 @@ def _lost(why: str, what: list[str]) -> str:
 
 
 def dealt(mine: int, count: int, before: int) -> tuple[list[int], int, int]:
-    """What holder `mine` of `count` takes of what `before` holders had: (their numbers, its share, of how many shares).
+    """Deals what `before` holders had to holder `mine` of `count`: (their numbers, its share, of how many shares).
 
     Everything is taken once. As many holders as before: each its own. Fewer: each that of several. More: several share
     what one had, thing by thing in turn.

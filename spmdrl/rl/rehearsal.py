@@ -140,7 +140,7 @@ def rehearse(cfg: Config, plain: Config) -> None:
     others: dict[str, Any] = {name: StandIn(cfg) for name in wanted_models(cfg, algo.needs)}
     models = Models(StandIn(cfg), **others)
     if cfg.lora.rank:
-        # What attaches adapters takes all there is to say of them.
+        # Attaching adapters reads every setting of them.
         _ = [getattr(cfg.lora, field.name) for field in dataclasses.fields(plain.lora)]
     made = list(episodes(plain))
     prompts = 1 + max(e.position for e in made)

@@ -180,7 +180,7 @@ class Rollout:
         return True
 
     def is_abandoned(self) -> bool:
-        """Whether to leave the rollout, alike on all ranks of an engine. Collective over them."""
+        """Tells whether to leave the rollout, alike on all ranks of an engine. Collective over them."""
         may_end, world = self.plan.may_end, self.world
         if may_end is None:
             return False
@@ -256,7 +256,7 @@ def enough_here(plan: RolloutPlan, world: World) -> int:
 
 
 def shares(enough: int, groups: list[int]) -> list[int]:
-    """What each engine brings of `enough` groups, in proportion to the groups that it has, and never more than those.
+    """Divides `enough` groups among engines in proportion to the groups that each has, never more than those.
 
     They add up to `enough`, or to all groups where those are fewer.
     """

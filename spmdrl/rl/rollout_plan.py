@@ -1,4 +1,4 @@
-"""What a rollout is asked for and what comes of it: plans, groups of episodes, results."""
+"""Plans of rollouts, the groups of episodes that they are made of, and their results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class PromptGroup:
 
 @dataclass
 class RolloutPlan:
-    """What to sample. Every rank holds the same one, `carried` apart."""
+    """Prompts to sample and how. Every rank holds the same plan, `carried` apart."""
 
     name: str
     """Unique in the run: names the queue."""
@@ -102,7 +102,7 @@ class RolloutPlan:
 
 @dataclass
 class RolloutResult:
-    """What became of a plan on this rank."""
+    """Outcome of a plan on this rank."""
 
     episodes: list[Episode]
     """Of whole groups; empty on an engine's other ranks."""

@@ -38,7 +38,7 @@ from spmdrl.tracking.metrics import Metrics, Timer
 
 @dataclass
 class Run:
-    """What a run is made of on this rank."""
+    """Parts of a run on this rank."""
 
     session: Session
     algo: Algorithm
@@ -91,7 +91,7 @@ class Run:
             yield step
 
     def experience(self, step: int) -> Experience:
-        """What this step learns from, sampled and graded here unless that was done ahead. Collective over samplers.
+        """Experience of this step, sampled and graded here unless that was done ahead. Collective over samplers.
 
         Nothing on a rank that does not sample.
 
@@ -120,9 +120,9 @@ class Run:
         return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share)
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:
-        """What a rank that does not train does while others do. Collective over ranks of its kind.
+        """Work of a rank that does not train, while others do. Collective over ranks of its kind.
 
-        It samples the steps to come, or answers for the frozen models; what it has to tell stands in `log` anyway.
+        It samples the steps to come, or answers for the frozen models; `log` adds its numbers.
         """
         if self.world.samples:
             with suppress(AbandonedError):

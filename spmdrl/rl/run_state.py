@@ -1,4 +1,4 @@
-"""What all ranks know alike from step to step beside the models: coefficients, guards, prompts drawn."""
+"""State of a run that is alike on all ranks, beside the models: coefficients, guards, prompts drawn."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ class RunState:
 
     def __init__(self, algo: Algorithm, spikes: Spikes):
         self.algo, self.spikes = algo, spikes
-        # What moves begins as the settings say.
+        # Coefficients begin at the values of the settings.
         self.begun_with = dict(algo.state)
         self.draws = 0
         """Prompts drawn for the steps that were learnt from."""

@@ -1,4 +1,4 @@
-"""Where the experience of a step comes from: rollouts are planned, sampled and graded until the step has enough."""
+"""Samples the experience of a step: rollouts are planned, sampled and graded until the step has enough."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -80,7 +80,7 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
 
 
 def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> None:
-    """What a rank does while others `score` that has frozen models and trains nothing: answer for each, in that order.
+    """Answers for the frozen models of a rank that trains nothing while others `score`, in the order in which they ask.
 
     Collective. batch: empty, with the columns that the others' have.
     """

@@ -23,13 +23,13 @@ from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.mesh import World
 
 FILE = "spike.json"
-"""What was seen."""
+"""Facts of the step, as JSON."""
 NAMES = ("step", "model", "share", "updates_done", "on_policy", "algorithm")
-"""What it must hold, beside numbers and files."""
+"""Names that it must hold, beside numbers and files."""
 
 
 class Spikes:
-    """Gets from the models of a run what stands out, on every rank that trains."""
+    """Keeps optimizer steps that the guards of a run's models report, on every rank that trains."""
 
     def __init__(
         self, folder: Path, world: World, models: Models, algo: Algorithm, warn: Callable[[str], None], step: int = 0
@@ -41,7 +41,7 @@ class Spikes:
             guard.hand_on = partial(self.keep, name)
 
     def state(self) -> dict[str, dict]:
-        """What the guards of a resumed run have to know; JSON-able."""
+        """State of the guards for a resumed run; JSON-able."""
         return {name: guard.state() for name, guard in self.guards.items()}
 
     def restore(self, state: dict[str, dict]) -> None:
@@ -56,7 +56,7 @@ class Spikes:
         place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
         holders = self.world.holders[:, 0].tolist()
         if self.world.rank == self.world.roles.trainers[0]:
-            # What an earlier try of this step left.
+            # An earlier try of this step left them.
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
         self._meet()
@@ -97,7 +97,7 @@ class Spikes:
 
 
 def read(place: Path) -> tuple[dict, Batch]:
-    """What was seen, and the sequences of all ranks in sample order.
+    """Facts of a kept step, and the sequences of all ranks in sample order.
 
     Raises:
         ValueError: no such folder, or one that is not whole; says what is missing.

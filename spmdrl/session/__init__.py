@@ -1,4 +1,4 @@
-"""What every job has, whatever it trains. Nothing here knows of reinforcement learning.
+"""Parts that every job has, whatever it trains. Nothing here knows of reinforcement learning.
 
 open.py          opens and closes a job on this rank
 session.py       settings, ranks, clock, console and folder of a job

@@ -1,4 +1,4 @@
-"""Where a job stands: taken up at its start, saved after its steps, left behind when it is asked to go."""
+"""Checkpoints of a job: read at its start, saved after its steps and when it is asked to go."""
 
 import json
 from pathlib import Path
@@ -19,10 +19,10 @@ from spmdrl.tracking.trackers import keep_wandb_id, wandb_id
 
 
 class Kept(Protocol):
-    """What a job keeps from step to step beside its models."""
+    """State of a job beside its models, alike on all ranks."""
 
     def state(self) -> dict[str, Any]:
-        """What is alike on all ranks; JSON-able."""
+        """The state; JSON-able."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ class Kept(Protocol):
 
 
 class RankKept(Protocol):
-    """What each rank of a job holds by itself."""
+    """State that each rank of a job holds by itself."""
 
     def tree(self) -> dict:
         """This rank's part (see `data/treefile.py`), taken between two steps."""

@@ -1,4 +1,4 @@
-"""Who owns the device at this moment: the engine (rollout phase) or the trainer (training phase).
+"""Phases of a step by who owns the device: the engine (rollout phase) or the trainer (training phase).
 
 Only this module orders models on and off the device, in an order that bounds the peak. Into the rollout: whatever the
 push does not read leaves (frozen models, critics, gradients, moments), the engine's weights come back and take the
@@ -57,7 +57,7 @@ class Border:
 
 
 def place_of(name: str, models: Models, cfg: Config) -> Literal["none", "host", "disk"]:
-    """Where a model is to be while the engine samples."""
+    """Place of a model while the engine samples."""
     return cfg.policy.offload if name == "policy" or name in models.trained() else cfg.reference.offload
 
 
@@ -91,7 +91,7 @@ class Memory:
         """The last border of each name: what `rollout_phase` and `training_phase` pass through, in their order."""
         self.meter, self.peak = Meter(world.device), 0
         self.short = world.device.type == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
-        """What is freed goes back to the device."""
+        """Freed memory goes back to the device."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
         owners = "\n".join(row.owner for row in self.table())
@@ -187,7 +187,7 @@ class Memory:
     # ── the table ────────────────────────────────────────────────────────────
 
     def table(self) -> list[Holding]:
-        """Who holds how much of this rank, and where, at this moment; what is parked with the size it had."""
+        """Bytes of each owner on this rank and their place, at this moment; parked ones with the size they had."""
         held = dict(self.engine.bytes_by_owner()) if self.engine else {}
         for name, model in self.models.named():
             learns = name == "policy" or name in self.models.trained()

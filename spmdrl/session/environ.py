@@ -34,7 +34,7 @@ def torchrun_chose_one_thread() -> bool:
     if os.environ.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:
-        # What torchrun, the parent, was started with; what it set for its ranks is not there.
+        # The environment of torchrun, the parent, lacks what it set for its ranks.
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
         return True

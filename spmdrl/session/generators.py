@@ -7,7 +7,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict:
-    """Where the generators that belong to the process stand: Python's, NumPy's, torch's, the device's."""
+    """States of the process's generators: Python's, NumPy's, torch's, the device's."""
     version, words, rest = random.getstate()
     name, keys, *numbers = numpy.random.get_state(legacy=True)
     states = {

@@ -1,4 +1,4 @@
-"""What a run tells: metrics, samples and the console, all written by rank 0."""
+"""Metrics, samples and the console of a run, all written by rank 0."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger("spmdrl")
 
 
 class Journal:
-    """Where a run's numbers and samples go. Other ranks hold one too, which writes to their log file only."""
+    """Writes a run's numbers and samples. Other ranks hold one too, which writes to their log file only."""
 
     def __init__(self, session: Session, start_step: int):
         self.console, self.trackers, self.samples = session.console, [], None

@@ -7,7 +7,7 @@ import torch
 
 
 class Meter:
-    """What this rank uses at a moment, and the most since it was last read."""
+    """Memory that this rank uses at a moment, and the most since it was last read."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -1,4 +1,4 @@
-"""What every job has on a rank: settings, ranks, clock, console and folder."""
+"""Session of a job on a rank: settings, ranks, clock, console and folder."""
 
 import logging
 from collections.abc import Iterator

@@ -21,13 +21,13 @@ from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry, Piece, Resha
 
 @dataclass
 class PushReport:
-    """What one push brought to this rank."""
+    """Bytes that one push brought to this rank."""
 
     version: int
     bytes: int
-    """That its engine reads here."""
+    """Bytes that its engine reads here."""
     received: int
-    """That came from other ranks, checksums included."""
+    """Bytes that came from other ranks, checksums included."""
     deep: bool
     """True when the engine's own memory was compared too."""
 
@@ -82,7 +82,7 @@ class Transfer:
         return self.policy.pieces(part) if self.policy else []
 
     def _route(self, part: Part) -> Route:
-        """Who holds what, and who reads what. Collective."""
+        """Plan of the messages between those who hold a part and those who read it. Collective."""
         pieces, world = self._pieces(part), self.world
         entries = catalogue(pieces, world.host_group)
         needs = self.engine.needs(entries) if self.engine else Needs()
@@ -90,7 +90,7 @@ class Transfer:
         return Route(plan, entries, needs)
 
     def _due(self) -> tuple[Part, ...]:
-        """What has to travel. Collective."""
+        """Parts that have to travel. Collective."""
         if len(self.routes) < len(self.parts) or len(self.parts) == 1:
             return self.parts
         empty = torch.tensor([int(self.engine is not None and self.engine.version is None)])

@@ -82,6 +82,24 @@ class Ended:
         )
 
 
+def environment(mark: str) -> dict[str, str]:
+    """The environment of a job, with its mark."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_", "VLLM_"))
+    }
+    return kept | {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+        "TERM": "dumb",
+        "COLUMNS": "200",
+        MARK: mark,
+    }
+
+
 class Job:
     """A running job."""
 
@@ -97,20 +115,7 @@ class Job:
     ):
         """ranks 0: a plain process without torchrun. launch: more words for torchrun."""
         self.mark = secrets.token_hex(8)
-        base = {
-            k: v
-            for k, v in os.environ.items()
-            if k not in RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_", "VLLM_"))
-        }
-        base |= {
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "WANDB_MODE": "offline",
-            "TERM": "dumb",
-            "COLUMNS": "200",
-            MARK: self.mark,
-        }
+        base = environment(self.mark)
         start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
         if ranks:
             # A port of its own, so that jobs side by side never meet.

@@ -1,0 +1,168 @@
+"""`run` and `succeed` of runner.py without the seconds that imports take: ranks are forked from a server that has them.
+
+Each rank is a process of its own, in a session of its own, that runs `python -m MODULE ARGS` with the environment that
+torchrun would give it; torchrun itself is not there. Tests about torchrun, signals and deaths take runner.py.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import runpy
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.runner import MARK, ROOT, Ended, Job, environment
+from tests.ranks.harness import PRELOAD
+
+_PR_SET_PDEATHSIG = 1
+MODULES = [name for name in PRELOAD if name != "spmdrl.train"] + ["spmdrl.rl.build", "transformers.modeling_utils"]
+"""Entry points are left out: `python -m` runs them anew."""
+
+
+def _child(folder: str, module: str, args: list[str], env: dict, cwd: str) -> None:
+    # The server ends with the test process, and its ranks with it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(cwd)
+    sys.path[:0] = [path for path in (cwd, *env["PYTHONPATH"].split(":")) if path not in sys.path]
+    if "torch" in sys.modules:
+        import torch
+
+        # Set by the environment where torch is imported afresh.
+        torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    sys.argv = [module, *args]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()
+
+
+class WarmJob:
+    """A running job; as `runner.Job`, as far as a test looks at one that it leaves alone."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        ranks: int = 0,
+        module: str = "spmdrl.train",
+        env: dict | None = None,
+        cwd: Path = ROOT,
+    ):
+        """ranks 0: a plain process."""
+        self.mark, self.folder = secrets.token_hex(8), tempfile.TemporaryDirectory(prefix="spmdrl_warm_")
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self.stamps: list[float] = []
+        context = multiprocessing.get_context("forkserver")
+        # No effect once the server runs.
+        context.set_forkserver_preload(MODULES)
+        self.began = time.time()
+        self.processes = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(max(1, ranks)):
+            given = environment(self.mark) | (self._of_rank(rank, ranks, port) if ranks else {}) | (env or {})
+            words = [str(arg) for arg in args]
+            process = context.Process(target=_child, args=(self.folder.name, module, words, given, str(cwd)))
+            process.start()
+            self.processes.append(process)
+        self.over = threading.Event()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    @staticmethod
+    def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+        values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        return {name: str(value) for name, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+    def _read(self) -> None:
+        """Take lines as they come, and when they came."""
+        rest, at = {"out": "", "err": ""}, {"out": 0, "err": 0}
+        last = False
+        while not last:
+            last = self.over.wait(0.02)
+            for name, lines in (("out", self.out), ("err", self.err)):
+                with contextlib.suppress(FileNotFoundError), open(f"{self.folder.name}/{name}", "rb") as file:
+                    file.seek(at[name])
+                    text = file.read()
+                    at[name] += len(text)
+                    *whole, rest[name] = (rest[name] + text.decode(errors="replace")).split("\n")
+                    whole += [rest[name]] if last and rest[name] else []
+                    lines += whole
+                    self.stamps += [time.time()] * len(whole) * (name == "err")
+
+    def family(self) -> list[psutil.Process]:
+        """All living processes of the job: its ranks, and what they started, which carries the mark."""
+        pids = {p.pid for p in self.processes if p.is_alive()}
+        return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)] + Job.family(self)  # type: ignore[arg-type]
+
+    def wait(self, limit: float) -> Ended:
+        """Wait for the end; at the limit, end it."""
+        until = time.time() + limit
+        running = list(self.processes)
+        while running and time.time() < until:
+            wait([p.sentinel for p in running], timeout=until - time.time())
+            running = [p for p in running if p.is_alive()]
+        timed_out, ended = bool(running), time.time()
+        for _ in range(20):
+            left = [] if timed_out else self.family()
+            if not left:
+                break
+            time.sleep(0.1)
+        shown = []
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                shown.append(" ".join(process.cmdline())[:200])
+        self.kill()
+        self.over.set()
+        self.reader.join(5)
+        codes = [p.exitcode or 0 for p in self.processes]
+        rc = next((code for code in codes if code), 0)
+        return Ended(rc, self.out, self.err, self.stamps, self.began, ended, shown, timed_out)
+
+    def kill(self) -> None:
+        """End every process of the job that still lives."""
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for process in self.processes:
+            process.join(10)
+
+
+def run(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
+    """Start a job and wait for its end."""
+    job = WarmJob(args, **kwargs)
+    try:
+        ended = job.wait(limit)
+    finally:
+        job.kill()
+    assert not ended.timed_out, f"still running after {limit} s\n{ended.show()}"
+    return ended
+
+
+def succeed(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
+    """A job that must end well and leave nothing behind."""
+    ended = run(args, limit, **kwargs)
+    assert ended.rc == 0, ended.show()
+    assert not ended.left, ended.show()
+    return ended
