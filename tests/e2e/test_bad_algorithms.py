@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.e2e.runner import run, succeed
 from tests.e2e.test_bad_input import QUICK, START, refused
+from tests.e2e.warm import run, succeed
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runner import GONE_WITHIN, Ended, argv, run, succeed
+from tests.e2e.runner import GONE_WITHIN, Ended, argv
+from tests.e2e.warm import run, succeed
 
 pytestmark = pytest.mark.timeout(240)
 START = 60.0

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from spmdrl.policy.megatron.families import FAMILIES
-from tests.e2e.runner import ROOT, run
+from tests.e2e.runner import ROOT
 from tests.e2e.test_bad_input import QUICK, START, TINY, refused
+from tests.e2e.warm import run
 
 pytestmark = pytest.mark.timeout(240)
 MEGATRON = [*QUICK, "--policy.backend", "megatron"]

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from spmdrl.config.load import from_command_line
-from tests.e2e.runner import ROOT, argv, metrics, run, succeed
+from tests.e2e.runner import ROOT, argv, metrics
+from tests.e2e.warm import run, succeed
 
 pytestmark = pytest.mark.timeout(300)
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))

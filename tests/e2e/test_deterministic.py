@@ -7,7 +7,8 @@ import pytest
 from spmdrl.session.determinism import make_deterministic
 from tests.builds import no_sglang, no_vllm
 from tests.e2e.kills import differences, untimed
-from tests.e2e.runner import argv, run, succeed
+from tests.e2e.runner import argv
+from tests.e2e.warm import run, succeed
 from tests.ranks.cases import config
 
 pytestmark = pytest.mark.timeout(600)

@@ -9,7 +9,8 @@ import torch
 from spmdrl.algos.loss_inputs import LossInputs
 from spmdrl.algos.losses import ppo
 from spmdrl.algos.samples import Samples
-from tests.e2e.runner import ROOT, argv, metrics, succeed
+from tests.e2e.runner import ROOT, argv, metrics
+from tests.e2e.warm import succeed
 
 OWN = ROOT / "recipes" / "own"
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.e2e.runner import GONE_WITHIN, argv, metrics, run, succeed
+from tests.e2e.runner import GONE_WITHIN, argv, metrics
+from tests.e2e.warm import run, succeed
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 12

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.e2e.runner import GONE_WITHIN, Job, argv, metrics, succeed
+from tests.e2e.runner import GONE_WITHIN, Job, argv, metrics
+from tests.e2e.warm import succeed
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 8

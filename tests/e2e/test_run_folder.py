@@ -9,7 +9,8 @@ import shutil
 import pytest
 
 from spmdrl.checkpoint.files import problems, steps_saved
-from tests.e2e.runner import GONE_WITHIN, Job, argv, metrics, run, succeed
+from tests.e2e.runner import GONE_WITHIN, Job, argv, metrics
+from tests.e2e.warm import run, succeed
 
 pytestmark = pytest.mark.timeout(300)
 FLAGS = argv(

@@ -4,7 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.runner import argv, metrics, succeed
+from tests.e2e.runner import argv, metrics
+from tests.e2e.warm import succeed
 
 pytestmark = [
     pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed"),

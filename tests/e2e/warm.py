@@ -12,7 +12,6 @@ import os
 import runpy
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -22,8 +21,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
+import torch.distributed as dist
 
-from tests.e2e.runner import MARK, ROOT, Ended, Job, environment
+from tests.e2e import runner
+from tests.e2e.runner import ROOT, Ended, Job, environment
 from tests.ranks.harness import PRELOAD
 
 _PR_SET_PDEATHSIG = 1
@@ -77,9 +78,9 @@ class WarmJob:
         context.set_forkserver_preload(MODULES)
         self.began = time.time()
         self.processes = []
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # As torchrun's agent does: the store outlives every rank.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
+        port = self.store.port if self.store else 0
         for rank in range(max(1, ranks)):
             given = environment(self.mark) | (self._of_rank(rank, ranks, port) if ranks else {}) | (env or {})
             words = [str(arg) for arg in args]
@@ -93,7 +94,11 @@ class WarmJob:
     @staticmethod
     def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
         values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-        return {name: str(value) for name, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        return {name: str(value) for name, value in values.items()} | {
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
 
     def _read(self) -> None:
         """Take lines as they come, and when they came."""
@@ -123,6 +128,10 @@ class WarmJob:
         while running and time.time() < until:
             wait([p.sentinel for p in running], timeout=until - time.time())
             running = [p for p in running if p.is_alive()]
+            if any(p.exitcode for p in self.processes):
+                # As torchrun does when a rank fails.
+                for process in running:
+                    process.terminate()
         timed_out, ended = bool(running), time.time()
         for _ in range(20):
             left = [] if timed_out else self.family()
@@ -150,7 +159,9 @@ class WarmJob:
 
 
 def run(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
-    """Start a job and wait for its end."""
+    """Start a job and wait for its end; `runner.run` does, where it takes input, torchrun or imports of its own."""
+    if kwargs.keys() & {"stdin", "launch"} or "PYTHONPATH" in (kwargs.get("env") or {}):
+        return runner.run(args, limit, **kwargs)
     job = WarmJob(args, **kwargs)
     try:
         ended = job.wait(limit)
