@@ -8,6 +8,7 @@ generators.py    random number generators of the process, for checkpoints
 environ.py       defaults of the process: environment, threads, allocator
 determinism.py   two runs of the same settings are equal to the last bit
 device_table.py  who owns the device: sleep, wake, offload, and the table of bytes
+room.py          flags that would free memory
 transfer.py      new weights into the engine
 meter.py         memory as the system counts it
 """

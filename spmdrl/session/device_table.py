@@ -21,10 +21,11 @@ from spmdrl.hub.build import DTYPES
 from spmdrl.policy.models import Models
 from spmdrl.rollout.engine import Engine
 from spmdrl.session.meter import Meter
+from spmdrl.session.room import Held, three_flags
 from spmdrl.session.transfer import PushReport, Transfer
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.mesh import World
-from spmdrl.spmd.storage import give_back, moves
+from spmdrl.spmd.storage import give_back
 from spmdrl.tracking.metrics import Timer
 
 log = logging.getLogger("spmdrl")
@@ -269,49 +270,17 @@ class Memory:
 
     def advice(self, phase: Phase) -> list[str]:
         """The three flags that would free most in this phase, by the table and the settings as they are."""
-        cfg = self.cfg
-        away = "disk" if self.world.device.type == "cpu" else "host"
-        on_device = {row.owner: row.bytes for row in self.table() if row.place == "device"}
-        kv, weights = (self.full.get(owner, 0) for owner in ("KV cache", "engine weights"))
-        trained = {"policy", *self.models.trained()}
-        learns = sum(size for owner, size in on_device.items() if owner.split()[0] in trained)
-        frozen = sum(on_device.values()) - learns - on_device.get("KV cache", 0) - on_device.get("engine weights", 0)
         last = self.phases.get("trained")
-        rest = max(0, last.peak - last.on_device) if last else 0
-        # (bytes that it would free, what to set); those that free nothing now come last, in this order.
-        options: list[tuple[float, str]] = []
-        if phase == "rollout":
-            if not moves(cfg.policy.offload, self.world.device) and self.shared:
-                options.append((learns, f"--policy.offload {away}"))
-            if not moves(cfg.reference.offload, self.world.device) and self.shared and frozen:
-                options.append((frozen, f"--reference.offload {away}"))
-            options += [(kv / 2, flag) for flag in self._smaller_cache(kv)]
-            options.append((weights / 2, f"a larger --rollout.tp than {cfg.rollout.tp}"))
-        else:
-            level = self._sleep_level()
-            if self.shared and level < 2:
-                gain = on_device.get("engine weights", 0) + on_device.get("KV cache", 0)
-                options.append((gain, f"--rollout.sleep_level {2 if level else 1}"))
-            tokens = cfg.policy.max_tokens_per_microbatch
-            options.append((max(rest, learns) / 2, f"--policy.max_tokens_per_microbatch below {tokens}"))
-            if not cfg.policy.activation_checkpointing:
-                options.append((max(rest, learns) / 3, "--policy.activation_checkpointing true"))
-            if not cfg.policy.reshard_after_forward:
-                options.append((learns / 4, "--policy.reshard_after_forward true"))
-        options.append((0, f"more ranks for --parallel.dp_shard than {len(self.world.roles.trainers)}"))
-        options.append((0, f"--rollout.push_bucket_mib below {cfg.rollout.push_bucket_mib}"))
-        if cfg.model.dtype != "bfloat16":
-            options.append((0, "--model.dtype bfloat16"))
-        options.append((0, f"--rollout.max_sequences below {cfg.rollout.max_sequences}"))
-        return [flag for _, flag in sorted(options, key=lambda option: -option[0])[:3]]
-
-    def _smaller_cache(self, kv: int) -> list[str]:
-        rollout = self.cfg.rollout
-        if not kv or self.engine is None:
-            return []
-        if rollout.kv_cache_gib or self.world.device.type == "cpu":
-            return [f"--rollout.kv_cache_gib {kv / 2 / GIB:.2g}"]
-        return [f"--rollout.gpu_memory_utilization below {rollout.gpu_memory_utilization}"]
+        held = Held(
+            on_device={row.owner: row.bytes for row in self.table() if row.place == "device"},
+            cache=self.full.get("KV cache", 0),
+            weights=self.full.get("engine weights", 0),
+            trained={"policy", *self.models.trained()},
+            training=max(0, last.peak - last.on_device) if last else 0,
+            shared=self.shared,
+            samples=self.engine is not None,
+        )
+        return three_flags(self.cfg, self.world, held, phase)
 
 
 def belongs(owner: str, name: str) -> bool:

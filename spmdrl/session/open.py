@@ -93,10 +93,7 @@ def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J 
         watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
         if keeps:
             notes += checkpoint.check_settings(folder, cfg, world)
-        if world.device.type == "cpu":
-            keep_freed_memory()
-            if cfg.run.device == "auto" and (why := without_gpu()):
-                notes.append(f"warning: this run is on the CPU: {why} (--run.device cpu says that it is meant)")
+        notes.append(settle_on(world.device.type, cfg))
         disable_progress_bar()
         if world.is_first:
             console = Console(cfg.tracking.console, cfg.run.steps, newest())
@@ -120,3 +117,12 @@ def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J 
         # Engines tear the process group down; leave before they can complain.
         sys.stdout.flush()
         os._exit(0)
+
+
+def settle_on(device: str, cfg: Config) -> str:
+    """Prepare the process for the kind of its device; returns a warning, or nothing."""
+    if device == "cpu":
+        keep_freed_memory()
+        if cfg.run.device == "auto" and (why := without_gpu()):
+            return f"warning: this run is on the CPU: {why} (--run.device cpu says that it is meant)"
+    return ""
