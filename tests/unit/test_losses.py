@@ -35,10 +35,9 @@ from spmdrl.algos import (
     value_loss,
 )
 
-GOLDEN = Path(__file__).resolve().parents[2].parent / "shared" / "golden" / "verl_0.9.1.json"
-CASES = json.loads(GOLDEN.read_text())["cases"] if GOLDEN.exists() else []
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "verl_0.9.1.json"
+CASES = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
 case = pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed{c['seed']}")
-golden = pytest.mark.skipif(not CASES, reason=f"golden vectors of verl 0.9.1 not found at {GOLDEN}")
 every_loss = pytest.mark.parametrize("name", LOSSES)
 CLOSE = {"rtol": 0, "atol": 1e-8}
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -76,7 +75,6 @@ def select(name: str, x: LossInputs) -> torch.Tensor | None:
 # ── golden vectors ───────────────────────────────────────────────────────────
 
 
-@golden
 @case
 def test_parity_verl_losses(case):
     inputs = {k: fp64(v) for k, v in case["inputs"].items() if k in ("old", "adv", "mask", "new")}
@@ -106,7 +104,6 @@ def test_parity_verl_losses(case):
             torch.testing.assert_close(logp.grad, fp64(expected["grad"]), **CLOSE, msg=f"{entry} {loss}")
 
 
-@golden
 @case
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_parity_verl_packed_without_the_padding(case, mode):
@@ -123,7 +120,6 @@ def test_parity_verl_packed_without_the_padding(case, mode):
     torch.testing.assert_close(grad, fp64(expected["grad"])[mask_BT], **CLOSE)
 
 
-@golden
 @case
 def test_parity_verl_value_loss(case):
     expected, inputs = case["losses"]["value_clip0.2/token-mean"], {k: fp64(v) for k, v in case["inputs"].items()}
@@ -137,7 +133,6 @@ def test_parity_verl_value_loss(case):
     assert 0 < stats["value_clip_fraction"].sum() < mask.sum()
 
 
-@golden
 @case
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_parity_verl_kl(case, kind):
