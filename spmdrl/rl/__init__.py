@@ -17,8 +17,9 @@ objectives.py    what they learn by: losses of the policy, a critic, a process r
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       from settings to an Algorithm
 spikes.py        keeps the batch of a step that stands out
-journal.py       metrics, samples and console of a step
-progress.py      checkpoints: saved after a step, taken up at the start
-resume.py        what a rank holds from step to step beside its models
+describe.py      numbers that a step tells of itself, samples as text
+run_state.py     state alike on all ranks, for checkpoints
+rank_state.py    state of each rank, for checkpoints
+trees.py         episodes as trees for a checkpoint
 rehearsal.py     one step on made-up tokens: refuses settings that nothing reads
 """

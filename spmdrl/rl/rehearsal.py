@@ -151,7 +151,10 @@ def rehearse(cfg: Config, plain: Config) -> None:
     )
     everything = (lambda score_B, group_B, **_: torch.ones_like(group_B, dtype=torch.bool)) if cfg.filter.keep else None
     quota = Quota(sampling, world, everything, 0, [])
-    quota.take(quota.order(RolloutPlan("rehearsal", [], 1, (0, 0), 0, 1, 1.0)), RolloutResult(made, []))
+    for _ in range(quota.most_rounds):
+        quota.take(quota.order(RolloutPlan("rehearsal", [], 1, (0, 0), 0, 1, 1.0)), RolloutResult(made, []))
+        if quota.is_full:
+            break
     names = tuple(sorted({name for e in made for name in e.parts}))
     batch = from_episodes(quota.experience().episodes, names, turns="turns" in algo.needs)
     batch.seq["seed"] = torch.arange(len(batch))
