@@ -1,7 +1,4 @@
-"""The shortest reward of your own: `--reward.function recipes/own/letters.py`."""
-
-
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """Return the share of letters at their right place; the signature is verl's."""
+    """Share of letters at their right place; the signature is verl's."""
     said, truth = solution_str.strip(), str(ground_truth)
     return sum(a == b for a, b in zip(said, truth, strict=False)) / max(len(said), len(truth))
