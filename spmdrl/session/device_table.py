@@ -298,7 +298,7 @@ class Memory:
                 options.append((max(rest, learns) / 3, "--policy.activation_checkpointing true"))
             if not cfg.policy.reshard_after_forward:
                 options.append((learns / 4, "--policy.reshard_after_forward true"))
-        options.append((0, f"more ranks for --parallel.dp_shard than {len(self.world.roles.trainers)}"))
+        options.append((0, f"more ranks for --parallel.dp-shard than {len(self.world.roles.trainers)}"))
         options.append((0, f"--rollout.push_bucket_mib below {cfg.rollout.push_bucket_mib}"))
         if cfg.model.dtype != "bfloat16":
             options.append((0, "--model.dtype bfloat16"))
