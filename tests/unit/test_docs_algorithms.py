@@ -320,8 +320,10 @@ def test_measured_figures_of_the_comparison_are_those_of_performance():
 def test_pages_are_short(name):
     lines = DOCS[name].splitlines()
     assert len(lines) <= 350
+    long = [line for line in lines if len(line) > 130]
     # A row of a table cannot be broken.
-    assert [line for line in lines if len(line) > 130 and not line.startswith("| ")] == []
+    tables = name == "reliability" or name in METHOD_PAGES
+    assert [line for line in long if not tables or not line.startswith("| ")] == []
 
 
 @each_doc
