@@ -345,6 +345,19 @@ def test_flags_are_spelled_with_hyphens(page):
     assert wrong == []
 
 
+@pytest.mark.parametrize("page", PUBLIC, ids=name_of)
+def test_no_sentence_begins_with_a_question_word_unless_it_asks(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    begun = r"(?:(?<=[.:!?] )|(?<=[.:!?]\n)|(?<=\n\n)|(?<=\n- )|(?<=[.:] \*\*))((?:What|Where|Who|That)\b[^.?:]*[.?:])"
+    assert [sentence for sentence in re.findall(begun, text) if not sentence.endswith("?")] == []
+    assert re.findall(r"\b(?:[Nn]ow|[Pp]reviously)\b", text) == []
+
+
+@pytest.mark.parametrize("name", METHOD_PAGES)
+def test_the_overview_links_every_page_of_the_algorithms(name):
+    assert name == "algorithms" or f"({name}.md)" in DOCS["algorithms"]
+
+
 # ── what pages name exists ───────────────────────────────────────────────────
 
 
