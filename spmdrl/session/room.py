@@ -40,11 +40,11 @@ def three_flags(cfg: Config, world: World, held: Held, phase: str) -> list[str]:
     else:
         options = while_training(cfg, world, held, learns, sum(now))
     # Those that free nothing by the table come last, in this order.
-    options.append((0, f"more ranks for --parallel.dp_shard than {len(world.roles.trainers)}"))
-    options.append((0, f"--rollout.push_bucket_mib below {cfg.rollout.push_bucket_mib}"))
+    options.append((0, f"more ranks for --parallel.dp-shard than {len(world.roles.trainers)}"))
+    options.append((0, f"--rollout.push-bucket-mib below {cfg.rollout.push_bucket_mib}"))
     if cfg.model.dtype != "bfloat16":
         options.append((0, "--model.dtype bfloat16"))
-    options.append((0, f"--rollout.max_sequences below {cfg.rollout.max_sequences}"))
+    options.append((0, f"--rollout.max-sequences below {cfg.rollout.max_sequences}"))
     return [flag for _, flag in sorted(options, key=lambda option: -option[0])[:3]]
 
 
@@ -58,9 +58,9 @@ def while_sampling(cfg: Config, world: World, held: Held, learns: int, frozen: i
         options.append((frozen, f"--reference.offload {away}"))
     if held.cache and held.samples:
         if cfg.rollout.kv_cache_gib or world.device.type == "cpu":
-            smaller = f"--rollout.kv_cache_gib {held.cache / 2 / GIB:.2g}"
+            smaller = f"--rollout.kv-cache-gib {held.cache / 2 / GIB:.2g}"
         else:
-            smaller = f"--rollout.gpu_memory_utilization below {cfg.rollout.gpu_memory_utilization}"
+            smaller = f"--rollout.gpu-memory-utilization below {cfg.rollout.gpu_memory_utilization}"
         options.append((held.cache / 2, smaller))
     options.append((held.weights / 2, f"a larger --rollout.tp than {cfg.rollout.tp}"))
     return options
@@ -71,11 +71,11 @@ def while_training(cfg: Config, world: World, held: Held, learns: int, engine: i
     options: list[tuple[float, str]] = []
     level = sleep_level(cfg, world.device.type == "cpu")
     if held.shared and level < 2:
-        options.append((engine, f"--rollout.sleep_level {2 if level else 1}"))
+        options.append((engine, f"--rollout.sleep-level {2 if level else 1}"))
     tokens = cfg.policy.max_tokens_per_microbatch
-    options.append((max(held.training, learns) / 2, f"--policy.max_tokens_per_microbatch below {tokens}"))
+    options.append((max(held.training, learns) / 2, f"--policy.max-tokens-per-microbatch below {tokens}"))
     if not cfg.policy.activation_checkpointing:
-        options.append((max(held.training, learns) / 3, "--policy.activation_checkpointing true"))
+        options.append((max(held.training, learns) / 3, "--policy.activation-checkpointing true"))
     if not cfg.policy.reshard_after_forward:
-        options.append((learns / 4, "--policy.reshard_after_forward true"))
+        options.append((learns / 4, "--policy.reshard-after-forward true"))
     return options

@@ -4,7 +4,7 @@ A run is one rank in a process of its own, forked from a server that has torch a
 program itself (`open_run`, `train`): what is put around it looks at each evaluation and ends the run early.
 
     python -m tests.e2e.learning dapo --seed 1 [flags of spmdrl.train]     one curve
-    python -m tests.e2e.learning docs/results/learning/curves.json         the table of docs/algorithms.md
+    python -m tests.e2e.learning docs/results/learning/curves.json         the table of docs/learning.md
 """
 
 import argparse

@@ -63,6 +63,14 @@ def test_own_filter_and_reward():
     assert compute_score("", "", "edcba", {}) == {"score": 0.0, "match": 0.0, "place": 0.0}
 
 
+def test_own_reward_counts_the_letters_at_their_place():
+    score = load("letters").compute_score
+    assert score("", " edcba", "edcba", {}) == 1.0
+    assert score("", "ebcda", "edcba", {}) == pytest.approx(0.6)
+    assert score("", "edcbaxyzxy", "edcba", {}) == 0.5
+    assert score("", "", "edcba", {}) == 0.0
+
+
 @pytest.mark.timeout(240)
 def test_own_functions_train_together(tmp_path):
     """All four in one run of two ranks, whose groups they see whole."""

@@ -1,7 +1,7 @@
 """Every preset learns the demo task on three seeds, and no loss does with a wrong sign.
 
 The long form of tests/e2e/test_learning.py: runs go on to 0.95. The curves of the presets that were asked for go to
-docs/results/learning/, and with them the table of docs/algorithms.md.
+docs/results/learning/, and with them the table of docs/learning.md.
 """
 
 import contextlib

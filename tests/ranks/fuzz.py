@@ -176,7 +176,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
 """Setting -> (values, settings that it is of use with: their values). Values are strong enough to show in few steps."""
 
 ALIKE: dict[str, tuple[str, ...]] = {
-    # Means over tokens that the update runs are then of fewer sequences, see docs/algorithms.md.
+    # Means over tokens that the update runs are then of fewer sequences, see docs/metrics.md.
     "algo.skip_zero_advantage": (
         "entropy",
         "kl/",

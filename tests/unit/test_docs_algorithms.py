@@ -1,4 +1,4 @@
-"""docs/algorithms.md and the recipes say what is so: names, papers, settings, files, commands; and their code runs."""
+"""README, docs and recipes agree with the code: names, papers, settings, files, commands; and their code runs."""
 
 import ast
 import contextlib
@@ -24,12 +24,26 @@ from spmdrl.config.schema import Config
 from spmdrl.rl.rehearsal import check_use
 
 ROOT = Path(__file__).resolve().parents[2]
-DOC = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ELSEWHERE = ("engines", "megatron", "performance", "placement", "reliability")
+"""Pages whose settings and commands other tests hold: test_docs_engines.py, test_docs_megatron.py."""
+METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "gpu", "learning", "usage")]
+"""Pages of the algorithms."""
+DOC = "\n".join(DOCS[name] for name in METHOD_PAGES)
 GOLDEN = ROOT / "tests" / "golden" / "verl_0.9.1.json"
 RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/config.yaml")) + [ROOT / "recipes" / "entropy"]
 OWN = sorted((ROOT / "recipes" / "own").glob("*.py"))
 YAMLS = sorted([*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob("**/*.yaml")])
-PAGES = sorted([ROOT / "README.md", ROOT / "docs" / "algorithms.md", *(ROOT / "recipes").glob("*/README.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "recipes").glob("*/README.md"),
+    ]
+)
+PUBLIC = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 512)
 
 
@@ -46,7 +60,14 @@ def parts(text: str, level: int) -> dict[str, str]:
     return {heading.strip("`"): body for heading, body in zip(found[1::2], found[2::2], strict=True)}
 
 
-CHAPTERS = parts(DOC, 2)
+def chapter(page: str, heading: str) -> str:
+    """Text under a heading of the second level on a page of docs/."""
+    return parts(DOCS[page], 2)[heading]
+
+
+def evidence(page: str) -> dict[str, str]:
+    """Claim -> tests, of a page's table of evidence; a claim that is a name in backticks stands without them."""
+    return {row[0].strip("`"): row[1] for row in table(chapter(page, "Evidence"))}
 
 
 @cache
@@ -80,7 +101,9 @@ def source(function: Callable) -> str:
 
 
 def test_readers_find_what_they_look_for():
-    assert {"Presets", "Advantage estimators", "Policy losses", "KL", "Aggregation"} <= CHAPTERS.keys()
+    assert {"algorithms", "advantages", "losses", "kl", "correction", "filters", "shaping"} <= set(METHOD_PAGES)
+    assert "Presets" in parts(DOCS["algorithms"], 2) and "Aggregation" in parts(DOCS["losses"], 2)
+    assert set(ELSEWHERE) <= DOCS.keys()
     assert table("x\n|a|b|\n|---|---|\n| `c` d | \\|e\\| |\n") == [["`c` d", "\\|e\\|"]]
     assert named("[`c`](#d) `e`") == "c" and source(ADVANTAGES["grpo"]) == "https://arxiv.org/abs/2402.03300"
 
@@ -89,7 +112,7 @@ def test_readers_find_what_they_look_for():
 
 
 def test_preset_table_is_the_presets():
-    rows = table(CHAPTERS["Presets"])
+    rows = table(chapter("algorithms", "Presets"))
     assert [named(row[0]) for row in rows] == list(PRESETS)
     for row in rows:
         preset = PRESETS[named(row[0])]
@@ -103,7 +126,7 @@ def test_preset_table_is_the_presets():
 
 
 def test_presets_with_a_recipe_point_to_it():
-    linked = {named(row[0]): row[6] for row in table(CHAPTERS["Presets"])}
+    linked = {named(row[0]): row[6] for row in table(chapter("algorithms", "Presets"))}
     for path in YAMLS:
         if path.parent in RECIPES and not path.name.startswith("demo"):
             preset = run_of(path).algo.preset
@@ -111,12 +134,12 @@ def test_presets_with_a_recipe_point_to_it():
 
 
 @pytest.mark.parametrize(
-    ("chapter", "functions"),
-    [("Advantage estimators", ADVANTAGES), ("Policy losses", LOSSES)],
+    ("page", "functions"),
+    [("advantages", ADVANTAGES), ("losses", LOSSES)],
     ids=["advantage", "loss"],
 )
-def test_every_function_has_its_paper_settings_and_tests(chapter, functions):
-    sections = parts(CHAPTERS[chapter], 3)
+def test_every_function_has_its_paper_settings_and_tests(page, functions):
+    sections, proofs = parts(DOCS[page].split("\n## Evidence")[0], 3), evidence(page)
     assert [name for name in sections if name in functions] == list(sections)[: len(functions)]
     assert set(functions) <= set(sections)
     for name, function in functions.items():
@@ -128,32 +151,32 @@ def test_every_function_has_its_paper_settings_and_tests(chapter, functions):
         said = set(re.findall(r"`(\w+)` = [\d.'TFN]", text)) - {"eta"} if name != "sppo" else {"eta"}
         assert said == set(settings), name
         assert settings or "Settings: none" in text, name
-        assert "::test_" in text or "Golden" in text or "golden" in text, name
+        assert "::test_" in proofs[name] or "golden" in proofs[name], name
 
 
 def test_advantages_say_what_becomes_of_one_sample_and_of_equal_rewards():
-    for name, text in parts(CHAPTERS["Advantage estimators"], 3).items():
+    for name, text in parts(DOCS["advantages"].split("\n## Evidence")[0], 3).items():
         text = " ".join(text.split())
         assert re.search(r"[Gg]roups? (of one|are not looked at)|so a group of one", text), name
 
 
 def test_losses_name_the_aggregation_of_their_paper():
-    sections = parts(CHAPTERS["Policy losses"], 3)
+    sections = parts(chapter("losses", "Losses"), 3)
     for name, mode in AGGREGATION_OF.items():
         said = re.search(r"Paper's aggregation: `([\w-]+)`(, always)?", " ".join(sections[name].split()))
         assert said and said[1] == mode and bool(said[2]) == (name in SEQUENCE_LOSSES), name
 
 
 def test_tables_hold_every_name():
-    assert [named(row[0]) for row in table(CHAPTERS["Aggregation"])] != []
-    assert {named(row[0]) for row in table(CHAPTERS["Aggregation"])} == set(AGGREGATIONS)
-    assert [named(row[0]) for row in table(CHAPTERS["KL"])] == list(KL_KINDS)
-    assert "http://joschu.net/blog/kl-approx.html" in CHAPTERS["KL"]
-    assert [named(row[0]) for row in table(CHAPTERS["Resampling and replay"])] == list(METHODS)
+    assert [named(row[0]) for row in table(chapter("losses", "Aggregation"))] != []
+    assert {named(row[0]) for row in table(chapter("losses", "Aggregation"))} == set(AGGREGATIONS)
+    assert [named(row[0]) for row in table(chapter("kl", "Estimators"))] == list(KL_KINDS)
+    assert "http://joschu.net/blog/kl-approx.html" in DOCS["kl"]
+    assert [named(row[0]) for row in table(chapter("filters", "Resampling and replay"))] == list(METHODS)
 
 
 def test_corrections_are_shown_with_their_bounds_and_sources():
-    rows = {named(row[0]): row for row in table(CHAPTERS["Rollout correction"])[: len(CORRECTIONS)]}
+    rows = {named(row[0]): row for row in table(chapter("correction", "Kinds"))[: len(CORRECTIONS)]}
     assert list(rows) == list(CORRECTIONS)
     for name, (low, high) in CORRECTIONS.items():
         shown = ", ".join("-" if bound is None else f"{bound:g}" for bound in (low, high))
@@ -162,21 +185,21 @@ def test_corrections_are_shown_with_their_bounds_and_sources():
 
 
 def test_filters_are_shown_with_their_sources():
-    rows = {named(row[0]): row for row in table(CHAPTERS["Filters and dynamic sampling"])}
+    rows = {named(row[0]): row for row in table(chapter("filters", "Filters and dynamic sampling"))}
     assert set(FILTERS) <= set(rows)
     for name, function in FILTERS.items():
         assert source(function) in rows[name][2], name
 
 
 def test_settings_of_learning_are_all_explained():
-    """Every setting that shapes what is learned stands on the page, by its flag or its name."""
+    """Every setting that shapes what is learned stands on the pages of the algorithms, by its flag or its name."""
     sections = ("algo", "correction", "shaping", "filter", "critic", "process_reward", "safety", "reference")
     words = {word.strip("-.") for word in re.findall(r"[\w.-]+", DOC)}
     for name in leaves(Config):
         section, _, leaf = name.partition(".")
         if section in sections:
             flag = name.replace("_", "-")
-            assert flag in words or leaf in words or f"{section}.{leaf}" in words, f"--{flag} is not on the page"
+            assert flag in words or leaf in words or f"{section}.{leaf}" in words, f"--{flag} is on none of them"
 
 
 # ── recipes and their commands ───────────────────────────────────────────────
@@ -220,7 +243,7 @@ def commands(text: str) -> list[tuple[int, list[str]]]:
 COMMANDS = [
     pytest.param(ranks, flags, id=f"{name_of(path)}:{index}")
     for path in [*YAMLS, *PAGES]
-    if path.name != "algorithms.md"
+    if path.stem not in ELSEWHERE
     for index, (ranks, flags) in enumerate(commands(path.read_text(encoding="utf-8")))
     if not any(word.startswith("my") for word in flags)
 ]
@@ -235,13 +258,19 @@ def test_command_passes_the_checks_on_its_number_of_ranks(ranks, flags, monkeypa
 
 # ── code on the page ─────────────────────────────────────────────────────────
 
-BLOCKS = re.findall(r"(?:<!-- file: (\S+) -->\n)?```python\n(.*?)```", DOC, re.DOTALL)
+# The first block of notebook.md is given its tensors, see test_short_example_of_the_notebook_runs.
+SHORT = re.findall(r"```python\n(.*?)```", chapter("notebook", "In short"), re.DOTALL)
+BLOCKS = [
+    (file, code)
+    for file, code in re.findall(r"(?:<!-- file: (\S+) -->\n)?```python\n(.*?)```", README + DOC, re.DOTALL)
+    if code not in SHORT
+]
 
 
 @pytest.mark.parametrize(("file", "code"), BLOCKS, ids=[file or f"block{i}" for i, (file, _) in enumerate(BLOCKS)])
 def test_python_block_runs(file, code):
     names: dict = {"__name__": file or "page"}
-    exec(compile(code, file or "docs/algorithms.md", "exec"), names)
+    exec(compile(code, file or "page", "exec"), names)
     assert len(names) > 2
 
 
@@ -250,15 +279,83 @@ def test_blocks_of_own_functions_are_the_files():
     assert shown == {name_of(path): path.read_text(encoding="utf-8") for path in OWN}
 
 
-def test_readme_lists_the_presets_and_its_example_runs():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    chapter = parts(page, 2)["Algorithms"]
-    assert re.findall(r"`(\w+)`", chapter.split("```")[0].replace("`recipes/<method>`", "")) == list(PRESETS)
-    assert "(docs/algorithms.md)" in chapter
-    (code,) = re.findall(r"```python\n(.*?)```", chapter, re.DOTALL)
+def test_readme_lists_the_presets():
+    (listed,) = re.findall(r"^Presets: (.*?)\.$", README, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"`(\w+)`", listed) == list(PRESETS) and listed.count("`") == 2 * len(PRESETS)
+    (count,) = re.findall(r"(\d+) published methods as presets", README)
+    assert int(count) == len(PRESETS) and "(docs/algorithms.md)" in README
+
+
+def test_short_example_of_the_notebook_runs():
+    (code,) = SHORT
     logp = torch.full((2, 3), -1.0, requires_grad=True)
     exec(code, {"mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "logp": logp, "old_logp": logp.detach()})
     assert logp.grad is not None and logp.grad[0, 0] < 0 < logp.grad[1, 0]  # more of the better answer
+
+
+# ── the form of the pages ────────────────────────────────────────────────────
+
+each_doc = pytest.mark.parametrize("name", DOCS)
+
+
+def test_readme_fits_one_screen():
+    assert len(README.splitlines()) <= 75
+
+
+def test_status_of_every_feature_is_one_of_three():
+    rows = table(parts(README, 2)["Features"])
+    assert len(rows) >= 9
+    assert {row[1] for row in rows} == {"measured", "tested on CPU", "unproven on GPU"}
+    assert all("](docs/" in row[2] for row in rows)
+
+
+def test_measured_figures_of_the_comparison_are_those_of_performance():
+    """README's range of step times against TRL is that of the table of docs/performance.md."""
+    (low, high) = re.findall(r"\[([\d.]+)-([\d.]+)\]\(docs/performance.md#against-trl-116\)", README)[0]
+    ratios = [float(row[3]) for row in table(chapter("performance", "Against TRL 1.16"))]
+    assert (float(low), float(high)) == (min(ratios), max(ratios))
+
+
+@each_doc
+def test_pages_are_short(name):
+    lines = DOCS[name].splitlines()
+    assert len(lines) <= 350
+    long = [line for line in lines if len(line) > 130]
+    # A row of a table cannot be broken.
+    tables = name == "reliability" or name in METHOD_PAGES
+    assert [line for line in long if not tables or not line.startswith("| ")] == []
+
+
+@each_doc
+def test_tests_stand_in_one_table_at_the_end(name):
+    """Prose cites no test: the last chapter is a table of claims and tests."""
+    if "tests/" not in DOCS[name]:
+        return
+    chapters = parts(DOCS[name], 2)
+    assert list(chapters)[-1] == "Evidence", "the page ends with its table of evidence"
+    prose = DOCS[name].split("\n## Evidence\n")[0]
+    assert re.findall(r"tests/[\w/]+\.py(?:::\w+)?", prose) == []
+    rows = table(chapters["Evidence"])
+    assert rows and all(len(row) >= 2 and all(row[:2]) for row in rows)
+
+
+@pytest.mark.parametrize("page", PUBLIC, ids=name_of)
+def test_flags_are_spelled_with_hyphens(page):
+    wrong = re.findall(r"--[a-z_]+\.[a-z-]*_[a-z_-]*|--[a-z-]+_[a-z-]+(?![.\w])", page.read_text(encoding="utf-8"))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PUBLIC, ids=name_of)
+def test_no_sentence_begins_with_a_question_word_unless_it_asks(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    begun = r"(?:(?<=[.:!?] )|(?<=[.:!?]\n)|(?<=\n\n)|(?<=\n- )|(?<=[.:] \*\*))((?:What|Where|Who|That)\b[^.?:]*[.?:])"
+    assert [sentence for sentence in re.findall(begun, text) if not sentence.endswith("?")] == []
+    assert re.findall(r"\b(?:[Nn]ow|[Pp]reviously)\b", text) == []
+
+
+@pytest.mark.parametrize("name", METHOD_PAGES)
+def test_the_overview_links_every_page_of_the_algorithms(name):
+    assert name == "algorithms" or f"({name}.md)" in DOCS["algorithms"]
 
 
 # ── what pages name exists ───────────────────────────────────────────────────
@@ -302,6 +399,9 @@ def functions_of(file: Path) -> set[str]:
 @each_page
 def test_named_files_and_tests_exist(page):
     text = page.read_text(encoding="utf-8")
+    # "python -m tests.long.test_x" and "tests/long/test_x.py" alike; "test_{a,b}.py" is two files.
+    text = re.sub(r"python -m (tests[\w.]+)", lambda m: m[1].replace(".", "/") + ".py", text)
+    text = re.sub(r"(\S*)\{([\w,]+)\}(\S*)", lambda m: " ".join(m[1] + x + m[3] for x in m[2].split(",")), text)
     for path in re.findall(r"(?<![\w/.-])((?:spmdrl|tests|docs|configs|launch|recipes|benchmarks)/[\w/.-]*\w)", text):
         assert (ROOT / path).exists() or "_*" in path, path
     for file, test in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text):
