@@ -1,7 +1,7 @@
 """Any HF transformer under FSDP2 or HSDP: packed forward, global denominators, master weights in float32.
 
-One class is every model of a run: the policy, its reference, a critic, a reward model; they differ in their head and in
-whether they train.
+One class serves every model of a run: the policy, its reference, a critic, a reward model; they differ in their head
+and in whether they train.
 
 Law 2 in one sentence: a micro-batch's loss is a sum divided by counts of the whole update, gradients are summed (not
 averaged) over ranks, so neither the packing nor the number of ranks enters the result.
@@ -58,16 +58,16 @@ from spmdrl.weights.shards import pieces_of
 from spmdrl_kernels.host import use_host_linear
 
 GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
-"""Bytes of a model in its compute type up to which it is one group: a gather for each layer costs more time than it
-saves memory. On a CPU nothing is computed while a gather runs."""
+"""Models of up to this many bytes (in the compute type) are sharded as one group: gathering each layer by itself would
+cost more time than the memory is worth. On a CPU nothing is computed while a gather runs."""
 
 
 def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """fully_shard each decoder layer, then the rest, over `world.shard_mesh`; a small model as a whole.
+    """Apply fully_shard to each decoder layer, then to the rest, over `world.shard_mesh`; to a small model as a whole.
 
     direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
     """
-    # What trains, where that is not all of it, is in the master type.
+    # Under LoRA only trainable parameters use the master dtype.
     mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
     mixed = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
@@ -96,7 +96,7 @@ def recompute(hf: Any) -> None:
     transformers' own switch works in training mode only, which would switch dropout on as well.
     """
     for layer in decoder_layers(hf):
-        # No state of random generators is kept: in eval mode nothing draws.
+        # The state of random generators need not be kept: in eval mode nothing draws.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -149,7 +149,7 @@ class FsdpPolicy(Learner):
             use_liger(hf, world.device)
         self.routers = Routers(hf) if routing_replay else None
         self.layout, self.hf_config = Layout(hf), hf.config
-        # PEFT's settings of the adapters; None without any.
+        # PEFT's settings of the adapters; None without adapters.
         self.adapters: Any = None
         if adapt:
             self.adapters = attach(hf, cfg.lora, cfg.run.seed, self.master)
@@ -163,8 +163,8 @@ class FsdpPolicy(Learner):
             PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head == "score", sp, share)
         )
         self.share = share
-        # Also where it trains: the loss compares its logp with the engine's and with that of the passes before, so
-        # nothing in it may be random (dropout, LayerDrop, a router's jitter).
+        # Eval mode even for training: the loss compares logp with the engine's and with earlier passes, so nothing in
+        # the model may be random (dropout, LayerDrop, a router's jitter).
         self.model.eval()
         for name, p in self.model.named_parameters():
             p.requires_grad_(trainable and (not adapt or is_adapter(name)))
@@ -175,7 +175,7 @@ class FsdpPolicy(Learner):
         kept = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in kept]
         self.optimizer: Any = make_optimizer(self.model.parameters(), self.settings) if trainable else None
-        # As they are when sharded: while the root is gathered, the model shows plain tensors in their place.
+        # The sharded parameters: while the root is gathered, the model shows plain tensors in their place.
         self.shards: list[Any] = list(self.model.parameters())
         self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
         self.away: list[Parked] = []
@@ -186,7 +186,7 @@ class FsdpPolicy(Learner):
     def _forward(
         self, batch: Batch, temperature: float, second: Second = "entropy", token_loss: TokenLoss | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """What the head gives; a rank with nothing to do runs a stand-in so that its shards still travel."""
+        """Return the head's tensors; a rank without sequences runs a stand-in, because others gather its shards."""
         assert not self.away, "offloaded: memory.training_phase brings it back"
         alive()
         device, real = self.world.device, len(batch) > 0
@@ -207,7 +207,7 @@ class FsdpPolicy(Learner):
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """In here the model runs as the frozen one that its adapters started from, experts free to be chosen."""
+        """Run the model without its adapters inside this context; routers choose experts freely."""
         routers, self.routers = self.routers, None
         try:
             with without_adapters(self.model):
@@ -218,7 +218,7 @@ class FsdpPolicy(Learner):
     # ── update ───────────────────────────────────────────────────────────────
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """See `Learner`. Communicated once, after the last micro-batch."""
+        """See `Learner`. Gradients are reduced over ranks once, after the last micro-batch."""
         metrics = Metrics()
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
@@ -226,7 +226,7 @@ class FsdpPolicy(Learner):
             self.model.set_is_last_backward(last)
             token_loss = objective.token_loss(micro, shared, self.world.device) if len(micro) else None
             first_T, second_T, *chunked = self._forward(micro, objective.temperature, token_loss=token_loss)
-            # What was taken in chunks has its gradient; the whole is for the log then.
+            # A chunked loss already has its gradient; the loss over whole tensors is then computed for the log only.
             with torch.set_grad_enabled(not chunked):
                 result = objective.loss(micro, first_T, second_T, shared)
             (chunked or [result.loss])[0].backward()
@@ -265,7 +265,7 @@ class FsdpPolicy(Learner):
         return [(plain_name(name.removeprefix("hf.")), p) for name, p in self.model.named_parameters()]
 
     def _parts(self) -> tuple[list[tuple[str, DTensor]], list[tuple[str, DTensor]]]:
-        """`named_weights` in two: the model's own, and its adapters."""
+        """Split `named_weights` into the model's own weights and its adapters."""
         named = self.named_weights()
         return [x for x in named if not is_adapter(x[0])], [x for x in named if is_adapter(x[0])]
 
@@ -304,7 +304,7 @@ class FsdpPolicy(Learner):
         return {kind: storage_bytes(tensors, self.world.device.type) for kind, tensors in self._held().items()}
 
     def _reshard(self) -> None:
-        """Back to shards: a forward that no backward followed leaves the root gathered, as plain parameters."""
+        """Reshard the parameters: a forward without a backward leaves the root gathered, as plain parameters."""
         for module in self.gathering:
             module.reshard()
 
@@ -332,7 +332,7 @@ class FsdpPolicy(Learner):
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        # What asks other groups of this world is asked here; what is returned may run while they are in use.
+        # Collectives over this world's other groups run here; the returned function may run while those are in use.
         pieces, fixed = self.pieces(), self.fixed
         if self.adapters:
             adapter, settings, base = lora.file_pieces(self._parts()[1]), self.adapters, self._base_facts()
@@ -367,7 +367,7 @@ class FsdpPolicy(Learner):
         self.saving()(folder, self.world)
 
     def _base_facts(self) -> dict:
-        """Which weights the adapters belong to. Collective."""
+        """Path and checksum of the weights that the adapters belong to. Collective."""
         total = all_reduce(lora.element_sum(self._parts()[0]), "sum", self.world.shard_group)
         return {"path": str(self.cfg.model.path), "sum": int(total)}
 
@@ -388,7 +388,7 @@ class FsdpPolicy(Learner):
         elif has_masters(saved, base, where):
             state[MASTERS] = {name: p.detach() for name, p in base}
             base = []
-        # Of a model that trains, what is narrower than its masters was made of them.
+        # A model that trains refuses weights narrower than float32: they were rounded from its masters.
         read_into(base + self.buffers, folder / "model", self.layout, torch.float32 if self.optimizer else None)
         if self.optimizer is None:
             return

@@ -72,7 +72,7 @@ MIXTRAL: Names = {
 
 @dataclass
 class Architecture:
-    """One model as `model.py` builds it."""
+    """Description of one model, from which `model.py` builds it."""
 
     settings: dict
     """Keyword arguments of TransformerConfig; of MLATransformerConfig with `multi_latent_attention`."""
@@ -84,28 +84,28 @@ class Architecture:
     """The output head is the embedding."""
     rope_base: float
     frequencies: torch.Tensor | None = None
-    """Of the rotary embedding, float32 [head_dim / 2], where they are not those of its base."""
+    """Frequencies of the rotary embedding, float32 [head_dim / 2]; None if they follow from `rope_base`."""
     softcap: float | None = None
-    """Attention scores are capped at it."""
+    """Cap on attention scores."""
     embedding_scale: float | None = None
-    """Embeddings are multiplied with it."""
+    """Factor on embeddings."""
     post_norms: bool = False
-    """Attention and feed-forward are normed again before they join the residual."""
+    """The outputs of attention and feed-forward are normed before they are added to the residual."""
     beside: str = ""
-    """How tensors of the checkpoint begin that are not trained but saved as they are: a vision tower."""
+    """Prefix of checkpoint tensors that are not trained but saved unchanged: a vision tower."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What one architecture has of its own."""
+    """The settings and names in which one architecture differs from the common ones."""
 
     adapt: Callable[[Any, Architecture], None] = lambda h, a: None
-    """(HF config, architecture as all share it): changes the latter in place."""
+    """(HF config, architecture with the common settings): changes the latter in place."""
     names: Names = field(default_factory=dict)
 
 
 def describe(h: Any) -> Architecture:
-    """A HF config in Megatron's terms.
+    """Translate a HF config into Megatron's terms.
 
     Raises:
         ValueError: an architecture, or a setting of one, that has no converter.
@@ -116,7 +116,7 @@ def describe(h: Any) -> Architecture:
             "docs/megatron.md shows how to add one; --policy.backend fsdp trains any model of transformers"
         )
     family = FAMILIES[h.model_type]
-    # Of a model that sees, the part that reads and writes.
+    # Of a vision-language model only the language model.
     text = h.get_text_config()
     out = _common(text, bool(h.tie_word_embeddings))
     out.names |= family.names
@@ -162,7 +162,7 @@ def _common(h: Any, tied: bool) -> Architecture:
     if not windows and window and getattr(h, "use_sliding_window", True):
         windows = [1] * h.num_hidden_layers
     if any(windows) and window:
-        # The token itself counts to the window.
+        # HF's window includes the token itself.
         settings |= dict(window_size=(window - 1, 0), window_attn_skip_freq=windows)
     out = Architecture(
         settings=settings,
@@ -175,13 +175,13 @@ def _common(h: Any, tied: bool) -> Architecture:
     if not hasattr(h, "kv_lora_rank"):
         size = getattr(h, "head_dim", None) or h.hidden_size // heads
         settings |= dict(num_query_groups=h.num_key_value_heads, kv_channels=size, softmax_scale=size**-0.5)
-        # A factor on rotated queries and keys is one on their products.
+        # A factor on both rotated queries and keys is its square on their products.
         settings["softmax_scale"] *= _rope(h, out) ** 2
     return out
 
 
 def _rope(h: Any, out: Architecture) -> float:
-    """Set base and frequencies of the rotary embedding; the factor on queries and keys that goes with them."""
+    """Set base and frequencies of the rotary embedding; returns the factor on queries and keys that belongs to them."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = h.rope_parameters
@@ -210,7 +210,7 @@ def _qwen2(h: Any, out: Architecture) -> None:
 
 
 def _qwen2_5_vl(h: Any, out: Architecture) -> None:
-    # Text has the same position three times over: its rotary embedding in sections is the ordinary one.
+    # The three position components of a text token are equal, so its sectioned rotary embedding is the ordinary one.
     _qwen2(h, out)
     out.beside = "visual."
 
@@ -250,13 +250,13 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
     _llama(h, out)
     if not h.norm_topk_prob or not getattr(h, "rope_interleave", True):
         raise _refuse(h, "norm_topk_prob or rope_interleave set to false")
-    # Groups limit nothing where a token may choose from all of them.
+    # Groups do not limit the choice if a token may choose from all of them.
     limited = h.n_group != h.topk_group
     if limited and h.num_experts_per_tok // h.topk_group != 2:
         # Megatron scores a group by its best topk // topk_group experts, the model by its best two.
         raise _refuse(h, "num_experts_per_tok other than twice topk_group")
     head, rope = h.qk_nope_head_dim + h.qk_rope_head_dim, h.rope_parameters
-    # A factor on the rotary part alone would be one that differs within a head.
+    # A factor on the rotary part alone would differ within a head.
     if _rope(_RotaryHead(h), out) != 1.0:
         raise _refuse(h, "yarn with an mscale that differs from mscale_all_dim")
     out.settings |= dict(
@@ -284,7 +284,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         moe_shared_expert_intermediate_size=h.moe_intermediate_size * h.n_shared_experts,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        # The bias stays the checkpoint's: engines route with it too.
+        # The checkpoint's bias is kept: engines route with it too.
         moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=h.routed_scaling_factor,
         moe_router_num_groups=h.n_group if limited else None,
@@ -293,7 +293,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
 
 
 class _RotaryHead:
-    """A config with latent attention as transformers' rotary functions want it: only a part of a head is rotated."""
+    """A latent-attention config as transformers' rotary functions expect it: only part of a head is rotated."""
 
     def __init__(self, h: Any):
         self.hf, self.head_dim = h, h.qk_rope_head_dim
@@ -321,4 +321,4 @@ FAMILIES = {
     "deepseek_v3": Family(_deepseek_v3, LATENT),
     "gemma2": Family(_gemma2, GEMMA2),
 }
-"""By `model_type` of the HF config."""
+"""Families by `model_type` of the HF config."""

@@ -2,5 +2,5 @@
 
 engine.py   the Engine contract
 process.py  starts and watches the server; carries weights to it
-server/     runs in the server process
+server/     the program of the server process
 """

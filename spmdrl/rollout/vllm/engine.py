@@ -50,7 +50,7 @@ GPU_BLOCK = 16
 
 
 def _environment(device: torch.device) -> None:
-    """What vLLM reads from the environment at import; a user's own values stay."""
+    """Set the environment variables that vLLM reads at import; a user's own values stay."""
     values = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -67,10 +67,10 @@ def _environment(device: torch.device) -> None:
 
 @contextmanager
 def refusals_as_warnings() -> Iterator[None]:
-    """In here torch goes on where it refuses under `--run.deterministic`.
+    """Make torch warn instead of refuse under `--run.deterministic` inside this context.
 
-    vLLM's top_p takes running sums of floats, which on a GPU go in no fixed order. Training samples at top_p 1; an
-    evaluation at `--eval.top-p` below 1 may draw another token where two runs round apart.
+    vLLM's top_p takes running sums of floats, which a GPU adds in no fixed order. Training samples at top_p 1; an
+    evaluation at `--eval.top-p` below 1 may draw a different token if two runs round differently.
     """
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     if strict:
@@ -83,7 +83,7 @@ def refusals_as_warnings() -> Iterator[None]:
 
 
 def advice(error: Exception) -> str:
-    """What to change after vLLM refused to start."""
+    """Say which settings to change after vLLM refused to start."""
     if "memory" not in str(error).lower():
         return (
             "Try --rollout.engine hf, or other values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
@@ -129,12 +129,12 @@ class VLLMEngine:
         with world_of(world.roles.samplers):
             self.llm = self._build(cfg)
         for name in set(shared):
-            # All ranks of the group have mapped it: without a name it goes with the last of them, however that ends.
+            # All ranks of the group have mapped it: without a name it is freed with the last, however that one ends.
             Path(f"/dev/shm/{name}_{world.engine_tp_rank}").unlink(missing_ok=True)
         torch.set_rng_state(rng)
         if local_world is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_world
-        # Any: below here is vLLM's inside, which its public types do not describe.
+        # Any: vLLM's public types do not describe its internals.
         self.engine: Any = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         held = [*self.model.named_parameters(), *((f"KV cache {i}", x) for i, x in enumerate(self.runner.kv_caches))]
@@ -167,7 +167,7 @@ class VLLMEngine:
             if cfg.rollout.quantization != "none":
                 options["quantization"] = cfg.rollout.quantization
             if getattr(config, "num_experts_per_tok", None):
-                # Other kernels lay experts out anew at start, and weights loaded in place would be read in that layout.
+                # Other kernels change the layout of experts at start and would misread weights loaded in place.
                 options["moe_backend"] = "triton"
             if self.experts:
                 options["enable_return_routed_experts"] = True
@@ -246,7 +246,7 @@ class VLLMEngine:
         return done
 
     def _routed(self, part: Any, rows: int) -> torch.Tensor:
-        """`Completion.experts` of a finished output, which tells of every decoder layer, [n, layers, K]."""
+        """Return `Completion.experts` of a finished output, which lists the experts of all layers, [n, layers, K]."""
         told = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
         return torch.cat([told, told.new_full((rows - len(told), told.shape[1]), FREE)])
 
@@ -264,7 +264,7 @@ class VLLMEngine:
             assert self.adapters, "adapters are pushed to an engine that was built for them"
             return self.adapters.needs(entries)
         if self.cfg.quantization != "none":
-            # vLLM rounds a layer when all of it has come; what it reads is not known.
+            # vLLM rounds a layer once all of it has arrived; the parts that it reads are unknown.
             return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
         needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
@@ -277,7 +277,7 @@ class VLLMEngine:
 
     @contextmanager
     def _rounding(self) -> Iterator[None]:
-        """With 8-bit weights, what is loaded inside is rounded anew (GPU only; written from vLLM's sources)."""
+        """Round the weights loaded inside this context to 8 bits, if so set (GPU only; written from vLLM's sources)."""
         if self.cfg.quantization == "none":
             yield
             return
@@ -288,7 +288,7 @@ class VLLMEngine:
         finalize_layerwise_reload(self.model, self.runner.model_config)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """vLLM's own loader."""
+        """Load tensors by vLLM's own loader."""
         with self.adapters.unwrapped() if self.adapters else nullcontext():
             self.model.load_weights(iter(tensors))
 
@@ -309,12 +309,12 @@ class VLLMEngine:
         self.version = version
 
     def _forget_prefixes(self) -> None:
-        """Cached prefixes belong to the old weights, and nothing else would tell.
+        """Drop cached prefixes, which belong to the old weights; vLLM itself would keep using them.
 
         Raises:
             StaleEngineError: vLLM keeps them, as it does while a request holds a part of the cache.
         """
-        # A step that is under way on a GPU may still hold what was aborted; the next one lets it go.
+        # A step in progress on a GPU may still hold aborted requests; the next one releases them.
         for _ in range(2):
             if self.llm.reset_prefix_cache():
                 return
@@ -330,7 +330,7 @@ class VLLMEngine:
         if self.partial:
             self.abort([request.key for request, _, _ in list(self.partial.values())])
         if level == 2:
-            # Also when it sleeps at level 1 already.
+            # This also applies to an engine that already sleeps at level 1.
             self.version = None
             if self.on_cpu and not self.weights:
                 self.weights = Parked(self.model.parameters(), "gone", self.world.device)
@@ -341,7 +341,7 @@ class VLLMEngine:
         self._forget_prefixes()
         self.kv_awake = False
         if self.on_cpu:
-            # vLLM's sleep mode is for GPUs. Weights of level 1 are in host memory as they are.
+            # vLLM's sleep mode is for GPUs. On a CPU the weights of level 1 are in host memory anyway.
             self.cache = Parked(self.runner.kv_caches, "gone", self.world.device)
         else:
             self.llm.sleep(level=level)
@@ -367,7 +367,7 @@ class VLLMEngine:
             self.kv_awake = True
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract. vLLM's sleep on a GPU leaves storages their sizes: it unmaps the memory beneath them."""
+        """See the contract. vLLM's sleep on a GPU keeps the storages' sizes and unmaps the memory beneath them."""
         device, adapters = self.world.device.type, self.adapters.buffers() if self.adapters else []
         weights = storage_bytes([*self.model.parameters(), *adapters], device) if self.weights_awake else 0
         return {
@@ -384,5 +384,5 @@ class VLLMEngine:
         return (words + (self.adapters.words() if self.adapters else 0)) % (1 << 64)
 
     def close(self) -> None:
-        """See the contract. vLLM's shutdown destroys the default process group: this is the run's last call."""
+        """See the contract. vLLM's shutdown destroys the default process group, so this is the run's last call."""
         self.engine.engine_core.shutdown()
