@@ -127,8 +127,8 @@ class Routes:
         near = np.zeros(len(entries), dtype=bool)
         near[mine[:, 0]] = near[want[:, 0]] = True
         sources = Sources(held, near)
-        # Turns go round among ranks with equal needs and equal holdings, whose numbers may be far apart: the first ranks
-        # of all engines.
+        # Turns go round among ranks with equal needs and holdings, whose numbers may be far apart: the first ranks of
+        # all engines.
         self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
         self._receive(sources, want, me, pieces, buckets, count)
         self._send(sources, wanted, me, pieces, buckets, count)
