@@ -131,9 +131,9 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
     from transformers import AutoConfig
 
     from spmdrl.hub.resolve import resolve
-    from spmdrl.rollout.sglang.engine import SPARE_TOKENS
+    from spmdrl.rollout.sglang.options import SPARE_TOKENS
     from spmdrl.rollout.vllm.cpu import CPU_BLOCK
-    from spmdrl.rollout.vllm.engine import GPU_BLOCK
+    from spmdrl.rollout.vllm.options import GPU_BLOCK
 
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()

@@ -10,21 +10,17 @@ averaged) over ranks, so neither the packing nor the number of ranks enters the 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from spmdrl.config.engines import Part
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
 from spmdrl.health.status import alive
-from spmdrl.hub.build import DTYPES, build_model, decoder_layers
+from spmdrl.hub.build import DTYPES, build_model
 from spmdrl.hub.lora import attach, is_adapter, plain_name, without_adapters
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
@@ -32,72 +28,21 @@ from spmdrl.policy.attention import packed
 from spmdrl.policy.attention.ulysses import check_model
 from spmdrl.policy.contract import Head, Objective, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
+from spmdrl.policy.fsdp.checkpoint import load, saving
 from spmdrl.policy.fsdp.liger import use_liger
-from spmdrl.policy.heads import PackedLM, PackedScalar, Second
+from spmdrl.policy.fsdp.sharding import recompute, sharded
+from spmdrl.policy.heads import Second
 from spmdrl.policy.learner import Learner
-from spmdrl.policy.optimizer import fill_state, make_optimizer, restore_settings, settings_of
-from spmdrl.policy.safe_pickle import vet
+from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.mesh import World
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Piece
-from spmdrl.weights.safetensors import (
-    MASTERS,
-    has_masters,
-    on_first,
-    on_host,
-    prediction_heads,
-    read_into,
-    save_model,
-    tree_on_host,
-)
+from spmdrl.weights.safetensors import prediction_heads
 from spmdrl.weights.shards import pieces_of
 from spmdrl_kernels.host import use_host_linear
-
-GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
-"""Models of up to this many bytes (in the compute type) are sharded as one group: gathering each layer by itself would
-cost more time than the memory is worth. On a CPU nothing is computed while a gather runs."""
-
-
-def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
-    """Apply fully_shard to each decoder layer, then to the rest, over `world.shard_mesh`; to a small model as a whole.
-
-    direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
-    """
-    # Under LoRA only trainable parameters use the master dtype.
-    mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
-    mixed = (
-        MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
-    )
-    layers = decoder_layers(model.hf)
-    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE[world.device.type]:
-        layers = []
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    # The root is also given the columns of a loss (old_logp, advantages, ...), which keep their type.
-    fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            # Gradients are sums: denominators are global and already in the loss.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if direct and world.device.type == "cpu" and world.size > 1:
-                module.set_custom_all_gather(DirectAllGather())
-                module.set_custom_reduce_scatter(DirectReduceScatter())
-
-
-def recompute(hf: Any) -> None:
-    """Make the backward of each decoder layer run its forward again, instead of keeping its activations.
-
-    transformers' own switch works in training mode only, which would switch dropout on as well.
-    """
-    for layer in decoder_layers(hf):
-        # The state of random generators need not be kept: in eval mode nothing draws.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class FsdpPolicy(Learner):
@@ -156,21 +101,10 @@ class FsdpPolicy(Learner):
         use_host_linear(hf)
         if cfg.policy.activation_checkpointing and trainable:
             recompute(hf)
-        kind, sp = cfg.policy.attention, world.sp_group
+        self.share = cfg.policy.share_prompts and head != "score"
+        trained = is_adapter if adapt and trainable else (lambda name: trainable)
         # Any: fully_shard adds methods, and the parameters become DTensors.
-        share = cfg.policy.share_prompts and head != "score"
-        self.model: Any = (
-            PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head == "score", sp, share)
-        )
-        self.share = share
-        # Eval mode even for training: the loss compares logp with the engine's and with earlier passes, so nothing in
-        # the model may be random (dropout, LayerDrop, a router's jitter).
-        self.model.eval()
-        for name, p in self.model.named_parameters():
-            p.requires_grad_(trainable and (not adapt or is_adapter(name)))
-        # The lockstep recorder wants to see collectives, which direct sends are not.
-        shard(self.model, world, self.compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
-        self.model.to(world.device)
+        self.model: Any = sharded(hf, cfg, world, head, self.compute, self.share, trained)
         # Routing biases and the like: every rank holds them whole.
         kept = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in kept]
@@ -264,7 +198,7 @@ class FsdpPolicy(Learner):
         self._reshard()
         return [(plain_name(name.removeprefix("hf.")), p) for name, p in self.model.named_parameters()]
 
-    def _parts(self) -> tuple[list[tuple[str, DTensor]], list[tuple[str, DTensor]]]:
+    def parts(self) -> tuple[list[tuple[str, DTensor]], list[tuple[str, DTensor]]]:
         """Split `named_weights` into the model's own weights and its adapters."""
         named = self.named_weights()
         return [x for x in named if not is_adapter(x[0])], [x for x in named if is_adapter(x[0])]
@@ -282,7 +216,7 @@ class FsdpPolicy(Learner):
 
     def pieces(self, part: Part = "model") -> list[Piece]:
         """See the contract."""
-        base, adapters = self._parts()
+        base, adapters = self.parts()
         buffers = pieces_of(self.buffers, self.layout, exact=True)
         scale = self.adapters.lora_alpha / self.adapters.r if self.adapters else 1.0
         if part == "adapter":
@@ -329,72 +263,12 @@ class FsdpPolicy(Learner):
 
     def saving(self, copy: bool = False) -> Write:
         """See the contract."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        # Collectives over this world's other groups run here; the returned function may run while those are in use.
-        pieces, fixed = self.pieces(), self.fixed
-        if self.adapters:
-            adapter, settings, base = lora.file_pieces(self._parts()[1]), self.adapters, self._base_facts()
-        else:
-            adapter, settings, base = None, None, {}
-        state: dict[str, Any] = {}
-        if self.optimizer:
-            fill_state(self.optimizer)
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
-            if self.compute != self.master and not self.adapters:
-                state[MASTERS] = {name: p.detach() for name, p in self._parts()[0]}
-        if copy:
-            pieces, state = on_host(pieces, self.compute), tree_on_host(state)
-            adapter = on_host(adapter, self.master) if adapter is not None else None
-
-        def write(folder: Path, world: World) -> None:
-            save_model(folder / "model", pieces, world, self.compute, fixed, self.kept)
-            if adapter is not None:
-                tensors = {}
-                for bucket in on_first(adapter, world, self.master):
-                    tensors |= bucket
-                if world.is_first:
-                    lora.write_adapter(folder / "adapter", settings, tensors, base)
-            if state:
-                where, group = str(folder / "state" / "optimizer"), world.training_group
-                dcp.save(state, checkpoint_id=where, process_group=group)
-
-        return write
+        return saving(self, copy)
 
     def save(self, folder: Path) -> None:
         """See the contract."""
         self.saving()(folder, self.world)
 
-    def _base_facts(self) -> dict:
-        """Path and checksum of the weights that the adapters belong to. Collective."""
-        total = all_reduce(lora.element_sum(self._parts()[0]), "sum", self.world.shard_group)
-        return {"path": str(self.cfg.model.path), "sum": int(total)}
-
     def load(self, folder: Path) -> None:
         """See the contract."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-        base, adapters = self._parts()
-        state, where = {}, folder / "state" / "optimizer"
-        saved = vet(where) if self.optimizer else {}
-        if self.adapters:
-            lora.read_adapter(adapters, folder / "adapter", self.adapters)
-            lora.check_base(folder / "adapter", self._base_facts())
-            base = []
-        elif (folder / "adapter").exists():
-            raise ValueError(f"{folder} holds adapters: resume with its --lora.rank, or choose another --run.dir")
-        elif has_masters(saved, base, where):
-            state[MASTERS] = {name: p.detach() for name, p in base}
-            base = []
-        # A model that trains refuses weights narrower than float32: they were rounded from its masters.
-        read_into(base + self.buffers, folder / "model", self.layout, torch.float32 if self.optimizer else None)
-        if self.optimizer is None:
-            return
-        settings = settings_of(self.optimizer)
-        fill_state(self.optimizer)
-        state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
-        dcp.load(state, checkpoint_id=str(where), process_group=self.world.training_group)
-        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state["optimizer"])
-        restore_settings(self.optimizer, settings)
+        load(self, folder)

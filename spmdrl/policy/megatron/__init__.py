@@ -2,6 +2,7 @@
 
 layout.py      how a model is divided over ranks, and whether it can be
 families.py    a HF config in Megatron's terms; a new architecture is added there
+names.py       names of Megatron's parameters in HF checkpoints
 model.py       groups and modules: `initialize`, `build`
 layers.py      modules that Megatron does not have, and layers composed of Megatron's modules and these
 routing.py     routers: choices told to them, a loss for evenly used experts, a bias that follows their load

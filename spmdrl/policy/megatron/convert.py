@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.policy.megatron.families import OUTSIDE
+from spmdrl.policy.megatron.names import OUTSIDE
 from spmdrl.weights.experts import whole
 from spmdrl.weights.reshard import Box, Piece
 from spmdrl.weights.safetensors import fill

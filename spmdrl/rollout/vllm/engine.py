@@ -1,8 +1,7 @@
 """vLLM inside the training process, one engine per rollout TP group, driven step by step.
 
-The ways in which vLLM's internals are touched stand in this file: where the model object is, how weights are loaded in
-place, and how its KV cache is given back. Apart are its CPU build (`cpu.py`), its groups among ranks without it
-(`world.py`) and its adapters (`lora.py`).
+This file relies on vLLM's internals for the model object, for loading weights in place and for freeing its KV cache.
+Other files adapt its CPU build (`cpu.py`), its groups among ranks without it (`world.py`) and its adapters (`lora.py`).
 """
 
 import logging
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import are_adapters
@@ -34,8 +33,9 @@ from spmdrl.rollout.engine import (
     name_of,
 )
 from spmdrl.rollout.needs import Needs, once, watched_load
-from spmdrl.rollout.vllm.cpu import CPU_BLOCK, Packed, cpu_kv_bytes, name_shared_memory
-from spmdrl.rollout.vllm.lora import Adapters, lora_options
+from spmdrl.rollout.vllm.cpu import Packed, name_shared_memory
+from spmdrl.rollout.vllm.lora import Adapters
+from spmdrl.rollout.vllm.options import build_llm, refusals_as_warnings, set_environment
 from spmdrl.rollout.vllm.world import world_of
 from spmdrl.spmd.checksum import word_sum
 from spmdrl.spmd.exchange import all_gather_text
@@ -44,54 +44,6 @@ from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl.weights.reshard import Entry
 
 log = logging.getLogger("spmdrl")
-
-GPU_BLOCK = 16
-"""Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
-
-
-def _environment(device: torch.device) -> None:
-    """Set the environment variables that vLLM reads at import; a user's own values stay."""
-    values = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
-    if device.type == "cpu":
-        # No core pinning: every rank of a node would take the same cores. Sampling's small compiled helper costs
-        # more to build than it saves.
-        values |= {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
-
-
-@contextmanager
-def refusals_as_warnings() -> Iterator[None]:
-    """Make torch warn instead of refuse under `--run.deterministic` inside this context.
-
-    vLLM's top_p takes running sums of floats, which a GPU adds in no fixed order. Training samples at top_p 1; an
-    evaluation at `--eval.top-p` below 1 may draw a different token if two runs round differently.
-    """
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    if strict:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        if strict:
-            torch.use_deterministic_algorithms(True)
-
-
-def advice(error: Exception) -> str:
-    """Say which settings to change after vLLM refused to start."""
-    if "memory" not in str(error).lower():
-        return (
-            "Try --rollout.engine hf, or other values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
-        )
-    return (
-        "Give it less by --rollout.gpu-memory-utilization or --rollout.kv-cache-gib, or make room by --policy.offload "
-        "host, a larger --rollout.tp, or ending what else runs on the device"
-    )
 
 
 class VLLMEngine:
@@ -118,7 +70,7 @@ class VLLMEngine:
         self.version: int | None = None
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
         self.kv_awake = self.weights_awake = True
-        _environment(world.device)
+        set_environment(world.device)
         if cfg.rollout.deterministic or (cfg.run.deterministic and not self.on_cpu):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         # vLLM reseeds torch and rewrites LOCAL_WORLD_SIZE; both belong to the run.
@@ -127,7 +79,9 @@ class VLLMEngine:
         if self.on_cpu and cfg.rollout.tp > 1:
             shared = name_shared_memory(all_gather_text(secrets.token_hex(8), world.rollout_group)[0])
         with world_of(world.roles.samplers):
-            self.llm = self._build(cfg)
+            if self.on_cpu:
+                self.packed = Packed()
+            self.llm = build_llm(cfg, self.on_cpu, self.experts is not None)
         for name in set(shared):
             # All ranks of the group have mapped it: without a name it is freed with the last, however that one ends.
             Path(f"/dev/shm/{name}_{world.engine_tp_rank}").unlink(missing_ok=True)
@@ -143,57 +97,6 @@ class VLLMEngine:
         self.cache: Parked | None = None
         self.weights: Parked | None = None
         self.adapters = Adapters(self.runner, cfg) if "adapter" in pushed_parts(cfg) else None
-
-    def _build(self, cfg: Config):
-        if self.on_cpu:
-            self.packed = Packed()
-        from transformers import AutoConfig
-        from vllm import LLM
-
-        folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
-        kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
-        if not kv_bytes and self.on_cpu:
-            kv_bytes = cpu_kv_bytes(config, self.capacity, self.longest, cfg.model.dtype, cfg.rollout.tp)
-        options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
-        if self.on_cpu:
-            # Latent attention has blocks of its own.
-            options |= {} if getattr(config, "kv_lora_rank", None) else {"block_size": CPU_BLOCK}
-        else:
-            options |= {
-                "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
-                "enable_sleep_mode": sleep_level(cfg, False) > 0,
-            }
-            if cfg.rollout.quantization != "none":
-                options["quantization"] = cfg.rollout.quantization
-            if getattr(config, "num_experts_per_tok", None):
-                # Other kernels change the layout of experts at start and would misread weights loaded in place.
-                options["moe_backend"] = "triton"
-            if self.experts:
-                options["enable_return_routed_experts"] = True
-        if cfg.rollout.tp > 1 or not self.on_cpu:
-            # Without it vLLM takes the first GPU for an engine of one rank, whichever rank that is.
-            options["distributed_executor_backend"] = "external_launcher"
-        if "adapter" in pushed_parts(cfg):
-            options |= lora_options(cfg, config, self.on_cpu)
-        try:
-            return LLM(
-                model=str(folder),
-                dtype=cfg.model.dtype,  # pyright: ignore[reportArgumentType]
-                tensor_parallel_size=cfg.rollout.tp,
-                seed=0,
-                enforce_eager=cfg.rollout.enforce_eager or self.on_cpu,
-                skip_tokenizer_init=True,
-                max_model_len=self.longest,
-                max_num_seqs=self.capacity,
-                logprobs_mode="processed_logprobs",
-                trust_remote_code=cfg.model.trust_remote_code,
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                **options,
-            )
-        except Exception as error:
-            raise RuntimeError(f"vLLM could not start for {cfg.model.path}: {error}. {advice(error)}") from error
 
     @property
     def model(self) -> Any:

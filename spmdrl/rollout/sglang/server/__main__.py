@@ -138,7 +138,7 @@ class Server:
             await asyncio.wait(left.values(), timeout=ABORT_AGAIN_SECONDS)
 
     async def ask(self, question: str) -> list[int]:
-        """Ask the scheduler processes a question (`weights.install_memory`)."""
+        """Ask the scheduler processes a question (`inside.install_memory`)."""
         from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
         request = GetWeightsByNameReqInput(name=question, truncate_size=0)

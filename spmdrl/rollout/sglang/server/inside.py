@@ -119,24 +119,18 @@ class Held:
         return rows
 
 
-def install_memory(on_cpu: bool) -> None:
-    """Read weights from the rank's memory and check them, answer questions about memory, and free it on a CPU.
+def install_weights(expected: dict[str, Any]) -> None:
+    """Make SGLang read weights from the rank's memory instead of a pickle, and check all weights that arrive.
 
-    SGLang itself would read a pickle.
+    expected: hashes and group of the next broadcast bucket; emptied when it has arrived.
     """
-    from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput, UpdateWeightsFromTensorReqOutput
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
     from sglang.srt.managers.tp_worker import BaseTpWorker
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.runtime_context import get_parallel
 
-    held = lru_cache(maxsize=1)(Held)
-    update, release, resume = (
-        Manager.update_weights_from_tensor,
-        Manager.release_memory_occupation,
-        Manager.resume_memory_occupation,
-    )
-    expected: dict[str, Any] = {}
+    update = Manager.update_weights_from_tensor
 
     def deserialize_own_rank(self, payloads):
         order = json.loads(payloads[get_parallel().tp_rank])
@@ -165,6 +159,22 @@ def install_memory(on_cpu: bool) -> None:
             raise RuntimeError(wrong)
         return named
 
+    BaseTpWorker.deserialize_own_rank = deserialize_own_rank
+    Manager.update_weights_from_tensor = update_weights_from_tensor
+    WeightUpdater.receive_weights_from_distributed = receive_weights_from_distributed
+
+
+def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
+    """Answer the rank's questions about memory and weights, and free memory on a CPU.
+
+    expected: filled for `install_weights` by the question `expect`.
+    """
+    from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+
+    held = lru_cache(maxsize=1)(Held)
+    release, resume = Manager.release_memory_occupation, Manager.resume_memory_occupation
+
     def get_weights_by_name(self, request):
         question, _, rest = request.name.partition(" ")
         mine = held(self.tp_worker.model_runner)
@@ -187,9 +197,6 @@ def install_memory(on_cpu: bool) -> None:
             held(self.tp_worker.model_runner).resize(name, there=True)
         return resume(self, request)
 
-    BaseTpWorker.deserialize_own_rank = deserialize_own_rank
-    Manager.update_weights_from_tensor = update_weights_from_tensor
-    WeightUpdater.receive_weights_from_distributed = receive_weights_from_distributed
     Manager.get_weights_by_name = get_weights_by_name
     if on_cpu:
         Manager.release_memory_occupation = release_memory_occupation
@@ -199,7 +206,9 @@ def install_memory(on_cpu: bool) -> None:
 def run_scheduler(server_args, port_args, *rest) -> None:
     """Run SGLang's scheduler process with these changes installed."""
     install_sampler()
-    install_memory(server_args.device == "cpu")
+    expected: dict[str, Any] = {}
+    install_weights(expected)
+    install_memory(server_args.device == "cpu", expected)
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.scheduler import run_scheduler_process
 
