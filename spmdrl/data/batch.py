@@ -1,7 +1,7 @@
 """Many episodes packed end to end: per-token tensors [T], per-sequence tensors [B], no padding.
 
-Row t of a per-token tensor speaks of the token at t itself: `logp[t]` is log p(tokens[t] | what stands before it in
-the same sequence). The first token of a sequence has no such value; its mask is False.
+Row t of a per-token tensor describes the token at t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
+sequence). The first token of a sequence has no such value; its mask is False.
 """
 
 import math
@@ -16,7 +16,7 @@ from spmdrl.spmd.mesh import World
 from spmdrl.spmd.peers import Peers
 
 KEYS = ("position", "sample")
-"""Sample order: what every batch is sorted by (law 3)."""
+"""Sample order: the keys by which every batch is sorted (law 3)."""
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Batch:
     """B sequences, T tokens, sorted by (position, sample).
 
     lengths: int64 [B]. token: name -> [T]; always holds tokens, version (int64), mask (bool), rollout_logp (float32);
-    where routing is replayed experts (int16 [T, W], see `Episode`); where turns are compared turn and state (int64, see
-    `Segment`). mask is the loss mask; where that leaves out
-    tokens which the policy sampled, sampled (bool) says which those all are.
+    under routing replay also experts (int16 [T, W], see `Episode`); if turns are compared, turn and state (int64, see
+    `Segment`). mask is the loss mask; if it omits sampled tokens, sampled (bool) marks all tokens that the policy
+    sampled.
     seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward, baseline (float64).
     """
 
@@ -44,17 +44,17 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors live."""
+        """The device of the tensors."""
         return self.lengths.device
 
     @property
     def n_tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return int(self.lengths.sum())
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """int32 [B + 1]: where each sequence starts, and the end."""
+        """int32 [B + 1]: the start of each sequence, and the end."""
         ends = torch.cumsum(self.lengths, 0).to(torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
 
@@ -65,21 +65,21 @@ class Batch:
 
     @property
     def sampled(self) -> torch.Tensor:
-        """bool [T]: what the policy sampled, also where it is left out of the loss (`mask`)."""
+        """bool [T]: True for tokens that the policy sampled, even if the loss omits them (`mask`)."""
         return self.token.get("sampled", self.token["mask"])
 
     @property
     def sampled_per_seq(self) -> torch.Tensor:
-        """int64 [B]: tokens that the policy sampled."""
+        """int64 [B]: number of tokens that the policy sampled."""
         counts = torch.zeros(len(self), dtype=torch.int64, device=self.device)
         return counts.index_add_(0, self.seq_index, self.sampled.long())
 
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
-        """A per-sequence value at each of its tokens: [B] -> [T]."""
+        """Repeat a per-sequence value for each of its tokens: [B] -> [T]."""
         return torch.repeat_interleave(x_B, self.lengths)
 
     def group_differs(self) -> torch.Tensor:
-        """bool [B]: does the reward differ inside the sequence's group, of which every sample is in this batch?"""
+        """bool [B]: True if rewards differ within the sequence's group, which must be in this batch completely."""
         low = torch.full((int(self.seq["position"].max()) + 1 if len(self) else 0,), float("inf"), dtype=torch.float64)
         high = -low
         low.scatter_reduce_(0, self.seq["position"], self.seq["reward"], "amin")
@@ -92,12 +92,12 @@ class Batch:
         return torch.zeros(len(self), dtype=torch.float64, device=self.device).index_add_(0, self.seq_index, masked)
 
     def select(self, index: torch.Tensor) -> "Batch":
-        """The sequences `index` (int64 [m]), in that order."""
+        """Return the sequences `index` (int64 [m]), in that order."""
         picked = select(to_table(self), index)
         return from_table(picked)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on another device."""
+        """Return the batch on another device."""
         return Batch(
             self.lengths.to(device),
             {k: v.to(device) for k, v in self.token.items()},
@@ -113,7 +113,7 @@ def from_episodes(
     The optional columns must be the same on every rank.
 
     Args:
-        episodes: of this rank.
+        episodes: episodes of this rank.
         part_names: reward parts kept as `part/<name>` columns, nan where a sample has no such part.
         experts_width: columns of `Episode.experts`, kept as `token["experts"]`; 0: not kept.
         turns: keep `token["turn"]` and `token["state"]`.
@@ -150,7 +150,7 @@ def from_episodes(
 
 
 def all_experts(episode: Episode, width: int) -> torch.Tensor:
-    """int16 [L, width]: `Episode.experts` of all tokens, -1 where it does not tell."""
+    """Return `Episode.experts` for all tokens, int16 [L, width], -1 if unknown."""
     out = torch.full((len(episode), width), -1, dtype=torch.int16)
     if episode.experts is not None:
         out[: len(episode.experts)] = episode.experts
@@ -158,7 +158,7 @@ def all_experts(episode: Episode, width: int) -> torch.Tensor:
 
 
 def to_episodes(batch: Batch) -> list[Episode]:
-    """Its sequences one by one, those without a sampled token left out; for a look at them."""
+    """Turn the sequences with sampled tokens back into episodes, to look at them."""
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
     names = ("prompt", "sample", "position", "finish", "reward")
@@ -171,7 +171,7 @@ def to_episodes(batch: Batch) -> list[Episode]:
 
 
 def to_table(batch: Batch) -> Table:
-    """A batch as named ragged columns: what `spmd.exchange` moves."""
+    """Convert a batch to named ragged columns, which `spmd.exchange` moves."""
     keys = torch.stack([batch.seq[k] for k in KEYS], 1)
     ones = torch.ones(len(batch), dtype=torch.int64)
     lengths = {f"token/{k}": batch.lengths for k in batch.token} | {f"seq/{k}": ones for k in batch.seq}
@@ -180,7 +180,7 @@ def to_table(batch: Batch) -> Table:
 
 
 def from_table(table: Table) -> Batch:
-    """The inverse of `to_table`."""
+    """Convert named ragged columns back to a batch: the inverse of `to_table`."""
     token = {k[len("token/") :]: v for k, v in table.values.items() if k.startswith("token/")}
     seq = {k[len("seq/") :]: v for k, v in table.values.items() if k.startswith("seq/")}
     return Batch(table.lengths["token/tokens"], token, seq)
@@ -191,26 +191,26 @@ def balance(batch: Batch, world: World) -> Batch:
 
     Any rank may bring sequences, each of them once; the ranks of a position (`World.holders`) return the same share,
     and ranks that hold none an empty batch.
-    Which optimizer step uses a sequence stands in `seq["update"]`, and what it costs there in `seq["work"]` (int64):
-    both come from data, and only the second one is free to be an estimate (law 2). Where prompts are shared,
-    `seq["common"]` (int64) is the part of that work that samples of a prompt on one rank do once.
+    `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost there: both come from
+    data, and only the latter may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64) is the part of
+    that work that samples of a prompt on one rank do once.
     """
     return deal(batch, world.holders, Peers(world.group, world.device))
 
 
 def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
-    """`balance` over the ranks of a group. Collective.
+    """Do the work of `balance` over the ranks of a group. Collective.
 
     holders: int64 [data positions, copies], group ranks.
     """
     positions, copies = holders.shape
     table = to_table(batch)
-    # They travel in the keys, so that every rank plans alike.
+    # These columns travel in the keys, so that every rank plans alike.
     shared = "common" in batch.seq
     plan = [batch.seq[name] for name in ("update", "work", *(["common"] if shared else []))]
     table.keys_nK = torch.cat([table.keys_nK, torch.stack(plan, 1)], 1)
     if copies > 1:
-        # A row for each rank of its position; sorted by keys they stay together.
+        # Repeat each row for each rank of its position; sorted by keys the copies stay together.
         table = select(table, torch.arange(len(batch)).repeat_interleave(copies))
 
     def assign(rows: torch.Tensor) -> torch.Tensor:
@@ -224,10 +224,10 @@ def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
 
 
 def share_out(batch: Batch, updates: int, prompts: int, order: list[int]) -> Batch:
-    """Say which optimizer step uses each sequence: whole groups, an equal number of prompts each, in `order`.
+    """Assign each sequence to an optimizer step: whole groups, an equal number of prompts per step, in `order`.
 
     order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. A replayed
-    sequence, whose position is higher, goes with the prompt that stands at the same place of this step.
+    sequence, whose position is higher, goes with the prompt at the same place of this step.
     """
     step_of = torch.zeros(prompts, dtype=torch.int64)
     step_of[torch.tensor(order)] = torch.arange(prompts) * updates // prompts
@@ -238,7 +238,7 @@ def share_out(batch: Batch, updates: int, prompts: int, order: list[int]) -> Bat
 def gather_rows(
     batch: Batch, seq_n: torch.Tensor, columns_nK: torch.Tensor, peers: Peers
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that belong to sequences of this rank, with those of all ranks, in sample order. Collective.
+    """Gather rows that belong to sequences from all ranks, in sample order. Collective.
 
     Args:
         batch: this rank's sequences.
@@ -247,7 +247,7 @@ def gather_rows(
         peers: ranks that take part.
 
     Returns:
-        float64 [N, K], alike on every rank, and int64 [n], places of this rank's rows in it.
+        float64 [N, K], the same on every rank, and int64 [n], the places of this rank's rows in it.
     """
     keys = torch.stack([batch.seq[k][seq_n].double() for k in KEYS], 1)
     rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))
@@ -260,7 +260,7 @@ def gather_rows(
 
 
 def concatenate(first: Batch, second: Batch) -> Batch:
-    """Two batches with the same columns as one, the first one's sequences first."""
+    """Join two batches with the same columns, the first one's sequences first."""
     return Batch(
         torch.cat([first.lengths, second.lengths]),
         {k: torch.cat([v, second.token[k]]) for k, v in first.token.items()},

@@ -1,4 +1,4 @@
-"""Small tasks made from a fixed seed: no download, a held-out side that training never sees."""
+"""Small tasks made from a fixed seed: no download, and held-out rows that training never sees."""
 
 import difflib
 import random
@@ -6,12 +6,12 @@ import random
 LETTERS = "abcdefghij"
 REVERSE_EVAL, REVERSE_TRAIN = 512, 4096
 ADDITION_EVAL = {1: 20, 2: 160}
-"""Ordered pairs held out, by number of digits (of 100 and 8,100)."""
+"""Number of ordered pairs held out, by number of digits (of 100 and 8,100 pairs)."""
 ADDITION_TRAIN = 4000
 
 
 def reverse(held_out: bool) -> list[dict]:
-    """Reverse five letters: prompt `abcde=`, answer `edcba`. 512 strings held out, 4,096 others to train on."""
+    """Rows for reversing five letters: prompt `abcde=`, answer `edcba`. 512 held out, 4,096 others to train on."""
     codes = random.Random("spmdrl reverse").sample(range(len(LETTERS) ** 5), REVERSE_EVAL + REVERSE_TRAIN)
     texts = ["".join(LETTERS[code // len(LETTERS) ** i % len(LETTERS)] for i in range(5)) for code in codes]
     side = texts[:REVERSE_EVAL] if held_out else texts[REVERSE_EVAL:]
@@ -19,7 +19,7 @@ def reverse(held_out: bool) -> list[dict]:
 
 
 def addition(digits: int, held_out: bool) -> list[dict]:
-    """Sum of two numbers of 1 (0..9) or 2 (10..99) digits; a + b and b + a stand on the same side.
+    """Rows for adding two numbers of 1 (0..9) or 2 (10..99) digits; a + b and b + a are both held out or both not.
 
     One digit: all 100 pairs, 20 held out. Two digits: about 160 pairs held out, 4,000 others to train on.
     """
@@ -49,7 +49,7 @@ RAW = {"reverse"}
 
 
 def nearest(name: str, names) -> str:
-    """`did you mean 'x'? ` when a name is close, then the names there are (for error messages)."""
+    """Return `did you mean 'x'? ` if a name is close, then the existing names (for error messages)."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:40]) + (f", ... ({len(names)} in all)" if len(names) > 40 else "")
@@ -57,7 +57,7 @@ def nearest(name: str, names) -> str:
 
 
 def builtin_rows(name: str, held_out: bool) -> list[dict]:
-    """Rows of a task by name. Raises ValueError with the nearest name."""
+    """Return the rows of a task by name. Raises ValueError with the nearest name."""
     if name not in BUILTINS:
         raise ValueError(f"unknown task 'builtin:{name}': {nearest(name, BUILTINS)} (--data.train, --data.eval)")
     return BUILTINS[name](held_out)

@@ -1,4 +1,4 @@
-"""From a prompt (text or chat messages) to the tokens that a policy continues."""
+"""Turns a prompt (text or chat messages) into the tokens that a policy continues."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML that shows exactly the messages given (templates of some models insert a system message)."""
+"""ChatML template that renders exactly the messages given (templates of some models insert a system message)."""
 
 
 def template_text(value: str) -> str:
-    """The jinja text that `--data.chat-template` says: `chatml`, a `.jinja` file, or the text itself.
+    """Return the jinja text that `--data.chat-template` names: `chatml`, a `.jinja` file, or the text itself.
 
     Raises:
         ValueError: a file that cannot be read.
@@ -36,7 +36,7 @@ def encode(
     chat: str = "auto",
     chat_template: str = "",
 ) -> tuple[list[int], str]:
-    """Tokens of a prompt, and the text they stand for.
+    """Return the tokens of a prompt, and the text that they encode.
 
     prompt: text, or messages `{"role": ..., "content": ...}` that end with the one to answer. system: message put first
     when not empty. prefill: start of the reply, appended as text. chat: `on`, `off` or `auto` (on when there is a
@@ -98,6 +98,6 @@ def _render(tokenizer, prompt: str | list[dict], system: str, chat_template: str
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, chat_template=chat_template or None
         )
-    except Exception as e:  # jinja raises its own errors, and templates raise what they like
+    except Exception as e:  # jinja raises its own errors, and templates raise any
         named = "--data.chat_template" if chat_template else "the tokenizer's chat template"
         raise ValueError(f"{named} could not render the prompt ({type(e).__name__}: {e})") from e

@@ -1,4 +1,4 @@
-"""Which prompts are drawn: a function of the seed and of how many were drawn before, whatever the world size."""
+"""Chooses the prompts to draw, by the seed and the number drawn before alone, for any world size."""
 
 from functools import lru_cache
 
@@ -15,10 +15,10 @@ def _epoch_order(n_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def drawn_indices(n_prompts: int, first: int, count: int, seed: int) -> list[int]:
-    """Positions in the prompt list of the draws `first` .. `first + count - 1` of a run.
+    """Return the positions in the prompt list of the draws `first` .. `first + count - 1` of a run.
 
-    The epochs' permutations stand end to end and draws go along that line. A stretch that crosses from one epoch into
-    the next, or is longer than the list, may hold a position twice. Raises ValueError on empty input.
+    Draws go through the epochs' permutations one after the other. Draws that cross from one epoch into the next, or
+    are more than the list has prompts, may contain a position twice. Raises ValueError on empty input.
     """
     if n_prompts < 1 or count < 0 or first < 0:
         raise ValueError(f"cannot draw {count} of {n_prompts} prompts after {first}")

@@ -11,14 +11,14 @@ from spmdrl.spmd.balance import karmarkar_karp
 
 @dataclass
 class Unit:
-    """Sequences that go into one micro-batch together, and the tokens that they run."""
+    """Sequences that must be in the same micro-batch, and the number of tokens that they run."""
 
     members: list[int]
     tokens: int
 
 
 def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
-    """What is packed: single sequences, or with shared prompts the samples of a prompt, as many as fit the budget."""
+    """Split a batch into units: single sequences, or under `share` as many samples of a prompt as fit the budget."""
     lengths = batch.lengths.tolist()
     if not share or len(batch) < 2:
         return [Unit([i], n) for i, n in enumerate(lengths)]
@@ -35,7 +35,7 @@ def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
 
 
 def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
-    """Fewest micro-batches that first-fit-decreasing needs for these sequences; 0 for none.
+    """Return the number of micro-batches that first-fit-decreasing needs for these sequences; 0 for none.
 
     Raises:
         ValueError: one sequence alone is longer than the budget.
@@ -44,7 +44,7 @@ def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
 
 
 def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    """Indices of sequences in bins of at most `budget` tokens; within 22% of optimal, in practice near 1%."""
+    """Assign sequences to bins of at most `budget` tokens; within 22% of optimal, in practice near 1%."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -67,14 +67,14 @@ def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
 def microbatches(batch: Batch, count: int, budget: int, units: list[Unit] | None = None) -> list[Batch]:
     """Split a batch into exactly `count` micro-batches of at most `budget` tokens; some may be empty.
 
-    units: what must not be separated, from `units_of`; None for single sequences. `count` is the largest
+    units: sequences that must stay together, from `units_of`; None for single sequences. `count` is the largest
     `microbatch_count` over all ranks, so that every rank runs as many forwards (law 1).
     """
     units = units_of(batch, budget, share=False) if units is None else units
     lengths = [unit.tokens for unit in units]
     parts = karmarkar_karp(lengths, count) if count else []
     if any(sum(lengths[i] for i in part) > budget for part in parts):
-        # An even split may overflow a tight budget where first-fit does not.
+        # An even split may overflow a tight budget although first-fit does not.
         parts = first_fit_decreasing(lengths, budget)
         parts += [[] for _ in range(count - len(parts))]
     members = [sorted(i for u in part for i in units[u].members) for part in parts]

@@ -1,7 +1,7 @@
-"""The prompts of a run: read, formatted, turned into tokens, and those that are too long dropped.
+"""Reads the prompts of a run, formats them, turns them into tokens, and drops those that are too long.
 
-Two layouts of rows are understood. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
-(chat messages), ability, reward_model {ground_truth, style}, extra_info`, known by its columns, whatever the container.
+Two layouts of rows are supported. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
+(chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any container.
 """
 
 import hashlib
@@ -24,17 +24,17 @@ class Prompt:
     """Position in its source: the key of every draw made for it."""
     tokens: list[int]
     ground_truth: object
-    """What the reward compares with (JSON-able)."""
+    """The value with which the reward compares a response (JSON-able)."""
     data_source: str
     extra: dict
     """verl's extra_info, or the row's other columns (JSON-able)."""
     text: str
-    """What the model sees, for logs."""
+    """The text that the model sees, for logs."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of one source that fit."""
+    """The prompts of one source that are short enough."""
 
     prompts: list[Prompt]
     dropped: int
@@ -45,7 +45,7 @@ class PromptSet:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Hash of indices, tokens and truths: equal on two ranks when they read the same prompts."""
+        """Return a hash of indices, tokens and truths: equal on two ranks if they read the same prompts."""
         return self._digest
 
     @cached_property
@@ -146,7 +146,7 @@ def _column(row: dict, name: str, flag: str) -> object:
 
 
 def _apply_template(prompt: str | list, row: dict, template: str) -> str | list:
-    """Text around the prompt; of messages, around the last one from the user."""
+    """Put the template around the prompt; in messages, around the last one from the user."""
     if isinstance(prompt, str):
         return _format("--data.template", template, {**row, "prompt": prompt})
     for i in reversed(range(len(prompt))):
@@ -157,7 +157,7 @@ def _apply_template(prompt: str | list, row: dict, template: str) -> str | list:
 
 
 def _format(flag: str, text: str, row: dict) -> str:
-    """str.format over the columns. `{name}` and `{name[key]}` are known; other braces are written `{{` and `}}`."""
+    """Apply str.format with the columns: `{name}` and `{name[key]}` only; other braces are written `{{` and `}}`."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         for name in names:
@@ -174,9 +174,9 @@ def _format(flag: str, text: str, row: dict) -> str:
 
 
 def json_able(value: object) -> object:
-    """The value in JSON's types: tuples and arrays become lists, keys text, exact numbers and dates text.
+    """Convert a value to JSON's types: tuples and arrays become lists, keys text, exact numbers and dates text.
 
-    What has no such form (bytes) stays as it is.
+    Values without such a form (bytes) are returned unchanged.
     """
     if isinstance(value, dict):
         return {str(k): json_able(v) for k, v in value.items()}
@@ -190,7 +190,7 @@ def json_able(value: object) -> object:
 
 
 def _is_json(value: object) -> bool:
-    """Extras that are not JSON (images, say) are not carried along."""
+    """Return True if a value can be written as JSON; extras that cannot (images, say) are dropped."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where rows come from: built-in tasks, files, HF datasets, reasoning-gym. A row is a dict of columns."""
+"""Sources of rows: built-in tasks, files, HF datasets, reasoning-gym. A row is a dict of columns."""
 
 import gzip
 import itertools
@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from spmdrl.data.builtin import RAW, builtin_rows, nearest
 
 REASONING_SIZE = {False: 1000, True: 200}
-"""Rows of a reasoning-gym task when `size` is not given: to train on, for evaluation."""
+"""Rows of a reasoning-gym task if `size` is not given, by whether they are for evaluation."""
 REASONING_EVAL_SEED = 1 << 30
 """reasoning-gym draws row i from seed + i, so the evaluation's seeds start beyond any training set."""
 HASH_ORDER_TASKS = (
@@ -32,11 +32,11 @@ FORMS = (
 
 @dataclass
 class Source:
-    """Rows, and how to read them."""
+    """Rows of a source, and the names of their columns."""
 
     rows: list[dict]
     name: str
-    """data_source of rows that do not name their own."""
+    """The `data_source` of rows that do not name their own."""
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     raw: bool = False
@@ -46,7 +46,7 @@ class Source:
     """Number of each row in its file, for messages; empty: its position."""
 
     def where(self, index: int) -> str:
-        """Place of a row, for messages."""
+        """Describe the place of a row, for messages."""
         if self.numbers:
             return f"{self.name}:{self.numbers[index]}"
         return f"{self.name}, {self.unit} {index}"
@@ -117,7 +117,7 @@ def _parquet(path: Path, stop: int | None) -> list[dict]:
 
 
 def _hf(rest: str, stop: int | None) -> tuple[str, list[dict]]:
-    """Name and rows. Only data files are read; dataset scripts and pickles are refused by `datasets` itself."""
+    """Return name and rows. Only data files are read; `datasets` itself refuses dataset scripts and pickles."""
     import datasets
 
     name, config, split = (*rest.split(":"), "", "")[:3]

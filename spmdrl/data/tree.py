@@ -1,11 +1,11 @@
 """Shared prompts: the samples of a group as a tree, their prompt's tokens once, each sample a branch on it.
 
 A pack [T] holds every sample whole, prompt and response end to end. The transformer runs on the tree's tokens [R]
-instead: what the samples of a prompt have in common is computed once, and its gradient is the sum over the samples by
-itself. The states are handed out again to the tokens of the pack, so heads and losses know nothing of this.
+instead: the tokens that the samples of a prompt share are computed once, and autograd sums their gradient over the
+samples. The states are then copied back to the tokens of the pack, so heads and losses need not know of the tree.
 
-B: sequences of the pack; G: trunks, the distinct prompts. The trunk of a sequence is all that stands before its first
-sampled token.
+B: sequences of the pack; G: trunks, the distinct prompts. The trunk of a sequence is all tokens before its first
+sampled one.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import torch
 
 @dataclass
 class Tree:
-    """How the tokens of a pack stand in its tree. All on the host."""
+    """The mapping between the tokens of a pack and those of its tree. All on the host."""
 
     keep: torch.Tensor
     """int64 [R]: token of the pack at each row of the tree: of each trunk, its first sequence's; then all branches."""
@@ -25,15 +25,15 @@ class Tree:
     positions: torch.Tensor
     """int64 [R]: position of each row in its sequence."""
     trunk_lengths: list[int]
-    """[G]: tokens."""
+    """[G]: number of tokens of each trunk."""
     branch_lengths: list[int]
-    """[B]: tokens; the branches of a trunk stand next to each other."""
+    """[B]: number of tokens of each branch; the branches of a trunk are adjacent."""
     trunk_of: list[int]
     """[B]: the trunk of each branch."""
 
 
 def prompt_lengths(lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """int64 [B]: tokens before each sequence's first sampled one; its length where there is none."""
+    """Count the tokens before each sequence's first sampled one, int64 [B]; its length if none is sampled."""
     seq_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
     inside_T = torch.arange(len(mask_T)) - (torch.cumsum(lengths_B, 0) - lengths_B)[seq_T]
     return lengths_B.scatter_reduce(0, seq_T[mask_T], inside_T[mask_T], "amin")
@@ -42,10 +42,10 @@ def prompt_lengths(lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tenso
 def trunks(
     tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor, experts_T: torch.Tensor | None = None
 ) -> tuple[list[int], list[int]]:
-    """([B] the trunk of each sequence, numbered from 0; [B] its length). Only neighbours share a trunk.
+    """Return ([B] the trunk of each sequence, numbered from 0; [B] its length). Only neighbours share a trunk.
 
     A sequence without a sampled token is all trunk but its last token, so that every sequence has a branch.
-    experts_T: [T, ...] where routing is replayed; then a trunk's tokens go to the same experts too.
+    experts_T: [T, ...] under routing replay; tokens of a shared trunk must then have the same experts too.
     """
     columns_T = [tokens_T] if experts_T is None else [tokens_T, experts_T]
     starts, lengths = (torch.cumsum(lengths_B, 0) - lengths_B).tolist(), lengths_B.tolist()
@@ -70,7 +70,7 @@ def trunks(
 def plan_tree(
     tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor, experts_T: torch.Tensor | None = None
 ) -> Tree | None:
-    """The tree of a pack; None where no two neighbours have a prompt in common. Host tensors; see `trunks`."""
+    """Plan the tree of a pack; None if no two neighbours share a prompt. Takes host tensors; see `trunks`."""
     trunk_of, sizes = trunks(tokens_T, lengths_B, mask_T, experts_T)
     count = trunk_of[-1] + 1 if trunk_of else 0
     if count == len(trunk_of):

@@ -1,4 +1,4 @@
-"""A tree of plain values and tensors as one safetensors file: no pickle, and every bit of it comes back.
+"""Writes and reads a tree of plain values and tensors as one safetensors file: exact, and without pickle.
 
 Leaves are None, bool, int, float, str and torch tensors; branches are dicts with str keys, lists and tuples. The
 tensors are the file's tensors; the tree around them is JSON in its metadata.
@@ -20,26 +20,26 @@ KEY = "spmdrl_tree"
 
 
 def write(path: Path, tree: Any) -> None:
-    """Write `tree` to `path`. The file appears whole or not at all.
+    """Write `tree` to `path`. The file appears complete or not at all.
 
     Tensors may lie on any device and come back on the CPU, without gradient; two that share memory come back apart.
 
     Raises:
-        TypeError: something in the tree is none of the kinds above; says where it stands.
+        TypeError: a value in the tree has another type; the message names its place.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_packed(tree, tensors, "tree"), separators=(",", ":"))
     partial = path.with_name(f".partial-{path.name}")
-    # One entry only: theirs have no fixed order, and the same tree shall give the same bytes.
+    # A single entry: safetensors gives entries no fixed order, and equal trees must give equal bytes.
     save_file(tensors, partial, {KEY: text})
     os.replace(partial, path)
 
 
 def read(path: Path) -> Any:
-    """The tree in `path`; its tensors are on the CPU and do not depend on the file any more.
+    """Read the tree in `path`; its tensors are on the CPU and do not depend on the file.
 
     Raises:
-        ValueError: there is no such file, or it is not one that `write` made; names the path.
+        ValueError: there is no such file, or `write` did not make it; names the path.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -56,11 +56,11 @@ def read(path: Path) -> Any:
 
 
 def _packed(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """`value` as JSON: everything that JSON does not tell apart is a dict of one entry, whose key is its kind."""
+    """Convert `value` to JSON; types that JSON does not distinguish become a dict of one entry, the type's name."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if isinstance(value, float):
-        # numpy's double is one too, and comes back as a plain one.
+        # numpy's double is a float too, and is read back as a plain float.
         return {"float": struct.pack(">d", value).hex()}
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
@@ -81,7 +81,7 @@ def _packed(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def _unpacked(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The inverse of `_packed`; takes the tensors it uses out of `tensors`."""
+    """Convert JSON back to a value: the inverse of `_packed`; removes the tensors it uses from `tensors`."""
     if isinstance(value, list):
         return [_unpacked(x, tensors) for x in value]
     if not isinstance(value, dict):

@@ -2,7 +2,7 @@
 
 resolve.py    the folder that --model.path names
 folder.py     checks a folder; errors of libraries in plain words
-gguf.py       a GGUF file becomes a folder, once
+gguf.py       converts a GGUF file into a folder, once
 tokenizer.py  the tokenizer of a folder
 build.py      the model of a folder
 lora.py       low-rank adapters in a model

@@ -18,7 +18,7 @@ def build_model(
     attn_implementation: str = "sdpa",
     head: str = "lm",
 ) -> Any:
-    """The model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
+    """Build the model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
 
     dtype: a torch type or its name. attn_implementation: as in transformers. head: `lm` for a causal language model,
     `value` or `score` for a sequence classifier with one label; a `value` head that is not in the folder starts at 0,
@@ -53,14 +53,14 @@ def build_model(
     if wrong:
         names = ", ".join(wrong[:4])
         raise ValueError(f"the weights in {folder} do not fit its config.json: missing or misshapen {names}")
-    # torch gives the padding token's embedding no gradient. A pack has no padding: where that token stands, which may
-    # be the end token too, it is read like any other.
+    # torch gives the padding token's embedding no gradient. A pack has no padding: in it that token, which may also be
+    # the end token, is an ordinary one.
     model.get_input_embeddings().padding_idx = None
     return model
 
 
 def decoder_layers(hf: Any) -> list[torch.nn.Module]:
-    """The repeated blocks of a HF model: the longest ModuleList.
+    """Return the repeated blocks of a HF model: its longest ModuleList.
 
     Raises:
         ValueError: a model without one.

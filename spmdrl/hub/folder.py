@@ -11,10 +11,10 @@ TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
 def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
-    """`folder`, when it holds a config.json that can be read and complete safetensors.
+    """Check that `folder` holds a readable config.json and complete safetensors; returns it.
 
     Raises:
-        ValueError: saying what is missing or wrong.
+        ValueError: names what is missing or wrong.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {folder} has no config.json (--model.path)")
@@ -53,7 +53,7 @@ def check_folder(folder: Path, trust_remote_code: bool = False) -> Path:
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The HF configuration of a model folder. Raises ValueError."""
+    """Read the HF configuration of a model folder. Raises ValueError."""
     from transformers import AutoConfig
 
     with plain_errors(folder):
@@ -62,9 +62,9 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def plain_errors(folder: Path) -> Iterator[None]:
-    """Whatever a library says of the files in a model folder becomes a ValueError of one line, with our flag.
+    """Turn any error of a library about files in a model folder into a ValueError of one line that names our flag.
 
-    transformers, tokenizers and safetensors meet what they do not expect in many ways, down to a bare KeyError.
+    transformers, tokenizers and safetensors report unexpected input in many ways, down to a bare KeyError.
     """
     try:
         yield

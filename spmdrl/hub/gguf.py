@@ -1,4 +1,4 @@
-"""A GGUF file becomes a Hugging Face folder, once; the folder is kept in the cache."""
+"""Converts a GGUF file into a Hugging Face folder, once; the folder is kept in the cache."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ LOCK_SECONDS = 1800.0
 
 
 def find_package_gguf(name: str) -> Path:
-    """The one GGUF file inside the installed package `name` (dashes count as underscores), which is not imported."""
+    """Find the one GGUF file inside the installed package `name` (dashes count as underscores) without importing it."""
     module = name.replace("-", "_")
     if not module.isidentifier():
         raise ValueError(f"--model.path package:{name} names no package")
@@ -31,7 +31,7 @@ def find_package_gguf(name: str) -> Path:
 
 
 def from_gguf(file: Path) -> Path:
-    """Folder with the GGUF's model as bfloat16 safetensors and its tokenizer, converted at the first call.
+    """Return a folder with the GGUF's model as bfloat16 safetensors and its tokenizer, converted at the first call.
 
     One process converts (SmolLM2-135M: about 15 s), others wait at a file lock. The folder appears by a rename,
     complete or not at all, and its name carries the hash of the file.
@@ -78,7 +78,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         with torch.random.fork_rng(devices=[]):  # a first run must draw the same numbers as one that finds the cache
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    except Exception as error:  # the readers meet bytes they do not expect in many ways
+    except Exception as error:  # the readers report unexpected bytes in many ways
         raise ValueError(f"cannot read {file} ({type(error).__name__}: {error})") from error
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
@@ -101,12 +101,12 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def cache() -> Path:
-    """Folder for what spmdrl makes once and keeps: `$SPMDRL_CACHE`, else `~/.cache/spmdrl`."""
+    """Return the folder for files that spmdrl makes once and keeps: `$SPMDRL_CACHE`, else `~/.cache/spmdrl`."""
     return Path(os.environ.get("SPMDRL_CACHE") or "~/.cache/spmdrl").expanduser()
 
 
 def digest(file: Path) -> str:
-    """16 hex digits for the content of `file` and the version of the conversion."""
+    """Return 16 hex digits for the content of `file` and the version of the conversion."""
     import xxhash
 
     state = xxhash.xxh3_128(f"spmdrl gguf {CONVERSION}".encode())
@@ -118,7 +118,7 @@ def digest(file: Path) -> str:
 
 @contextmanager
 def lock(file: Path) -> Iterator[None]:
-    """Hold `file` as a lock between processes. Raises TimeoutError that names it; a holder that dies lets go."""
+    """Hold `file` as a lock between processes. Raises TimeoutError that names it; a holder's death releases it."""
     from filelock import FileLock, Timeout
 
     file.parent.mkdir(parents=True, exist_ok=True)

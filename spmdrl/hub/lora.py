@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) in a Hugging Face model: their names, where they go, and the model without them."""
+"""Low-rank adapters (LoRA) in a Hugging Face model: their names, attaching them, and running without them."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -15,32 +15,32 @@ from spmdrl.spmd.seeds import seed_for
 
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."
-"""Of every name in PEFT's files."""
+"""Prefix of every name in PEFT's files."""
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of a weight that PEFT brought in."""
+    """Return True for the name of a weight that PEFT added."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def plain_name(name: str) -> str:
-    """Name of a parameter without what PEFT adds: the layer's own as it was, adapters as in PEFT's files."""
+    """Return a parameter's name without PEFT's additions: the original name; of an adapter the name in PEFT's files."""
     return name.replace(".base_layer.", ".").replace(".default.weight", ".weight")
 
 
 def partner(name: str) -> tuple[str, str]:
-    """Names of the A and B that belong to the weight of a layer, if it has any."""
+    """Return the names that A and B of a layer's weight would have."""
     layer = name.removesuffix(".weight")
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 def target_modules(layers: list[nn.Module], targets: tuple[str, ...]) -> list[str]:
-    """Last names of the linear layers to adapt, of those that the decoder layers hold.
+    """Return the last name components of the decoder layers' linear layers to adapt.
 
-    What is not a linear layer of its own, such as experts that transformers packs into one parameter, has no adapter.
+    Only linear layers can have adapters; experts that transformers packs into one parameter cannot.
 
     Raises:
-        ValueError: a target that is none of them.
+        ValueError: a target is none of the linear layers.
     """
     linear = {
         name.rpartition(".")[2]: True for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear
@@ -55,7 +55,7 @@ def target_modules(layers: list[nn.Module], targets: tuple[str, ...]) -> list[st
 
 
 def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]) -> list[str]:
-    """`target_modules` of the model in a HF folder, whose weights are not read."""
+    """Return `target_modules` of the model in a HF folder, without reading its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -67,14 +67,14 @@ def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]
 def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool = False):
     """Put adapters of `dtype` into a whole HF model, in place; returns PEFT's LoraConfig. B starts at 0.
 
-    The numbers in A hang on the run's seed and on the layer's name: the same on every rank, for any number of ranks.
+    A is drawn from the run's seed and the layer's name: the same on every rank, for any number of ranks.
 
     Args:
         hf: a model whose layers are not sharded.
         cfg: rank, alpha, targets.
-        seed: of the run.
-        dtype: of the adapters.
-        scaled: for B that come multiplied by alpha / r, as they are pushed.
+        seed: the run's seed.
+        dtype: type of the adapters.
+        scaled: B will be loaded already multiplied by alpha / r, as pushes send it.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -96,7 +96,7 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
             continue
         p.data = p.data.to(dtype)
         if ".lora_A." in name:
-            # As PEFT does it: uniform within 1 / sqrt(D).
+            # PEFT's own distribution: uniform within 1 / sqrt(D).
             draw = torch.Generator().manual_seed(seed_for(seed, *name.encode()))
             bound = 1 / math.sqrt(p.shape[1])
             p.data.copy_(torch.empty(p.shape, dtype=torch.float64).uniform_(-bound, bound, generator=draw))
@@ -105,11 +105,11 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model beneath the adapters, exactly: they are not run."""
+    """Run exactly the base model inside this context: adapters are skipped."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    # Not enable_adapters(): that flips requires_grad, which a sharded model was built with.
+    # Not enable_adapters(): it changes requires_grad, which must stay as it was when the model was sharded.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -120,7 +120,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """True for the names of adapters, False for those of a model's weights."""
+    """Return True for the names of adapters, False for those of a model's weights."""
     kinds = {is_adapter(name) for name in names}
     assert len(kinds) <= 1, "a part is of one kind"
     return kinds == {True}

@@ -14,7 +14,7 @@ HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # the same weights aga
 
 
 def resolve(path: str, trust_remote_code: bool = False) -> Path:
-    """The Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
+    """Return the Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
 
     `tiny`: the policy that ships here. `package:<name>`: the one GGUF file inside that installed package. `*.gguf`: a
     file. An existing folder: itself. Anything else: a hub name, downloaded into the hub's own cache (with its Python

@@ -3,11 +3,11 @@ https://arxiv.org/abs/2510.11370).
 
 Which experts a token is sent to is a hard choice: between engine and trainer, and from one update to the next, rounding
 alone turns it, and the ratio of probabilities with it (https://arxiv.org/abs/2507.18071). Here the choice
-is recorded where a token was sampled and made again in training. Only the choice: the weights of the chosen experts
-come from the trainer's own router, by the model's own formula, so its gradient is whole.
+is recorded when a token is sampled and repeated in training. Only the choice is: the weights of the chosen experts come
+from the trainer's own router, by the model's own formula, so its gradient is whole.
 
-A router of transformers chooses by one `topk` over its experts. That call is where choices are seen and replaced, which
-is the same for softmax and sigmoid, with or without bias, groups and normalisation.
+A router of transformers chooses by one `topk` over its experts. Choices are recorded and replaced at that call, which
+is the same for softmax and sigmoid, with or without bias, groups and normalization.
 
 S tokens of a forward, L layers with experts, K experts a token.
 """
@@ -23,13 +23,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 FREE = -1
-"""In place of an expert: the router chooses by itself."""
+"""Stands in place of an expert: the router chooses freely."""
 FLAG = "--rollout.routing-replay"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts of a model."""
+    """The layers of a model with experts, and the number of experts that a token is sent to."""
 
     layers: tuple[int, ...]
     """Numbers of the decoder layers that have one."""
@@ -42,16 +42,16 @@ class Experts:
 
 
 class _Choice(TorchFunctionMode):
-    """Sees the choice in one router's forward, and makes it otherwise where it is told to."""
+    """Records the choice in one router's forward, and replaces it by prescribed experts."""
 
     def __init__(self, router: Any, told_SK: torch.Tensor | None):
         super().__init__()
         self.experts, self.top_k, self.told, self.chosen = router.num_experts, router.top_k, told_SK, None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """One operation of the router."""
+        """Run one operation of the router; the choosing `topk` is recorded and replaced."""
         out = func(*args, **(kwargs or {}))
-        # Groups of experts are chosen by topk too, among groups and in scores of three dimensions.
+        # Groups of experts are chosen by topk too, but over three-dimensional scores or another number of choices.
         if getattr(func, "__name__", "") != "topk" or out[1].dim() != 2 or out[1].shape[1] != self.top_k:
             return out
         scores_SE = args[0]
@@ -65,13 +65,13 @@ class _Choice(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a HF model, which from here on can be recorded and told what to choose."""
+    """Makes the routers of a HF model recordable, and able to follow prescribed choices."""
 
     def __init__(self, hf: Any, recording: bool = False):
-        """Before the model is sharded. recording: keep what is chosen, for `take`.
+        """Patch the routers, before the model is sharded. recording: keep the choices for `take`.
 
         Raises:
-            ValueError: no router is found, or one of a kind that cannot be told.
+            ValueError: no router is found, or one of an unsupported kind.
         """
         self.recording = recording
         self.last: dict[int, torch.Tensor] = {}
@@ -92,7 +92,7 @@ class Routers:
             assert path, f"{name} is in no layer"
             layers.append(int(path[1]))
             router.forward = partial(self._route, place, router, router.forward)
-            # Part of the layer's forward, which activation checkpointing runs again with its own arguments.
+            # Inside the layer's forward, which activation checkpointing runs again with the same arguments.
             layer = hf.get_submodule(name[: path.end() - 1])
             layer.forward = partial(_tell, router, place, layer.forward)
         self.experts = Experts(tuple(layers), found[0][1].top_k)
@@ -107,7 +107,7 @@ class Routers:
         return out
 
     def take(self) -> torch.Tensor:
-        """What was chosen in the last forward, int16 [S, L, K] on the host; for one made to record."""
+        """Return the choices of the last forward, int16 [S, L, K] on the host; only if made with `recording`."""
         taken = torch.stack([self.last[place] for place in range(len(self.experts.layers))], 1)
         self.last = {}
         return taken.to("cpu", torch.int16)
@@ -125,10 +125,10 @@ def _tell(router: Any, place: int, forward, *args, **kwargs):
 
 
 def experts_of(folder: Path, trust_remote_code: bool = False) -> Experts:
-    """The mixture of experts of the model in a HF folder; no weights are read.
+    """Describe the experts of the model in a HF folder; no weights are read.
 
     Raises:
-        ValueError: as `Routers`.
+        ValueError: as in `Routers`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -10,15 +10,15 @@ TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab.*", "*.tiktoken"]
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """The files of one are in a Hugging Face folder."""
+    """Return True if a Hugging Face folder contains a tokenizer's files."""
     return any(list(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a Hugging Face folder; one without a pad token pads with its end token. Raises ValueError."""
+    """Load the tokenizer of a Hugging Face folder; the end token replaces a missing pad token. Raises ValueError."""
     from transformers import AutoTokenizer
 
-    # transformers makes an empty tokenizer of the model's family where there is none
+    # transformers makes up an empty tokenizer of the model's family if there is none
     if not has_tokenizer(folder):
         raise ValueError(f"no tokenizer in {folder} (tokenizer.json or tokenizer.model): copy the model's into it")
     with plain_errors(folder):
@@ -34,9 +34,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool = False) -> None:
-    """ValueError unless the models at `path` and `other` (both as `--model.path`) read the same token numbers.
+    """Raise ValueError unless the models at `path` and `other` (both as `--model.path`) read the same token numbers.
 
-    flag: the setting that named `path`, for the message. A folder without a tokenizer is taken at its word.
+    flag: the setting that named `path`, for the message. A folder without a tokenizer is assumed to fit.
     """
     folder, base = resolve(path, trust_remote_code), resolve(other, trust_remote_code)
     if folder == base or not has_tokenizer(folder):

@@ -1,9 +1,9 @@
 """Models that train. A new backend is a folder beside `fsdp/` that keeps the contract; nothing above it changes.
 
-contract.py     what a policy is
+contract.py     the Policy contract
 backends.py     the backends by name
 models.py       which models an algorithm needs, and on which ranks they are
-learner.py      what an update is, whatever shards the model
+learner.py      updates of a model, the same for every backend
 grad_guard.py   steps that are not finite are skipped; gradients that spike are noticed
 optimizer.py    AdamW, its schedule, the global gradient norm
 heads.py        logp and entropy, or a value, for every token of a pack

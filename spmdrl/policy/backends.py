@@ -1,10 +1,10 @@
-"""The implementations of the Policy contract, by the name that `--policy.backend` has for them."""
+"""The implementations of the Policy contract, by their `--policy.backend` name."""
 
 from typing import Any
 
 
 def backend(name: str) -> Any:
-    """`FsdpPolicy` or `MegatronPolicy`; they are built with the same arguments."""
+    """Return `FsdpPolicy` or `MegatronPolicy`; both are built with the same arguments."""
     if name == "megatron":
         from spmdrl.policy.megatron.policy import MegatronPolicy
 

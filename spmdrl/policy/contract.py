@@ -1,4 +1,4 @@
-"""What a policy is. `fsdp/` is one; another backend adds its files beside it and nothing above changes."""
+"""The Policy contract. `fsdp/` implements it; another backend adds a folder beside it, and nothing above changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from spmdrl.weights.reshard import Piece
 
 @dataclass
 class LossResult:
-    """The loss of one micro-batch, a scalar that is divided by global counts already, and sums for the log."""
+    """The loss of one micro-batch (a scalar, already divided by global counts), and sums for the log."""
 
     loss: torch.Tensor
     stats: Metrics
@@ -37,7 +37,7 @@ class Shared:
     active: torch.Tensor | None = None
     """bool [B], this rank's sequences that contribute; the others are not run. None: all do."""
     on_policy: bool = False
-    """old_logp is of the very weights that the step begins with, by a pass before the update."""
+    """old_logp was computed before the update with exactly the weights that this step begins with."""
 
 
 class Objective(Protocol):
@@ -77,7 +77,7 @@ Write = Callable[[Path, World], None]
 `folder/state` for the optimizer and float32 weights that `model` has rounded. Collective."""
 
 Head = Literal["lm", "value", "score"]
-"""What a model says of a token: logp and entropy; the value of the state before it; a score of all up to it."""
+"""A model's output for each token: logp and entropy; the value of the state before it; a score of all up to it."""
 
 
 class Policy(Protocol):
@@ -86,9 +86,9 @@ class Policy(Protocol):
     version: int
     """Counts changes of the weights; what an engine must hold to sample (law 5)."""
     updates_done: int
-    """Optimizer steps behind them."""
+    """Optimizer steps that the weights have taken."""
     updates_due: int
-    """Optimizer steps that came up, taken or left out; the learning rate schedule counts these."""
+    """Optimizer steps that were due, whether taken or skipped; the learning rate schedule counts these."""
     fixed: dict[str, bytes]
     """Name -> content of what `model/` holds beside weights, on rank 0: made when it is first asked for, no later than
     the start of a run that saves, and copied into every checkpoint. Raises ValueError."""
@@ -103,7 +103,7 @@ class Policy(Protocol):
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """[T] on the host, without gradient: what a model with a value or score head says; 0 outside the mask."""
+        """Values or scores [T] on the host from a model with such a head, without gradient; 0 outside the mask."""
         ...
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
@@ -114,12 +114,12 @@ class Policy(Protocol):
         ...
 
     def pieces(self, part: Part = "model") -> list[Piece]:
-        """What this rank holds of every weight, under HF checkpoint names; views that an update changes.
+        """This rank's part of every weight, under HF checkpoint names, as views that an update changes.
 
         The same names and boxes in the same order at every call.
 
-        part: of a policy with adapters, the full `model` with them in it (computed anew at every call), the `base` as
-        it was, or the `adapter` weights alone. Others have the first two, which are the same.
+        part: for a policy with adapters, the full `model` with the adapters merged in (computed anew at every call),
+        the unmodified `base`, or the `adapter` weights alone. Other policies have `model` and `base`, which are equal.
         """
         ...
 
@@ -132,32 +132,32 @@ class Policy(Protocol):
         ...
 
     def offload(self, place: Literal["host", "disk"], parameters: bool = True) -> None:
-        """Optimizer state off the device, and the parameters unless told to leave them; gradients are let go.
+        """Move optimizer state off the device, and the parameters if `parameters` is true; drop the gradients.
 
-        Between updates they hold nothing: the next one begins at zero.
+        Gradients hold nothing between updates: the next update begins at zero.
         """
         ...
 
     def onload(self) -> None:
-        """All that is away back to the device, where it was."""
+        """Bring everything that is offloaded back to its place on the device."""
         ...
 
     def saving(self, copy: bool = False) -> Write:
-        """What writes this model, over the groups of its own world.
+        """Return a function that writes this model over the groups of its own world.
 
-        copy: it writes the values of this moment, of which it holds a copy on the host, and may do so in a thread
+        copy: the function holds a copy of the current values on the host and writes those; it may then run in a thread
         beside training, over the groups of a twin of that world (`spmd.mesh.twin`).
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write it now."""
+        """Write this model into `folder`."""
         ...
 
     def checkpoint_bytes(self) -> int:
-        """About what `save` writes, over all ranks."""
+        """Estimate how many bytes `save` writes, over all ranks."""
         ...
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote, on this or another layout."""
+        """Read what `save` wrote, on this or another layout."""
         ...

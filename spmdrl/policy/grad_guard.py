@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from spmdrl.data.batch import Batch
 
 WINDOW, LEAST = 32, 8
-"""A spike is measured by the median of so many last norms, once there are at least so many."""
+"""A spike is measured against the median of the last WINDOW norms, once there are at least LEAST."""
 MOST = 3
-"""Batches handed on in a run of each kind, spikes and steps that are not finite: they are large."""
+"""Most batches handed on in a run, for spikes and for non-finite steps separately: batches are large."""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not a number; names where it was seen first."""
+    """A loss or gradient is not finite; the message names the optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,23 @@ class AnomalousStep:
     """An optimizer step whose gradient spikes, or whose loss or gradient is not finite."""
 
     batch: Batch
-    """This rank's sequences of it, with every column."""
+    """This rank's sequences of the step, with every column."""
     share: int
-    """Its place in the update."""
+    """Index of the step in its update."""
     updates_done: int
-    """Optimizer steps behind the weights that it began with."""
+    """Optimizer steps taken before this one."""
     version: int
     norm: float
-    """Of the gradient, before clipping; may be nan or inf."""
+    """Norm of the gradient before clipping; may be nan or inf."""
     loss_finite: bool
     median: float
-    """Of the last norms; nan where there are none."""
+    """Median of the last norms; nan if there are none."""
     on_policy: bool
     """As in `Shared`."""
 
     @property
     def finite(self) -> bool:
-        """Loss and gradient are numbers: it is a spike."""
+        """True if loss and gradient are finite, so that the step is a spike."""
         return self.loss_finite and math.isfinite(self.norm)
 
 
@@ -55,18 +55,20 @@ class Guard:
     factor: float
     """`--run.spike-factor`."""
     hand_on: Callable[[AnomalousStep], str] | None = None
-    """Gets what stands out and returns where it is kept. Collective over the ranks that train."""
+    """Stores an anomalous step and returns its path. Collective over the ranks that train."""
     row: int = 0
-    """Steps without a number so far, one after the other."""
+    """Consecutive non-finite steps so far."""
     handed_on: list[int] = field(default_factory=lambda: [0, 0])
-    """Spikes, and steps that are not finite."""
+    """Steps handed on so far: spikes, non-finite ones."""
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passes(self, step: AnomalousStep) -> bool:
-        """Whether the optimizer may take this step, which is told of and counted here. Collective where it stands out.
+        """Return True if the optimizer may take this step; counts it, and hands it on if it is anomalous.
+
+        Collective if the step is anomalous.
 
         Raises:
-            NonFiniteError: it may not, and is the last of `limit` such in a row.
+            NonFiniteError: the step is not finite, and is the last of `limit` such steps in a row.
         """
         where = ""
         if (not step.finite or self.spikes(step.norm)) and self.hand_on and self.handed_on[not step.finite] < MOST:
@@ -90,18 +92,18 @@ class Guard:
 
     @property
     def median(self) -> float:
-        """Of the last norms; nan where there are none."""
+        """Median of the last norms; nan if there are none."""
         return statistics.median(self.norms) if self.norms else math.nan
 
     def spikes(self, norm: float) -> bool:
-        """Whether a finite norm is far above those before it."""
+        """Return True if a finite norm is more than `factor` times the median of the norms before it."""
         return bool(self.factor) and len(self.norms) >= LEAST and norm > self.factor * self.median
 
     def state(self) -> dict:
-        """What a resumed run has to know; JSON-able."""
+        """Return the state that a resumed run needs; JSON-able."""
         return {"row": self.row, "handed_on": list(self.handed_on), "norms": list(self.norms)}
 
     def restore(self, state: dict) -> None:
-        """Take over what `state` gave."""
+        """Restore a state that `state` returned."""
         self.row, self.handed_on = state["row"], list(state["handed_on"])
         self.norms = deque(state["norms"], maxlen=WINDOW)

@@ -18,7 +18,7 @@ from spmdrl.policy.contract import TokenLoss
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 
 Second = Literal["entropy", "collision"]
-"""What stands beside logp: the entropy, or the sum of squared probabilities (without gradient)."""
+"""The number returned beside logp: the entropy, or the sum of squared probabilities (without gradient)."""
 
 
 class Trunk:
@@ -36,10 +36,11 @@ class Trunk:
         before: bool,
         experts_TLK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
-        """Tokens under the mask that this rank answers for, int64 [n]; the state of each [n, D]; the slice.
+        """Return the tokens under the mask that this rank answers for, int64 [n]; the state of each [n, D]; the slice.
 
-        tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: the state before a token, which predicts
-        it, instead of the one after it. experts_TLK: what routers must choose, FREE where they may (`hub/routing.py`).
+        tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: give the state before a token, which
+        predicts it, instead of the one after it. experts_TLK: experts that routers must choose, FREE where they are
+        free to choose (`hub/routing.py`).
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
@@ -55,7 +56,7 @@ class Trunk:
             experts_TLK = None if experts_TLK is None else experts_TLK[tree.keep]
         part = packing.part
         if experts_TLK is not None:
-            # What pads a slice is free to choose.
+            # Padding tokens of a slice are routed freely.
             packing.experts = part.mine(experts_TLK.to(device) - FREE) + FREE
         states = self.hf.base_model(
             input_ids=part.mine(tokens_T.to(device))[None],
@@ -68,17 +69,17 @@ class Trunk:
 
 
 def at_rows(rows: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Values of some tokens among zeros, [T]."""
+    """Put the values of some tokens into zeros [T]."""
     return values.new_zeros(tokens).index_copy(0, rows, values)
 
 
 def softcap_of(config: Any) -> float | None:
-    """What a family's config says its logits are capped to (Gemma 2)."""
+    """Return the cap on logits that a family's config sets (Gemma 2), or None."""
     return getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
 def divisor_of(config: Any) -> float:
-    """What they are divided by (Granite) over what they are multiplied by (Cohere, Falcon-H1, HyperCLOVA X)."""
+    """Return the divisor of logits (Granite) over their multiplier (Cohere, Falcon-H1, HyperCLOVA X)."""
     scaling = getattr(config, "logits_scaling", None) or 1.0
     if config.model_type == "hyperclovax":
         scaling = 1 / scaling
@@ -117,9 +118,9 @@ class PackedLM(nn.Module):
         """logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
         tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: what the
-        second tensor holds. experts_TLK: [T, L, K], what the routers must choose, FREE (-1) where they may. token_loss:
-        see the contract; both tensors are then without gradient, and behind them comes the loss of this rank's rows
-        (a scalar), which has one.
+        second tensor holds. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1) where they are free to
+        choose. token_loss: see the contract; logp and entropy then have no gradient, and a third element is added: the
+        loss of this rank's rows (a scalar), which has one.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
         rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK)

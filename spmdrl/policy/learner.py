@@ -1,4 +1,4 @@
-"""What an update is, whatever shards the model: shares of the batch, micro-batches, one guarded optimizer step each."""
+"""Updates of a model on any backend: optimizer steps over shares of the batch, micro-batches, numerical guards."""
 
 import math
 from functools import cached_property
@@ -25,7 +25,7 @@ from spmdrl.weights.reshard import Piece, catalogue
 
 
 class Watched:
-    """An objective that adds up the losses of its micro-batches."""
+    """Wraps an objective and adds up the losses of its micro-batches."""
 
     def __init__(self, objective: Objective, total: torch.Tensor):
         self.objective, self.total = objective, total
@@ -43,7 +43,7 @@ class Watched:
 
 
 class Learner:
-    """The part of the Policy contract (`contract.py`) that backends share. They add what the last methods say."""
+    """The part of the Policy contract (`contract.py`) that backends share. A backend implements the last methods."""
 
     folder: Path
     """The Hugging Face folder that the model was built from."""
@@ -51,7 +51,7 @@ class Learner:
     hf_config: Any
     """The configuration (transformers) that the model was built with."""
     keeps_masters = False
-    """The state of its optimizer has the weights also where `model/` has all of their bits."""
+    """The optimizer state holds the weights even if `model/` stores them without rounding."""
 
     def __init__(self, cfg: Config, world: World, total_updates: int, optimizer: OptimizerConfig | None):
         """total_updates: optimizer steps that will be due. optimizer: None takes the policy's, `cfg.optimizer`."""
@@ -59,15 +59,15 @@ class Learner:
         self.settings = optimizer or cfg.optimizer
         self.total_updates, self.updates_due, self.updates_done, self.version = total_updates, 0, 0, 0
         self.share = False
-        """Samples of a prompt are packed together and run it once."""
+        """Samples of a prompt are packed together, and the prompt runs once for all of them."""
         self.multiple = 1
-        """Of which the number of micro-batches must be one."""
+        """The number of micro-batches must be a multiple of this."""
         self.master = torch.float32
-        """Type of what `logprobs` gives."""
+        """Type of the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
 
     def microbatches(self, batch: Batch) -> list[Batch]:
-        """As many on every rank; some may be empty. Collective."""
+        """Split a batch into micro-batches, the same number on every rank; some may be empty. Collective."""
         check_same(batch, self.world.sp_group, self.world.device)
         budget = self.cfg.policy.max_tokens_per_microbatch
         units = units_of(batch, budget, self.share)
@@ -95,11 +95,11 @@ class Learner:
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:
         """See the contract.
 
-        A step whose loss or gradient is not finite is left out and counted (`updates_nonfinite`): of its numbers only
-        loss, grad_norm and lr stay, the first two as what they are.
+        A step whose loss or gradient is not finite is skipped and counted (`updates_nonfinite`): of its statistics only
+        loss, grad_norm and lr are logged, the first two unchanged.
 
         Raises:
-            NonFiniteError: so many of them in a row, `--optimizer.bad-steps`; on every rank alike.
+            NonFiniteError: `--optimizer.bad-steps` of them in a row; on every rank alike.
         """
         assert not (lacking := objective.columns - batch.columns), f"the batch lacks {sorted(lacking)}"
         metrics, before = Metrics(), self.updates_done
@@ -112,18 +112,18 @@ class Learner:
             stats = self.gradient(micros, watched, shared)
             finite = self._optimizer_step(metrics, share, index, watched.total, shared.on_policy)
             if finite:
-                # Each step's loss is a sum over its tokens; what is logged is their mean over steps.
+                # Each step's loss is a sum over its tokens; the mean over steps is logged.
                 stats.scale_sum("loss", 1 / steps)
                 metrics.merge(stats)
             else:
                 metrics.add_sum("loss", math.nan)
             metrics.add_sum("microbatches", len(micros) / self.world.data_size)
-        # Without a step the engine holds these very weights already.
+        # Without a step the engine already holds exactly these weights.
         self.version += self.updates_done > before
         return metrics
 
     def _optimizer_step(self, metrics: Metrics, share: Batch, index: int, loss: torch.Tensor, on_policy: bool) -> bool:
-        """Returns False where the step was left out. loss: of this rank's sequences."""
+        """Take one guarded optimizer step; returns False if it was skipped. loss: the loss of this rank's sequences."""
         lr = learning_rate(self.settings, self.updates_due, self.total_updates)
         norm = self.gradient_norm()
         bad = torch.tensor([not math.isfinite(loss.item())], dtype=torch.int32)
@@ -153,12 +153,12 @@ class Learner:
         return fixed_files(self.folder, self.hf_config, DTYPES[self.cfg.model.dtype], self.cfg, self.head)
 
     def saving(self, copy: bool = False) -> Write:
-        """See the contract. Here without a copy: a backend that can make one says how."""
+        """See the contract. The default makes no copy; a backend that can overrides this."""
         assert not copy, "checks.py refuses --checkpoint.background"
         return lambda folder, world: self.save(folder)
 
     def checkpoint_bytes(self) -> int:
-        """See the contract: the weights, and of those that train masters, where they are others, and two moments."""
+        """See the contract: all weights; for trained ones also two moments, and masters if kept separately."""
         trains = self.total_updates > 0
         adapted = trains and self.cfg.lora.rank > 0 and getattr(self, "adapters", None) is not None
         parts: list[Part] = ["base", "adapter"] if adapted else ["base"]
@@ -181,19 +181,19 @@ class Learner:
         raise NotImplementedError
 
     def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Any:
-        """The head's two tensors [T] of each micro-batch, one after the other, without gradient. Collective."""
+        """Yield the head's two tensors [T] for each micro-batch in turn, without gradient. Collective."""
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """Sum the gradient over micro-batches and data; returns the losses' statistics. Collective."""
+        """Sum the gradient over micro-batches and data positions; returns the losses' statistics. Collective."""
         raise NotImplementedError
 
     def gradient_norm(self) -> float:
-        """Global 2-norm of the gradient; the same on every rank. Collective."""
+        """Return the global 2-norm of the gradient, the same on every rank. Collective."""
         raise NotImplementedError
 
     def step(self, lr: float, norm: float) -> None:
-        """One optimizer step, the gradient scaled down to `--optimizer.clip-grad-norm`. Collective."""
+        """Take one optimizer step with the gradient scaled down to `--optimizer.clip-grad-norm`. Collective."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:

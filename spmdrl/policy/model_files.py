@@ -13,11 +13,11 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
 COPIED = ("generation_config.json", "*processor_config.json")
-"""Files of a language model that are taken over byte for byte: what transformers reads it may refuse to write."""
+"""Files of a language model that are copied byte for byte: transformers may refuse to write what it could read."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: Config, head: str) -> dict[str, bytes]:
-    """Name -> content of configuration, tokenizer and what is copied from the folder that a model came from.
+    """Return name -> content of the configuration, the tokenizer and the files copied from the model's folder.
 
     The tokenizer has the chat template that `--data.chat-template` gives. A critic or reward model without a tokenizer
     of its own reads the policy's tokens and gets that one.
@@ -25,9 +25,9 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: Config, head
     Args:
         source: the folder.
         config: of transformers, as the model was built; it stays as it is.
-        dtype: of the weights in the checkpoint.
+        dtype: type of the weights in the checkpoint.
         cfg: the run's settings.
-        head: as of the contract; `lm` alone generates.
+        head: as in the contract; only an `lm` model generates text.
 
     Raises:
         ValueError: a part that transformers cannot write.
@@ -35,7 +35,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: Config, head
     trust = cfg.model.trust_remote_code
     config = deepcopy(config)
     config.dtype = dtype
-    # Where the source has its weights.
+    # transformers notes the source's path to its weights there.
     vars(config).pop("transformers_weights", None)
     tokenizer = load_tokenizer(source if has_tokenizer(source) else resolve(cfg.model.path, trust), trust)
     if cfg.data.chat_template and cfg.data.chat != "off":
@@ -46,7 +46,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: Config, head
             # save_pretrained refuses numbers of sampling, which a config.json may have.
             config.to_json_file(away / "config.json")
             tokenizer.save_pretrained(away)
-        except Exception as error:  # what it minds is transformers' own business
+        except Exception as error:  # transformers refuses in many ways, with exceptions of many types
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
                 f"{source}: no checkpoint of this model could be saved, as transformers cannot write its configuration "

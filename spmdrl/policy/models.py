@@ -1,4 +1,4 @@
-"""Every model of a run besides the engine: which ones an algorithm needs, where each starts, on which ranks it is."""
+"""The models of a run besides the engine: which ones an algorithm needs, where each starts, on which ranks each is."""
 
 import dataclasses
 import logging
@@ -21,16 +21,16 @@ log = logging.getLogger("spmdrl")
 
 @dataclass
 class Models:
-    """The policy and its company. None: the algorithm does not need it, or it is not on this rank.
+    """The policy and the other models of a run. None: the algorithm does not need it, or it is not on this rank.
 
-    What learns is on the ranks that train. What is frozen is with it, or on ranks of its own: then those who train hold
-    a `RemotePolicy`, and so do those who score, who answer it.
+    Models that learn are on the ranks that train. Frozen models are there too, or on ranks of their own: then both the
+    ranks that train and the ranks that score hold a `RemotePolicy`; the former ask, the latter answer.
     """
 
     policy: Any
     """The Policy that learns; None on a rank that does not train."""
     reference: Policy | None = None
-    """Of the KL term; a teacher, in distillation."""
+    """The reference of the KL term; in distillation, the teacher."""
     critic: Policy | None = None
     cost_critic: Policy | None = None
     process: Policy | None = None
@@ -40,7 +40,7 @@ class Models:
     cost_model: Policy | None = None
 
     def named(self) -> Iterator[tuple[str, Policy]]:
-        """Those that are there; a model with two roles once."""
+        """Yield the models of this rank with their names; a model with two roles once."""
         seen = []
         for field in dataclasses.fields(self):
             model = getattr(self, field.name)
@@ -49,37 +49,37 @@ class Models:
                 yield field.name, model
 
     keep_reference = False
-    """A reference that is refreshed belongs to a checkpoint."""
+    """Checkpoints include the reference, because it is refreshed during the run."""
 
     def saved(self) -> dict[str, Policy]:
-        """What a checkpoint holds beside the policy, by name."""
+        """Models that a checkpoint holds beside the policy, by name."""
         reference = {"reference": self.reference} if self.keep_reference and self.reference else {}
         return self.trained() | reference
 
     def trained(self) -> dict[str, Policy]:
-        """Those that learn, the policy apart."""
+        """Models that learn, except the policy, by name."""
         return {name: m for name, m in self.named() if name in ("critic", "cost_critic", "process")}
 
     def learning(self) -> dict[str, Any]:
-        """Those and the policy, on a rank that trains."""
+        """Models that learn, the policy included, by name; empty on a rank that does not train."""
         return self.trained() | ({"policy": self.policy} if self.policy else {})
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model of a run on paper."""
+    """Plan of one model of a run: where it starts and how it learns."""
 
     flag: str
     """The flag that sets its path."""
     path: str
-    """As `--model.path`; empty: that one."""
+    """A path as `--model.path` takes it; empty: `--model.path` itself."""
     head: Head
     lr: float | None = None
     """Peak learning rate; None: it is frozen."""
 
 
 def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
-    """Field of `Models` -> what an algorithm needs beside the policy, in the order in which it is built.
+    """Return the models that an algorithm needs beside the policy, by field of `Models`, in building order.
 
     needs: as `compose.needs` returns it.
     """
@@ -101,7 +101,7 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
 
 
 def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
-    """Build what an algorithm needs (see `compose.needs`) of what belongs on this rank. Collective.
+    """Build the models that an algorithm needs (`compose.needs`) and that belong on this rank. Collective.
 
     Raises:
         ValueError: a folder that is missing or does not fit its role.
@@ -112,7 +112,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
     total, warmup = cfg.run.steps * cfg.algo.updates_per_step, 0
     if "critic" in needs:
-        # The policy's schedule begins where it does.
+        # The policy's schedule begins when the policy begins to learn, after the critic's warm-up.
         warmup = min(cfg.critic.warmup_steps, cfg.run.steps) * cfg.algo.updates_per_step
     wanted = wanted_models(cfg, needs)
     any_frozen = any(each.lr is None for each in wanted.values())
@@ -160,5 +160,5 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
 
 
 def _same(cfg: Config, path: str) -> bool:
-    """The reference is a model of that path, and stays as it is."""
+    """Return True if the reference starts from that path and is never refreshed."""
     return (cfg.reference.path or cfg.model.path) == path and not cfg.reference.refresh_every

@@ -8,40 +8,40 @@ from spmdrl.config.schema import OptimizerConfig
 
 
 def make_optimizer(parameters, cfg: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW on master weights (https://arxiv.org/abs/1711.05101); matrices alone decay."""
+    """Build AdamW on master weights (https://arxiv.org/abs/1711.05101); only matrices have weight decay."""
     parameters = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    # Fused: one call for all shards. Their type keeps torch from choosing more than a loop over them by itself.
+    # Fused: one call for all shards. By itself torch would loop over DTensors.
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """What AdamW has before its first step, on parameters that it has not stepped yet.
+    """Create AdamW's initial state for the parameters that it has not stepped yet.
 
-    torch's state dict functions make it by a step of learning rate 0, which counts: the first real step would be
-    corrected for bias as the second one.
+    torch's state dict functions create it by a step of learning rate 0, which counts as a step: bias correction would
+    then treat the first real step as the second.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
         optimizer.state[p] = new_state(p)
 
 
 def new_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What torch's fused AdamW has of a parameter before its first step, on the parameter's device."""
+    """Return the state of torch's fused AdamW for a parameter before its first step, on the parameter's device."""
     zeros = {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), device=p.device)} | zeros
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """What each of its groups was made with, for `restore_settings`."""
+    """Return the settings of each parameter group, for `restore_settings`."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, settings: list[dict]) -> None:
-    """Back to this run's settings after a load, which brings those of the run that saved."""
+    """Put back this run's settings after a load, which brings those of the run that saved."""
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
 

@@ -1,6 +1,6 @@
-"""A frozen model on ranks of its own: those that train ask, those that score answer.
+"""A frozen model on ranks of its own: ranks that train send requests, ranks that score answer them.
 
-Tokens go to the scorers by exchange, every sequence once, balanced by length; the numbers come back to all ranks that
+Tokens go to the scorers by exchange, every sequence once, balanced by length; the results come back to all ranks that
 hold the sequence. Both sides make the same calls in the same order (`learn.score`, `learn.serve`).
 """
 
@@ -26,14 +26,14 @@ class RemotePolicy:
     version = updates_done = updates_due = 0
 
     def __init__(self, model: Policy | None, world: World, scorers: torch.Tensor, dtype: torch.dtype, share: bool):
-        """Nothing is sent yet.
+        """Hold the settings; nothing is sent yet.
 
         Args:
             model: the model itself on a rank that scores, None on one that trains.
-            world: of all ranks; its holders are those that train.
+            world: all ranks; its holders are the ranks that train.
             scorers: int64 [data positions, 1], the ranks that score.
-            dtype: of the answers.
-            share: the model runs a prompt once for the samples that have it, so they had better stay together.
+            dtype: type of the answers.
+            share: the model runs a prompt once for all samples that share it, so these are kept on one scorer.
         """
         self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
 
@@ -53,7 +53,7 @@ class RemotePolicy:
         return self.logprobs(batch, 1.0)[0]
 
     def _question(self, batch: Batch) -> Batch:
-        """What the scorers have to know of this rank's sequences; of copies, the first holder's alone."""
+        """Columns that scorers need of this rank's sequences; if several ranks hold copies, only the first sends."""
         place = torch.nonzero(self.world.holders == self.world.rank)
         origin, copy = (int(x) for x in place[0]) if len(place) else (0, 0)
         index_B = torch.arange(len(batch))
@@ -66,7 +66,7 @@ class RemotePolicy:
         return Batch(batch.lengths, token, seq).select(index_B[: len(batch) if copy == 0 else 0])
 
     def _answer(self, asked: Batch, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Numbers [T] of `asked` back to where its sequences came from, in that batch's order."""
+        """Send the numbers [T] of `asked` back to the ranks that its sequences came from, in those ranks' order."""
         copies = self.world.holders.shape[1]
         table = Table(torch.stack([asked.seq["origin"], asked.seq["index"]], 1))
         for i, x_T in enumerate(numbers):
@@ -78,5 +78,5 @@ class RemotePolicy:
         return list(back.values.values())
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract: what this rank holds of it."""
+        """See the contract: the bytes of the model on this rank."""
         return self.model.bytes_by_owner() if self.model else {}

@@ -25,34 +25,34 @@ CLASSES = {
     "collections": {"OrderedDict"},
     "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
 }
-"""Module -> names that such an index consists of. None of them does anything when it is called."""
+"""Module -> names that an index may contain. Calling any of them has no side effects."""
 LARGEST = 64 << 20
 """Bytes of one value beside tensors; such values are numbers and names."""
 
 
 class _Index(pickle.Unpickler):
-    """Reads nothing but CLASSES."""
+    """Unpickles only the classes of CLASSES."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, or an error: nothing else is even imported."""
+        """Return a class of CLASSES; raises for any other name without importing it."""
         if name not in CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
 
 
 def vet(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Make sure that reading `folder` (optimizer state) runs nothing but what a checkpoint needs.
+    """Check that reading `folder` (optimizer state) runs only the code that a checkpoint needs.
 
     Returns name -> shape of the tensors in it.
 
     Raises:
-        ValueError: it would, or it is none; nothing of it was run.
+        ValueError: it would run other code, or the folder holds no optimizer state; none of its code was run.
     """
     try:
         return _vet(folder)
-    except Exception as error:  # bytes of a stranger fail in any way
+    except Exception as error:  # untrusted bytes can fail in any way
         reason = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
-        # torch begins with how to read it all the same.
+        # torch's message begins with advice on reading the file anyway.
         reason = reason.rpartition("WeightsUnpickler error:")[2].strip()[:200]
         raise ValueError(
             f"{folder} is not optimizer state that may be read ({type(error).__name__}: {reason}): it was not written "

@@ -1,6 +1,6 @@
 """Engines that sample. A new engine is a folder here that keeps the contract.
 
-engine.py   what an engine is: submit, poll, abort, load, sleep, wake
+engine.py   the Engine contract: submit, poll, abort, load, sleep, wake
 build.py    engines by name, and checks of a model before one is built
 needs.py    which parts of a checkpoint an engine's loader reads
 hf/         plain transformers

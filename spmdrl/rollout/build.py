@@ -1,4 +1,4 @@
-"""The engine of a run by name, and what engines need to know of a model."""
+"""Builds a run's engine by name, and checks that an engine fits the model and the settings."""
 
 import importlib.util
 import json
@@ -12,11 +12,11 @@ from spmdrl.spmd.mesh import World
 
 GIB = 1 << 30
 VLLM_TEMPERATURE = (0.01, 2.0)
-"""What vLLM 0.32 samples at (`vllm.sampling_params`): below, it takes the bound without a word; above, it refuses."""
+"""Temperatures of vLLM 0.32 (`vllm.sampling_params`): it silently raises lower ones to the bound, refuses higher."""
 
 
 def check_engine(cfg: Config, on_cpu: bool) -> None:
-    """What can be known before anything is built, of the engine and of the model's folder.
+    """Check the engine and the model's folder before anything is built.
 
     Raises:
         ValueError: an engine that is not installed, or one that cannot do what the config asks.
@@ -50,7 +50,7 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
 
 
 def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
-    """Start the engine, of settings that passed `check_engine`. Collective over the ranks that sample."""
+    """Start the engine from settings that passed `check_engine`. Collective over the ranks that sample."""
     name = engine_name(cfg)
     if name == "vllm":
         from spmdrl.rollout.vllm.engine import VLLMEngine
@@ -66,9 +66,9 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
 
 
 def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
-    """ValueError for a model that reads more than text, where the engine cannot run it.
+    """Raise ValueError if the model reads more than text and the engine cannot run it.
 
-    Such a model is no causal language model to transformers; vLLM has it, but its CPU build comes without torchvision.
+    transformers does not treat such a model as a causal language model; vLLM does, but its CPU build lacks torchvision.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,7 +89,7 @@ def check_kind(cfg: Config, engine: str, on_cpu: bool) -> None:
 
 
 def check_tp(cfg: Config, engine: str) -> None:
-    """ValueError unless the model can be divided over the ranks of an engine: its heads, and a dense one's MLPs."""
+    """Raise ValueError unless an engine's ranks divide the model's heads, and the MLPs of a dense model."""
     from transformers import AutoConfig
 
     from spmdrl.hub.resolve import resolve
@@ -104,7 +104,7 @@ def check_tp(cfg: Config, engine: str) -> None:
         width = 0
 
     def fits(n: int) -> bool:
-        # vLLM and SGLang copy KV heads where there are more ranks than those.
+        # vLLM and SGLang copy KV heads if there are more ranks than KV heads.
         return heads % n == 0 and width % n == 0 and (kv % n == 0 or (engine != "hf" and n % kv == 0))
 
     if not fits(tp):
@@ -120,9 +120,9 @@ def check_tp(cfg: Config, engine: str) -> None:
 
 
 def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
-    """ValueError for a KV cache that cannot hold one sequence of the longest length, or that the machine cannot hold.
+    """Raise ValueError if the KV cache cannot hold one sequence of the longest length, or the machine cannot hold it.
 
-    The cache is that of one rank. The HF engine's grows with what it samples and has no size.
+    The size is that of one rank's cache. The HF engine's cache grows as it samples and has no fixed size.
     """
     gib = cfg.rollout.kv_cache_gib
     if engine == "hf" or not gib:
@@ -131,15 +131,15 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
     from transformers import AutoConfig
 
     from spmdrl.hub.resolve import resolve
-    from spmdrl.rollout.sglang.engine import SPARE_TOKENS
+    from spmdrl.rollout.sglang.options import SPARE_TOKENS
     from spmdrl.rollout.vllm.cpu import CPU_BLOCK
-    from spmdrl.rollout.vllm.engine import GPU_BLOCK
+    from spmdrl.rollout.vllm.options import GPU_BLOCK
 
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
     longest = longest_sequence(cfg)
     if engine == "vllm":
-        # Whole blocks, and one that vLLM keeps for itself.
+        # The cache has whole blocks, of which vLLM keeps one for itself.
         block = CPU_BLOCK if on_cpu else GPU_BLOCK
         tokens = (-(-longest // block) + 1) * block
     else:
@@ -157,9 +157,9 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
 
 
 def stop_tokens(folder: Path, tokenizer) -> set[int]:
-    """Ids that end a response: the tokenizer's end of sequence and the generation config's.
+    """Return the token ids that end a response: the tokenizer's end of sequence and the generation config's.
 
-    A model without a generation config, or whose one names no end, has those that its config.json names.
+    If there is no generation config, or it names no end tokens, those of config.json count.
     """
     from transformers import GenerationConfig
 
@@ -181,7 +181,7 @@ def stop_tokens(folder: Path, tokenizer) -> set[int]:
 
 
 def prompt_room(cfg: Config, folder: Path) -> int:
-    """Longest prompt, in tokens, that the settings and the context of the model in `folder` leave room for.
+    """Return the longest prompt, in tokens, for which the settings and the model's context length leave room.
 
     Raises:
         ValueError: they leave none.
@@ -196,7 +196,7 @@ def prompt_room(cfg: Config, folder: Path) -> int:
 
 
 def _context_length(folder: Path, trust_remote_code: bool) -> int:
-    """Longest sequence the model takes, in tokens."""
+    """Return the longest sequence that the model accepts, in tokens."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()

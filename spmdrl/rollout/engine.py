@@ -1,7 +1,7 @@
-"""What an engine is: submit, poll, abort; load weights of a version; sleep and wake.
+"""The Engine contract: submit, poll, abort; load weights of a version; sleep and wake.
 
-Streaming, so that early stops and many turns need no second path. An engine spans the ranks of one rollout TP group;
-all of them make the same calls in the same order and see the same completions.
+Engines stream, so that early stops and many turns need no second path. An engine spans the ranks of one rollout TP
+group; all of them make the same calls in the same order and see the same completions.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from spmdrl.weights.reshard import Entry
 Owner = Literal["weights", "kv_cache"]
 Finish = Literal["stop", "length", "abort"]
 Key = tuple[int, ...]
-"""(position, sample, turn) of a request: names it inside a round."""
+"""(position, sample, turn): identifies a request within a round."""
 
 
 class StaleEngineError(RuntimeError):
@@ -27,44 +27,44 @@ class StaleEngineError(RuntimeError):
 
 @dataclass
 class Request:
-    """One sample to draw. The seed is keyed by data, so where it runs does not matter (law 3)."""
+    """One sample to draw. The seed is keyed by data, so the engine that draws it does not matter (law 3)."""
 
     key: Key
     prompt: list[int]
     """Prompt tokens."""
     seed: int
-    """63 bits."""
+    """Seed of 63 bits."""
     version: int
-    """The trainer's weight version; an engine with another refuses."""
+    """The trainer's weight version; an engine that holds another version refuses the request."""
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
 
 
 @dataclass
 class Completion:
-    """What came of a request. logp: log p of each token at the request's temperature (at 1 when greedy)."""
+    """The result of a request. logp: log p of each token at the request's temperature (at 1 when greedy)."""
 
     key: Key
     tokens: list[int]
     logp: list[float]
     finish: Finish
     version: int | None
-    """Weight version it was sampled from; None: aborted while the weights were being replaced."""
+    """Weight version it was sampled from; None: it was aborted while the weights were being replaced."""
     experts: torch.Tensor | None = None
-    """int16 [n, W], where routing is replayed: the experts of each token of prompt and response but the last, layer by
-    layer (`hub.routing.Experts`), -1 where a token was not run. None also for one that was cut off where the engine
-    tells them at the end."""
+    """int16 [n, W] under routing replay: the experts of each token of prompt and response except the last, layer by
+    layer (`hub.routing.Experts`); -1 if a token was not run. Also None for an aborted request if the engine reports
+    experts only at the end."""
 
 
 class Engine(Protocol):
-    """Sampler of one rollout TP group."""
+    """The sampler of one rollout TP group."""
 
     version: int | None
-    """Weight version it holds; None: none that may be sampled from."""
+    """Version of the weights that it holds; None: it holds no weights that may be sampled from."""
     capacity: int
-    """Sequences it runs at a time."""
+    """Sequences that it runs at a time."""
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -76,52 +76,52 @@ class Engine(Protocol):
         ...
 
     def poll(self) -> list[Completion]:
-        """Run one step of the engine and return what is done; an empty list while all still runs."""
+        """Run one step of the engine and return the finished requests, possibly none."""
         ...
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Stop these requests; their tokens so far come back with finish `abort`."""
+        """Stop these requests; returns their tokens so far, with finish `abort`."""
         ...
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Which part of each tensor this rank of the engine reads when it loads them. Collective over the engine."""
+        """Find the part of each tensor that this rank of the engine reads when it loads. Collective over the engine."""
         ...
 
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """Take over weights; sampling is refused until the last bucket is in. Collective over the engine.
+        """Load weights; sampling is refused until the last bucket is loaded. Collective over the engine.
 
-        buckets: HF names with tensors that are whole in shape, and filled where `needs` says. They are read only.
+        buckets: HF names -> tensors of whole shape, filled in the parts that `needs` returned. They are only read.
         """
         ...
 
     def sleep(self, level: int) -> None:
-        """0: stay; 1: give back the KV cache and park the weights; 2: give back both (version becomes None)."""
+        """Free memory. 0: nothing; 1: free the KV cache and park the weights; 2: free both (version becomes None)."""
         ...
 
     def wake(self, what: Owner) -> None:
-        """Take the memory of `what` back."""
+        """Allocate the memory of `what` again."""
         ...
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Bytes held on the device, by owner: engine weights and KV cache."""
+        """Return the bytes held on the device, by owner: engine weights and KV cache."""
         ...
 
     def held_words(self) -> int | None:
-        """Sum of the weight words that `needs` counts (`spmd.checksum.word_sum`), or None if it cannot say."""
+        """Return the sum of the weight words that `needs` counts (`spmd.checksum.word_sum`), or None if unknown."""
         ...
 
     def close(self) -> None:
-        """End of the run."""
+        """Shut the engine down at the end of the run."""
         ...
 
 
 def name_of(key: Key) -> str:
-    """The key as a word, which is no beginning of another key's."""
+    """Format a key as a word that is not a prefix of another key's word."""
     return "".join(f"{part}." for part in key)
 
 
 def check_version(request: Request, version: int | None) -> None:
-    """The refusal of law 5."""
+    """Raise StaleEngineError if the request's version is not the engine's (law 5)."""
     if request.version != version:
         held = "no weights" if version is None else f"weight version {version}"
         raise StaleEngineError(
@@ -131,7 +131,7 @@ def check_version(request: Request, version: int | None) -> None:
 
 
 def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> int:
-    """How many tensors an engine has, all of which must lie on the rank's own device (law 7).
+    """Check that an engine's tensors all lie on the rank's own device (law 7); returns their number.
 
     Raises:
         RuntimeError: one does not. An engine that chose a device by itself may have taken that of another rank.
@@ -149,7 +149,7 @@ def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], devic
 
 
 def longest_sequence(cfg: Config) -> int:
-    """Tokens of prompt and response together that an engine is built for."""
+    """Return the most tokens of prompt and response together that an engine is built for."""
     from transformers import AutoConfig
 
     trust = cfg.model.trust_remote_code
@@ -159,10 +159,10 @@ def longest_sequence(cfg: Config) -> int:
 
 
 def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
-    """Bytes that one token takes in the KV cache of one of `tp` ranks, heads copied where there are fewer than ranks.
+    """Return the bytes of one token in the KV cache of one of `tp` ranks; fewer heads than ranks are copied.
 
-    config: transformers' of a language model; its latent attention has one row for all heads
-    (https://arxiv.org/abs/2405.04434), and layers of linear attention keep nothing of a token.
+    config: transformers' config of a language model; latent attention has one row for all heads
+    (https://arxiv.org/abs/2405.04434), and layers of linear attention cache nothing per token.
     """
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds) or config.num_hidden_layers
@@ -176,7 +176,7 @@ def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:
 
 
 def check_length(request: Request, longest: int) -> None:
-    """ValueError where an engine would cut a response short without a word, or fail by its own."""
+    """Raise ValueError if the engine would silently cut the response short, or fail with an error of its own."""
     prompt, new = len(request.prompt), request.max_new_tokens
     if prompt + new > longest:
         raise ValueError(

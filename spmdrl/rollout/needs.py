@@ -1,7 +1,7 @@
-"""What an engine's loader reads of a checkpoint's tensors, seen by letting it load tensors that are watched.
+"""Finds the parts of checkpoint tensors that an engine's loader reads, by letting it load watched tensors.
 
-Nothing has to be known of how an engine cuts q, k and v, experts or the vocabulary over its ranks: each rank runs its
-own loader once, and the copies it would make say which part of which tensor it wants. This file needs torch alone: the
+This works whatever way an engine cuts q, k and v, experts or the vocabulary over its ranks: each rank runs its own
+loader once, and the copies it would make show which part of which tensor it needs. This file imports only torch, as the
 processes of a server engine load it too.
 """
 
@@ -17,29 +17,29 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass
 class Needs:
-    """What one rank's loader reads."""
+    """The parts of tensors that one rank's loader reads."""
 
     boxes: list[tuple[int, Box]] = field(default_factory=list)
-    """(tensor, range in every dimension), one for each read."""
+    """(index of the tensor, range in every dimension) for each read."""
     counted: list[bool] = field(default_factory=list)
-    """Of each read: its words stand in the model as they are, so that sums of them can be compared on both sides."""
+    """For each read: True if the model holds its words unchanged, so that both sides can compare their sums."""
     uncounted: frozenset[int] = frozenset()
-    """Addresses of the storages of the model for which that does not hold."""
+    """Addresses of the model's storages whose words are not counted."""
     exact: bool = True
-    """Every read was a plain copy into the model."""
+    """True if every read was a plain copy into the model."""
 
 
 def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
-    """The box of a contiguous tensor that holds all elements of `x`, a view of it with at least one.
+    """Return a box of the contiguous tensor `whole` that holds all elements of `x`, a non-empty view of it.
 
-    The smallest one, but where steps over a flattened tensor leap from row to row: there it takes rows whole.
+    It is the smallest such box, except if strides over a flattened tensor jump between rows: then it takes whole rows.
     """
-    # In bytes, so that a view may also be of another type.
+    # Offsets are in bytes, because the view may have another type.
     start, size = int(x.storage_offset()) * x.itemsize, whole.numel() * whole.itemsize
     steps = [(int(n), int(step) * x.itemsize) for n, step in zip(x.shape, x.stride(), strict=True)] + [(x.itemsize, 1)]
     box = []
     for n in whole.shape:
-        # Where in the rows of this dimension, `size` bytes each, the view begins, and how far beyond that it reaches.
+        # The view's offset within a row of `size` bytes, and how far beyond that it reaches.
         a = start % size
         b = a + sum((count - 1) * (step % size) for count, step in steps)
         inner = size // n
@@ -49,7 +49,7 @@ def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
 
 
 def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors without those whose memory another of them has: a part of its rows, or the same under another name."""
+    """Yield tensors, omitting those whose memory belongs to another: part of its rows, or the same by another name."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for x in sorted(tensors, key=lambda x: -x.nbytes):
         start = int(x.storage_offset()) * x.itemsize
@@ -60,7 +60,7 @@ def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """Records which part of a watched tensor an operation reads; copies of it are not made."""
+    """Records the part of a watched tensor that an operation reads; copies from it are skipped."""
 
     def __init__(self):
         super().__init__()
@@ -70,11 +70,11 @@ class Watch(TorchDispatchMode):
         self.odd: set[int] = set()
 
     def watch(self, index: int, tensor: torch.Tensor) -> None:
-        """See to a tensor; it replaces one that had the same address and is gone."""
+        """Watch a tensor; it replaces an earlier one that had the same address."""
         self.watched[tensor.untyped_storage().data_ptr()] = (index, tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """One operation."""
+        """Record one operation, and run it unless it is a copy from a watched tensor."""
         kwargs = kwargs or {}
         if getattr(func, "is_view", False):
             return func(*args, **kwargs)
@@ -95,12 +95,12 @@ class Watch(TorchDispatchMode):
         self.into.append(into.untyped_storage().data_ptr() if into is not None else 0)
         if into is None:
             self.needs.exact = False
-        # Sums are of words of 8 bytes: a part that does not begin and end with one has no sum of its own.
+        # Sums are over 8-byte words: a part that does not begin and end at a word boundary has no sum.
         elif into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype:
             self.odd.add(self.into[-1])
 
     def done(self) -> Needs:
-        """All that was seen."""
+        """Return all recorded reads."""
         self.needs.uncounted = frozenset(self.odd)
         self.needs.counted = [place not in self.odd for place in self.into]
         return self.needs
@@ -110,9 +110,9 @@ def watched_load(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
 ) -> Needs:
-    """What `load` reads of tensors with these names, shapes and types; the model it fills stays as it is.
+    """Find the parts that `load` reads of tensors with these names, shapes and types; the model is not changed.
 
-    The watched tensors are on the CPU and nothing is written to them or read, so they take no memory.
+    The watched tensors are on the CPU and are never written or read, so they take no memory.
     """
     watch = Watch()
 

@@ -1,4 +1,4 @@
-"""Boxes: parts of named tensors as ranges in every dimension, one by one and as rows of integers."""
+"""Boxes: parts of named tensors as ranges in every dimension, as Python objects and as rows of integers."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 Box = tuple[tuple[int, int], ...]
-"""First and last + 1 index in every dimension."""
+"""(first index, last index + 1) in every dimension."""
 
 
 @dataclass
@@ -17,11 +17,11 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     tensor: torch.Tensor
     exact: bool = False
-    """It travels in its own type: routing biases, which rounded would choose other experts."""
+    """Never cast: rounded routing biases would choose other experts."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,27 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """Of one that keeps its own; None for what is cast."""
+    """Type of a tensor that is never cast; None for one that is cast."""
 
     @property
     def box(self) -> Box:
-        """All of it."""
+        """The box of the whole tensor."""
         return tuple((0, n) for n in self.shape)
 
 
 def size(box: Box) -> int:
-    """Elements inside."""
+    """Return the number of elements in a box."""
     return math.prod(b - a for a, b in box)
 
 
 def cut(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None for nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(a < b for a, b in both) else None
 
 
 def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
-    """The view of a box; origin: the box that the tensor itself is, None for a whole tensor."""
+    """Return the view of a box. origin: the box that `tensor` itself covers; None if it is whole."""
     if box == origin:
         return tensor
     for dim, (a, b) in enumerate(box):
@@ -61,7 +61,7 @@ def inside(tensor: torch.Tensor, box: Box, origin: Box | None = None) -> torch.T
 
 
 def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Each tensor's boxes without overlap: those that touch or overlap become the box around them."""
+    """Merge each tensor's boxes until none overlap: boxes that touch or overlap become the box around them."""
     out: dict[int, list[Box]] = {}
     for i, box in boxes:
         apart = out.setdefault(i, [])
@@ -76,7 +76,7 @@ def merged(boxes: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
 
 
 def _joins(one: Box, other: Box) -> bool:
-    """They overlap, or differ in one dimension in which they touch."""
+    """Return True if boxes overlap, or touch and differ in only one dimension."""
     apart = [d for d, (x, y) in enumerate(zip(one, other, strict=True)) if x != y]
     overlap = cut(one, other) is not None
     touch = len(apart) <= 1 and all(one[d][0] <= other[d][1] and other[d][0] <= one[d][1] for d in apart)
@@ -87,12 +87,12 @@ def _joins(one: Box, other: Box) -> bool:
 
 
 def most_dims(entries: Sequence[Entry]) -> int:
-    """D of the rows for these tensors, at least 1."""
+    """Return D, the dimensions of rows for these tensors; at least 1."""
     return max([1, *(len(entry.shape) for entry in entries)])
 
 
 def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
-    """(tensor, box) as rows; a dimension that a tensor does not have is the range from 0 to 1."""
+    """Convert (tensor, box) to rows; missing dimensions of a tensor become the range from 0 to 1."""
     rows = np.zeros((len(boxes), 1 + 2 * dims), dtype=np.int64)
     rows[:, 1 + dims :] = 1
     for row, (i, box) in zip(rows, boxes, strict=True):
@@ -103,7 +103,7 @@ def to_rows(boxes: Sequence[tuple[int, Box]], dims: int) -> np.ndarray:
 
 
 def to_boxes(rows: np.ndarray, entries: Sequence[Entry]) -> list[tuple[int, Box]]:
-    """Rows as (tensor, box)."""
+    """Convert rows to (tensor, box)."""
     dims = rows.shape[1] // 2
     # zip ends with the tensor's own dimensions.
     return [
@@ -113,13 +113,13 @@ def to_boxes(rows: np.ndarray, entries: Sequence[Entry]) -> list[tuple[int, Box]
 
 
 def sizes(rows: np.ndarray) -> np.ndarray:
-    """Elements inside of each row's box: int64 [n]."""
+    """Return the number of elements in each row's box: int64 [n]."""
     dims = rows.shape[1] // 2
     return (rows[:, 1 + dims :] - rows[:, 1 : 1 + dims]).prod(1)
 
 
 def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The order that sorts rows by tensor, then box, and where in that order each run of equal rows begins."""
+    """Return the order that sorts rows by tensor, then box, and the start of each run of equal rows in that order."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     begins = np.ones(len(rows), dtype=bool)
@@ -128,13 +128,13 @@ def runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 MEETING = 1 << 16
-"""Pairs of rows that are looked at in one go: bounds the memory."""
+"""Pairs of rows that are compared at a time, which bounds the memory."""
 
 
 def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All pairs of boxes of the same tensor that have a region in common: (row of one, row of other, region).
+    """Find all pairs of boxes of the same tensor that overlap: (row of one, row of other, region).
 
-    other: sorted by tensor. Pairs come in the order of `one`, then of `other`.
+    other: sorted by tensor. Pairs are in the order of `one`, then of `other`.
     """
     dims = one.shape[1] // 2
     first, last = (np.searchsorted(other[:, 0], one[:, 0], side) for side in ("left", "right"))
@@ -156,14 +156,14 @@ def meet(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
 
 
 def clashing(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Numbers of the groups in which two boxes overlap, sorted.
+    """Return the sorted numbers of the groups in which two boxes overlap.
 
-    groups: int64 [n], each row's; never falls. Rows of one group are of one tensor.
+    groups: int64 [n], the group of each row, never decreasing. Rows of one group belong to one tensor.
     """
     if not len(rows):
         return groups
     dims, count = rows.shape[1] // 2, groups[-1] + 1
-    # Boxes that follow one another along a dimension are apart. Sorted shards do, which spares n^2 pairs of them.
+    # Boxes that follow one another along a dimension do not overlap. Sorted shards do so, which avoids n^2 pairs.
     meets = (groups[1:] == groups[:-1])[:, None] & (rows[1:, 1 : 1 + dims] < rows[:-1, 1 + dims :])
     unsure = np.logical_and.reduce([np.bincount(groups[1:][d], minlength=count) > 0 for d in meets.T])
     chosen = unsure[groups]

@@ -1,9 +1,9 @@
-"""Parameters of a HF model as the tensors of its checkpoints.
+"""Maps parameters of a HF model to the tensors of its checkpoints.
 
 transformers 5 keeps the experts of a layer in one parameter, [E, 2I, H] or [E, H, I], where checkpoints (and so vLLM,
 SGLang and everyone who opens a saved folder) have a tensor for each expert and projection; a few families have other
-module names as well. Both directions of this are one list: which ranges of which checkpoint tensors a shard consists
-of. The mapping itself is transformers' own (`conversion_mapping.py`), which its save_pretrained uses.
+module names as well. One list serves both directions: the ranges of checkpoint tensors that a shard consists of. The
+mapping itself is transformers' own (`conversion_mapping.py`), which its save_pretrained uses.
 
 E experts, I their intermediate size, H hidden.
 """
@@ -14,17 +14,17 @@ from math import prod
 from typing import Any
 
 Box = tuple[tuple[int, int], ...]
-"""First and last + 1 index along each dimension."""
+"""(first index, last index + 1) along each dimension."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A range of one checkpoint tensor, and where it lies in a shard."""
+    """A range of one checkpoint tensor, and its place in a shard."""
 
     name: str
     """Name in a HF checkpoint."""
     shape: tuple[int, ...]
-    """The whole tensor's, under that name."""
+    """Shape of the whole tensor of that name."""
     box: Box
     """The range of it that the shard holds."""
     index: tuple[int | slice, ...]
@@ -32,12 +32,12 @@ class Slot:
 
 
 def whole(shape: Iterable[int]) -> Box:
-    """The box of an undivided tensor."""
+    """Return the box of an undivided tensor."""
     return tuple((0, n) for n in shape)
 
 
 class Layout:
-    """How the parameters of one architecture stand in its checkpoints."""
+    """The mapping from parameters of one architecture to the tensors of its checkpoints."""
 
     def __init__(self, hf: Any):
         """hf: a transformers model; weights are not looked at, so it may be on the meta device or sharded."""
@@ -45,19 +45,19 @@ class Layout:
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
         known = [t for t in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(t, PrefixChange)]
-        # From parameter to checkpoint: the mapping backwards, as save_pretrained runs it.
+        # From parameter to checkpoint: the reverse mapping, which save_pretrained uses.
         backwards = [t.reverse_transform() for t in known[::-1] if _expressible(t)]
         self.renamings = [t for t in backwards if isinstance(t, WeightRenaming)]
         self.converters = [t for t in backwards if isinstance(t, WeightConverter)]
         self.asked: dict[tuple[str, tuple[int, ...], Box], list[Slot]] = {}
 
     def slots(self, name: str, shape: tuple[int, ...], box: Box) -> list[Slot]:
-        """What the shard `box` of the parameter `name` (whole shape `shape`) consists of; empty for an empty box.
+        """List the slots of the shard `box` of the parameter `name` (whole shape `shape`); empty for an empty box.
 
-        A parameter that no expert is packed in gives one slot, all of the shard.
+        A parameter without packed experts gives one slot, the whole shard.
         """
         if (name, shape, box) not in self.asked:
-            # Every push asks the same.
+            # Every push asks for the same slots.
             self.asked[name, shape, box] = self._slots(name, shape, box)
         return self.asked[name, shape, box]
 
@@ -76,7 +76,7 @@ class Layout:
         return _expert_slots(before, endings, tuple(shape), box)
 
     def places(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int | slice, ...]]]:
-        """Checkpoint name -> (parameter, index into it), for a model whose parameters are whole.
+        """Return checkpoint name -> (parameter, index into it), for a model whose parameters are whole.
 
         shapes: name and shape of its parameters.
         """
@@ -86,9 +86,9 @@ class Layout:
 
 
 def _expressible(transform: Any) -> bool:
-    """A renaming, or packing of experts along a first dimension and of their projections along the second.
+    """Return True for a renaming, or a packing of experts along the first dimension and projections along the second.
 
-    Parameters under any other conversion keep transformers' name, which its from_pretrained takes as well.
+    Parameters under any other conversion keep transformers' name, which its from_pretrained accepts as well.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
@@ -99,7 +99,7 @@ def _expressible(transform: Any) -> bool:
 
 
 def _expert_slots(before: str, endings: list[str], shape: tuple[int, ...], box: Box) -> list[Slot]:
-    """Slots of experts packed along dim 0, and len(endings) projections of each, end to end, along dim 1."""
+    """Return the slots of experts packed along dim 0, with len(endings) projections of each end to end along dim 1."""
     assert shape[1] % len(endings) == 0, (shape, endings)
     rows = shape[1] // len(endings)
     (first, last), (top, bottom), *rest = box

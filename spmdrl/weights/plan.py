@@ -1,7 +1,7 @@
-"""Who sends which regions of tensors to whom, computed alike by both sides from the boxes of all ranks.
+"""Plans which rank sends which regions of tensors to which; both sides compute it alike from all ranks' boxes.
 
-Everything of which there is as much as ranks times boxes stays in arrays: a plan holds rows for what its own rank sends
-and receives, and makes Python objects of one bucket at a time. A small plan keeps these for the next push.
+Data whose size is ranks times boxes stays in arrays: a plan holds rows for the regions that its own rank sends and
+receives, and makes Python objects of one bucket at a time. A small plan keeps these for the next push.
 """
 
 from collections.abc import Sequence
@@ -12,57 +12,57 @@ import numpy as np
 from spmdrl.weights.boxes import Box, Entry, clashing, meet, runs, sizes, to_boxes
 
 KEPT = 4096
-"""Regions, in and out, up to which a plan keeps its buckets: a few MiB."""
+"""Most regions, in and out, with which a plan keeps its buckets: a few MiB."""
 
 Regions = list[tuple[int, Box]]
-"""(number, region), in the order in which they stand in a message."""
+"""(number, region), in their order in a message."""
 
 
 @dataclass
 class Sets:
-    """The boxes of all ranks of a group; ranks that have the same ones share a set."""
+    """The boxes of all ranks of a group; ranks with the same boxes share a set."""
 
     rows: list[np.ndarray]
-    """Of each set, sorted, none twice (see `boxes.to_rows`)."""
+    """Rows of each set, sorted and unique (`boxes.to_rows`)."""
     of: np.ndarray
-    """int64 [ranks]: each one's set."""
+    """int64 [ranks]: the set of each rank."""
 
 
 @dataclass
 class Bucket:
-    """One bucket as one rank sees it."""
+    """One rank's part in the transfer of one bucket."""
 
     own: Regions = field(default_factory=list)
-    """(own piece, region) that it holds and needs."""
+    """(own piece, region) that the rank both holds and needs."""
     send: list[tuple[list[int], Regions]] = field(default_factory=list)
-    """Ranks that get the same message, and (own piece, region) in it."""
+    """(ranks that get the same message, its (own piece, region) pairs)."""
     receive: dict[int, Regions] = field(default_factory=dict)
-    """Rank -> (tensor, region) in its message."""
+    """Sending rank -> (tensor, region) in its message."""
 
 
 @dataclass
 class Parcel:
-    """What one rank sends to some that need the same, over all buckets."""
+    """The regions that one rank sends to a set of ranks with the same needs, over all buckets."""
 
     number: int
-    """Of the set of boxes that they need."""
+    """Number of the set of boxes that those ranks need."""
     ranks: list[int]
-    """They get it."""
+    """Receiving ranks."""
     piece: np.ndarray
     """int32 [n]: number of the own piece of each row of `regions`."""
     regions: np.ndarray
-    """All that the rank holds of the set, sorted."""
+    """All regions of the set that the sending rank holds, sorted."""
     sent: np.ndarray
-    """int32: rows of `regions` that are sent."""
+    """int32 [sent]: rows of `regions` that are sent."""
     ends: np.ndarray
-    """int32 [buckets]: where each bucket ends in `sent`."""
+    """int32 [buckets]: end of each bucket in `sent`."""
 
 
 class Sources:
-    """The different boxes that ranks hold, each held by one rank or, where tensors are replicated, by several."""
+    """The distinct boxes that ranks hold; a replicated box is held by several ranks."""
 
     def __init__(self, held: Sets, wanted: np.ndarray):
-        """wanted: bool by tensor; boxes of others are left out."""
+        """wanted: bool [tensors]; boxes of unwanted tensors are omitted."""
         kept = [rows[wanted[rows[:, 0]]] for rows in held.rows]
         number = np.repeat(np.arange(len(kept), dtype=np.int32), [len(rows) for rows in kept])
         rows = np.concatenate(kept)
@@ -70,7 +70,7 @@ class Sources:
         self.rows = rows[order[begins]]
         self.sets, self.begins = number[order], begins
         self.counts = np.diff(np.append(begins, len(rows)))
-        """Sets that have the box: `sets[begin : begin + count]`."""
+        """Number of sets that contain each box: `sets[begin : begin + count]`."""
         self.by_set = np.argsort(self.sets, kind="stable").astype(np.int32)
         self.places = np.repeat(np.arange(len(begins), dtype=np.int32), self.counts)[self.by_set]
         """Boxes of the first set, then of the second, and so on."""
@@ -81,12 +81,12 @@ class Sources:
         self.ranks_at = np.cumsum(self.ranks_in) - self.ranks_in
 
     def of_rank(self, rank: int) -> np.ndarray:
-        """Numbers of the boxes that a rank holds, sorted."""
+        """Return the sorted numbers of the boxes that a rank holds."""
         s = self.of[rank]
         return self.places[self.set_ends[s - 1] if s else 0 : self.set_ends[s]]
 
     def senders(self, boxes: np.ndarray, receiver: int, turn: int) -> np.ndarray:
-        """For each box (by number) the rank that sends it: the receiver itself, or one of the others by its turn."""
+        """Return the sender of each box: the receiver itself if it holds the box, else a holder chosen by `turn`."""
         here = np.zeros(len(self.rows), dtype=bool)
         here[self.of_rank(receiver)] = True
         counts = self.counts[boxes]
@@ -96,7 +96,7 @@ class Sources:
 
 
 class Routes:
-    """What one rank sends, receives and keeps. Ranks are counted within the group."""
+    """The regions that one rank sends, receives and keeps. Ranks are numbered within the group."""
 
     def __init__(
         self,
@@ -107,16 +107,16 @@ class Routes:
         entries: Sequence[Entry],
         buckets: np.ndarray,
     ):
-        """Plan; no communication.
+        """Compute the plan, without communication.
 
         Args:
-            held: what ranks hold. Where several hold the same box, one of them sends it; different boxes do not
+            held: boxes that ranks hold. If several hold the same box, one of them sends it; different boxes do not
                 overlap.
-            wanted: what they need, without overlap within a rank.
+            wanted: boxes that ranks need, without overlap within a rank.
             me: this rank.
-            pieces: int64, the number by which it knows each box of its own set in `held`.
+            pieces: int64, index of this rank's piece for each box of its own set in `held`.
             entries: the tensors.
-            buckets: int64 [tensors], the bucket of each; never falls from one to the next.
+            buckets: int64 [tensors], the bucket of each, never decreasing.
 
         Raises:
             ValueError: a part that this rank needs and that no rank holds, or that overlapping boxes hold.
@@ -127,7 +127,8 @@ class Routes:
         near = np.zeros(len(entries), dtype=bool)
         near[mine[:, 0]] = near[want[:, 0]] = True
         sources = Sources(held, near)
-        # Turns go round among ranks that want and lack the same, which may stand far apart: the first of every engine.
+        # Turns go round among ranks with equal needs and holdings, whose numbers may be far apart: the first ranks of
+        # all engines.
         self.turns = np.argsort(np.lexsort((held.of, wanted.of))).tolist()
         self._receive(sources, want, me, pieces, buckets, count)
         self._send(sources, wanted, me, pieces, buckets, count)
@@ -136,14 +137,14 @@ class Routes:
 
     def _receive(self, sources: Sources, want: np.ndarray, me: int, pieces: np.ndarray, buckets, count: int) -> None:
         box, source, regions = meet(want, sources.rows)
-        # Boxes that overlap would hide a hole in the sum, and whose copy arrives would be left to chance.
+        # Overlapping boxes would hide a hole in the sum, and which copy arrives last would be random.
         if (twice := clashing(box, regions)).size:
             ((i, part),) = to_boxes(want[twice[:1]], self.entries)
             raise ValueError(
                 f"{self.entries[i].name}: ranks hold different boxes that overlap in {part}; "
                 "let any two boxes of a tensor be equal or disjoint"
             )
-        # Below 2**53 a float64 counts exactly.
+        # A float64 counts exactly below 2**53.
         covered = np.bincount(box, sizes(regions), len(want))
         if (lacking := np.flatnonzero(covered < sizes(want))).size:
             ((i, lacks),) = to_boxes(want[lacking[:1]], self.entries)
@@ -183,7 +184,7 @@ class Routes:
                 self.parcels.append(Parcel(s, ranks, piece, regions, sent, ends))
 
     def bucket(self, k: int) -> Bucket:
-        """One bucket, as Python objects; to be read only."""
+        """Return one bucket as Python objects; the caller must not change it."""
         if k in self.kept:
             return self.kept[k]
         bucket = self._bucket(k)

@@ -1,8 +1,8 @@
-"""Named tensors from the ranks that hold parts of them to the ranks that need parts of them, and no byte more.
+"""Sends named tensors from ranks that hold parts of them to ranks that need parts of them, without a byte to spare.
 
-Who holds and who needs what are boxes (`boxes.py`). Each rank cuts what it holds with what the others need
-(`plan.py`) and sends just that, a bucket of tensors at a time; while one bucket is used the next travels. The module
-knows nothing of models: `policy/` says what it holds, `rollout/` what it needs.
+Held and needed parts are boxes (`boxes.py`). Each rank intersects its own boxes with those that others need (`plan.py`)
+and sends exactly these regions, a bucket of tensors at a time; while one bucket is used the next travels. The module
+knows nothing of models: `policy/` supplies the held boxes, `rollout/` the needed ones.
 """
 
 import json
@@ -25,17 +25,17 @@ ALIGN = 16
 DIGEST = 8
 """Bytes of a digest."""
 IN_CACHE = 2 << 20
-"""Bytes of a bucket that is cast, summed and loaded without leaving a CPU's cache."""
+"""Largest bucket, in bytes, that is cast, summed and loaded within a CPU's cache."""
 SHOWN = 3
-"""Tensors of a refused message that are named."""
+"""Number of tensors of a refused message that an error names."""
 
 
 class CorruptWeightsError(RuntimeError):
-    """What arrived is not what was sent."""
+    """Received bytes differ from the bytes sent."""
 
 
 def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
-    """All tensors of which any rank of a host-side group holds a part, alike on every rank. Collective."""
+    """List all tensors of which any rank of a host-side group holds a part, alike on every rank. Collective."""
     mine = {p.name: [str(p.tensor.dtype).removeprefix("torch.") if p.exact else "", *p.shape] for p in pieces}
     raw = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     found: dict[str, list] = {}
@@ -47,24 +47,24 @@ def catalogue(pieces: list[Piece], group: dist.ProcessGroup) -> list[Entry]:
 
 
 def gather_sets(rows: np.ndarray, group: dist.ProcessGroup) -> Sets:
-    """The boxes of every rank, from this rank's (sorted, none twice). Collective."""
+    """Gather the boxes of every rank. rows: this rank's, sorted and unique. Collective."""
     parts, of = all_gather_distinct(torch.from_numpy(rows), group)
     return Sets([part.numpy() for part in parts], np.array(of))
 
 
 @dataclass
 class Flight:
-    """A bucket on its way."""
+    """A bucket in transfer."""
 
     bucket: Bucket
     works: list
     inbox: dict[int, torch.Tensor]
     outbox: list[torch.Tensor]
-    """Kept until they have left."""
+    """Messages, kept until they are sent."""
 
 
 class Reshard:
-    """A plan, made once, by which tensors travel as often as wanted."""
+    """Transfers tensors any number of times by a plan that is made once."""
 
     def __init__(
         self,
@@ -77,18 +77,18 @@ class Reshard:
         bucket_bytes: int,
         over: dist.ProcessGroup | None = None,
     ):
-        """Plan. Collective.
+        """Make the plan. Collective.
 
         Args:
-            entries: as `catalogue` gives them.
-            pieces: what this rank holds. Where several ranks hold the same box, one of them sends it; different boxes
-                do not overlap.
+            entries: as `catalogue` returns them.
+            pieces: this rank's parts. If several ranks hold the same box, one of them sends it; different boxes do not
+                overlap.
             needs: (tensor, box) that this rank wants; boxes may overlap.
-            host_group: all ranks that take part, on the host.
-            device: where the tensors are.
-            dtype: tensors are cast to it before they travel, but for those that keep their own.
+            host_group: host-side group of all ranks that take part.
+            device: device of the tensors.
+            dtype: type to which tensors are cast before they travel, except those that keep their own.
             bucket_bytes: whole tensors of at most so many bytes travel at a time (a larger one alone).
-            over: group on which tensors travel; None: the default one.
+            over: group over which tensors travel; None: the default one.
 
         Raises:
             ValueError: a part that is needed and that no rank holds, or that overlapping boxes hold.
@@ -115,15 +115,15 @@ class Reshard:
         self.received_bytes = 0
 
     def run(self, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors that this rank needs, bucket by bucket: whole in shape, filled inside the boxes. Collective.
+        """Yield the tensors that this rank needs, bucket by bucket: whole in shape, filled in its boxes. Collective.
 
         Every rank gets as many buckets, some of them empty.
 
-        pieces: the same as at the start, with the values of this moment. A tensor that this rank holds whole, in the
-        right type, comes as it is: it is to be read only.
+        pieces: the same as at the start, with current values. A tensor that this rank holds whole, in the right type,
+        is yielded without a copy: callers must only read it.
 
         Raises:
-            CorruptWeightsError: what arrived is not what was sent; names the rank, and tensors of its message.
+            CorruptWeightsError: received bytes differ from those sent; names the rank, and tensors of its message.
         """
         flights: deque[Flight] = deque()
         self.received_bytes = 0
@@ -137,7 +137,7 @@ class Reshard:
     @torch.no_grad()
     def _start(self, bucket: Bucket, pieces: list[Piece]) -> Flight:
         operations, outbox, inbox = [], [], {}
-        # Once for all who want a part: some are computed when they are looked at.
+        # Read once for all receivers: some pieces are computed at each access.
         held = {n: pieces[n].tensor for _, regions in bucket.send for n in dict(regions)}
         for places, regions in bucket.send:
             kinds = [(self.dtypes[self.index[pieces[n].name]], box) for n, box in regions]
@@ -179,7 +179,7 @@ class Reshard:
         return whole
 
     def _check(self, flight: Flight) -> None:
-        """Compare digests of all messages at once: a device is waited for here."""
+        """Compare the digests of all messages at once; this waits for the device."""
         if not flight.inbox:
             return
         taken = torch.stack([digest(message[:-DIGEST]) for message in flight.inbox.values()])
@@ -196,7 +196,7 @@ class Reshard:
             )
 
     def _space(self, whole: dict[str, torch.Tensor], i: int) -> torch.Tensor:
-        """Room for a tensor. Of memory that nothing is written to, a CPU takes none."""
+        """Allocate a tensor. On a CPU memory that is never written takes no space."""
         entry = self.entries[i]
         if entry.name not in whole:
             whole[entry.name] = torch.empty(entry.shape, dtype=self.dtypes[i], device=self.device)
@@ -204,17 +204,17 @@ class Reshard:
 
 
 def message_bytes(kinds: Iterable[tuple[torch.dtype, Box]]) -> int:
-    """Of one message: the regions, then a digest of all bytes before it."""
+    """Return the bytes of one message: the regions, then a digest of all bytes before it."""
     return DIGEST + sum(aligned(size(box) * dtype.itemsize) for dtype, box in kinds)
 
 
 def aligned(n: int) -> int:
-    """The next multiple of ALIGN."""
+    """Round up to a multiple of ALIGN."""
     return -(-n // ALIGN) * ALIGN
 
 
 def regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]]) -> list[torch.Tensor]:
-    """A message's regions, as views."""
+    """Return a message's regions, as views."""
     at, parts = 0, []
     for dtype, box in kinds:
         nbytes = size(box) * dtype.itemsize
@@ -224,12 +224,12 @@ def regions_in(message: torch.Tensor, kinds: Iterable[tuple[torch.dtype, Box]]) 
 
 
 def said_in(message: torch.Tensor) -> torch.Tensor:
-    """The digest that the sender took: int64 scalar, a view."""
+    """Return the sender's digest in a message: int64 scalar, a view."""
     return message[-DIGEST:].view(torch.int64)[0]
 
 
 def bucket_places(entries: list[Entry], itemsize: int, bucket_bytes: int) -> list[int]:
-    """Bucket of each tensor: consecutive ones together."""
+    """Assign each tensor to a bucket of consecutive tensors."""
     places, bucket, held = [], 0, 0
     for entry in entries:
         nbytes = size(entry.box) * itemsize

@@ -15,14 +15,14 @@ from spmdrl.weights.reshard import Piece, Reshard, catalogue
 from spmdrl.weights.shards import local, pieces_of
 
 MASTERS = "masters"
-"""In the state of an optimizer: float32 weights of a model that `model/` has in a narrower type, by name."""
+"""Key in optimizer state: float32 weights, by name, of a model that `model/` stores in a narrower type."""
 
 
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
-    """Whether the state in `folder` holds them. saved: name -> shape of its tensors.
+    """Return True if the optimizer state in `folder` holds masters. saved: name -> shape of its tensors.
 
     Raises:
-        ValueError: it does, and they are of another model.
+        ValueError: its masters belong to another model.
     """
     if not any(name.startswith(f"{MASTERS}.") for name in saved):
         return False
@@ -35,7 +35,7 @@ def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str,
 def read_into(
     named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout, least: torch.dtype | None = None
 ) -> None:
-    """Fill this rank's shards of a Shard(0) model; least, and errors, as of `fill`."""
+    """Fill this rank's shards of a Shard(0) model; `least` and errors as in `fill`."""
     fill(pieces_of(named, layout), folder, least)
 
 
@@ -43,7 +43,7 @@ def read_into(
 def fill(pieces: Sequence[Piece], folder: Path, least: torch.dtype | None = None) -> None:
     """Copy HF safetensors into the tensors of pieces, reading only their boxes.
 
-    least: the narrowest type of floats that will do; None takes any.
+    least: the narrowest float type that is accepted; None accepts any.
 
     Raises:
         ValueError: a tensor that the folder does not hold, or one of another shape or in a narrower type.
@@ -75,7 +75,7 @@ def fill(pieces: Sequence[Piece], folder: Path, least: torch.dtype | None = None
 
 
 def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Whole tensors, bucket by bucket, on rank 0; nothing on the others. Collective over ranks of this one's role."""
+    """Yield whole tensors, bucket by bucket, on rank 0; empty buckets elsewhere. Collective over this rank's role."""
     group = world.role_group
     entries = catalogue(pieces, group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
@@ -84,7 +84,7 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
 
 
 def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
-    """The same with values of this moment, in host memory and in the type in which they will travel."""
+    """Copy pieces with their current values to host memory, in the type in which they will travel."""
 
     def copied(p: Piece) -> Piece:
         tensor = p.tensor.detach()
@@ -94,23 +94,23 @@ def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
 
 
 def tree_on_host(tree: Any) -> Any:
-    """Nested dicts and lists with the values of this moment, in host memory; a DTensor stays the same rank's shard."""
+    """Copy nested dicts and lists of tensors to host memory; a DTensor stays the same rank's shard."""
     if isinstance(tree, dict):
         return {key: tree_on_host(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(tree_on_host(value) for value in tree)
     if isinstance(tree, DTensor):
-        # from_local would take it to the mesh's device.
+        # from_local would move it to the mesh's device.
         return DTensor(local(tree).to("cpu", copy=True), tree._spec, requires_grad=False)  # type: ignore[call-arg]
     return tree.detach().to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
 
 
 Stored = list[tuple[Path, str]]
-"""Tensors in files: safetensors and the name in it."""
+"""Tensors in files: (safetensors file, name in it)."""
 
 
 def stored(folder: Path) -> Stored:
-    """All tensors of a HF folder."""
+    """List all tensors of a HF folder."""
     from safetensors import safe_open
 
     out: Stored = []
@@ -121,9 +121,9 @@ def stored(folder: Path) -> Stored:
 
 
 def prediction_heads(folder: Path, config: Any) -> Stored:
-    """Heads of a checkpoint that predict further tokens (MTP), which no model of transformers has.
+    """Find a checkpoint's heads that predict further tokens (MTP), which no model of transformers has.
 
-    They are layers behind the last (DeepSeek-V3), or are called mtp. config: of transformers.
+    They are layers after the last (DeepSeek-V3), or are called mtp. config: transformers' config.
 
     Raises:
         ValueError: there are none.
@@ -147,9 +147,9 @@ def save_model(
     fixed: dict[str, bytes],
     more: Stored | None = None,
 ) -> None:
-    """A HF folder, written by rank 0. Collective over ranks of this one's role.
+    """Write a HF folder from rank 0. Collective over ranks of this rank's role.
 
-    fixed: files beside the weights (`policy/model_files.py`). more: tensors that no piece is of, copied as they are.
+    fixed: files beside the weights (`policy/model_files.py`). more: tensors outside the pieces, copied unchanged.
     """
     from safetensors import safe_open
 
@@ -168,7 +168,7 @@ def save_model(
 
 
 class SafetensorsWriter:
-    """Buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes."""
+    """Writes buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes."""
 
     def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
         self.folder, self.shard_bytes = folder, shard_bytes
@@ -177,7 +177,7 @@ class SafetensorsWriter:
         self.files: list[list[str]] = []
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take one bucket; writes a file when enough has come together."""
+        """Add one bucket; writes a file when enough bytes have been collected."""
         if self.folder is None:
             return
         for name, tensor in tensors.items():
@@ -197,7 +197,7 @@ class SafetensorsWriter:
         self.pending, self.size = {}, 0
 
     def close(self) -> None:
-        """Write what is left, and the names that transformers and vLLM look for."""
+        """Write the remaining tensors, under the file names that transformers and vLLM look for."""
         if self.folder is None:
             return
         if self.pending:

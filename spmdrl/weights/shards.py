@@ -12,13 +12,13 @@ from spmdrl.weights.reshard import Box, Piece
 
 
 def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
-    """First and last + 1 row of one shard of dim 0, as torch.chunk and FSDP2's Shard(0) cut it."""
+    """Return (first row, last row + 1) of one shard of dim 0, as torch.chunk and FSDP2's Shard(0) cut it."""
     size = -(-rows // shards)
     return min(index * size, rows), min((index + 1) * size, rows)
 
 
 def shard_box(param: torch.Tensor) -> Box:
-    """What this rank holds of a Shard(0) parameter; all of a plain tensor."""
+    """Return this rank's box of a Shard(0) parameter; the whole box of a plain tensor."""
     if not isinstance(param, DTensor):
         return whole(param.shape)
     return _shard_box(param.device_mesh, tuple(param.shape))
@@ -32,13 +32,13 @@ def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
-    """This rank's part, without gradient."""
-    # The attribute: `to_local()` makes a node of autograd's.
+    """Return this rank's part, without gradient."""
+    # The attribute, because `to_local()` adds an autograd node.
     return (param._local_tensor if isinstance(param, DTensor) else param).detach()
 
 
 def pieces_of(named: Sequence[tuple[str, torch.Tensor]], layout: Layout, exact: bool = False) -> list[Piece]:
-    """What this rank holds of a Shard(0) model as parts of checkpoint tensors; nothing where it has no row.
+    """Return this rank's shards of a Shard(0) model as parts of checkpoint tensors; shards without rows give none.
 
     exact: as in `Piece`.
     """

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmdrl.config.engines import sleep_level
-from spmdrl.rollout.vllm.engine import VLLMEngine
+from spmdrl.rollout.vllm.options import build_llm
 from tests.contract.lookup import Tree, members, parameters
 from tests.contract.sources import UnreachableError, locked, sources
 from tests.ranks.cases import config
@@ -28,12 +28,8 @@ def options(monkeypatch, **sections) -> dict:
     import vllm
 
     monkeypatch.setattr(vllm, "LLM", lambda **given: given)
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine.on_cpu, engine.capacity, engine.longest = False, 8, 128
-    engine.world = SimpleNamespace(device=torch.device("cuda", 3))
     cfg = config(model={"path": "tiny"}, **sections)
-    engine.experts = object() if cfg.rollout.routing_replay else None
-    return engine._build(cfg)  # type: ignore[return-value]
+    return build_llm(cfg, on_cpu=False, routed=cfg.rollout.routing_replay)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,7 +77,7 @@ def test_sleep_level_is_the_one_that_copies_nothing_for_nothing():
 
 
 def test_refusal_for_memory_names_what_makes_room():
-    from spmdrl.rollout.vllm.engine import advice
+    from spmdrl.rollout.vllm.options import advice
 
     snapshot = SimpleNamespace(total_memory=80 << 30, free_memory=20 << 30, device_=torch.device("cuda"))
     from vllm.v1.worker.utils import request_memory

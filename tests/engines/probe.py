@@ -639,9 +639,9 @@ SCENARIOS = {
 
 def preload() -> None:
     """Import what every scenario on a CPU needs, once."""
-    from spmdrl.rollout.vllm.engine import _environment
+    from spmdrl.rollout.vllm.options import set_environment
 
-    _environment(torch.device("cpu"))
+    set_environment(torch.device("cpu"))
     for name in (
         "transformers.models.qwen2.modeling_qwen2",
         "vllm.entrypoints.llm",

@@ -64,7 +64,7 @@ def test_layout_a_step_without_signal_moves_nothing(folders):
 
 def grouped(world, folder, most):
     """A step of a model that FSDP gathers as one group where it has at most `most` bytes, else by layer."""
-    from spmdrl.policy.fsdp import policy as fsdp
+    from spmdrl.policy.fsdp import sharding as fsdp
 
     fsdp.GATHERED_WHOLE = {"cpu": most}
     cfg = config(model={"path": folder, "dtype": "float64"}, policy={"max_tokens_per_microbatch": 64})

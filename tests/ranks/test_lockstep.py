@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl.policy.fsdp import policy as fsdp
+from spmdrl.policy.fsdp import sharding as fsdp
 from spmdrl.session.transfer import Transfer
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.lockstep import Lockstep, LockstepError

@@ -23,7 +23,7 @@ NAME = "spmdrl_packed"
 
 
 def _hidden(group: LengthClass, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [B or 1, 1, L, P + L]: which keys a query does not see, by distance, by window, and beyond short trunks."""
+    """bool [B or 1, 1, L, P + L]: the keys that causality, the window or a short trunk's padding hides from a query."""
     queries = group.trunk + torch.arange(group.longest, device=device)
     keys = torch.arange(group.trunk + group.longest, device=device)
     distance = queries[:, None] - keys[None, :]
@@ -37,8 +37,8 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
 
 
 def _visible(group: LengthClass, q: torch.Tensor) -> torch.Tensor:
-    """What SDPA is told of branches: on a GPU, where float32 comes here too, that they are causal from the end."""
-    # Its kernels know that case; for other types it would warn and build the mask.
+    """The attention mask of branches for SDPA: on a GPU (float32 included) the mask that is causal from the end."""
+    # SDPA's kernels know that mask; for other types it would warn and build it in full.
     if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None:
         # torch cannot make this subclass of Tensor while a mode looks on, as `--run.lockstep-debug` does.
         with _disable_current_modes():
@@ -51,13 +51,13 @@ def _plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    # In float32 as HF does it; float64 stays.
+    # HF takes the softmax in float32 too; float64 stays.
     upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
     return scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=upcast).to(q.dtype) @ v
 
 
 def _padded_class(q, k, v, group: LengthClass, kind: str, scale: float, window: int | None, softcap: float | None):
-    """One class: [T, H, d] -> [its tokens, H, d]."""
+    """Compute attention for the tokens of one length class: [T, H, d] -> [tokens of the class, H, d]."""
 
     def lay_out(x, rows):
         return x.index_select(0, rows).view(group.sequences, -1, *x.shape[1:]).transpose(1, 2)
@@ -96,7 +96,7 @@ def packed_attention(
 ):
     """HF attention interface over one packed row. query [1, H, S, d], key and value [1, H_kv, S, d].
 
-    S are the tokens of this rank's slice: all T of them without sequence parallelism. Returns ([1, S, H, d], None).
+    S is the number of tokens in this rank's slice: T without sequence parallelism. Returns ([1, S, H, d], None).
 
     Raises:
         ValueError: a model that does not hand keyword arguments to its attention, or one with dropout, attention sinks
@@ -118,7 +118,7 @@ def packed_attention(
 
 
 def _attend(q, k, v, packing: Packing, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
-    """Attention inside each sequence: [T, H, e]."""
+    """Compute attention inside each sequence: [T, H, e]."""
     kind = pick(packing.kind, needs_of(q, v, softcap), installed())
     if kind in KERNELS:
         return attend(kind, q, k, v, packing.runs, scale, window, softcap)
@@ -127,7 +127,7 @@ def _attend(q, k, v, packing: Packing, scale: float, window: int | None, softcap
 
 
 def check_attention(cfg: Config, device: torch.device) -> None:
-    """ValueError for a kernel of `--policy.attention` that cannot compute the model's layers; before it is built."""
+    """Raise ValueError if the kernel of `--policy.attention` cannot compute the model's layers; builds no model."""
     if cfg.policy.attention not in KERNELS:
         return
     from transformers import AutoConfig

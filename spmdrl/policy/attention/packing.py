@@ -1,7 +1,7 @@
 """How a packed row [T] divides into sequences, or into the trunks and branches of a tree (`data/tree.py`).
 
-Two layouts of it, each made when a layer first asks: rows end to end for the kernels of `varlen.py`, which is exact and
-pads nothing; and sequences of like length side by side, padded, for everything else (`packed.py`).
+A pack has two layouts, each made when a layer first asks for it: rows end to end for the kernels of `varlen.py`, which
+pads nothing; and sequences of similar length side by side, padded, for everything else (`packed.py`).
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from spmdrl.policy.attention.varlen import Runs, make_runs
 
 @dataclass
 class LengthClass:
-    """Sequences of like length, or branches of like length on trunks: where their tokens stand in the pack."""
+    """Sequences (or branches on trunks) of similar length, and the places of their tokens in the pack."""
 
     gather: torch.Tensor
     """int64 [B * L]: token of each padded slot (padding repeats the first token)."""
@@ -41,22 +41,22 @@ class Packing:
     """How one packed row [T] divides into sequences; made once a forward, used by every layer."""
 
     trunks: list[int]
-    """Tokens of each sequence that sees itself alone: all of a pack's, or the trunks of a tree."""
+    """Lengths of the sequences that see only themselves: all sequences of a pack, or the trunks of a tree."""
     branches: list[int]
-    """Tokens of each branch, which sees its trunk and itself; they follow the trunks."""
+    """Length of each branch, which sees its trunk and itself; branches follow the trunks."""
     trunk_of: list[int]
     """The trunk of each branch."""
     device: torch.device
     kind: str
     """`--policy.attention`."""
     part: TokenSlice
-    """Which of the tokens this rank's layers hold; attention itself sees all of them."""
+    """The tokens that this rank's layers hold; attention itself sees all tokens."""
     experts: torch.Tensor | None = field(default=None)
-    """[S, L, K] of those tokens: the experts that routers must choose (`hub/routing.py`)."""
+    """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`)."""
 
     @cached_property
     def runs(self) -> Runs:
-        """For kernels that take sequences end to end: a branch's keys are its trunk's and its own."""
+        """The layout for kernels that take sequences end to end: a branch's keys are its trunk's and its own."""
         if not self.branches:
             return make_runs(self.trunks, self.device)
         keys = [[(first, n)] for first, n in zip(_starts(self.trunks), self.trunks, strict=True)]
@@ -67,7 +67,7 @@ class Packing:
 
     @cached_property
     def classes(self) -> list[LengthClass]:
-        """For attention over padded rows, whose padding is at most half."""
+        """The layout for attention over padded rows, of which at most half is padding."""
         classes = _whole_classes(self.trunks, self.device)
         if self.branches:
             # On a GPU, causality aligned to the end then needs no mask.
@@ -95,7 +95,7 @@ class Packing:
 def plan_packing(
     lengths_B: torch.Tensor, device: torch.device, kind: str = "auto", group: dist.ProcessGroup | None = None
 ) -> Packing:
-    """A pack of sequences of int64 lengths [B] (on the host).
+    """Plan a pack of sequences with int64 lengths [B] (on the host).
 
     group: ranks over which the tokens are divided (`ulysses.py`); None for whole packs.
     """
@@ -106,7 +106,7 @@ def plan_packing(
 def plan_tree_packing(
     tree: Tree, device: torch.device, kind: str = "auto", group: dist.ProcessGroup | None = None
 ) -> Packing:
-    """The same for a tree (`data/tree.py`): trunks are sequences, and a branch sees its trunk and itself."""
+    """Plan the packing of a tree (`data/tree.py`): trunks are sequences, and a branch sees its trunk and itself."""
     part = TokenSlice(sum(tree.trunk_lengths) + sum(tree.branch_lengths), group)
     return Packing(tree.trunk_lengths, tree.branch_lengths, tree.trunk_of, device, kind, part)
 
@@ -116,13 +116,13 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def _alike(lengths: list[int]) -> list[list[int]]:
-    """Indices in groups: batches of nearly equal lengths stay one, very uneven ones are split by powers of two."""
+    """Group the indices of similar lengths: one group if lengths are nearly equal, otherwise one per power of two."""
     uneven = sum(lengths) * 2 < max(lengths) * len(lengths)
     return _grouped([n.bit_length() if uneven else 0 for n in lengths])
 
 
 def _grouped(marks: list[int]) -> list[list[int]]:
-    """Indices of equal marks."""
+    """Group the indices whose marks are equal."""
     groups: dict[int, list[int]] = {}
     for i, mark in enumerate(marks):
         groups.setdefault(mark, []).append(i)
@@ -130,7 +130,7 @@ def _grouped(marks: list[int]) -> list[list[int]]:
 
 
 def _padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(token of each slot [B, L], which slots are real bool [B, L], L)."""
+    """Return (token of each slot [B, L], bool [B, L] that is False on padding, L)."""
     width = max(lengths)
     begin, size = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
     slot = torch.arange(width)[None]
@@ -139,7 +139,7 @@ def _padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.
 
 
 def _whole_classes(lengths: list[int], device: torch.device) -> list[LengthClass]:
-    """Classes of sequences that stand end to end from the first token."""
+    """Length classes of sequences that lie end to end from the first token."""
     starts = _starts(lengths)
     out = []
     for members in _alike(lengths):
@@ -152,9 +152,10 @@ def _whole_classes(lengths: list[int], device: torch.device) -> list[LengthClass
 def _branch_classes(
     below: list[tuple[int, int]], starts: list[int], lengths: list[int], device: torch.device, exact: bool
 ) -> list[LengthClass]:
-    """Classes of branches: for each its trunk's first token and length, its own first token and length.
+    """Length classes of branches.
 
-    exact: the trunks of a class are of one length.
+    below: first token and length of each branch's trunk. starts, lengths: first token and length of each branch. exact:
+    all trunks of a class have the same length.
     """
     alike_trunks = _grouped if exact else _alike
     out = []

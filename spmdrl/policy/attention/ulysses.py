@@ -3,8 +3,8 @@
 T packed tokens, R ranks of a sequence-parallel group, S = ceil(T / R) tokens of one rank, H query heads, K heads of
 keys and values, d a head's width. All ranks of the group hold the same pack; each runs the transformer on its own slice
 of it. Attention alone needs every token: one all_to_all before it gives each rank all T tokens of H / R heads, one
-after it gives the slices back. What the model says of the tokens is put together at the end, so that losses see whole
-packs and know nothing of this.
+after it gives the slices back. The model's outputs for the tokens are put together at the end, so that losses see
+whole packs and need not know of the division.
 """
 
 import math
@@ -22,7 +22,7 @@ from spmdrl.spmd.exchange import all_reduce
 
 
 class _AllToAll(torch.autograd.Function):
-    """Block r of dim 0 goes to rank r. The exchange is its own transpose, so the backward runs it again."""
+    """Sends block r of dim 0 to rank r. The exchange is its own transpose, so the backward runs it again."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -43,7 +43,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Total(torch.autograd.Function):
-    """Sum over ranks that all go on to compute the same loss, so that each one's gradient is whole as it comes."""
+    """Sums over ranks that then all compute the same loss, so each rank's gradient is already complete."""
 
     @staticmethod
     def forward(ctx, group, *parts):
@@ -56,9 +56,9 @@ class _Total(torch.autograd.Function):
 
 
 class TokenSlice:
-    """This rank's part of a pack of T tokens: S of them from `start`; where T ends early, padding follows.
+    """This rank's slice of a pack of T tokens: S tokens from `start`, padded where T ends early.
 
-    Without a group it is the whole pack, and nothing is communicated.
+    Without a group the slice is the whole pack, and nothing is communicated.
     """
 
     def __init__(self, tokens: int, group: dist.ProcessGroup | None = None):
@@ -68,20 +68,20 @@ class TokenSlice:
         self.start = 0 if group is None else dist.get_group_rank(group, dist.get_rank()) * self.size
 
     def mine(self, x_T: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [S, ...]; zeros on padding."""
+        """Cut this rank's slice out of a tensor: [T, ...] -> [S, ...], zeros on padding."""
         part = x_T[self.start : self.start + self.size]
         return F.pad(part, (0, 0) * (part.dim() - 1) + (0, self.size - len(part)))
 
     def within(self, row_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of some rows of the pack are in this rank's slice, int64 [m], and where in it, int64 [m].
+        """Return the indices of the rows that lie in this rank's slice, int64 [m], and their places in it, int64 [m].
 
-        The rank that holds the state a token is read from answers for that token, so no row crosses ranks.
+        The rank that holds the state from which a token is predicted answers for it, so no row crosses ranks.
         """
         here = torch.nonzero((row_n >= self.start) & (row_n < self.start + self.size)).flatten()
         return here, row_n[here] - self.start
 
     def to_heads(self, q_SHd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor) -> list[torch.Tensor]:
-        """Queries [T, H / R, d], keys and values [T, K', d] of all tokens, for this rank's share of heads. Collective.
+        """Return queries [T, H / R, d], keys and values [T, K', d] of all tokens for this rank's heads. Collective.
 
         Keys and values are repeated until R divides their number: queries then find theirs on their own rank.
 
@@ -94,7 +94,7 @@ class TokenSlice:
         repeat = self.ranks // math.gcd(k_SKd.shape[1], self.ranks)
         if repeat > 1:
             k_SKd, v_SKd = k_SKd.repeat_interleave(repeat, 1), v_SKd.repeat_interleave(repeat, 1)
-        # All three in one exchange: what goes to one rank lies end to end, [S, R, width].
+        # All three go in one exchange: the parts for one rank lie end to end, [S, R, width].
         parts = [x.reshape(self.size, self.ranks, -1) for x in (q_SHd, k_SKd, v_SKd)]
         mixed = _AllToAll.apply(torch.cat(parts, 2).transpose(0, 1), self.group)
         # Slices in rank order are the pack; its padding stands at the end.
@@ -102,7 +102,7 @@ class TokenSlice:
         return [x.unflatten(1, (-1, y.shape[2])) for x, y in zip(whole, (q_SHd, k_SKd, v_SKd), strict=True)]
 
     def to_tokens(self, out_THd: torch.Tensor) -> torch.Tensor:
-        """All heads of this rank's tokens: [T, H / R, d] -> [S, H, d]. Collective."""
+        """Return all heads of this rank's tokens: [T, H / R, d] -> [S, H, d]. Collective."""
         if self.group is None:
             return out_THd
         flat = F.pad(out_THd.flatten(1), (0, 0, 0, self.size * self.ranks - self.tokens))
@@ -110,20 +110,20 @@ class TokenSlice:
         return heads.transpose(0, 1).reshape(self.size, -1, out_THd.shape[2])
 
     def total(self, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`total` over the group; as they are without one."""
+        """Apply `total` over the group; without a group, return the tensors unchanged."""
         return parts_T if self.group is None else total(self.group, *parts_T)
 
 
 def total(group: dist.ProcessGroup, *parts_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[T] tensors with values on each rank's own rows, zeros elsewhere, put together: exact. Collective.
+    """Sum tensors [T] that have values on each rank's own rows and zeros elsewhere; the sum is exact. Collective.
 
-    Every rank goes on with the same numbers to the same loss, so the gradient is handed back as it comes.
+    Every rank then computes the same loss from the same numbers, so the backward passes the gradient on unchanged.
     """
     return _Total.apply(group, *parts_T)
 
 
 def check_heads(heads: int, kv_heads: int, sp: int) -> None:
-    """Refuse what cannot be divided; key and value heads may be any number, see `TokenSlice.to_heads`.
+    """Refuse query heads that sp does not divide; key and value heads may be any number (`TokenSlice.to_heads`).
 
     Raises:
         ValueError: sp does not divide the query heads.
@@ -137,7 +137,7 @@ def check_heads(heads: int, kv_heads: int, sp: int) -> None:
 
 
 def check_model(folder: Path, trust_remote_code: bool, sp: int) -> None:
-    """Refuse, before weights are read, a model in a HF folder that `check_config` refuses."""
+    """Apply `check_config` to the model in a HF folder, before any weights are read."""
     if sp > 1:
         from transformers import AutoConfig
 
@@ -173,7 +173,7 @@ def check_config(config: Any, sp: int) -> None:
 
 
 def _rope_types(rope: Any) -> set[str]:
-    """`rope_type` of all layers; some configs hold one dict, some one for each type of layer."""
+    """Collect the `rope_type` of all layers; some configs hold one dict, some one for each type of layer."""
     if not isinstance(rope, dict):
         return set()
     own = rope.get("rope_type", rope.get("type"))
@@ -181,7 +181,7 @@ def _rope_types(rope: Any) -> set[str]:
 
 
 def check_same(batch: Batch, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """All ranks of a sequence-parallel group must hold the same sequences, or their slices fit nowhere. Collective."""
+    """Assert that all ranks of a sequence-parallel group hold the same sequences, as their slices must. Collective."""
     if group is None:
         return
     tokens, lengths = batch.token["tokens"], batch.lengths

@@ -21,40 +21,41 @@ import torch.nn.functional as F
 log = logging.getLogger("spmdrl")
 
 KERNELS = ("flash", "varlen")
-"""In the order of preference: flash-attn also caps scores."""
+"""Kernels in order of preference: flash-attn also caps scores."""
 WIDEST = 256
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a layer asks of a kernel."""
+    """Requirements of a layer that decide which kernel can compute it."""
 
     capability: int
     """Major compute capability of the GPU; 0 for other devices."""
     dtype: torch.dtype
     width: int
-    """Of a head: the wider of keys and values."""
+    """Channels of a head: the wider of keys and values."""
     softcap: bool = False
 
 
 @dataclass
 class Runs:
-    """Where sequences begin and end among the rows of queries and keys, as the kernels take it."""
+    """The rows of queries and keys at which sequences begin and end, in the form that the kernels take."""
 
     ends_q: torch.Tensor
     """int32 [sequences + 1]: row at which each sequence's queries begin, and the end."""
     longest_q: int
     ends_k: torch.Tensor
-    """The same of its keys, at least as many as its queries."""
+    """The same for keys; each sequence has at least as many keys as queries."""
     longest_k: int
     key_rows: torch.Tensor | None
-    """int64 [N]: rows of the keys, end to end; None where they are the queries' own."""
+    """int64 [N]: rows of the keys, end to end; None if they are the same rows as the queries."""
 
 
 def make_runs(queries: list[int], device: torch.device, keys: list[list[tuple[int, int]]] | None = None) -> Runs:
-    """Runs of sequences with these numbers of queries; of each, keys lists (first row, rows) end to end.
+    """Build the Runs of sequences with these numbers of queries.
 
-    keys: None where sequences see their own rows alone.
+    keys: for each sequence, the spans (first row, rows) of its keys, end to end; None if each sequence sees only its
+    own rows.
     """
     if keys is None:
         ends, longest = _ends(queries, device), max(queries)
@@ -72,14 +73,14 @@ def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
 def installed() -> frozenset[str]:
     """Kernels that this process could call on a GPU."""
     found = {"flash"} if _flash_loads() else set()
-    # A build of torch may lack its kernel, and on ROCm it is another one, about which nothing is known here.
+    # A build of torch may lack the kernel, and ROCm has a different one, which is untested here.
     if torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None:
         found.add("varlen")
     return frozenset(found)
 
 
 def _flash_loads() -> bool:
-    """True where flash-attn is installed for the torch that runs; says so where it is and cannot be imported."""
+    """Return True if flash-attn can be imported; logs a warning if it is installed but cannot be."""
     if not find_spec("flash_attn"):
         return False
     try:
@@ -101,7 +102,7 @@ def needs_of(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> Needs:
 
 
 def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Needs:
-    """The same of a model by its config of transformers, before it is built. dtype: of its forward."""
+    """Return the needs of a model's layers from its HF config, before it is built. dtype: type of the forward pass."""
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # Keys of latent attention have two parts.
@@ -110,7 +111,7 @@ def needs_of_model(config: Any, dtype: torch.dtype, device: torch.device) -> Nee
 
 
 def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
-    """Why a kernel cannot compute a layer; empty where it can. there: see `installed`."""
+    """Say why a kernel cannot compute a layer; empty if it can. there: the kernels that are `installed`."""
     if needs.capability < 8:
         return "it needs an NVIDIA GPU of the Ampere generation or later"
     if kernel not in there:
@@ -125,7 +126,7 @@ def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
 
 
 def pick(kind: str, needs: Needs, there: frozenset[str]) -> str:
-    """A kernel of `KERNELS`, `padded` or `eager`, for one layer. kind: `--policy.attention`.
+    """Choose the implementation for one layer: a kernel of `KERNELS`, `padded` or `eager`. kind: `--policy.attention`.
 
     Raises:
         ValueError: a kernel that was asked for cannot compute the layer.
@@ -148,9 +149,9 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside each sequence of `runs`: [Q, H, e].
+    """Compute causal attention inside each sequence of `runs`: [Q, H, e].
 
-    window: keys that a query sees, its own among them; None for all before it.
+    window: number of keys that a query sees, its own included; None for all up to it.
     """
     if runs.key_rows is not None:
         k_NKd, v_NKe = k_NKd.index_select(0, runs.key_rows), v_NKe.index_select(0, runs.key_rows)
@@ -187,6 +188,6 @@ def attend(
 
 
 def _fit(x: torch.Tensor, width: int) -> torch.Tensor:
-    """A head's channels as the kernels take them: one width for all, zeros to the right, which add to no score."""
+    """Pad a head's channels with zeros on the right to the one width that the kernels take; scores do not change."""
     x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,6 +1,8 @@
 """Policies on FSDP2: any Hugging Face transformer.
 
-policy.py   the Policy contract
-lora.py     adapters: pieces, checkpoints, the model without them as reference
-liger.py    Liger's kernels between the matmuls
+policy.py      the Policy contract
+sharding.py    FSDP2 or HSDP over a packed model
+checkpoint.py  weights, adapters and optimizer state in files
+lora.py        adapters: pieces, checkpoints, the model without them as reference
+liger.py       Liger's kernels between the matmuls
 """

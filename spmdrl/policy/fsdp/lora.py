@@ -1,10 +1,10 @@
 """Low-rank adapters on a policy (LoRA, https://arxiv.org/abs/2106.09685): W + (alpha / r) B A with W frozen.
 
-PEFT puts the adapters into the HF model; they alone have gradients and moments. From the outside nothing is different:
-`pieces()` gives the full model with the adapters added in, the reference policy is the same model without them, and
-what a checkpoint holds opens in PEFT.
+PEFT puts the adapters into the HF model; only they have gradients and moments. From the outside the policy looks the
+same: `pieces()` gives the full model with the adapters merged in, the reference policy is the same model without them,
+and a checkpoint's adapters open in PEFT.
 
-r rank, D the width that a layer reads, O the width that it writes.
+r rank, D input width of a layer, O its output width.
 """
 
 import json
@@ -24,7 +24,7 @@ from spmdrl.weights.shards import local, shard_box, shard_rows
 
 FILE, BASE = "adapter_model.safetensors", "base.json"
 Named = list[tuple[str, Any]]
-"""Names and shards, as `FsdpPolicy.named_weights` gives them."""
+"""Names and shards, as `FsdpPolicy.named_weights` returns them."""
 
 
 class BaseOf:
@@ -44,11 +44,11 @@ class BaseOf:
             return self.policy.logprobs(batch, temperature, second)
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract: what it has is the policy's."""
+        """See the contract: empty, because the policy counts these weights."""
         return {}
 
     def offload(self, place: str, parameters: bool = True) -> None:
-        """See the contract: it comes and goes with the policy."""
+        """See the contract: does nothing, because the weights move with the policy."""
 
     def onload(self) -> None:
         """See the contract."""
@@ -58,21 +58,21 @@ class BaseOf:
 
 
 class Merged(Piece):
-    """A part of W + (alpha / r) B A, computed whenever it is looked at: of a push no more than a bucket is there."""
+    """A part of W + (alpha / r) B A, computed at each access, so that a push holds at most one bucket of it."""
 
     def __init__(self, slot: Slot, weight: torch.Tensor, b_Or: torch.Tensor, a_rD: torch.Tensor):
-        """weight: this rank's rows, b_Or: the same rows of (alpha / r) B; slot: which part of them."""
+        """weight: this rank's rows; b_Or: the same rows of (alpha / r) B; slot: the part of these rows to compute."""
         self.name, self.shape, self.box, self.exact = slot.name, slot.shape, slot.box, False
         self.index, self.weight, self.b_Or, self.a_rD = slot.index, weight, b_Or, a_rD
 
     @property
     def tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """In the adapters' type."""
+        """The merged values, in the adapters' type."""
         return (self.weight.to(self.b_Or.dtype) + self.b_Or @ self.a_rD)[self.index]
 
 
 def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
-    """Whole tensors of Shard(0) parameters by name, all at once. Collective over the ranks that shard."""
+    """Gather Shard(0) parameters into whole tensors, by name, in one exchange. Collective over the ranks that shard."""
     shards = world.shard_mesh.size(world.shard_mesh.ndim - 1)
     if not named:
         return {}
@@ -88,7 +88,7 @@ def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
 
 
 def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, world: World) -> list[Piece]:
-    """The full model, of each weight the rows that this rank holds. Collective."""
+    """Return the pieces of the full model: of each weight the rows that this rank holds. Collective."""
     whole, out = gathered(adapters, world), []
     for name, param in base:
         a, b = (whole.get(n) for n in partner(name))
@@ -102,7 +102,7 @@ def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, wo
 
 
 def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]:
-    """A and (alpha / r) B of every layer: an engine needs no alpha, and holds the very words that were sent."""
+    """Return A and (alpha / r) B of every layer: an engine needs no alpha, and holds exactly the words sent."""
     return [
         Piece(slot.name, slot.shape, slot.box, (local(p) * scale if ".lora_B." in name else local(p))[slot.index])
         for name, p in adapters
@@ -114,7 +114,7 @@ def adapter_pieces(adapters: Named, scale: float, layout: Layout) -> list[Piece]
 
 
 def file_pieces(adapters: Named) -> list[Piece]:
-    """A and B as they are, under the names of PEFT's files."""
+    """Return A and B unscaled, under the names of PEFT's files."""
     return [
         Piece(PREFIX + name, tuple(p.shape), box, local(p))
         for name, p in adapters
@@ -123,7 +123,7 @@ def file_pieces(adapters: Named) -> list[Piece]:
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], base: dict) -> None:
-    """A folder that `PeftModel.from_pretrained(model, folder)` opens. base: what `check_base` compares."""
+    """Write a folder that `PeftModel.from_pretrained(model, folder)` opens. base: facts that `check_base` compares."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -131,7 +131,7 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, torch.Tensor], b
     save_file(held, folder / FILE, metadata={"format": "pt"})
     config.base_model_name_or_path = base["path"]
     if isinstance(config.target_modules, set):
-        # In one order: two runs of one command write one file.
+        # Sorted, so that two runs of one command write the same file.
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
     (folder / BASE).write_text(json.dumps(base))
@@ -164,10 +164,10 @@ def read_adapter(adapters: Named, folder: Path, config: Any) -> None:
 
 
 def check_base(folder: Path, base: dict) -> None:
-    """Adapters belong to the weights that they were trained on.
+    """Check that the model's weights are those on which the adapters were trained.
 
     Raises:
-        ValueError: these are others.
+        ValueError: they are not.
     """
     told = json.loads((folder / BASE).read_text())
     if told["sum"] != base["sum"]:
@@ -178,7 +178,7 @@ def check_base(folder: Path, base: dict) -> None:
 
 
 def element_sum(named: Named) -> torch.Tensor:
-    """Sum of the bit patterns of all elements that this rank holds, int64 modulo 2**64: shards of it add up."""
+    """Sum the bit patterns of all elements that this rank holds, int64 modulo 2**64; sums of shards add up."""
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [local(p).view(width[p.element_size()]).sum(dtype=torch.int64) for _, p in named]
     return torch.stack(sums).sum()

@@ -1,8 +1,8 @@
-"""Packed sequences for Megatron, how context parallelism divides them, and attention over them without its extensions.
+"""Packed sequences for Megatron: their division under context parallelism, and attention without TransformerEngine.
 
 Under context parallelism every sequence is padded to a multiple of 2 cp tokens and cut into 2 cp chunks, of which rank
 r holds the r-th and the r-th from the end: causal work is then the same on every rank. TransformerEngine and Megatron's
-rotary embedding divide sequences so too.
+rotary embedding divide sequences the same way.
 
 T tokens of a pack, S of it (padded) on one rank, n heads, g key-value heads, d channels.
 """
@@ -26,19 +26,19 @@ from spmdrl.policy.megatron.layout import Layout
 
 @dataclass
 class Params(PackedSeqParams):
-    """What layers are told of a pack."""
+    """Facts about a pack that layers receive."""
 
     routing: Any = None
-    """See `routing.py`; None where there are no experts."""
+    """The pack's `routing.Routing`; None for a model without experts."""
     lengths: tuple[int, ...] = ()
-    """Padded, of the pack's sequences; on the host, where asking a GPU for them would wait for it in every layer."""
+    """Padded lengths of the pack's sequences, on the host: reading them from a GPU would wait for it in every layer."""
     runs: Runs | None = None
-    """See `runs_of`; made by the first layer that needs them."""
+    """Result of `runs_of`, made by the first layer that needs it."""
 
 
 @dataclass
 class Pack:
-    """What one rank feeds a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
+    """One rank's input of a GPTModel: `model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)`."""
 
     tokens: torch.Tensor
     """int64 [1, S]; padding is 0."""
@@ -46,7 +46,7 @@ class Pack:
     """int64 [1, S], inside each sequence."""
     params: Params
     rows: torch.Tensor
-    """int64 [S]: which of the T tokens stands here; -1 for padding."""
+    """int64 [S]: index among the pack's T tokens; -1 for padding."""
 
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
@@ -54,10 +54,10 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any) -> list[Pack]:
-    """`make_pack` of the micro-batches of one pass through a pipeline.
+    """Apply `make_pack` to the micro-batches of one pass through a pipeline.
 
-    With virtual stages all come out equally long: where lengths differ, Megatron's stages tell each other sizes first,
-    and in the interleaved schedule two of them can wait for each other's for ever.
+    With virtual stages all packs get the same length: if lengths differ, Megatron's stages first exchange sizes, and in
+    the interleaved schedule two stages can deadlock on that.
     """
     size = 0
     if layout.virtual_stages > 1 and batches:
@@ -68,11 +68,10 @@ def make_packs(batches: list[Tokens], layout: Layout, cp_rank: int, device: Any)
 def make_pack(
     tokens_T: torch.Tensor, lengths_B: torch.Tensor, layout: Layout, cp_rank: int, device: Any, size: int = 0
 ) -> Pack:
-    """The part of a pack that a rank of a context-parallel group holds; all of it without one.
+    """Make this rank's part of a pack under context parallelism; the whole pack without it.
 
-    tokens_T, lengths_B: as in `Tokens`. Padding follows the sequence it pads, where causal attention keeps it from
-    being seen. size: pad to this many tokens, on all ranks of the group together; must be one that `make_packs` asks
-    for.
+    tokens_T, lengths_B: as in `Tokens`. Padding follows the sequence it pads, where causal attention hides it. size:
+    pad to this many tokens over all ranks of the group together; must be a size that `make_packs` uses.
     """
     lengths = lengths_B.tolist()
     padded = _padded(lengths, layout)
@@ -96,13 +95,13 @@ def make_pack(
 def _padded(lengths: list[int], layout: Layout) -> list[int]:
     step = 2 * layout.cp if layout.cp > 1 else 1
     padded = [-(-n // step) * step for n in lengths]
-    # Sequence parallelism cuts what a rank holds into tp parts of one size.
+    # Sequence parallelism cuts a rank's tokens into tp parts of equal size.
     padded[-1] += -sum(padded) % lcm(step, layout.cp * (layout.tp if layout.sp else 1))
     return padded
 
 
 def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
-    """int64 [S]: rows of a padded pack that a rank holds, in its order. padded: lengths, multiples of 2 cp."""
+    """Return a rank's rows of a padded pack, in its order: int64 [S]. padded: lengths, multiples of 2 cp."""
     if cp == 1:
         return torch.arange(sum(padded))
     out, first = [], 0
@@ -115,9 +114,9 @@ def rows_of(padded: list[int], cp: int, rank: int) -> torch.Tensor:
 
 
 def runs_of(lengths: list[int], cp: int, rank: int, device: torch.device) -> Runs:
-    """The rows that a rank holds over all rows of a pack, for kernels that take sequences end to end.
+    """Return the Runs of a rank's query rows over the keys of the whole pack, for kernels of `attention/varlen.py`.
 
-    lengths: as in `rows_of`. A chunk is a sequence of its own, whose keys are those of the chunks up to it.
+    lengths: as in `rows_of`. Each chunk is a sequence of its own; its keys are those of all chunks up to it.
     """
     if cp == 1:
         return make_runs(lengths, device)
@@ -132,9 +131,9 @@ def runs_of(lengths: list[int], cp: int, rank: int, device: torch.device) -> Run
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """Attention of one sequence: [s, n, d] over [t, g, d] and [t, g, e] gives [s, n, e].
+    """Compute attention of one sequence: queries [s, n, d], keys [t, g, d], values [t, g, e] -> [s, n, e].
 
-    visible: bool [s, t]; None for causal with s = t. softcap: scores become softcap * tanh(scores / softcap).
+    visible: bool [s, t]; None for causal attention with s = t. softcap: scores become softcap * tanh(scores / softcap).
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -152,10 +151,10 @@ def attend(
 
 
 class CoreAttention(MegatronModule):
-    """Attention of packed sequences without TransformerEngine, by a kernel of `attention/varlen.py` where one can.
+    """Attention of packed sequences without TransformerEngine, by a kernel of `attention/varlen.py` if one can do it.
 
-    Grouped heads, latent attention (values of another width), sliding windows, soft-capped scores, context parallelism
-    by gathering keys and values.
+    It supports grouped heads, latent attention (values of another width), sliding windows, soft-capped scores, and
+    context parallelism by gathering keys and values.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class CoreAttention(MegatronModule):
         softcap: float | None = None,
         **unused: Any,
     ):
-        """What Megatron gives every core attention. softcap: as in `attend`."""
+        """Takes the arguments that Megatron gives every core attention. softcap: as in `attend`."""
         super().__init__(config=config)
         self.scale, self.softcap = softmax_scale, softcap
         self.cp_group = pg_collection.cp
@@ -175,19 +174,19 @@ class CoreAttention(MegatronModule):
         self.window = config.window_size[0] if windowed else None
 
     def forward(self, query, key, value, attention_mask=None, packed_seq_params=None, **unused):
-        """[S, n, d], [S, g, d], [S, g, e] to [S, n * e]."""
+        """Compute attention: [S, n, d], [S, g, d], [S, g, e] -> [S, n * e]."""
         if packed_seq_params is None:
             raise ValueError("spmdrl's attention for Megatron takes packed sequences: give packed_seq_params")
         lengths = list(packed_seq_params.lengths)
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp > 1:
-            # Backward sums what the ranks found for each other's keys and values.
+            # The backward sums the ranks' gradients for each other's keys and values.
             order = torch.cat([rows_of(lengths, cp, r) for r in range(cp)]).argsort().to(key.device)
             key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group)[order] for x in (key, value))
         scale = self.scale or query.shape[-1] ** -0.5
         kernel = pick("auto", needs_of(query, value, self.softcap), installed())
         if kernel in KERNELS:
-            # Megatron counts the keys before a query, without its own.
+            # Megatron's window counts the keys before a query, without its own.
             window = None if self.window is None else self.window + 1
             if packed_seq_params.runs is None:
                 packed_seq_params.runs = runs_of(lengths, cp, rank, key.device)

@@ -1,12 +1,12 @@
-"""What a rank of a Megatron policy holds, said in terms of HF checkpoints.
+"""Describes a Megatron rank's parameters in terms of HF checkpoints.
 
-There is no gathering here and no second direction. A rank's parameters are described as a list of slots: a checkpoint
-tensor, the range of it that is here, and a view of the parameter where it lies. Reading files into the views loads a
-model; `weights/reshard.py` moves the same list to engines and into files from any layout.
+Nothing is gathered, and one description serves both directions. A rank's parameters are a list of slots: a checkpoint
+tensor, the range of it that this rank holds, and a view of the parameter where that range lies. Reading files into the
+views loads a model; `weights/reshard.py` moves the same list to engines and into files from any layout.
 
 Megatron keeps queries, keys and values in one parameter, a group at a time, [groups, queries of a group + 2, head,
-hidden]; gate and up projections end to end, each divided over tp; a vocabulary padded at its end. What is replicated
-over tp, cp or data gives the same range on several ranks, a tied embedding on the first stage and the last.
+hidden]; gate and up projections end to end, each divided over tp; a vocabulary padded at its end. A parameter that is
+replicated over tp, cp or data gives the same range on several ranks; a tied embedding is on the first and last stages.
 """
 
 import re
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.policy.megatron.families import OUTSIDE
+from spmdrl.policy.megatron.names import OUTSIDE
 from spmdrl.weights.experts import whole
 from spmdrl.weights.reshard import Box, Piece
 from spmdrl.weights.safetensors import fill
@@ -25,50 +25,50 @@ from spmdrl.weights.safetensors import fill
 ROW = ("linear_proj.weight", "linear_fc2.weight")
 """Endings of parameters whose second dimension is divided over tp."""
 COLUMN = ("linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight")
-"""Endings of parameters whose first dimension is, and which are no case of their own."""
+"""Endings of parameters whose first dimension is divided over tp and that need no special treatment."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A range of one checkpoint tensor, and where this rank holds it."""
+    """A range of one checkpoint tensor, and its place on this rank."""
 
     name: str
     """Name in a HF checkpoint."""
     shape: tuple[int, ...]
-    """The whole tensor's, under that name."""
+    """Shape of the whole tensor of that name."""
     box: Box
-    """The range of it that is here."""
+    """The range of the tensor that this rank holds."""
     param: torch.Tensor
     """The parameter or buffer."""
     view: torch.Tensor
-    """The part of it with the box's shape; no copy."""
+    """View of the parameter that has the box's shape."""
     exact: bool = False
-    """A buffer that keeps its own type wherever it goes."""
+    """A buffer that is never cast to another type."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Into how many parts a dimension is divided, and which this rank has."""
+    """The number of parts into which a dimension is divided, and the index of this rank's part."""
 
     count: int
     index: int
 
     def rows(self, local: int) -> tuple[int, tuple[int, int]]:
-        """Size of a whole dimension, and the range of it, from the size of the part."""
+        """Return the size of the whole dimension and this rank's range of it. local: size of this rank's part."""
         return local * self.count, (local * self.index, local * (self.index + 1))
 
 
 def slots(models: Sequence[Any], of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> list[Held]:
-    """What this rank holds, chunk by chunk; the same names and boxes in the same order at every call.
+    """List the slots of this rank, chunk by chunk; the same names and boxes in the same order at every call.
 
-    models: as `model.build` gives them, or wrapped (anything whose `.module` leads to them). of: what of a parameter
-    the views are of, of its shape: itself, or its gradient (`lambda p: p.main_grad`; buffers are asked for too).
+    models: as `model.build` returns them, or wrapped (anything whose `.module` leads to them). of: maps a parameter or
+    buffer to the tensor of the same shape that the views show: itself, or its gradient (`lambda p: p.main_grad`).
     """
     return [held for model in models for held in _of_chunk(unwrapped(model), of)]
 
 
 def pieces(models: Sequence[Any]) -> list[Piece]:
-    """The same as pieces of `weights/reshard.py`; views that an update changes."""
+    """Return the same slots as pieces of `weights/reshard.py`; views that an update changes."""
     return [Piece(h.name, h.shape, h.box, h.view, h.exact) for h in slots(models)]
 
 
@@ -90,7 +90,7 @@ def load(models: Sequence[Any], folder: Path) -> None:
 
 
 def in_folder(folder: Path, name: str) -> bool:
-    """Whether HF safetensors hold a tensor."""
+    """Return True if HF safetensors hold a tensor of that name."""
     import json
 
     from safetensors import safe_open
@@ -103,7 +103,7 @@ def in_folder(folder: Path, name: str) -> bool:
 
 
 def unwrapped(model: Any) -> Any:
-    """The GPTModel inside of Megatron's wrappers."""
+    """Return the GPTModel inside Megatron's wrappers."""
     while not hasattr(model, "arch"):
         model = model.module
     return model
@@ -121,7 +121,7 @@ Cut = Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]
 
 
 def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
-    """(checkpoint name, whole shape, box, view) of all that one parameter consists of."""
+    """Yield (checkpoint name, whole shape, box, view) of each checkpoint tensor in one parameter."""
     groups, arch = model.pg_collection, model.arch
     tp = Shards(groups.tp.size(), groups.tp.rank())
     if name in OUTSIDE:
@@ -130,7 +130,7 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     assert found, name
     number, inside = model.decoder.layers[int(found[1])].layer_number - 1, found[2]
-    # Experts one by one, or several in a module that numbers its weights.
+    # Experts are separate modules, or several are in one module that numbers its weights.
     inside = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)$", r"experts.local_experts.\2.\1", inside)
     expert = re.search(r"\.local_experts\.(\d+)\.", inside)
     if expert:
@@ -176,7 +176,7 @@ def _outside(model: Any, name: str, data: torch.Tensor, tp: Shards) -> Cut:
 
 
 def _qkv(model: Any, names: list[str], data: torch.Tensor, tp: Shards) -> Cut:
-    """Of a weight [groups * (r + 2) * head, hidden], or a bias: three for each group that is here."""
+    """Cut a weight [groups * (r + 2) * head, hidden], or a bias: three parts for each group on this rank."""
     s = model.arch.settings
     r, head = s["num_attention_heads"] // s["num_query_groups"], s["kv_channels"]
     grouped = data.unflatten(0, (-1, r + 2, head))

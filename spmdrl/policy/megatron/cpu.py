@@ -1,9 +1,9 @@
 """Megatron-core on CPUs.
 
-Megatron asks torch for CUDA devices, streams and random states by name. Here every loaded module of it gets, in place
-of its global name `torch`, a stand-in that answers for the CPU and passes everything else through; torch itself stays
-as it is, for other libraries in this process depend on it. Nothing is left out but streams, so the numbers are the
-same. Nothing here is active where ranks work on GPUs.
+Megatron asks torch for CUDA devices, streams and random states by name. Here the global name `torch` of each of its
+loaded modules is replaced by a stand-in that answers for the CPU and passes everything else through; torch itself is
+unchanged, because other libraries in this process depend on it. Only streams are omitted, so the numbers are the same.
+Nothing here is active if ranks work on GPUs.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _Nothing:
-    """A CUDA stream or event: whatever is done with it does nothing."""
+    """Stands in for a CUDA stream or event; every operation on it does nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -40,7 +40,7 @@ class _Nothing:
 
 
 class _Cuda(types.ModuleType):
-    """torch.cuda, as far as Megatron uses it, on the CPU."""
+    """The functions of torch.cuda that Megatron uses, on the CPU."""
 
     Stream = Event = _Nothing
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
@@ -86,7 +86,7 @@ class _Distributed(types.ModuleType):
 
 
 class _Torch(types.ModuleType):
-    """torch, as megatron.core sees it."""
+    """Stands in for torch in the modules of megatron.core."""
 
     cuda = _Cuda("torch.cuda")
     distributed = _Distributed("torch.distributed")
@@ -112,11 +112,11 @@ STAND_IN = _Torch("torch")
 
 
 def install() -> None:
-    """Make megatron.core run on this machine's CPU; nothing where ranks work on GPUs. May be called again."""
+    """Make megatron.core run on this machine's CPU; does nothing if ranks work on GPUs. May be called again."""
     if repairs.on_gpus():
         return
     with repairs.quiet():
-        # Its small functions would each be compiled at first use, which takes seconds and gains nothing here.
+        # Each of Megatron's small functions would be compiled at first use, which takes seconds and gains nothing here.
         importlib.import_module("megatron.core.jit").disable_jit_fuser()
     repairs.load()
     for name, module in list(sys.modules.items()):
@@ -137,7 +137,7 @@ def _random_states() -> None:
 
     @contextlib.contextmanager
     def fork(self, name=random._MODEL_PARALLEL_RNG_TRACKER_NAME):
-        # Megatron's own warns at every use that the host's random state moved: here it is the device's.
+        # Megatron's own warns at every use that the host's random state changed; on a CPU it is the device's.
         before = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
@@ -157,10 +157,10 @@ def _linear() -> None:
     if getattr(own, "by_host", False):
         return
 
-    # With its attributes: Megatron looks for them under the name that this takes.
+    # wraps copies the attributes, which Megatron looks for under this name.
     @functools.wraps(own)
     def linear(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more):
-        # Without a collective in it, it is a product like any other.
+        # Without a collective it is a plain product.
         special = allreduce_dgrad or sequence_parallel or more.get("grad_output_buffer") is not None
         if special or not takes(input, weight):
             return own(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **more)
@@ -174,7 +174,7 @@ def _experts() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor, as_numpy=False, record_stream=False):
-        # Split sizes are wanted as numpy; Megatron's own makes them so only on their way from a GPU.
+        # Callers want split sizes as numpy; Megatron's own converts them only when it copies from a GPU.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     for module in (moe_utils, token_dispatcher):

@@ -1,7 +1,7 @@
 """HF architectures in Megatron's terms: settings of a TransformerConfig, and the names of parameters in checkpoints.
 
-A family is a function that adds its settings to those that all share, and where its checkpoints have other names, a
-table of them; `FAMILIES` lists all. Nothing here imports Megatron.
+A family is a function that adds its settings to the common ones, with a table of the names (`names.py`) that differ in
+its checkpoints; `FAMILIES` lists all. Nothing here imports Megatron.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from spmdrl.policy.megatron.names import GEMMA2, LATENT, MIXTRAL, NAMES, Names
+
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -20,59 +22,10 @@ ACTIVATIONS = {
 ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of a sequence."""
 
-Names = dict[str, tuple[str, ...]]
-"""Parameter of a Megatron layer -> tensors of a HF layer that it consists of; `E` is the number of an expert."""
-
-NAMES: Names = {
-    "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-    "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
-    "mlp.router.weight": ("mlp.gate.weight",),
-    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
-    "mlp.experts.E.linear_fc1.weight": ("mlp.experts.E.gate_proj.weight", "mlp.experts.E.up_proj.weight"),
-    "mlp.experts.E.linear_fc2.weight": ("mlp.experts.E.down_proj.weight",),
-    "mlp.shared_experts.linear_fc1.weight": (
-        "mlp.shared_experts.gate_proj.weight",
-        "mlp.shared_experts.up_proj.weight",
-    ),
-    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
-}
-OUTSIDE = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-"""Parameters that belong to no layer."""
-LATENT: Names = {
-    "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
-    "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),
-    "self_attention.q_layernorm.weight": ("self_attn.q_a_layernorm.weight",),
-    "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight",),
-    "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
-    "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
-    "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
-}
-GEMMA2: Names = {
-    "self_attention.linear_proj.post_norm.weight": ("post_attention_layernorm.weight",),
-    "pre_mlp_layernorm.weight": ("pre_feedforward_layernorm.weight",),
-    "mlp.linear_fc2.post_norm.weight": ("post_feedforward_layernorm.weight",),
-}
-MIXTRAL: Names = {
-    "mlp.router.weight": ("block_sparse_moe.gate.weight",),
-    "mlp.experts.E.linear_fc1.weight": ("block_sparse_moe.experts.E.w1.weight", "block_sparse_moe.experts.E.w3.weight"),
-    "mlp.experts.E.linear_fc2.weight": ("block_sparse_moe.experts.E.w2.weight",),
-}
-
 
 @dataclass
 class Architecture:
-    """One model as `model.py` builds it."""
+    """Description of one model, from which `model.py` builds it."""
 
     settings: dict
     """Keyword arguments of TransformerConfig; of MLATransformerConfig with `multi_latent_attention`."""
@@ -84,28 +37,28 @@ class Architecture:
     """The output head is the embedding."""
     rope_base: float
     frequencies: torch.Tensor | None = None
-    """Of the rotary embedding, float32 [head_dim / 2], where they are not those of its base."""
+    """Frequencies of the rotary embedding, float32 [head_dim / 2]; None if they follow from `rope_base`."""
     softcap: float | None = None
-    """Attention scores are capped at it."""
+    """Cap on attention scores."""
     embedding_scale: float | None = None
-    """Embeddings are multiplied with it."""
+    """Factor on embeddings."""
     post_norms: bool = False
-    """Attention and feed-forward are normed again before they join the residual."""
+    """The outputs of attention and feed-forward are normed before they are added to the residual."""
     beside: str = ""
-    """How tensors of the checkpoint begin that are not trained but saved as they are: a vision tower."""
+    """Prefix of checkpoint tensors that are not trained but saved unchanged: a vision tower."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What one architecture has of its own."""
+    """The settings and names in which one architecture differs from the common ones."""
 
     adapt: Callable[[Any, Architecture], None] = lambda h, a: None
-    """(HF config, architecture as all share it): changes the latter in place."""
+    """(HF config, architecture with the common settings): changes the latter in place."""
     names: Names = field(default_factory=dict)
 
 
 def describe(h: Any) -> Architecture:
-    """A HF config in Megatron's terms.
+    """Translate a HF config into Megatron's terms.
 
     Raises:
         ValueError: an architecture, or a setting of one, that has no converter.
@@ -116,7 +69,7 @@ def describe(h: Any) -> Architecture:
             "docs/megatron.md shows how to add one; --policy.backend fsdp trains any model of transformers"
         )
     family = FAMILIES[h.model_type]
-    # Of a model that sees, the part that reads and writes.
+    # Of a vision-language model only the language model.
     text = h.get_text_config()
     out = _common(text, bool(h.tie_word_embeddings))
     out.names |= family.names
@@ -162,7 +115,7 @@ def _common(h: Any, tied: bool) -> Architecture:
     if not windows and window and getattr(h, "use_sliding_window", True):
         windows = [1] * h.num_hidden_layers
     if any(windows) and window:
-        # The token itself counts to the window.
+        # HF's window includes the token itself.
         settings |= dict(window_size=(window - 1, 0), window_attn_skip_freq=windows)
     out = Architecture(
         settings=settings,
@@ -175,13 +128,13 @@ def _common(h: Any, tied: bool) -> Architecture:
     if not hasattr(h, "kv_lora_rank"):
         size = getattr(h, "head_dim", None) or h.hidden_size // heads
         settings |= dict(num_query_groups=h.num_key_value_heads, kv_channels=size, softmax_scale=size**-0.5)
-        # A factor on rotated queries and keys is one on their products.
+        # A factor on both rotated queries and keys is its square on their products.
         settings["softmax_scale"] *= _rope(h, out) ** 2
     return out
 
 
 def _rope(h: Any, out: Architecture) -> float:
-    """Set base and frequencies of the rotary embedding; the factor on queries and keys that goes with them."""
+    """Set base and frequencies of the rotary embedding; returns the factor on queries and keys that belongs to them."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = h.rope_parameters
@@ -210,7 +163,7 @@ def _qwen2(h: Any, out: Architecture) -> None:
 
 
 def _qwen2_5_vl(h: Any, out: Architecture) -> None:
-    # Text has the same position three times over: its rotary embedding in sections is the ordinary one.
+    # The three position components of a text token are equal, so its sectioned rotary embedding is the ordinary one.
     _qwen2(h, out)
     out.beside = "visual."
 
@@ -250,13 +203,13 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
     _llama(h, out)
     if not h.norm_topk_prob or not getattr(h, "rope_interleave", True):
         raise _refuse(h, "norm_topk_prob or rope_interleave set to false")
-    # Groups limit nothing where a token may choose from all of them.
+    # Groups do not limit the choice if a token may choose from all of them.
     limited = h.n_group != h.topk_group
     if limited and h.num_experts_per_tok // h.topk_group != 2:
         # Megatron scores a group by its best topk // topk_group experts, the model by its best two.
         raise _refuse(h, "num_experts_per_tok other than twice topk_group")
     head, rope = h.qk_nope_head_dim + h.qk_rope_head_dim, h.rope_parameters
-    # A factor on the rotary part alone would be one that differs within a head.
+    # A factor on the rotary part alone would differ within a head.
     if _rope(_RotaryHead(h), out) != 1.0:
         raise _refuse(h, "yarn with an mscale that differs from mscale_all_dim")
     out.settings |= dict(
@@ -284,7 +237,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         moe_shared_expert_intermediate_size=h.moe_intermediate_size * h.n_shared_experts,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        # The bias stays the checkpoint's: engines route with it too.
+        # The checkpoint's bias is kept: engines route with it too.
         moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=h.routed_scaling_factor,
         moe_router_num_groups=h.n_group if limited else None,
@@ -293,7 +246,7 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
 
 
 class _RotaryHead:
-    """A config with latent attention as transformers' rotary functions want it: only a part of a head is rotated."""
+    """A latent-attention config as transformers' rotary functions expect it: only part of a head is rotated."""
 
     def __init__(self, h: Any):
         self.hf, self.head_dim = h, h.qk_rope_head_dim
@@ -321,4 +274,4 @@ FAMILIES = {
     "deepseek_v3": Family(_deepseek_v3, LATENT),
     "gemma2": Family(_gemma2, GEMMA2),
 }
-"""By `model_type` of the HF config."""
+"""Families by `model_type` of the HF config."""

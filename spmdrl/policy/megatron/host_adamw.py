@@ -1,9 +1,9 @@
 """AdamW in host memory for Megatron's distributed optimizer (`--policy.host-optimizer`).
 
-Megatron's own, HybridDeviceOptimizer, cannot be resumed here: its groups hold classes, which no checkpoint of ours may
-name, its first load steps the model along random gradients, and it fails on float32 parameters. This one stands in its
-place, under its name, and is run by the same code: the "precision-aware" one, in which the optimizer holds the float32
-weights and the device none of them.
+Megatron's own HybridDeviceOptimizer cannot be resumed here: its groups hold classes, which our checkpoints may not
+name, its first load steps the model along random gradients, and it fails on float32 parameters. This optimizer replaces
+it under its name and is run by the same code, Megatron's "precision-aware" optimizer, in which the optimizer holds the
+float32 weights and the device holds none.
 """
 
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ from spmdrl.policy.optimizer import new_state
 
 @dataclass
 class Desk:
-    """Memory on the host through which one parameter at a time goes; pinned where the parameter is on a GPU."""
+    """Host buffers through which one parameter at a time passes; pinned if the parameter is on a GPU."""
 
     gradient: torch.Tensor
     """float32."""
     weights: torch.Tensor
     """In the parameter's type."""
     arrived: Any = None
-    """CUDA event: the gradient is here. None on a CPU."""
+    """CUDA event: the gradient has arrived. None on a CPU."""
     left: Any = None
-    """CUDA event: the weights are gone from here."""
+    """CUDA event: the weights have been copied to the device."""
 
     def fetch(self, p: torch.Tensor) -> None:
-        """Begin to bring a parameter's gradient."""
+        """Begin to copy a parameter's gradient to the host."""
         if self.left is not None:
             self.left.synchronize()
         self.gradient[: p.numel()].copy_(p.decoupled_grad.flatten(), non_blocking=True)  # type: ignore[attr-defined]
         self.arrived = self._mark(p)
 
     def send(self, p: torch.Tensor, master: torch.Tensor) -> None:
-        """Round float32 weights into a parameter, by as many bytes as it has."""
+        """Round float32 weights to the parameter's type and copy them into it."""
         rounded = self.weights[: p.numel()].view_as(p)
         rounded.copy_(master)
         p.detach().copy_(rounded, non_blocking=True)
@@ -54,22 +54,22 @@ class HostAdamW(torch.optim.AdamW):
     """AdamW (https://arxiv.org/abs/1711.05101) whose float32 weights and moments are in host memory.
 
     Parameters are the shards of the model that this rank updates, on the device and in any type. A step reads their
-    `decoupled_grad` and writes them, one after the other: the host holds 12 bytes of each element, and of the two
-    largest shards at a time the gradient too. `state` has for each "master_param" and torch's own three.
+    `decoupled_grad` and writes them, one after the other: the host holds 12 bytes per element, and also the gradients
+    of two shards at a time. `state` holds for each parameter "master_param" and torch's own three entries.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any):
-        """params: groups; further settings are those of Megatron's own, which this has no use for."""
+        """params: groups; further settings of Megatron's optimizer are accepted and ignored."""
         groups = [dict(group) for group in params]
         for p in (p for group in groups for p in group["params"]):
             if not p.is_leaf:
-                # A shard of a float32 parameter is a view of it.
+                # A shard of a float32 parameter is a view of the parameter.
                 p.retain_grad()
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     @property
     def sub_optimizers(self) -> list[torch.optim.AdamW]:
-        """Optimizers whose states count steps, for Megatron."""
+        """The optimizers whose state counts steps, for Megatron."""
         return [self]
 
     def _all(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
@@ -78,14 +78,14 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Make the state, from the parameters as they are, unless it is there."""
+        """Create the state from the parameters' values, unless it exists."""
         for p in (p for group in self.param_groups for p in group["params"] if p not in self.state):
             master = p.detach().to("cpu", torch.float32, copy=True)
             self.state[p] = {"master_param": master} | new_state(master)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One step along the gradients that Megatron left at the parameters."""
+        """Take one step with the gradients that Megatron stored on the parameters."""
         self.fill()
         todo = self._all()
         desks = [desk for p, _ in todo[:1] for desk in self._desks(p)]
@@ -94,7 +94,7 @@ class HostAdamW(torch.optim.AdamW):
             if not i:
                 desk.fetch(p)
             if i + 1 < len(todo):
-                # Travels while this one is computed.
+                # The next gradient is copied while this parameter is computed.
                 desks[(i + 1) % 2].fetch(todo[i + 1][0])
             if desk.arrived is not None:
                 desk.arrived.synchronize()
@@ -118,7 +118,7 @@ class HostAdamW(torch.optim.AdamW):
             desk.send(p, state["master_param"])
         for desk in desks:
             if desk.left is not None:
-                # The desks are let go.
+                # The buffers are freed after this.
                 desk.left.synchronize()
 
     def _desks(self, p: torch.Tensor) -> list[Desk]:
@@ -136,26 +136,26 @@ class HostAdamW(torch.optim.AdamW):
         state = self.state[p]
         for name, value in tensors.items():
             if name == "step":
-                # Megatron gives all parameters one tensor, which each of them would count up.
+                # Megatron gives all parameters the same tensor, which each of them would increment.
                 state[name] = value.detach().to("cpu", torch.float32, copy=True)
             else:
                 state["master_param" if name == "param" else name].copy_(value)
 
     @torch.no_grad()
     def update_fp32_param_by_new_param(self) -> None:
-        """Follow parameters that were read into the model."""
+        """Copy parameters that were loaded into the model to the float32 masters."""
         for p, state in self.state.items():
             state["master_param"].copy_(p)
 
     def dummy_step(self) -> None:
-        """Make the state before a load; Megatron's own steps along random gradients."""
+        """Create the state before a load; Megatron's own takes a step along random gradients."""
         self.fill()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Called by Megatron after a load; the state is nowhere else."""
+        """Do nothing when Megatron asks for a copy after a load: the state exists only once."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of torch; values are copied, and neither cast to the parameters' type nor moved to their device."""
+        """Load a state as torch does, but copy values without casting them to the parameters' type or moving them."""
         params = [p for group in self.param_groups for p in group["params"]]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -164,7 +164,7 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def install() -> None:
-    """Put it in the place of Megatron's own. May be called again."""
+    """Replace Megatron's optimizer by this one. May be called again."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -176,7 +176,7 @@ def install() -> None:
         return
 
     def take(self, model_param, tensors):
-        # Megatron would put parts of what it read, wherever that is, in the place of the state.
+        # Megatron would replace the state by parts of the tensors it read, whatever device those are on.
         if not isinstance(self.optimizer, HostAdamW):
             return inner(self, model_param, tensors)
         group, place = self.model_param_group_index_map[model_param]

@@ -1,4 +1,4 @@
-"""Modules of a Megatron policy: what Megatron does not have, and the layers put together.
+"""Modules of a Megatron policy that Megatron itself lacks, and layers composed of these and Megatron's.
 
 S tokens on a rank, D hidden.
 """
@@ -39,26 +39,26 @@ from spmdrl.policy.megatron.routing import Router, attach
 
 
 class Norm(nn.Module):
-    """RMSNorm; with `layernorm_zero_centered_gamma` its weight is what is added to 1 (Gemma)."""
+    """RMSNorm; with `layernorm_zero_centered_gamma` the factor is 1 + weight (Gemma)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
         self.eps, self.centered = eps, config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # finalize_model_grads sums over tp the gradients of what sees a part of the tokens only.
+        # finalize_model_grads sums over tp the gradients of modules that see only part of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x):
-        """[..., D] to the same."""
+        """Normalize [..., D]."""
         if self.centered:
-            # As transformers has it: rounded after the weight, not before.
+            # As in transformers: rounded after multiplying with the weight, not before.
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear layer that every rank of a tensor-parallel group holds whole: down projections of latent attention."""
+    """A linear layer that every rank of a tensor-parallel group holds whole: latent attention's down projections."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any):
         super().__init__()
@@ -67,13 +67,13 @@ class DuplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x):
-        """[..., input] to [..., output] and no bias."""
+        """Map [..., input] to [..., output]; the returned bias is None."""
         return F.linear(x, self.weight), None
 
 
 @cache
 def normed(linear: type, norm: type) -> type:
-    """A row-parallel linear layer whose output goes through a norm (Gemma's second norm of a block)."""
+    """Return a row-parallel linear layer class whose output is normed (Gemma's second norm of a block)."""
 
     class Normed(linear):
         def __init__(self, input_size, output_size, *, config, **kwargs):
@@ -88,21 +88,21 @@ def normed(linear: type, norm: type) -> type:
 
 
 class States(ColumnParallelLinear):
-    """In place of the output layer: its weight, but a forward that gives the states that would go into it.
+    """Replaces the output layer: it holds the weight, but its forward returns the hidden states unprojected.
 
-    What makes numbers of them (`schedule.py`) gives every rank of a tensor-parallel group the whole gradient.
+    `schedule.py` applies the head; it gives every rank of a tensor-parallel group the whole gradient of the states.
     """
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         """[S / tp or S, 1, D] to [S, 1, D]."""
         if self.sequence_parallel:
-            # Each rank takes back the gradient of its own tokens.
+            # In the backward each rank gets the gradient of its own tokens.
             return gather_from_sequence_parallel_region(input_, False, self.tp_group), None
         return input_, None
 
 
 class Scalar(nn.Module):
-    """As `States`, for a head that every rank of a tensor-parallel group holds and computes: one number, [1, D]."""
+    """As `States`, for a head to one number, [1, D], that every rank of a tensor-parallel group holds whole."""
 
     def __init__(self, config: Any, tp_group: Any):
         super().__init__()
@@ -118,7 +118,7 @@ class Scalar(nn.Module):
 
 
 class Model(GPTModel):
-    """A GPTModel that ends in hidden states; `arch` and `head` say what it is."""
+    """A GPTModel whose output is hidden states; `arch` and `head` describe the model."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Model(GPTModel):
         stage: int | None,
         engine: bool,
     ):
-        """first, last: it embeds, it has the head. stage: of the virtual ones. engine: with TransformerEngine."""
+        """first: it has the embedding. last: it has the head. stage: virtual stage. engine: use TransformerEngine."""
         super().__init__(
             config,
             block(config, arch, stage, engine),  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ class Model(GPTModel):
             self.embedding.register_forward_hook(self._scaled)
         for name, p in self.named_parameters():
             if ".mlp.experts." in name:
-                # Megatron counts experts as its own only where ep > 1, and with etp < tp leaves out their sum over tp.
+                # Megatron treats experts separately only if ep > 1, and with etp < tp omits their sum over tp.
                 p.allreduce = False  # type: ignore[attr-defined]
         if arch.frequencies is not None:
             module: Any
@@ -166,12 +166,12 @@ class Model(GPTModel):
         return output * torch.tensor(self.arch.embedding_scale, dtype=output.dtype, device=output.device)
 
     def _is_in_embd_group(self):
-        # Both copies of a tied embedding are read from files; Megatron would add them up over the pipeline.
+        # Both copies of a tied embedding are read from files; Megatron would add them over the pipeline.
         return False
 
 
 def block(config: Any, arch: Architecture, stage: int | None, engine: bool) -> TransformerBlockSubmodules:
-    """The layers of one stage."""
+    """Return the layer specs of one stage."""
     sparse = as_list(config.moe_layer_freq) if config.num_moe_experts else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage=stage)
     mine = sparse[first : first + get_num_layers_to_build(config, vp_stage=stage)]
@@ -188,17 +188,17 @@ def _norm(engine: bool) -> Any:
 
 
 def layer(config: Any, arch: Architecture, sparse: bool, engine: bool) -> ModuleSpec:
-    """One layer as Megatron's spec of it. sparse: a mixture of experts."""
+    """Return Megatron's spec of one layer. sparse: its feed-forward is a mixture of experts."""
     column, row, down, core = ColumnParallelLinear, RowParallelLinear, DuplicatedLinear, CoreAttention
     norm = _norm(engine)
     if engine:
         from megatron.core.extensions import transformer_engine as te
 
         column, row, down = te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELinear
-        # TransformerEngine has no cap on scores.
+        # TransformerEngine cannot cap scores.
         core = CoreAttention if arch.softcap else te.TEDotProductAttention
     else:
-        # One of the classes that Megatron's latent attention takes for what is not divided over tp.
+        # Megatron's latent attention accepts this class among those that are not divided over tp.
         mla.Linear = DuplicatedLinear
     core = ModuleSpec(core, params={"softcap": arch.softcap} if core is CoreAttention else {})
     out = normed(row, norm) if arch.post_norms else row

@@ -1,4 +1,4 @@
-"""How a Megatron policy is divided over ranks, and whether a model can be divided so."""
+"""The division of a Megatron policy over ranks, and checks that a model can be divided so."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -6,36 +6,36 @@ from math import gcd
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of Megatron's axes; what they leave of the ranks is data parallelism."""
+    """Sizes of Megatron's axes; the remaining factor of the number of ranks is data parallelism."""
 
     tp: int = 1
-    """Heads, feed-forward columns and the vocabulary."""
+    """Divides heads, feed-forward columns and the vocabulary."""
     cp: int = 1
-    """Tokens of each sequence (the `sp` axis of the mesh)."""
+    """Divides the tokens of each sequence (the `sp` axis of the mesh)."""
     pp: int = 1
-    """Layers."""
+    """Divides the layers."""
     virtual_stages: int = 1
-    """Parts of the model that a rank of a pipeline holds, in turn with the others."""
+    """Non-adjacent parts of the model that each pipeline rank holds."""
     ep: int = 1
-    """Experts; inside what tp, cp and data parallelism make up."""
+    """Divides the experts, over the ranks of tp, cp and data parallelism."""
     etp: int = 1
-    """Columns of each expert."""
+    """Divides the columns of each expert."""
     sequence_parallel: bool = True
-    """Between the tensor-parallel parts of a layer, tokens are divided over tp; no effect at tp 1."""
+    """Divide tokens over tp between the tensor-parallel parts of a layer; no effect at tp 1."""
     last_stage_layers: int = 0
-    """Layers of the last stage, while the others divide the rest; 0: all stages have as many."""
+    """Layers of the last stage; the other stages share the rest equally. 0: all stages have the same number."""
 
     @property
     def sp(self) -> bool:
-        """Tokens are divided over tp between its parts of a layer."""
+        """True if sequence parallelism is in effect."""
         return self.sequence_parallel and self.tp > 1
 
 
 def check_ranks(layout: Layout, ranks: int) -> None:
-    """Whether the axes fit a number of ranks.
+    """Check that the axes fit a number of ranks.
 
     Raises:
-        ValueError: they do not; the message names the flag and values that would do.
+        ValueError: they do not; the message names the flag and values that would fit.
     """
     dense, experts = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp
     if ranks % dense:
@@ -56,10 +56,10 @@ def check_ranks(layout: Layout, ranks: int) -> None:
 
 
 def check_model(layout: Layout, settings: dict) -> None:
-    """Whether a model can be divided so; settings: keyword arguments of its TransformerConfig (`families.py`).
+    """Check that the layout can divide a model. settings: keyword arguments of its TransformerConfig (`families.py`).
 
     Raises:
-        ValueError: it cannot; the message names the flag and values that would do.
+        ValueError: it cannot; the message names the flag and values that would fit.
     """
     experts = settings.get("num_moe_experts") or 0
     mla = settings.get("multi_latent_attention", False)
@@ -88,7 +88,7 @@ def check_model(layout: Layout, settings: dict) -> None:
             f"--parallel.ep {layout.ep}, --parallel.etp {layout.etp}: the model has no experts; leave both at 1"
         )
     if layout.tp > 1 and not layout.sequence_parallel and (experts or mla):
-        # Megatron refuses the first; with the second it sums gradients of latents and rotary keys over tp wrongly.
+        # Megatron refuses experts here; under latent attention it sums gradients of latents and rotary keys wrongly.
         raise ValueError(
             f"--parallel.tp {layout.tp}: a mixture of experts, or latent attention, needs sequence parallelism too; "
             "leave out --parallel.no-sequence-parallel"
@@ -96,16 +96,16 @@ def check_model(layout: Layout, settings: dict) -> None:
 
 
 def stages(layout: Layout, layers: int) -> list[int]:
-    """Layers of each stage of the pipeline.
+    """Return the number of layers of each pipeline stage.
 
     Raises:
-        ValueError: they cannot be divided so; the message names the flag and values that would do.
+        ValueError: the layers cannot be divided so; the message names the flag and values that would fit.
     """
     last, others = layout.last_stage_layers, layout.pp - 1
-    # What leaves as many for each of the others, nearest to an even share first.
+    # Sizes of the last stage that leave all others an equal number of layers, nearest to an even share first.
     uneven = [n for n in range(1, layers - others + 1) if others and (layers - n) % others == 0]
     uneven.sort(key=lambda n: abs(n - layers / layout.pp))
-    # Of these, what virtual stages divide as well.
+    # Keep those that the virtual stages divide too.
     parts = layout.virtual_stages
     would = [n for n in uneven if n % parts == 0 and (layers - n) // others % parts == 0]
     nothing = "nothing" + (f" with --parallel.virtual-stages {parts}" if parts > 1 else " with this --parallel.pp")
@@ -126,21 +126,21 @@ def stages(layout: Layout, layers: int) -> list[int]:
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:
-    """ValueError with the values that would do, unless size divides count."""
+    """Raise ValueError, naming the values that would fit, unless size divides count."""
     if count % size:
         raise ValueError(f"{flag} {size}: the model has {count} {what}; {flag} may be {some(divisors(count))}")
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
+    """Return the divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def some(values: list[int]) -> str:
-    """The first few, for a message."""
+    """Format the first few values for a message."""
     return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")
 
 
 def as_list(value: int | list[int]) -> list[int]:
-    """A list, or one of a single value."""
+    """Return a list unchanged, a single value as a list of one."""
     return value if isinstance(value, list) else [value]

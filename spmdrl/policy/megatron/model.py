@@ -1,7 +1,7 @@
 """Megatron's process groups, and HF models as Megatron's GPTModel.
 
-On a CPU, and on a GPU without TransformerEngine, layers are Megatron's own in plain torch; with TransformerEngine they
-are its. Parameters have the same names either way: norms are modules of their own, not fused into what follows.
+On a CPU, and on a GPU without TransformerEngine, layers are Megatron's own in plain torch; otherwise they are those of
+TransformerEngine. Parameters have the same names either way: norms are separate modules, not fused into the next layer.
 """
 
 import logging
@@ -22,13 +22,13 @@ from spmdrl.spmd.mesh import apart_from_default
 
 log = logging.getLogger("spmdrl")
 SEED = 1
-"""Of Megatron's random states; nothing that is trained here draws from them."""
+"""Seed of Megatron's random states; training here never draws from them."""
 TESTED = "0.16."
-"""How versions of megatron-core begin that are taken without a warning, from 0.16.1 on."""
+"""Prefix of the megatron-core versions that are accepted without a warning, from 0.16.1 on."""
 
 
 def require() -> None:
-    """Raises ValueError where megatron-core is not installed; repairs it, and installs what it needs on a CPU."""
+    """Install the fixes of `repairs.py` and, on a CPU, of `cpu.py`; ValueError if megatron-core is not installed."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(
             "--policy.backend megatron needs megatron-core: "
@@ -46,9 +46,10 @@ def _warn_of(found: str) -> None:
 
 
 def initialize(layout: Layout) -> None:
-    """Megatron's process groups over the default one, in the order of the training mesh. Collective; for every layout.
+    """Create Megatron's process groups over the default group, in the order of the training mesh. Collective.
 
-    Ranks from the innermost axis outwards: tp, cp, data, pp, and for experts etp, ep, data, pp.
+    May be called again for another layout. Axes from the innermost outwards are tp, cp, data, pp; for experts they are
+    etp, ep, data, pp.
 
     Raises:
         ValueError: the axes do not fit the number of ranks, or megatron-core is missing.
@@ -60,11 +61,11 @@ def initialize(layout: Layout) -> None:
     check_ranks(layout, dist.get_world_size())
     for group in parallel_state._global_process_group_list or []:
         if group in dist.distributed_c10d._world.pg_map:
-            # Of another layout: each gloo group has a thread that wakes a hundred times a second.
+            # Groups of an earlier layout: each gloo group has a thread that wakes a hundred times a second.
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
-    # Split off the default communicator, each group would take all ranks of the job, thousands of times on hundreds of
-    # GPUs, and one on the host those that are not in it. Apart, a communicator is made when its ranks first use it.
+    # A group split off the default communicator involves all ranks of the job, thousands of times on hundreds of GPUs;
+    # a host group involves even ranks outside it. A separate communicator is made when its ranks first use it.
     with apart_from_default():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -81,7 +82,7 @@ def initialize(layout: Layout) -> None:
 def transformer_config(
     arch: Architecture, layout: Layout, dtype: torch.dtype, device: torch.device, **more: Any
 ) -> Any:
-    """Megatron's config of a model. more: keyword arguments of TransformerConfig that take precedence."""
+    """Return Megatron's config of a model. more: keyword arguments of TransformerConfig that take precedence."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     make: Any = MLATransformerConfig if arch.settings.get("multi_latent_attention") else TransformerConfig
@@ -137,24 +138,24 @@ def build(
     head: Head = "lm",
     **more: Any,
 ) -> list[Any]:
-    """This rank's part of a model: one GPTModel for each virtual stage, in order.
+    """Build this rank's part of a model: one GPTModel for each virtual stage, in order.
 
-    Its forward (see `attention.make_pack`) gives, on the last stage, hidden states [1, S, D] after the last norm, alike
-    on every rank of a tensor-parallel group; on others what the next stage takes. The gradient that comes back to them
-    must be whole on each rank of the group: what each makes of its part of the vocabulary (`head_weight`) is summed
-    by who computes it.
+    The forward (see `attention.make_pack`) returns hidden states [1, S, D] after the last norm on the last stage, alike
+    on every rank of a tensor-parallel group; on other stages the input of the next stage. The gradient of the hidden
+    states must be complete on each rank of the group: the caller sums the contributions of the ranks' parts of the
+    vocabulary (`head_weight`).
 
     Args:
-        hf_config: of transformers.
-        folder: HF safetensors that fill it; None leaves weights as memory was.
-        layout: that of `initialize`.
-        dtype: of parameters.
-        device: of this rank.
+        hf_config: configuration of transformers.
+        folder: HF safetensors that fill it; None leaves the weights uninitialized.
+        layout: the layout given to `initialize`.
+        dtype: type of the parameters.
+        device: this rank's device.
         head: `lm`; `value` or `score` for a linear layer to one number in place of the vocabulary.
         more: as in `transformer_config`.
 
     Raises:
-        ValueError: a model without converter, or that the layout does not divide.
+        ValueError: a model without a converter, or one that the layout does not divide.
     """
     require()
     from megatron.core import parallel_state
@@ -180,9 +181,9 @@ def build(
 
 
 def head_weight(model: Any) -> tuple[torch.Tensor, int]:
-    """The rows of the output head that this rank holds, [rows, D] without padding, and the number of the first.
+    """Return this rank's rows of the output head, [rows, D] without padding, and the index of the first row.
 
-    Of the `value` and `score` heads: all of it, [1, D]. Only on the last stage.
+    For the `value` and `score` heads: the whole head, [1, D]. Only on the last stage.
     """
     if model.head != "lm":
         return model.output_layer.weight, 0

@@ -31,14 +31,14 @@ from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_mode
 
 
 def layout_of(cfg: Config) -> Layout:
-    """The axes that the settings ask for."""
+    """Return the layout that the settings ask for."""
     axes = cfg.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
     return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers)
 
 
 def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
-    """Weight of the loss and rate of the bias for evenly used experts (`routing.py`), 0 where a model has none of it.
+    """Return the loss weight and the bias rate for evenly used experts (`routing.py`); 0 if the model lacks them.
 
     Raises:
         ValueError: they are demanded, and the model has no experts or no bias.
@@ -55,7 +55,7 @@ def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float,
 
 
 class MegatronPolicy(Learner):
-    """See `policy/contract.py`."""
+    """The Policy contract (`policy/contract.py`) on Megatron-core."""
 
     keeps_masters = True
 
@@ -71,10 +71,10 @@ class MegatronPolicy(Learner):
         routing_replay: bool = False,
         adapt: bool = False,
     ):
-        """As `FsdpPolicy`. Collective; models of one process share Megatron's groups.
+        """Build a model; arguments as of `FsdpPolicy`. Models of one process share Megatron's groups. Collective.
 
         Raises:
-            ValueError: a model without converter, or one that the layout does not divide.
+            ValueError: a model without a converter, or one that the layout does not divide.
         """
         from transformers import AutoConfig
 
@@ -93,7 +93,7 @@ class MegatronPolicy(Learner):
         if not parallel_state.model_parallel_is_initialized():
             initialize(self.grid)
         if path and path != cfg.model.path and not describe(self.hf_config).settings.get("num_moe_experts"):
-            # A dense critic or reward model beside a mixture of experts.
+            # A critic or reward model may be dense while the policy is a mixture of experts.
             self.grid = replace(self.grid, ep=1, etp=1)
         recompute = dict(recompute_granularity=cfg.policy.recompute)
         if cfg.policy.recompute == "full":
@@ -156,7 +156,7 @@ class MegatronPolicy(Learner):
             move_biases(self.chunks, self.bias_rate)
 
     def zero_grad(self) -> None:
-        """Megatron's buffers are zeroed where a gradient begins."""
+        """See `Learner`. Does nothing: `gradient` zeroes Megatron's buffers first."""
 
     # ── weights, memory, checkpoints ─────────────────────────────────────────
 
@@ -202,7 +202,7 @@ class MegatronPolicy(Learner):
             self.away.pop()
 
     def save(self, folder: Path) -> None:
-        """See the contract. Weights in the type they are computed in; AdamW's own copies stand in the state."""
+        """See the contract. Weights are written in the compute type; the state holds AdamW's own copies."""
         save_model(folder / "model", self.pieces(), self.world, self.dtype, self.fixed, self.kept)
         if self.trainer:
             self.trainer.save(folder / "state" / "optimizer")

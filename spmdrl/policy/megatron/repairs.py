@@ -1,10 +1,10 @@
-"""What is put right in Megatron-core itself, on every machine; what a CPU needs besides is in `cpu.py`.
+"""Fixes of Megatron-core itself, for every machine; further ones for CPUs are in `cpu.py`.
 
 _steps    its distributed optimizer reads a saved state into torch's AdamW, whose counts of steps the state lacks:
           active everywhere
 _engine   routers and latent attention ask for names that only TransformerEngine brings: active everywhere
-host_adamw.py  its optimizer on the host cannot be resumed: another stands in its place, active everywhere
-NOISE     warnings of it that nobody can act on are left out: active everywhere
+host_adamw.py  its optimizer on the host cannot be resumed and is replaced: active everywhere
+NOISE     its warnings that nobody can act on are suppressed: active everywhere
 """
 
 import contextlib
@@ -28,36 +28,36 @@ MODULES = (
     "transformer.multi_latent_attention",
     "transformer.moe.moe_layer",
 )
-"""What a policy uses of megatron.core; these bring in the rest."""
+"""The modules of megatron.core that a policy uses; importing these imports the rest."""
 NOISE = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"When using .* CUDA_DEVICE_MAX_CONNECTIONS",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
-"""Warnings of every step that its user can do nothing about."""
+"""Warnings at every step on which a user cannot act."""
 
 
 @contextlib.contextmanager
 def quiet():
-    """Megatron says at import and construction that Apex and TransformerEngine are missing; that is meant here."""
+    """Suppress Megatron's warnings that Apex and TransformerEngine are missing, which is intended here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def load() -> dict[str, Any]:
-    """MODULES by name, imported without what they say of missing libraries."""
+    """Import MODULES, without their warnings about missing libraries; returns them by name."""
     with quiet():
         return {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
 
 
 def on_gpus() -> bool:
-    """Whether the ranks of this program work on GPUs. A machine that has some may run a program on its CPUs."""
+    """Return True if this program's ranks work on GPUs; a machine with GPUs may run a program on its CPUs."""
     return "nccl" in dist.get_backend() if dist.is_initialized() else torch.cuda.is_available()
 
 
 def install() -> None:
-    """Put right what this program needs. May be called again."""
+    """Install the fixes. May be called again."""
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
     _engine(load())
@@ -66,7 +66,7 @@ def install() -> None:
 
 
 def _engine(loaded: dict[str, Any]) -> None:
-    """Everywhere: what is guarded by TransformerEngine's file in Megatron, which is there without TransformerEngine."""
+    """Fix guards that look for Megatron's own TransformerEngine file, which exists even without TransformerEngine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -76,7 +76,7 @@ def _engine(loaded: dict[str, Any]) -> None:
 
 
 def _steps() -> None:
-    """Everywhere: AdamW's counts of steps, which saved states lack, come back from them."""
+    """Restore AdamW's step count of each parameter after a load, because saved states lack it."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     inner = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -85,7 +85,7 @@ def _steps() -> None:
 
     @torch.no_grad()
     def restore(self, model_param, tensors):
-        # torch's AdamW counts the steps of each parameter, where saved states have one count of a group.
+        # torch's AdamW counts steps per parameter; saved states have one count per group.
         group, place = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
         if "step" not in tensors and "step" in state:

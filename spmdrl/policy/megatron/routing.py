@@ -1,11 +1,11 @@
 """Routers of a Megatron policy: choices told to them, a loss for evenly used experts, a bias that follows their load.
 
-What routers need to know of a pack travels with it (`attention.Params.routing`) and is put before a router when its
-layer begins, so that activation checkpointing, which runs a layer again after other packs have passed, finds it too.
+A pack carries the facts that routers need (`attention.Params.routing`); a router gets them when its layer begins, so
+that activation checkpointing, which runs a layer again after other packs have passed, sees the right ones too.
 
 The loss is the load balancing loss of https://arxiv.org/abs/2101.03961 in each sequence by itself, as in DeepSeek-V3
 (https://arxiv.org/abs/2412.19437, eq. 17 to 20): sequences are never divided over micro-batches or data, so it is the
-same on every layout. Megatron's own counts a micro-batch together, or averages counts of those that came before.
+same on every layout. Megatron's own loss counts a whole micro-batch, or averages the counts of earlier ones.
 
 S tokens of a pack on this rank (a tp-th of it under sequence parallelism), B sequences, L layers with experts, E
 experts, K of them for a token.
@@ -31,16 +31,16 @@ from spmdrl.policy.megatron.layout import as_list
 
 @dataclass
 class Routing:
-    """What routers must know of a pack; rows in the order in which a router gets its tokens."""
+    """Facts that routers need about a pack; rows are in the order in which a router gets its tokens."""
 
     sequence_S: torch.Tensor
-    """int64: which sequence each token belongs to; B for padding, and for all of a pack that stands in for nothing."""
+    """int64: sequence of each token; B for padding, and for all tokens of a stand-in pack."""
     lengths_B: torch.Tensor
-    """float32: tokens of each sequence, of all ranks together."""
+    """float32: tokens of each sequence, over all ranks."""
     weight: float
-    """Of the loss for one token: its coefficient divided by the tokens of the whole update; 0 for none."""
+    """Weight of one token's loss: the coefficient divided by the tokens of the whole update; 0: no loss."""
     told_SLK: torch.Tensor | None = None
-    """Experts to choose, FREE (-1) where the router chooses; None: it does everywhere."""
+    """Experts that the router must choose, FREE (-1) where it chooses itself; None: it always chooses itself."""
 
 
 def plan(
@@ -51,11 +51,11 @@ def plan(
     weight: float,
     told_TLK: torch.Tensor | None,
 ) -> Routing:
-    """The routing of one pack.
+    """Make the Routing of one pack.
 
-    rows_S: `Pack.rows`. lengths_B: of its sequences. real: not a stand-in. part: into how many equal parts sequence
-    parallelism cuts the pack, and which is this rank's. weight, told_TLK: as in `Routing`, the latter for all tokens of
-    the pack in their order.
+    rows_S: `Pack.rows`. lengths_B: lengths of its sequences. real: False for a stand-in. part: the number of equal
+    parts into which sequence parallelism cuts the pack, and the index of this rank's. weight, told_TLK: as in
+    `Routing`, the latter for all tokens of the pack in their order.
     """
     count, index = part
     rows = rows_S.chunk(count)[index]
@@ -70,21 +70,21 @@ def plan(
 
 
 class Router(TopKRouter):
-    """Megatron's, with choices that can be told, and counts and loss over a pack's own tokens."""
+    """Megatron's router, extended by prescribed choices, and by counts and a loss over a pack's real tokens."""
 
     place = 0
-    """Which of the model's layers with experts this is, from 0."""
+    """Index of this layer among the model's layers with experts, from 0."""
     routing_of: Routing | None = None
-    """Of the pack that is under way."""
+    """Routing of the pack in progress."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Asked by Megatron where it would choose by topk; no module, which this one would be a part of itself by.
+        # Megatron calls it in place of topk. Not a module: this router would become a submodule of itself.
         self.router_replay: Any = SimpleNamespace(get_replay_topk=self._choose)
         self.forget()
 
     def forget(self) -> None:
-        """No token has been seen."""
+        """Reset the counts and the loss."""
         device = self.weight.device
         self.load_E = torch.zeros(len(self.weight), dtype=torch.float64, device=device)
         self.balance = torch.zeros((), dtype=torch.float64, device=device)
@@ -92,7 +92,7 @@ class Router(TopKRouter):
     def _choose(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and numbers of the chosen experts, [S, K] each. scores: [S, E]."""
+        """Return scores and indices of the chosen experts, [S, K] each. scores: [S, E]."""
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         told = self.routing_of.told_SLK if self.routing_of else None
         if told is None:
@@ -101,10 +101,10 @@ class Router(TopKRouter):
         return scores.gather(1, chosen), chosen
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
-        """See Megatron's; [S, 1, E] to weights and choices, [S, E] each."""
+        """Route as Megatron does, [S, 1, E] -> weights and choices, [S, E] each; also counts, and attaches the loss."""
         probs, chosen = super().routing(logits, padding_mask)
         now = self.routing_of
-        # Passes without gradient are no part of an update: old logp, and the first of two under checkpointing.
+        # Passes without gradient do not belong to an update: old logp, and the first of two under checkpointing.
         if now is None or not self.training or not torch.is_grad_enabled():
             return probs, chosen
         real = now.sequence_S < len(now.lengths_B)
@@ -116,7 +116,7 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _loss(self, logits_SE: torch.Tensor, now: Routing) -> torch.Tensor:
-        """Sum over sequences of length * E * sum of f * P: this rank's part of it. Collective over tp and cp."""
+        """Return this rank's part of the sum over sequences of length * E * sum of f * P. Collective over tp and cp."""
         chosen, scores = compute_routing_scores_for_aux_loss(logits_SE, self.topk, self.score_function)
         sums = [
             x.new_zeros(len(now.lengths_B) + 1, x.shape[1]).index_add(0, now.sequence_S, x)[:-1]
@@ -128,7 +128,7 @@ class Router(TopKRouter):
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor as it is, whose backward starts that of a loss as well, with a gradient of 1."""
+    """Returns a tensor unchanged; its backward also starts the backward of a loss, with a gradient of 1."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -140,12 +140,12 @@ class _WithLoss(torch.autograd.Function):
 
 
 def routers(models: list[Any]) -> list[Router]:
-    """Those of this rank, in the order of the layers."""
+    """Return the routers of this rank, in the order of the layers."""
     return [m for model in models for m in model.modules() if isinstance(m, Router)]
 
 
 def attach(model: nn.Module, arch: Architecture) -> None:
-    """Number the routers of a chunk and have its layers tell them of their pack. model: a GPTModel."""
+    """Number the routers of a chunk and make its layers hand them the routing of their pack. model: a GPTModel."""
     if not arch.settings.get("num_moe_experts"):
         return
     freq = as_list(arch.settings["moe_layer_freq"])
@@ -161,9 +161,9 @@ def _tell(router: Router, layer: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def mean_loss(models: list[Any]) -> torch.Tensor:
-    """Mean over layers, summed over the tokens of this data position, of what `Router.balance` gathered. Collective.
+    """Return the mean over layers of the losses in `Router.balance`, summed over this data position's tokens.
 
-    For each token 1 where experts are used alike, and E / K where the same K are always chosen.
+    Per token it is 1 if experts are used evenly, and E / K if the same K are always chosen. Collective.
     """
     total = torch.zeros((), dtype=torch.float64, device=next(models[0].parameters()).device)
     for router in routers(models):
@@ -178,9 +178,9 @@ def mean_loss(models: list[Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def move_biases(models: list[Any], rate: float) -> None:
-    """Add rate to the bias of experts with less than the mean load of the update, and take it from the others'.
+    """Add rate to the bias of experts with less than the update's mean load, and subtract it from that of the others.
 
-    https://arxiv.org/abs/2408.15664. Loads are numbers of tokens, so the layout has no part in it. Collective.
+    https://arxiv.org/abs/2408.15664. Loads are numbers of tokens, so the layout does not matter. Collective.
     """
     for router in routers(models):
         load = router.load_E

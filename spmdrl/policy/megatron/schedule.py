@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's pipeline: what each stage runs, and how every rank learns what the last one found.
+"""Runs micro-batches through Megatron's pipeline and shares the last stage's results with every rank.
 
 S tokens of a pack on this rank, T of the whole pack.
 """
@@ -24,11 +24,11 @@ from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels import collision_probability, linear_logprob
 
 Numbers = tuple[torch.Tensor, torch.Tensor]
-"""What the head says of each token of a micro-batch: two tensors [T]."""
+"""The head's two numbers for each token of a micro-batch: two tensors [T]."""
 
 
 def stand_in() -> Batch:
-    """For a rank with nothing to do: others wait for it in the layers. Its loss is 0 times what comes out."""
+    """Return a batch for a rank without sequences, because others wait for it in the layers; its loss is 0."""
     token = {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.tensor([False, True])}
     return Batch(torch.tensor([2]), token)
 
@@ -79,7 +79,7 @@ class Pipeline:
         mine = self._run(micros, objective.temperature, "entropy", partial(self._loss, objective, shared, metrics))
         numbers = self._everywhere(micros, mine)
         if not self.last:
-            # Stages without the head work out the statistics from its numbers: names need not travel.
+            # Stages without the head compute the statistics from its numbers, so their names need not travel.
             with torch.no_grad():
                 for micro, (first_T, second_T) in zip(micros, numbers, strict=True):
                     self._loss(objective, shared, metrics, micro, first_T, second_T)
@@ -87,14 +87,14 @@ class Pipeline:
 
     @property
     def last(self) -> bool:
-        """This rank has the head."""
+        """True if this rank has the head."""
         return self.pp_group.rank() == self.pp_group.size() - 1
 
     def _loss(
         self, objective: Objective, shared: Shared, metrics: Metrics, micro: Batch, logp_T, entropy_T
     ) -> torch.Tensor:
         real = len(micro) > 0
-        # Zero times the sum keeps the graph, and with it the backward that others wait for.
+        # Zero times the sum keeps the graph, and with it the backward, for which other ranks wait.
         empty = [x.sum() * x.new_zeros(0) for x in (logp_T, entropy_T)]
         first_T, second_T = (logp_T, entropy_T) if real else empty
         result = objective.loss(micro, first_T, second_T, shared)
@@ -102,7 +102,7 @@ class Pipeline:
         return result.loss
 
     def _run(self, micros: list[Batch], temperature: float, second: Second, to_loss: Callable | None) -> list[Numbers]:
-        """One pass of the schedule; the numbers on the last stage, nothing elsewhere."""
+        """Run the schedule once; returns the numbers on the last stage, nothing elsewhere."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not micros:
@@ -129,7 +129,7 @@ class Pipeline:
         def finish(micro: Batch, run: Batch, pack: Pack, model: Any, states: torch.Tensor):
             numbers = self._numbers(unwrapped(model), states[0], run, pack, temperature, second)
             value = to_loss(micro, *numbers) if to_loss else numbers[0].sum()
-            # Megatron would divide by counts: every denominator is in the loss already.
+            # The count of tokens is 0, as Megatron must not divide by it: the loss contains every denominator already.
             return value, torch.zeros([], dtype=torch.int, device=self.device), [x.detach() for x in numbers]
 
         longest = max(pack.tokens.shape[1] for _, _, pack in packs)
@@ -146,7 +146,7 @@ class Pipeline:
     def _numbers(
         self, model: Any, states_SD: torch.Tensor, run: Batch, pack: Pack, temperature: float, second: Second
     ) -> Numbers:
-        """[T] from hidden states, 0 outside the loss mask; alike on every rank of tp and cp. Collective over them."""
+        """Apply the head to hidden states: [T], 0 outside the loss mask, alike over tp and cp. Collective over both."""
         tokens_T, mask_T = run.token["tokens"].to(self.device), run.token["mask"].to(self.device)
         # The state before a token predicts it; a reward model reads the one after it.
         of_S = torch.where(pack.rows < 0, -1, pack.rows + int(self.head != "score"))
@@ -171,7 +171,7 @@ class Pipeline:
         return first_T, other_T
 
     def _everywhere(self, micros: list[Batch], mine: list) -> list[Numbers]:
-        """What the last stage found, on every stage; nothing for a micro-batch that stood in. Collective over pp."""
+        """Send the last stage's numbers to every stage; nothing for a stand-in micro-batch. Collective over pp."""
         lengths = [micro.n_tokens if len(micro) else 2 for micro in micros]
         if self.pp_group.size() > 1 and micros:
             flat = torch.zeros(2, sum(lengths), device=self.device)

@@ -17,14 +17,14 @@ SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
-"""Optimizer state that another layout can read, brought together on the host."""
+"""Save options for optimizer state that another layout can read, gathered on the host."""
 
 
 class Trainer:
-    """What a model needs to learn: buffers in which gradients are summed over data, and AdamW sharded over it."""
+    """Trains a model: holds buffers that sum gradients over data positions, and AdamW sharded over these."""
 
     def __init__(self, models: list[Any], cfg: OptimizerConfig, dtype: torch.dtype, host_optimizer: bool = False):
-        """models: as `model.build` gives them. host_optimizer: AdamW is `HostAdamW`; on a CPU the other is too."""
+        """models: as `model.build` returns them. host_optimizer: use `HostAdamW`; on a CPU any AdamW is on the host."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.optimizer import OptimizerConfig as Settings
@@ -37,8 +37,8 @@ class Trainer:
                 DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
             ]
             for buffer in self._buffers():
-                # Megatron reads a state of several buckets (a tied embedding has its own) at places that count their
-                # padding, which it leaves out when it puts them together.
+                # Megatron reads a state of several buckets (a tied embedding has its own) at offsets that include
+                # their padding, which it omits when it joins them.
                 buffer.numel_unpadded = buffer.numel
                 for bucket in buffer.buckets:
                     bucket.numel_unpadded = bucket.grad_data.numel()
@@ -57,38 +57,38 @@ class Trainer:
                 optimizer_cpu_offload=host_optimizer,
             )
             if host_optimizer:
-                # Else the device holds float32 weights beside those of the host. Set afterwards: the constructor asks
-                # for TransformerEngine's version, which need not be there.
+                # Otherwise the device would hold float32 weights beside those on the host. Set afterwards: the
+                # constructor asks for the version of TransformerEngine, which may not be installed.
                 settings.use_precision_aware_optimizer = True
                 settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
             self.optimizer: Any = get_megatron_optimizer(settings, self.models)
         for group in self.optimizer.param_groups:
-            # Megatron's scheduler, which has no part here, leaves vectors without decay by this factor.
+            # Megatron's scheduler, which is not used here, exempts vectors from decay by this factor.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
-        # The sum over the data is all that is asked for: no division by ranks, micro-batches or tokens.
+        # Gradients are only summed over the data: no division by ranks, micro-batches or tokens.
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = lambda models, tokens=None, **groups: finalize(models, None, **groups)
 
     def zero(self) -> None:
-        """No gradient yet."""
+        """Reset the gradient to zero."""
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     @torch.no_grad()
     def norm(self) -> float:
-        """Global 2-norm of the gradient, in float64, alike on every rank; tied embeddings count once. Collective."""
+        """Return the gradient's global 2-norm, float64, the same on every rank; tied weights count once. Collective."""
         self.optimizer.prepare_grads()
         gradients = [g for each in self._chained() for g in each.get_main_grads_for_grad_norm()]
         total = torch.zeros((), dtype=torch.float64, device=next(self.models[0].parameters()).device)
         for gradient in gradients:
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        # One sum for all of them: a stage of a pipeline may lack the optimizer of experts.
+        # One collective for all optimizers: a pipeline stage may lack the one for experts.
         dist.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
         return math.sqrt(total.item())
 
     def step(self, lr: float, norm: float, largest: float) -> None:
-        """One step of AdamW; gradients above `largest` are scaled to it (0: never). Collective."""
+        """Take one step of AdamW; gradients whose norm exceeds `largest` are scaled to it (0: never). Collective."""
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip
 
         for group in self.optimizer.param_groups:
@@ -99,14 +99,14 @@ class Trainer:
                 clip(parameters, largest, norm, each.config.use_precision_aware_optimizer)
         *before, last = self._chained()
         for each in before:
-            # Each would gather the weights of all; the last one's gather does.
+            # Each optimizer would gather the weights of all; the last one's gather is enough.
             chunks, each.model_chunks = each.model_chunks, []
             each.step_with_ready_grads()
             each.model_chunks = chunks
         last.step_with_ready_grads()
 
     def held(self) -> dict[str, list[torch.Tensor | None]]:
-        """Tensors of gradients and of the optimizer on this rank."""
+        """Return this rank's tensors of gradients and of the optimizer."""
         buffers = self._buffers()
         states = [s for each in self._optimizers() for s in each.state.values()]
         masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
@@ -119,7 +119,7 @@ class Trainer:
         return [b for model in self.models for b in [*model.buffers, *model.expert_parallel_buffers]]
 
     def _chained(self) -> list[Any]:
-        """Megatron's optimizers: experts have one of their own."""
+        """Megatron's optimizers; experts have a separate one."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def _optimizers(self) -> list[Any]:
@@ -130,7 +130,7 @@ class Trainer:
             if isinstance(each, HostAdamW):
                 each.fill()
             elif isinstance(each, torch.optim.AdamW):
-                # Megatron reads a count of steps, which AdamW of torch has from its first step on.
+                # Megatron reads a step count, which torch's AdamW has only from its first step on.
                 fill_state(each)
         names = {}
         for i, model in enumerate(self.models):
@@ -139,7 +139,7 @@ class Trainer:
         return {"optimizer": self.optimizer.sharded_state_dict(names, is_loading=loading, metadata=SHARDING)}
 
     def save(self, folder: Path) -> None:
-        """Optimizer state by Megatron's dist checkpointing. Collective."""
+        """Write optimizer state by Megatron's dist checkpointing. Collective."""
         from megatron.core import dist_checkpointing
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class Trainer:
             dist_checkpointing.save(self._state(False), str(folder), _in_this_process())
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote, on this or another layout. Collective."""
+        """Read what `save` wrote, on this or another layout. Collective."""
         from megatron.core import dist_checkpointing
 
         vet(folder)
@@ -159,16 +159,16 @@ class Trainer:
             restore_settings(each, own)
             for state in each.state.values():
                 if "step" in state:
-                    # Megatron gives all parameters one tensor, which each of them would count up.
+                    # Megatron gives all parameters the same tensor, which each of them would increment.
                     state["step"] = state["step"].clone()
 
     def take_weights(self) -> None:
-        """The optimizer's own copies follow weights that were read into the model."""
+        """Update the optimizer's own copies from weights that were loaded into the model."""
         self.optimizer.reload_model_params()
 
 
 def _in_this_process() -> Any:
-    """Megatron's strategy for saving, in files of the same form; its own forks writers and leaves a process behind."""
+    """Return a save strategy that writes Megatron's file format in this process; its own leaves a process behind."""
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from torch.distributed import checkpoint
 

@@ -1,4 +1,4 @@
-"""The HF engine: plain transformers forward with a KV cache, for tests, small models and machines without vLLM.
+"""The HF engine: a plain transformers forward with a KV cache, for tests, small models and machines without vLLM.
 
 Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform from
 one uniform number keyed by the request's seed and its position, so a sample does not depend on its neighbours.
@@ -31,7 +31,7 @@ from spmdrl_kernels.host import use_host_linear
 
 
 class Group:
-    """Rows that decode together: one KV cache, one length."""
+    """Rows of equal length that decode together in one KV cache."""
 
     def __init__(self, requests: list[Request], device: torch.device):
         self.requests = requests
@@ -45,7 +45,7 @@ class Group:
         self.top_p = torch.tensor([r.top_p for r in requests], device=device)
         self.cache: Any = None
         self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
-        """Of each request, int16 [tokens, W] of every step, where routing is recorded."""
+        """For each request, int16 [tokens, W] of every step, if routing is recorded."""
 
 
 class HFEngine:
@@ -59,7 +59,7 @@ class HFEngine:
         self.dtype = DTYPES[cfg.model.dtype]
         folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
         config = read_config(folder, cfg.model.trust_remote_code).get_text_config()
-        # torch's fused attention has no cap on scores (Gemma 2), and transformers leaves it out without a word.
+        # torch's fused attention cannot cap scores (Gemma 2), and transformers then silently omits the cap.
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
         self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, attention).to(world.device).eval()
         if "adapter" in pushed_parts(cfg):
@@ -75,7 +75,7 @@ class HFEngine:
             self.quantized = quantize(self.model, cfg.rollout.quantization)
         use_host_linear(self.model)
         for p in self.model.parameters():
-            # A parameter that is still a page of its file has no memory that could be given back.
+            # A parameter that is still mapped from its file has no memory that could be freed.
             p.data = p.data if p.untyped_storage().resizable() else p.data.clone()
         self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
         self.parked: Parked | None = None
@@ -85,7 +85,7 @@ class HFEngine:
         self.counted: list[torch.Tensor] = []
         self.odd: set[int] = set()
         self.places: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
-        """Checkpoint name -> name in `tensors` and the part of it."""
+        """Checkpoint name -> name in `tensors` and index into that tensor."""
         self.version: int | None = None
         self.waiting: list[Request] = []
         self.groups: list[Group] = []
@@ -98,7 +98,7 @@ class HFEngine:
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
-        """See the contract. One step is one token of the group that was started first."""
+        """See the contract. One step samples one token for the group that was started first."""
         if not self.groups and self.waiting:
             self._start()
         if not self.groups:
@@ -111,7 +111,7 @@ class HFEngine:
 
     def _start(self) -> None:
         length = len(self.waiting[0].prompt)
-        # Alone, a row cannot come out otherwise beside other neighbours.
+        # Rounding can depend on neighbours in a batch; a row that runs alone has none.
         together = 1 if self.deterministic else self.capacity
         alike = [r for r in self.waiting if len(r.prompt) == length][:together]
         taken = {r.key for r in alike}
@@ -131,7 +131,7 @@ class HFEngine:
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
         tokens, logp = sample(out.logits[:, -1].to(self.upcast), group, position)
         if self.group is not None:
-            # The first rank decides: a logit that rounds otherwise must not part the ranks.
+            # The first rank decides, so that differently rounded logits cannot make the ranks disagree.
             both = torch.stack([tokens.double(), logp.double()])
             dist.broadcast(both, group=self.group, group_src=0)
             tokens, logp = both[0].long(), both[1].to(logp.dtype)
@@ -189,7 +189,7 @@ class HFEngine:
 
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""
-        # What a checkpoint holds: parameters, tied ones once, and persistent buffers (routing biases).
+        # A checkpoint holds the parameters, tied ones once, and persistent buffers (routing biases).
         scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
         kept = self.model.state_dict().keys()
         buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
@@ -197,13 +197,13 @@ class HFEngine:
         tensors = self.tensors = parameters | buffers
         self.places = Layout(self.model).places((name, tuple(x.shape)) for name, x in tensors.items())
         boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
-        # Parts that do not end at whole words have no sum of their own, and those of another type another.
+        # Parts that do not end at whole words have no sum of their own; the sum of a cast part would differ.
         held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
         counted = [
             x.dtype == (entries[i].dtype or self.dtype) and (x.numel() == size(box) or size(box) * x.itemsize % 8 == 0)
             for x, (i, box) in zip(held, boxes, strict=True)
         ]
-        # Asked once for each part that travels.
+        # `needs` is called once for each pushed part of the model, so this accumulates.
         self.odd |= {id(x) for x, yes in zip(held, counted, strict=True) if not yes}
         self.counted = [x for x in tensors.values() if id(x) not in self.odd]
         return Needs(boxes, [id(x) not in self.odd for x in held])
@@ -224,7 +224,7 @@ class HFEngine:
         self.version = version
 
     def sleep(self, level: int) -> None:
-        """See the contract. Caches live only while a group samples."""
+        """See the contract. A KV cache exists only while its group samples."""
         self.groups, self.waiting = [], []
         place: Place = "gone" if level == 2 else "host"
         if level == 2:
@@ -260,14 +260,14 @@ class HFEngine:
 
 
 def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token [B] and its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
+    """Draw a token [B] with its logp [B] at each row's temperature (1 when greedy), by inverse transform sampling."""
     greedy = group.temperature == 0
     scaled_BV = logits_BV / torch.where(greedy, 1.0, group.temperature)[:, None].to(logits_BV.dtype)
-    # A CPU sums the exponentials of a row in few float32 numbers: of 150,000 tokens that costs logp its fourth digit.
+    # A CPU sums a row's exponentials in a few float32 accumulators: with 150,000 tokens logp loses its fourth digit.
     logp_BV = torch.log_softmax(scaled_BV.double() if scaled_BV.is_cpu else scaled_BV, -1)
     if bool((group.top_p < 1).any()):
         logp_BV = nucleus(logp_BV, group.top_p)
-    # float64 sums: with a large vocabulary float32 would bias the tail.
+    # Running sums in float64: in float32 a large vocabulary would bias the tail.
     cumulative = running_sum(logp_BV.double().exp())
     u = uniform(group.seeds, position_B)[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, u, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
@@ -276,10 +276,10 @@ def sample(logits_BV: torch.Tensor, group: Group, position_B: torch.Tensor) -> t
 
 
 def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
-    """Running sums of probabilities along each row.
+    """Return running sums of probabilities along each row.
 
-    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. There the sums are of integers
-    in units of 2^-52: they are the same in any order.
+    A GPU adds floats in no fixed order, which torch refuses under `--run.deterministic`. The sums are then taken over
+    integers in units of 2^-52, which give the same result in any order.
     """
     if p_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
         return in_integers(p_BV)
@@ -287,13 +287,13 @@ def running_sum(p_BV: torch.Tensor) -> torch.Tensor:
 
 
 def in_integers(p_BV: torch.Tensor) -> torch.Tensor:
-    """Running sums of numbers of 0 to 1, exact for what is left of them in units of 2^-52."""
+    """Return running sums of numbers from 0 to 1, each rounded to units of 2^-52; the sums are exact."""
     unit = 2.0**52
     return ((p_BV.double() * unit).long().cumsum(-1).double() / unit).to(p_BV.dtype)
 
 
 def nucleus(logp_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of tokens whose mass reaches top_p, renormalised (https://arxiv.org/abs/1904.09751)."""
+    """Keep the smallest set of tokens whose mass reaches top_p, renormalized (https://arxiv.org/abs/1904.09751)."""
     ordered, index = logp_BV.sort(-1, descending=True)
     before = running_sum(ordered.exp()) - ordered.exp()
     dropped = torch.zeros_like(logp_BV, dtype=torch.bool).scatter(1, index, before >= top_p_B[:, None])

@@ -1,8 +1,8 @@
 """8-bit weights for the HF engine: a linear layer with one scale for each output, rounded to nearest.
 
 Weights only, as in https://arxiv.org/abs/2208.07339 without its outliers (int8), or in E4M3
-(https://arxiv.org/abs/2209.05433). What is sampled comes from other weights than the trainer's, so the rollout
-correction belongs to it.
+(https://arxiv.org/abs/2209.05433). Samples then come from other weights than the trainer's, so use the rollout
+correction with it.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Type, and the largest magnitude that is used."""
+"""Format -> torch type and the largest magnitude that is used."""
 
 
 class QuantizedLinear(nn.Module):
-    """y = (x Q^T) s + b with Q of 8 bits [out, in] and s float32 [out]."""
+    """Computes y = (x Q^T) s + b with Q of 8 bits [out, in] and s float32 [out]."""
 
     bias: torch.Tensor | None
 
@@ -25,7 +25,7 @@ class QuantizedLinear(nn.Module):
         self.kind = kind
         dtype = FORMATS[kind][0]
         weight = linear.weight
-        # A parameter, so that memory is moved and counted with the others'.
+        # A parameter, so that its memory is moved and counted with that of the others.
         self.weight = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=weight.device), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(len(weight), 1, device=weight.device), requires_grad=False)
         self.bias = linear.bias
@@ -33,7 +33,7 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def take(self, weight: torch.Tensor) -> None:
-        """Round other weights, [out, in] in any floating type."""
+        """Replace the weights by the rounding of `weight`, [out, in] in any floating type."""
         dtype, most = FORMATS[self.kind]
         weight = weight.float()
         self.scale.copy_((weight.abs().amax(1, keepdim=True) / most).clamp_min(1e-12))
@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Module):
         self.weight.copy_((scaled.round() if dtype == torch.int8 else scaled).to(dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+        """Map [..., in] to [..., out]."""
         y = nn.functional.linear(x, self.weight.to(x.dtype)) * self.scale[:, 0].to(x.dtype)
         return y if self.bias is None else y + self.bias
 

@@ -1,8 +1,8 @@
 """Tensor parallelism for the HF engine, by the plan that transformers keeps with each architecture.
 
 `colwise` layers keep a range of their outputs, `rowwise` ones a range of their inputs and add up over the ranks
-(https://arxiv.org/abs/1909.08053). What the plan does not name (embeddings, norms, the head), and what it calls
-replicated (norms of a head's queries and keys), every rank holds and computes whole.
+(https://arxiv.org/abs/1909.08053). Every rank holds and computes whole the modules that the plan does not name
+(embeddings, norms, the head) or calls replicated (norms of a head's queries and keys).
 """
 
 import re
@@ -16,15 +16,15 @@ from spmdrl.weights.reshard import Box
 
 
 def plan_of(config: Any, ranks: int) -> dict[str, str]:
-    """`colwise` or `rowwise` of each linear layer that is divided over `ranks`; `*` stands for a layer's number.
+    """Return `colwise` or `rowwise` for each linear layer that is divided over `ranks`; `*` stands for a layer number.
 
-    config: transformers' of a language model.
+    config: transformers' config of a language model.
 
     Raises:
-        ValueError: a plan with more than linear layers (experts, fused projections), or none.
+        ValueError: the plan names more than linear layers (experts, fused projections), or there is none.
     """
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    # transformers' replicated styles differ in what they do with gradients, and here are none.
+    # transformers' replicated styles differ only in their treatment of gradients, of which there are none here.
     plan = {n: s for n, s in plan.items() if n.startswith("layers.") and not s.startswith("replicated")}
     strange = sorted({style for style in plan.values() if style not in ("colwise", "rowwise")})
     if strange or not plan:
@@ -37,7 +37,7 @@ def plan_of(config: Any, ranks: int) -> dict[str, str]:
 
 
 def divide(model: Any, rank: int, group: dist.ProcessGroup) -> dict[str, Box]:
-    """Keep this rank's part of a model's layers; returns the part of each parameter that was cut.
+    """Cut a model's layers to this rank's part; returns the box of each parameter that was cut.
 
     Raises:
         ValueError: a model that cannot be divided (`plan_of`).
@@ -71,7 +71,7 @@ def _keep(module: nn.Linear, name: str, dim: int, rank: int, ranks: int) -> Box:
 def _summed(group: dist.ProcessGroup):
     def hook(module: nn.Linear, _, output: torch.Tensor) -> torch.Tensor:
         if module.bias is not None:
-            # Every rank has added it.
+            # Every rank has added the bias; the sum over ranks must contain it once.
             output = output - module.bias
         dist.all_reduce(output, group=group)
         return output if module.bias is None else output + module.bias

@@ -1,6 +1,7 @@
 """The SGLang engine: a server process for each group of ranks, in SGLang's own environment.
 
 engine.py   the Engine contract
+options.py  the arguments of SGLang's Engine
 process.py  starts and watches the server; carries weights to it
-server/     runs in the server process
+server/     the program of the server process
 """

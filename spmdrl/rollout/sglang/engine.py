@@ -1,15 +1,14 @@
-"""SGLang beside the training process: one server process per rollout TP group, started by the group's first rank.
+"""The Engine contract on SGLang: one server process per rollout TP group, started by the group's first rank.
 
-SGLang runs its schedulers as processes whatever is done, and pins another torch, so the whole engine lives in a child
-with its own interpreter (`server/`; `launch/install.sh --sglang` makes it). The first rank speaks to it; what
-comes back is broadcast, so all ranks of the group make the same calls and see the same completions.
+SGLang always runs its schedulers as processes, and pins another version of torch, so the whole engine is a child
+process with its own interpreter (`server/`; `launch/install.sh --sglang` makes it). The first rank talks to it and
+broadcasts its answers, so all ranks of the group make the same calls and see the same completions.
 """
 
 import json
 import os
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -27,70 +26,25 @@ from spmdrl.rollout.engine import (
     StaleEngineError,
     check_length,
     check_version,
-    kv_bytes_per_token,
     longest_sequence,
     name_of,
 )
 from spmdrl.rollout.needs import Needs
+from spmdrl.rollout.sglang.options import options
 from spmdrl.rollout.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.mesh import World, apart_from_default
 from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry
 
-CPU_KV_BYTES = 256 << 20
-"""Most that an engine on a CPU takes for its KV cache unless told otherwise."""
-SPARE_TOKENS = 8
-"""What SGLang keeps back of a sequence's length for itself, generously."""
 NOT_TAKEN = "; the engine keeps no version and will not sample"
 POLL_SECONDS = 0.02
-"""Longest that a poll waits for something to be done."""
-
-
-def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
-    """Arguments of SGLang's Engine."""
-    from transformers import AutoConfig
-
-    rollout = cfg.rollout
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
-    longest = longest_sequence(cfg) + SPARE_TOKENS
-    values: dict[str, Any] = {
-        "model_path": str(folder),
-        "trust_remote_code": cfg.model.trust_remote_code,
-        "dtype": cfg.model.dtype,
-        "device": world.device.type,
-        "tp_size": rollout.tp,
-        "context_length": longest,
-        "max_running_requests": rollout.max_sequences,
-        "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",
-        "random_seed": 0,
-        # A scheduler that spins while the trainer has the device takes a core from it.
-        "sleep_on_idle": True,
-    }
-    if world.device.type == "cpu":
-        # Only a bound of the cache here, whose size is `max_total_tokens`: what was asked for is not to be cut by it.
-        share = 0.9 if rollout.kv_cache_gib else 0.1
-        values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
-    else:
-        values |= {
-            "base_gpu_id": world.local_rank,
-            "mem_fraction_static": rollout.gpu_memory_utilization,
-            "enable_memory_saver": sleep_level(cfg, False) > 0,
-            "enable_weights_cpu_backup": sleep_level(cfg, False) == 1,
-            "enable_deterministic_inference": rollout.deterministic or cfg.run.deterministic,
-        }
-        if rollout.quantization != "none":
-            values["quantization"] = rollout.quantization
-    if world.device.type == "cpu" or rollout.kv_cache_gib:
-        per_token = kv_bytes_per_token(config, cfg.model.dtype, rollout.tp)
-        room = int(rollout.kv_cache_gib * 2**30) or min(CPU_KV_BYTES, rollout.max_sequences * longest * per_token)
-        values["max_total_tokens"] = max(longest, room // per_token)
-    return values
+"""Longest time that a poll waits for a request to finish."""
 
 
 def cut_short(completion: Completion) -> Completion:
-    """As aborted. One that ended by itself before the abort reached it was cut off one token earlier.
+    """Turn a completion into an aborted one; one that finished before the abort reached it loses its last token.
 
-    Whoever aborts may go on with it later, and there must be something left to do.
+    The caller may continue an aborted request later, so at least one token must remain to be sampled.
     """
     if completion.finish != "abort":
         completion.tokens, completion.logp, completion.finish = completion.tokens[:-1], completion.logp[:-1], "abort"
@@ -108,8 +62,8 @@ class SGLangEngine:
         self.version: int | None = None
         self.asleep: set[str] = set()
         self.running: dict[str, Key] = {}
-        # Sums on a CPU round by the company a request runs in, and the scheduler runs together what has arrived: so
-        # that company does not go by the clock, requests go in waves, each in one message, when the last one has ended.
+        # On a CPU rounding depends on the other requests of a batch, and the scheduler batches whatever has arrived. So
+        # that timing does not matter, requests are sent in waves, each in one message, when the last wave has ended.
         self.in_waves = cfg.run.deterministic and self.on_cpu
         self.wave: list[dict] = []
         self.backlog: list[Completion] = []
@@ -135,7 +89,7 @@ class SGLangEngine:
         self.parts: dict[str, list[Box]] = {}
 
     def _tp_group(self, cfg: Config) -> dist.ProcessGroup | None:
-        """Host-side group of the ranks of this engine. Collective over those who sample."""
+        """Make the host-side group of this engine's ranks. Collective over the ranks that sample."""
         if cfg.rollout.tp == 1:
             return None
         hosts = dict(
@@ -145,7 +99,7 @@ class SGLangEngine:
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
                 raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
-            # Made by its members: there may be ranks that have no engine and are not here.
+            # Only its members create it: ranks without an engine do not run this.
             limit = timedelta(seconds=cfg.run.timeout)
             with apart_from_default():
                 group = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
@@ -153,7 +107,7 @@ class SGLangEngine:
         return cast(dist.ProcessGroup, mine)
 
     def _share(self, value: Any) -> Any:
-        """What the engine's first rank says, on all of them: JSON in a tensor of bytes. Collective over the engine."""
+        """Broadcast the first rank's value to all ranks: JSON in a tensor of bytes. Collective over the engine."""
         if self.group is None:
             return value
         data = bytearray(json.dumps(value).encode())
@@ -164,7 +118,7 @@ class SGLangEngine:
         return json.loads(raw.numpy().tobytes())
 
     def _answer(self, said: list[int] | None) -> list[int]:
-        """Of what the engine's processes said, what this rank's own did. Collective over the engine."""
+        """Return the answer of this rank's own engine process. Collective over the engine."""
         return answers(self._share(said))[self.world.engine_tp_rank]
 
     def submit(self, request: Request) -> None:
@@ -173,7 +127,7 @@ class SGLangEngine:
         check_length(request, self.longest)
         if self.asleep:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
-        # SGLang aborts whatever begins with the name: none may be the beginning of another.
+        # SGLang aborts all requests whose names begin with the given one: no name may be a prefix of another.
         name = name_of(request.key)
         assert name not in self.running, f"request {request.key} is running already"
         self.running[name] = request.key
@@ -192,13 +146,13 @@ class SGLangEngine:
                 self._send_wave()
 
     def _send_wave(self) -> None:
-        """What was submitted, to the scheduler in one message."""
+        """Send the submitted requests to the scheduler in one message."""
         if self.process and self.wave:
             self.process.send("generate", requests=self.wave)
             self.wave = []
 
     def _finished(self) -> list[Completion]:
-        """What the first rank was told is done, on all ranks."""
+        """Return, on all ranks, the completions that the first rank received."""
         done = []
         if self.process:
             if self.process.failed:
@@ -210,7 +164,7 @@ class SGLangEngine:
         ]
 
     def poll(self) -> list[Completion]:
-        """See the contract. The engine runs by itself: this waits a moment for something to be done."""
+        """See the contract. The engine runs by itself: this waits at most POLL_SECONDS for a request to finish."""
         backlog, self.backlog = self.backlog, []
         if not self.running:
             return backlog
@@ -258,7 +212,7 @@ class SGLangEngine:
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
         """See the contract."""
         self.version = None
-        # Their tokens are of the old weights, and no prefix of them may outlive those.
+        # Running requests have tokens of the old weights, and no cached prefix of them may remain.
         self.backlog += self.abort(list(self.running.values()))
         if self.process:
             self.process.call("begin")
@@ -270,10 +224,10 @@ class SGLangEngine:
         self.version = version
 
     def _send(self, tensors: dict[str, torch.Tensor]) -> None:
-        """One bucket to the processes. Collective over the engine.
+        """Send one bucket to the engine's processes. Collective over the engine.
 
         Raises:
-            EngineDiedError: the engine is gone; on all ranks, but under `broadcast`.
+            EngineDiedError: the engine is gone; on all ranks, except under `broadcast`.
             CorruptWeightsError: it did not take the bucket.
         """
         if isinstance(self.transport, Broadcast):
@@ -295,7 +249,7 @@ class SGLangEngine:
                 self.process.call("load", workers=orders)
             except RuntimeError as error:
                 failure = [isinstance(error, EngineDiedError), str(error)]
-        # The others may write their next bucket only when this one was read, and fail with the first.
+        # The other ranks may write their next bucket only after this one was read, and must fail with the first rank.
         failure = self._share(failure)
         if failure:
             died, text = failure
@@ -306,7 +260,8 @@ class SGLangEngine:
         self.abort(list(self.running.values()))
         self.backlog = []
         if level == 2 or (level == 1 and not self.on_cpu and not self.keeps_weights):
-            # Also when it sleeps at level 1 already. The host's copy of a GPU's weights was asked for at the start.
+            # This also applies to an engine that already sleeps at level 1. Only at start can SGLang be told to keep a
+            # host copy of a GPU's weights.
             self.version = None
         gone = {"kv_cache"} if level == 1 and self.on_cpu else {"kv_cache", "weights"} if level else set()
         tags = sorted(gone - self.asleep)
@@ -322,7 +277,7 @@ class SGLangEngine:
             self.asleep.remove(what)
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract. What the engine's process for this rank's place in the TP group holds."""
+        """See the contract. Counts the engine process of this rank's place in the TP group."""
         return {
             "engine weights": 0 if "weights" in self.asleep else self.held["weights"],
             "KV cache": 0 if "kv_cache" in self.asleep else self.held["kv_cache"],

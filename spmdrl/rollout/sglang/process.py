@@ -1,4 +1,4 @@
-"""What a rank needs to run SGLang as a process of its own: the process, and two ways for weights to get there."""
+"""Starts and watches the SGLang server process, and carries weights to it in two ways."""
 
 import json
 import logging
@@ -31,12 +31,12 @@ from spmdrl.weights.reshard import Box, inside
 log = logging.getLogger("spmdrl")
 
 GRACE_SECONDS = 3.0
-"""After the engine died: time for the rank to notice by itself, in the middle of which phase it may be."""
+"""Seconds that a rank has to notice the engine's death by itself, which lets it name the phase."""
 ALIGN = 64
 RANK_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 PROGRESS = re.compile(r"\d%(\||\s+Completed)|\d+it \[|it/s\b|\bs/it\b")
-"""A progress bar, also one that was cut off."""
+"""Matches a progress bar, even a truncated one."""
 
 
 class EngineDiedError(RuntimeError):
@@ -44,7 +44,7 @@ class EngineDiedError(RuntimeError):
 
 
 def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
-    """Name, type and shape of tensors, and where each begins when they lie end to end."""
+    """List name, type and shape of tensors, and the offset of each when they lie end to end."""
     out, at = [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -54,12 +54,12 @@ def entries(tensors: dict[str, torch.Tensor]) -> list[dict]:
 
 
 def hash_of(tensor: torch.Tensor) -> int:
-    """xxh3 of the bytes, 64 bits: what the engine's processes compare with what they read."""
+    """Return the 64-bit xxh3 of a tensor's bytes, which the engine's processes compare with the bytes they read."""
     return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def answers(flat: list[int]) -> list[list[int]]:
-    """What each of the engine's processes said, of numbers that stand behind their counts."""
+    """Split a flat list into the answers of the engine's processes; each answer is preceded by its length."""
     out = []
     while flat:
         out.append(flat[1 : 1 + flat[0]])
@@ -68,16 +68,16 @@ def answers(flat: list[int]) -> list[list[int]]:
 
 
 class SharedMemory:
-    """Weights through memory without a name, which the engine's process of this rank maps.
+    """Passes weights through unnamed shared memory, which the engine process of this rank maps.
 
-    Nothing is left when a job is killed. What the engine does not read is not written, and takes no memory.
+    Nothing is left behind when a job is killed. Parts that the engine does not read are not written and take no memory.
     """
 
     def __init__(self):
         self.fd = os.memfd_create("spmdrl-weights")
 
     def put(self, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> dict:
-        """One bucket; returns what its reader has to know. parts: of each tensor, what is read."""
+        """Write one bucket; returns the order for its reader. parts: for each tensor, the boxes that are read."""
         told = entries(tensors)
         os.ftruncate(self.fd, 0)
         if told:
@@ -92,12 +92,12 @@ class SharedMemory:
         return {"file": f"/proc/{os.getpid()}/fd/{self.fd}", "entries": told}
 
     def done(self) -> None:
-        """Give the memory back to the system."""
+        """Return the memory to the system."""
         os.ftruncate(self.fd, 0)
 
 
 class Broadcast:
-    """Weights over a process group of the rank and the engine's processes; on GPUs these must be other ones."""
+    """Broadcasts weights over a group of the rank and the engine's processes, which must be on other GPUs."""
 
     def __init__(self, tp: int, backend: str, timeout: float):
         self.tp, self.backend, self.timeout = tp, backend, timedelta(seconds=timeout)
@@ -106,7 +106,7 @@ class Broadcast:
     def _join(self, process: "Process") -> dist.ProcessGroup:
         store = dist.TCPStore("127.0.0.1", 0, 1 + self.tp, True, self.timeout, wait_for_workers=False)
         process.send("join", host="127.0.0.1", port=store.port, backend=self.backend)
-        # As SGLang makes its end of it. Members of another program are no ranks of this one: no public call fits.
+        # Built as SGLang builds its end. Members are processes of another program; no public call makes such a group.
         with apart_from_default():
             group, _ = distributed_c10d._new_process_group_helper(
                 1 + self.tp,
@@ -121,7 +121,7 @@ class Broadcast:
         return cast(dist.ProcessGroup, group)
 
     def push(self, process: "Process", tensors: dict[str, torch.Tensor]) -> None:
-        """One bucket. Raises RuntimeError when the engine received other bytes."""
+        """Broadcast one bucket. Raises RuntimeError if the engine received other bytes."""
         self.group = self.group or self._join(process)
         told = entries(tensors)
         for entry, tensor in zip(told, tensors.values(), strict=True):
@@ -129,7 +129,7 @@ class Broadcast:
         process.send("receive", entries=told)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        # The lockstep recorder knows this program's ranks only.
+        # The lockstep recorder only knows this program's ranks.
         with _disable_current_modes():
             for tensor in tensors.values():
                 try:
@@ -140,18 +140,18 @@ class Broadcast:
         process.answer()
 
     def done(self) -> None:
-        """The group stays for the next push."""
+        """Do nothing: the group is kept for the next push."""
 
 
 class Process:
-    """The server process, as its rank sees it. A thread reads all it says; another waits with it for its end."""
+    """The rank's handle on the server process. One thread reads all its output, another waits for its end."""
 
     def __init__(self, python: Path, config: dict, timeout: float):
         self.timeout = timeout
         self.lines: queue.Queue[dict | None] = queue.Queue()
         self.done: list[dict] = []
         self.failed: list[str] = []
-        """Of requests that ended in an error, what the server said."""
+        """The server's messages about requests that ended in an error."""
         self.last_words: deque[str] = deque(maxlen=40)
         self.closing = False
         self.folder = tempfile.mkdtemp(prefix="spmdrl-sglang-")
@@ -168,7 +168,7 @@ class Process:
         try:
             self.facts: list[int] = self.answer()
         finally:
-            # Sockets that are connected need their names no more; a job that is killed leaves nothing behind.
+            # Connected sockets no longer need their names; so a killed job leaves nothing behind.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
@@ -178,7 +178,7 @@ class Process:
         self.lines.put(None)
         if not self.closing:
             time.sleep(GRACE_SECONDS)
-            # The rank is busy elsewhere, in a collective perhaps that waits for a rank that waits for this engine.
+            # The rank is busy elsewhere, perhaps in a collective with a rank that waits for this engine.
             with named_exit(lambda: "sampling or after it"):
                 raise self.death()
 
@@ -189,23 +189,23 @@ class Process:
                 log.info("sglang: %s", line)
 
     def death(self) -> EngineDiedError:
-        """What is known of the end of the process, in one line."""
+        """Describe the end of the process, in one line."""
         code = self.child.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        time.sleep(0.1)  # its last words may be under way
+        time.sleep(0.1)  # its last output may still be arriving
         words = list(self.last_words)
         said = [line for line in words if re.search(r"Error|crashed", line)] or words
         last = f"; its last words, all of which are in the rank's log file: {said[-1][:300]}" if said else ""
         return EngineDiedError(f"the SGLang engine (process {self.child.pid}) {how}{last}")
 
     def raise_if_dead(self, cause: Exception) -> None:
-        """EngineDiedError if the process ends within a moment of an error that its end explains."""
+        """Raise EngineDiedError if the process ends within a moment of an error that its end would explain."""
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(GRACE_SECONDS / 2)
             raise self.death() from cause
 
     def send(self, do: str, **what: Any) -> None:
-        """A command, without waiting."""
+        """Send a command without waiting."""
         pipe = cast(IO[bytes], self.child.stdin)
         try:
             pipe.write((json.dumps({"do": do, **what}) + "\n").encode())
@@ -214,9 +214,9 @@ class Process:
             raise self.death() from None
 
     def take(self, seconds: float) -> dict | None:
-        """The next line that is of no request, or None: the others go into `done` and `failed`.
+        """Return the next line that does not concern a request, or None; other lines go into `done` and `failed`.
 
-        Waits only for a first line.
+        Waits at most `seconds`, and only for a first line.
         """
         with suppress(queue.Empty):
             line = self.lines.get(timeout=seconds) if seconds else self.lines.get_nowait()
@@ -228,7 +228,7 @@ class Process:
                 else:
                     return line
                 line = self.lines.get_nowait()
-            self.lines.put(None)  # whoever asks again is told the same
+            self.lines.put(None)  # the next call must see the end too
             raise self.death()
         return None
 
@@ -236,8 +236,8 @@ class Process:
         """Wait for the answer to a command.
 
         Raises:
-            RuntimeError: what went wrong in the server, as it says it.
-            TimeoutError: no answer within the time that a collective may take.
+            RuntimeError: an error in the server, in its own words.
+            TimeoutError: no answer within the time limit of a collective.
         """
         end = time.monotonic() + self.timeout
         while time.monotonic() < end:
@@ -250,12 +250,12 @@ class Process:
         raise TimeoutError(f"no answer from the SGLang engine (process {self.child.pid}) in {self.timeout:.0f} s")
 
     def call(self, do: str, **what: Any) -> Any:
-        """A command and its answer."""
+        """Send a command and return its answer."""
         self.send(do, **what)
         return self.answer()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self.closing = True
         with suppress(OSError):
             cast(IO[bytes], self.child.stdin).close()
@@ -267,20 +267,23 @@ class Process:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of what a process wrote on its console, without progress bars and what they were drawn over."""
+    """Return the lines of a process's console output, without progress bars and the text that they overwrote."""
     lines = (line.rstrip() for line in re.split(r"[\r\n]+", text))
     return [line for line in lines if line and not PROGRESS.search(line)]
 
 
 def environment(config: dict) -> dict[str, str]:
-    """What the server process starts with: nothing of torchrun's, which it would join. A user's own values stay."""
+    """Return the server's environment: without torchrun's variables, by which it would join the run.
+
+    A user's own values stay.
+    """
     values = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
     if config["options"]["device"] == "cpu":
-        # Cores belong to no engine: they are shared with the ranks. Compiling small helpers costs more than it saves.
+        # Cores are shared with the ranks and not bound to an engine. Compiling small helpers costs more than it saves.
         cores = "|".join(["0"] * config["options"]["tp_size"])
         values |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores, "TORCH_COMPILE_DISABLE": "1"}
     return values | {k: v for k, v in os.environ.items() if not RANK_VARIABLES.fullmatch(k)}

@@ -1,7 +1,8 @@
 """The vLLM engine, in this process.
 
-engine.py  the Engine contract
-cpu.py     what the CPU build needs
-lora.py    adapters inside vLLM
-world.py   vLLM among ranks that have no engine
+engine.py   the Engine contract
+options.py  environment and arguments of vLLM
+cpu.py      adaptations of vLLM's CPU build
+lora.py     adapters inside vLLM
+world.py    vLLM among ranks that have no engine
 """

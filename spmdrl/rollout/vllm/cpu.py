@@ -1,4 +1,4 @@
-"""What vLLM's CPU build needs to have its weights loaded in place, and to share a machine with other jobs."""
+"""Adapts vLLM's CPU build so that weights can be loaded in place and several jobs can share a machine."""
 
 from typing import Any
 
@@ -9,40 +9,40 @@ from spmdrl.rollout.engine import kv_bytes_per_token
 from spmdrl_kernels.host import host_linear
 
 CPU_KV_BYTES = 256 << 20
-"""Most that an engine on a CPU takes for its KV cache unless told otherwise."""
+"""Largest KV cache of an engine on a CPU, in bytes, unless the settings say otherwise."""
 CPU_BLOCK = 32
-"""Tokens in one KV block, the fewest that its kernels take. Whole blocks alone are shared by the samples of a prompt,
-and vLLM's 128 are longer than many prompts."""
+"""Tokens in one KV block, the fewest that the kernels take. Samples of a prompt share only whole blocks, and vLLM's
+default of 128 is longer than many prompts."""
 MOST_PACKED = 4 << 30
-"""Bytes of linear layers that are held twice; what is beyond multiplies from plain weights."""
+"""Most bytes of linear layers that are held twice; layers beyond that multiply from plain weights."""
 
 
 class Packed:
     """Copies of weights in the layouts of the CPU build's kernels, made at first use and dropped at every load.
 
-    The build itself packs weights once at start, and drops the plain ones of linear layers; what is loaded over them
-    later is lost, or read in the wrong layout. Beside the plain ones, packed ones make a product of 16 to 32 rows 1.5
-    times (bfloat16) to 2.4 times (float32) as fast.
+    The build itself packs weights once at start and drops the plain weights of linear layers; weights loaded later are
+    then lost, or read in the wrong layout. Packed weights, held beside the plain ones, make a product of 16 to 32 rows
+    1.5 times (bfloat16) to 2.4 times (float32) as fast.
     """
 
     def __init__(self):
-        """Take vLLM's own packing out, before it builds a model."""
+        """Disable vLLM's own packing; call this before it builds a model."""
         self.linears: dict[tuple[int, torch.Size], Any] = {}
         self.experts: dict[int, torch.Tensor] = {}
         self.widened: set[torch.dtype] = set()
-        """Types that oneDNN cannot multiply on this CPU (bfloat16 without AVX-512): float32 does it."""
+        """Types that oneDNN cannot multiply on this CPU (bfloat16 without AVX-512); they are multiplied in float32."""
         self.bytes = 0
         self._keep_plain_linears()
         self._keep_plain_experts()
 
     def clear(self) -> None:
-        """The weights change, or go."""
+        """Drop the packed copies because the weights change or are freed."""
         self.linears.clear()
         self.experts.clear()
         self.bytes = 0
 
     def linear(self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-        """`F.linear` of a weight that stays where it is until `clear`."""
+        """Compute `F.linear` with a weight that keeps its address and values until `clear`."""
         from vllm import _custom_ops as ops
 
         key = weight_NK.data_ptr(), weight_NK.shape
@@ -101,7 +101,7 @@ class Packed:
 
 
 def name_shared_memory(token: str) -> list[str]:
-    """Give the shared memory of a CPU build's TP group a name of this run's own; returns the names as they are made.
+    """Name the shared memory of a CPU build's TP groups uniquely to this run; returns the list of names, filled later.
 
     vLLM names it after its rendezvous, which under an external launcher is the same for every job on the machine: a
     second job, or one after a job that was killed, finds the name taken and cannot start.
@@ -119,9 +119,9 @@ def name_shared_memory(token: str) -> list[str]:
 
 
 def cpu_kv_bytes(config, sequences: int, longest: int, dtype: str, tp: int) -> int:
-    """Bytes of KV cache that hold `sequences` sequences of `longest` tokens in whole blocks, at most CPU_KV_BYTES.
+    """Return the bytes of KV cache for `sequences` sequences of `longest` tokens in whole blocks, at most CPU_KV_BYTES.
 
-    What is not allocated is not cleared at every wake.
+    A small cache is cheaper: it is cleared at every wake.
     """
     blocks = sequences * -(-longest // CPU_BLOCK) + 8
     return min(CPU_KV_BYTES, blocks * CPU_BLOCK * kv_bytes_per_token(config, dtype, tp))

@@ -1,8 +1,7 @@
 """vLLM inside the training process, one engine per rollout TP group, driven step by step.
 
-The ways in which vLLM's internals are touched stand in this file: where the model object is, how weights are loaded in
-place, and how its KV cache is given back. Apart are its CPU build (`cpu.py`), its groups among ranks without it
-(`world.py`) and its adapters (`lora.py`).
+This file relies on vLLM's internals for the model object, for loading weights in place and for freeing its KV cache.
+Other files adapt its CPU build (`cpu.py`), its groups among ranks without it (`world.py`) and its adapters (`lora.py`).
 """
 
 import logging
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import are_adapters
@@ -34,8 +33,9 @@ from spmdrl.rollout.engine import (
     name_of,
 )
 from spmdrl.rollout.needs import Needs, once, watched_load
-from spmdrl.rollout.vllm.cpu import CPU_BLOCK, Packed, cpu_kv_bytes, name_shared_memory
-from spmdrl.rollout.vllm.lora import Adapters, lora_options
+from spmdrl.rollout.vllm.cpu import Packed, name_shared_memory
+from spmdrl.rollout.vllm.lora import Adapters
+from spmdrl.rollout.vllm.options import build_llm, refusals_as_warnings, set_environment
 from spmdrl.rollout.vllm.world import world_of
 from spmdrl.spmd.checksum import word_sum
 from spmdrl.spmd.exchange import all_gather_text
@@ -44,54 +44,6 @@ from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl.weights.reshard import Entry
 
 log = logging.getLogger("spmdrl")
-
-GPU_BLOCK = 16
-"""Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
-
-
-def _environment(device: torch.device) -> None:
-    """What vLLM reads from the environment at import; a user's own values stay."""
-    values = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
-    if device.type == "cpu":
-        # No core pinning: every rank of a node would take the same cores. Sampling's small compiled helper costs
-        # more to build than it saves.
-        values |= {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
-
-
-@contextmanager
-def refusals_as_warnings() -> Iterator[None]:
-    """In here torch goes on where it refuses under `--run.deterministic`.
-
-    vLLM's top_p takes running sums of floats, which on a GPU go in no fixed order. Training samples at top_p 1; an
-    evaluation at `--eval.top-p` below 1 may draw another token where two runs round apart.
-    """
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    if strict:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        if strict:
-            torch.use_deterministic_algorithms(True)
-
-
-def advice(error: Exception) -> str:
-    """What to change after vLLM refused to start."""
-    if "memory" not in str(error).lower():
-        return (
-            "Try --rollout.engine hf, or other values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
-        )
-    return (
-        "Give it less by --rollout.gpu-memory-utilization or --rollout.kv-cache-gib, or make room by --policy.offload "
-        "host, a larger --rollout.tp, or ending what else runs on the device"
-    )
 
 
 class VLLMEngine:
@@ -118,7 +70,7 @@ class VLLMEngine:
         self.version: int | None = None
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
         self.kv_awake = self.weights_awake = True
-        _environment(world.device)
+        set_environment(world.device)
         if cfg.rollout.deterministic or (cfg.run.deterministic and not self.on_cpu):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         # vLLM reseeds torch and rewrites LOCAL_WORLD_SIZE; both belong to the run.
@@ -127,14 +79,16 @@ class VLLMEngine:
         if self.on_cpu and cfg.rollout.tp > 1:
             shared = name_shared_memory(all_gather_text(secrets.token_hex(8), world.rollout_group)[0])
         with world_of(world.roles.samplers):
-            self.llm = self._build(cfg)
+            if self.on_cpu:
+                self.packed = Packed()
+            self.llm = build_llm(cfg, self.on_cpu, self.experts is not None)
         for name in set(shared):
-            # All ranks of the group have mapped it: without a name it goes with the last of them, however that ends.
+            # All ranks of the group have mapped it: without a name it is freed with the last, however that one ends.
             Path(f"/dev/shm/{name}_{world.engine_tp_rank}").unlink(missing_ok=True)
         torch.set_rng_state(rng)
         if local_world is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_world
-        # Any: below here is vLLM's inside, which its public types do not describe.
+        # Any: vLLM's public types do not describe its internals.
         self.engine: Any = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         held = [*self.model.named_parameters(), *((f"KV cache {i}", x) for i, x in enumerate(self.runner.kv_caches))]
@@ -143,57 +97,6 @@ class VLLMEngine:
         self.cache: Parked | None = None
         self.weights: Parked | None = None
         self.adapters = Adapters(self.runner, cfg) if "adapter" in pushed_parts(cfg) else None
-
-    def _build(self, cfg: Config):
-        if self.on_cpu:
-            self.packed = Packed()
-        from transformers import AutoConfig
-        from vllm import LLM
-
-        folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
-        kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
-        if not kv_bytes and self.on_cpu:
-            kv_bytes = cpu_kv_bytes(config, self.capacity, self.longest, cfg.model.dtype, cfg.rollout.tp)
-        options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
-        if self.on_cpu:
-            # Latent attention has blocks of its own.
-            options |= {} if getattr(config, "kv_lora_rank", None) else {"block_size": CPU_BLOCK}
-        else:
-            options |= {
-                "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
-                "enable_sleep_mode": sleep_level(cfg, False) > 0,
-            }
-            if cfg.rollout.quantization != "none":
-                options["quantization"] = cfg.rollout.quantization
-            if getattr(config, "num_experts_per_tok", None):
-                # Other kernels lay experts out anew at start, and weights loaded in place would be read in that layout.
-                options["moe_backend"] = "triton"
-            if self.experts:
-                options["enable_return_routed_experts"] = True
-        if cfg.rollout.tp > 1 or not self.on_cpu:
-            # Without it vLLM takes the first GPU for an engine of one rank, whichever rank that is.
-            options["distributed_executor_backend"] = "external_launcher"
-        if "adapter" in pushed_parts(cfg):
-            options |= lora_options(cfg, config, self.on_cpu)
-        try:
-            return LLM(
-                model=str(folder),
-                dtype=cfg.model.dtype,  # pyright: ignore[reportArgumentType]
-                tensor_parallel_size=cfg.rollout.tp,
-                seed=0,
-                enforce_eager=cfg.rollout.enforce_eager or self.on_cpu,
-                skip_tokenizer_init=True,
-                max_model_len=self.longest,
-                max_num_seqs=self.capacity,
-                logprobs_mode="processed_logprobs",
-                trust_remote_code=cfg.model.trust_remote_code,
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                **options,
-            )
-        except Exception as error:
-            raise RuntimeError(f"vLLM could not start for {cfg.model.path}: {error}. {advice(error)}") from error
 
     @property
     def model(self) -> Any:
@@ -246,7 +149,7 @@ class VLLMEngine:
         return done
 
     def _routed(self, part: Any, rows: int) -> torch.Tensor:
-        """`Completion.experts` of a finished output, which tells of every decoder layer, [n, layers, K]."""
+        """Return `Completion.experts` of a finished output, which lists the experts of all layers, [n, layers, K]."""
         told = torch.as_tensor(part.routed_experts.astype("int16"))[:rows, list(self.experts.layers)].flatten(1)
         return torch.cat([told, told.new_full((rows - len(told), told.shape[1]), FREE)])
 
@@ -264,7 +167,7 @@ class VLLMEngine:
             assert self.adapters, "adapters are pushed to an engine that was built for them"
             return self.adapters.needs(entries)
         if self.cfg.quantization != "none":
-            # vLLM rounds a layer when all of it has come; what it reads is not known.
+            # vLLM rounds a layer once all of it has arrived; the parts that it reads are unknown.
             return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
         needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
@@ -277,7 +180,7 @@ class VLLMEngine:
 
     @contextmanager
     def _rounding(self) -> Iterator[None]:
-        """With 8-bit weights, what is loaded inside is rounded anew (GPU only; written from vLLM's sources)."""
+        """Round the weights loaded inside this context to 8 bits, if so set (GPU only; written from vLLM's sources)."""
         if self.cfg.quantization == "none":
             yield
             return
@@ -288,7 +191,7 @@ class VLLMEngine:
         finalize_layerwise_reload(self.model, self.runner.model_config)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """vLLM's own loader."""
+        """Load tensors by vLLM's own loader."""
         with self.adapters.unwrapped() if self.adapters else nullcontext():
             self.model.load_weights(iter(tensors))
 
@@ -309,12 +212,12 @@ class VLLMEngine:
         self.version = version
 
     def _forget_prefixes(self) -> None:
-        """Cached prefixes belong to the old weights, and nothing else would tell.
+        """Drop cached prefixes, which belong to the old weights; vLLM itself would keep using them.
 
         Raises:
             StaleEngineError: vLLM keeps them, as it does while a request holds a part of the cache.
         """
-        # A step that is under way on a GPU may still hold what was aborted; the next one lets it go.
+        # A step in progress on a GPU may still hold aborted requests; the next one releases them.
         for _ in range(2):
             if self.llm.reset_prefix_cache():
                 return
@@ -330,7 +233,7 @@ class VLLMEngine:
         if self.partial:
             self.abort([request.key for request, _, _ in list(self.partial.values())])
         if level == 2:
-            # Also when it sleeps at level 1 already.
+            # This also applies to an engine that already sleeps at level 1.
             self.version = None
             if self.on_cpu and not self.weights:
                 self.weights = Parked(self.model.parameters(), "gone", self.world.device)
@@ -341,7 +244,7 @@ class VLLMEngine:
         self._forget_prefixes()
         self.kv_awake = False
         if self.on_cpu:
-            # vLLM's sleep mode is for GPUs. Weights of level 1 are in host memory as they are.
+            # vLLM's sleep mode is for GPUs. On a CPU the weights of level 1 are in host memory anyway.
             self.cache = Parked(self.runner.kv_caches, "gone", self.world.device)
         else:
             self.llm.sleep(level=level)
@@ -367,7 +270,7 @@ class VLLMEngine:
             self.kv_awake = True
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """See the contract. vLLM's sleep on a GPU leaves storages their sizes: it unmaps the memory beneath them."""
+        """See the contract. vLLM's sleep on a GPU keeps the storages' sizes and unmaps the memory beneath them."""
         device, adapters = self.world.device.type, self.adapters.buffers() if self.adapters else []
         weights = storage_bytes([*self.model.parameters(), *adapters], device) if self.weights_awake else 0
         return {
@@ -384,5 +287,5 @@ class VLLMEngine:
         return (words + (self.adapters.words() if self.adapters else 0)) % (1 << 64)
 
     def close(self) -> None:
-        """See the contract. vLLM's shutdown destroys the default process group: this is the run's last call."""
+        """See the contract. vLLM's shutdown destroys the default process group, so this is the run's last call."""
         self.engine.engine_core.shutdown()

@@ -1,4 +1,4 @@
-"""Adapters inside vLLM: base weights into the layers that it wraps, and adapters from tensors, without a file.
+"""Adapters inside vLLM: loads base weights into the layers that vLLM wraps, and adapters from tensors, without a file.
 
 Written against vLLM 0.32 (`vllm/lora`). An adapter stands in buffers beside each layer, [slot, 1, rank, in] for A and
 [slot, 1, out, rank] for B, a pair for each of the projections that a layer fuses.
@@ -19,14 +19,14 @@ from spmdrl.spmd.checksum import word_sum
 from spmdrl.weights.reshard import Entry
 
 NUMBER = 1
-"""vLLM's number of the one adapter."""
+"""vLLM's id of the only adapter."""
 
 
 def lora_options(cfg: Config, config: Any, on_cpu: bool) -> dict[str, Any]:
-    """Arguments of vLLM's LLM. config: transformers' of the model.
+    """Return the arguments of vLLM's LLM for adapters. config: the model's transformers config.
 
     Raises:
-        ValueError: a model whose adapters vLLM does not hold here.
+        ValueError: a model whose adapters vLLM does not support here.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -53,13 +53,13 @@ class Adapters:
 
         self.manager = runner.lora_manager._adapter_manager
         self.rank, self.dtype, self.alone = cfg.lora.rank, DTYPES[cfg.model.dtype], cfg.rollout.tp == 1
-        # What arrives is scaled already. The path is never read: the adapter is there before the first request.
+        # Adapters arrive already scaled. The path is never read: the adapter is installed before the first request.
         self.helper = PEFTHelper(r=self.rank, lora_alpha=self.rank, target_modules=list(cfg.lora.targets))
         self.request = LoRARequest("policy", NUMBER, "pushed")
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
         self.mapper = mapper.get_rename_mapper() if mapper is not None else None
         self.places: dict[str, tuple[Any, int]] = {}
-        """vLLM's name of a layer, as it was before it was fused -> (wrapper, which of its projections)."""
+        """Name of a layer before vLLM fused it -> (wrapper, index among its projections)."""
         for name, module in self.manager.modules.items():
             for i, part in enumerate(self.manager.packed_modules.get(name, [name])):
                 self.places[part] = (module, i)
@@ -67,14 +67,14 @@ class Adapters:
         self.taken: dict[str, torch.Tensor] = {}
 
     def _place(self, name: str) -> tuple[Any, int] | None:
-        """Where an adapter's tensor belongs."""
+        """Return the wrapper and the projection to which an adapter's tensor belongs."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         return self.places.get(parse_fine_tuned_lora_name(PREFIX + name, self.mapper)[0])
 
     @contextmanager
     def unwrapped(self) -> Iterator[None]:
-        """In here the model's loader finds the layers where it expects them, without their wrappers."""
+        """Remove the wrappers inside this context, so that the model's loader finds the layers by their names."""
         model = self.manager.model
 
         def put(inner: bool) -> None:
@@ -89,7 +89,7 @@ class Adapters:
             put(False)
 
     def _buffer(self, name: str) -> torch.Tensor:
-        """What an engine that is not divided holds of an adapter's tensor, without the padding of its rank."""
+        """Return an undivided engine's buffer of an adapter's tensor, without the padding of the LoRA rank."""
         place = self._place(name)
         assert place
         module, i = place
@@ -99,7 +99,7 @@ class Adapters:
         return module.lora_b_stacked[i][slot, 0, :, : self.rank]
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """Whole tensors, of which vLLM's layers take their parts.
+        """See the contract. Returns whole tensors, of which vLLM's layers take their parts.
 
         Raises:
             ValueError: a layer that vLLM does not adapt.
@@ -113,12 +113,12 @@ class Adapters:
 
     def take(self, bucket: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Keep a bucket's adapters for `install`; returns the rest."""
-        # vLLM keeps what it is given, and the trainer's memory goes away.
+        # Copied, because vLLM keeps the tensors and the trainer's memory is freed.
         self.taken |= {name: x.to("cpu", self.dtype, copy=True) for name, x in bucket.items() if is_adapter(name)}
         return {name: x for name, x in bucket.items() if not is_adapter(name)}
 
     def install(self) -> None:
-        """Put what was taken into the layers, in place of what was there."""
+        """Put the adapters that `take` kept into the layers, replacing earlier ones."""
         from vllm.lora.lora_model import LoRAModel
 
         taken, self.taken = self.taken, {}
@@ -131,9 +131,9 @@ class Adapters:
         self.manager.activate_adapter(NUMBER)
 
     def words(self) -> int:
-        """Sum of the words that `needs` counts, from the layers' own buffers."""
+        """Return the sum of the words that `needs` counts, from the layers' own buffers."""
         return word_sum(self._buffer(name) for name, _ in self.counted)
 
     def buffers(self) -> list[torch.Tensor]:
-        """All of them."""
+        """Return all buffers of adapters."""
         return [x for module, _ in self.places.values() for x in (*module.lora_a_stacked, *module.lora_b_stacked)]

@@ -1,7 +1,7 @@
-"""vLLM among ranks that have no engine: it takes the default process group, whole, for its own.
+"""Runs vLLM among ranks that have no engine, although vLLM takes the whole default process group for its own.
 
-Its groups are made in `parallel_state`, by numbers 0 .. n - 1 that it counts itself, each by all ranks of the default
-group. Under split placement those who train have no part in it: there it is shown a world of the others alone.
+vLLM creates its groups in `parallel_state`, from its own count of ranks 0 .. n - 1, each by all ranks of the default
+group. Under split placement the ranks that train take no part: vLLM is then shown a world of the other ranks only.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from spmdrl.spmd.mesh import apart_from_default
 
 
 class _Shown:
-    """A module with some of its names replaced."""
+    """Stands in for a module and replaces some of its names."""
 
     def __init__(self, module: Any, **replaced: Any):
         self._module = module
@@ -27,9 +27,10 @@ class _Shown:
 
 @contextmanager
 def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Build vLLM inside. Collective over `ranks`, ascending, the ranks that have an engine.
+    """Show vLLM a world of `ranks` inside this context, in which it is built.
 
-    None of its groups, 2n - 1 for n ranks, is split off the run's NCCL communicator.
+    Collective over `ranks`: ascending, the ranks that have an engine. None of vLLM's groups, 2n - 1 for n ranks, is
+    split off the run's NCCL communicator.
     """
     if len(ranks) == dist.get_world_size():
         with apart_from_default():
@@ -53,7 +54,7 @@ def world_of(ranks: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         parallel_state.torch = torch  # type: ignore[attr-defined]
-    # Senders and receivers are named by their true ranks from here on.
+    # From here on senders and receivers need their true ranks.
     for reference in parallel_state._groups.values():
         group = reference()
         if group is not None:

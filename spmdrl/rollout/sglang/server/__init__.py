@@ -1,4 +1,4 @@
-"""The SGLang side of the SGLang engine: a program of its own, run by path by an interpreter that has SGLang.
+"""The server side of the SGLang engine: a separate program, run by path by an interpreter that has SGLang.
 
     .venv-sglang/bin/python spmdrl/rollout/sglang/server '{"options": {...}, "stop": [2], "parent": 123}'
 

@@ -1,6 +1,6 @@
-"""The server process: SGLang's Engine, spoken to in JSON lines.
+"""The server process: runs SGLang's Engine and exchanges JSON lines with its rank.
 
-Requests and commands come in on stdin; completions and answers go out on what was stdout when the process began.
+Requests and commands arrive on stdin; completions and answers leave on the file that was stdout at the start.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from draws import seed_at
 from inside import run_scheduler
 
 FLUSH_TRIES = 2000
-"""How often, 10 ms apart, the scheduler is asked whether it has put away the last batch."""
+"""Most attempts, 10 ms apart, to flush the cache while the scheduler finishes the last batch."""
 ABORT_AGAIN_SECONDS = 0.1
 
 
 def build(config: dict):
-    """SGLang's Engine: a scheduler process per TP rank, and no detokenizer, because nothing here is text."""
+    """Start SGLang's Engine: a scheduler process per TP rank, and no detokenizer, because nothing here is text."""
     import multiprocessing
 
     from sglang.srt.entrypoints.engine import Engine
@@ -39,10 +39,10 @@ def build(config: dict):
 
         @classmethod
         def _launch_scheduler_processes(cls, *args, **kwargs):
-            # On a CPU, SGLang collects garbage at every flush. What was imported is none, and 0.5 s to look through.
+            # On a CPU, SGLang collects garbage at every flush; scanning imported objects would take 0.5 s each time.
             gc.freeze()
             if on_cpu:
-                # All imports are done here, 5 s of them. With CUDA a fork would not do.
+                # A forked process reuses the imports, which take 5 s. With CUDA processes cannot be forked.
                 multiprocessing.set_start_method("fork", force=True)
             return super()._launch_scheduler_processes(*args, **kwargs)
 
@@ -50,9 +50,9 @@ def build(config: dict):
 
 
 def forget_shared_memory(processes: list[int]) -> None:
-    """Take the names from the shared memory of these processes, which they have mapped: it goes with the last of them.
+    """Unlink the shared memory that these processes have mapped, so that it is freed with the last of them.
 
-    SGLang leaves files in /dev/shm when it is ended by a signal.
+    Otherwise SGLang leaves files in /dev/shm when a signal ends it.
     """
     for process in processes:
         with open(f"/proc/{process}/maps") as maps:
@@ -63,7 +63,7 @@ def forget_shared_memory(processes: list[int]) -> None:
 
 
 class Server:
-    """Answers one rank."""
+    """Answers the commands of one rank."""
 
     def __init__(self, engine: Any, config: dict, out: int):
         self.engine, self.tokenizer_manager, self.out = engine, engine.tokenizer_manager, out
@@ -72,13 +72,13 @@ class Server:
         self.updating = False
 
     def say(self, **line) -> None:
-        """One line to the rank, whose reader never stops reading."""
+        """Write one line to the rank, whose reader never stops reading."""
         data = memoryview((json.dumps(line) + "\n").encode())
         while data:
             data = data[os.write(self.out, data) :]
 
     async def serve(self) -> None:
-        """Until the rank closes its end."""
+        """Answer commands until the rank closes its end."""
         reader = asyncio.StreamReader(limit=1 << 30)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         facts = await self.ask("facts")
@@ -97,7 +97,7 @@ class Server:
                 self.say(error=f"{type(error).__name__}: {error}")
 
     async def generate(self, requests: list[dict]) -> None:
-        """Requests that go to the scheduler in one message, each with id, prompt, seed, new, temperature, top_p."""
+        """Sample requests that go to the scheduler in one message: id, prompt, seed, new, temperature, top_p."""
         ids = [request["id"] for request in requests]
         params = [
             {
@@ -128,24 +128,24 @@ class Server:
                 del self.running[id]
 
     async def abort(self, ids: list[str]) -> None:
-        """Returns when the requests' last tokens are on their way."""
+        """Abort requests; returns once their last tokens have been written to the rank."""
         from sglang.srt.managers.io_struct import AbortReq
 
         while left := {id: self.running[id] for id in ids if id in self.running}:
             for id in left:
-                # Not abort_request: it asks once, and a scheduler that has not seen the request yet forgets it.
+                # Not abort_request: it asks once, and a scheduler that has not seen the request yet ignores that.
                 self.tokenizer_manager._dispatch_to_scheduler(AbortReq(rid=id))
             await asyncio.wait(left.values(), timeout=ABORT_AGAIN_SECONDS)
 
     async def ask(self, question: str) -> list[int]:
-        """A question to the scheduler processes (`install_memory`)."""
+        """Ask the scheduler processes a question (`inside.install_memory`)."""
         from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
         request = GetWeightsByNameReqInput(name=question, truncate_size=0)
         return [int(x) for x in await self.tokenizer_manager.get_weights_by_name(request, None)]
 
     async def begin(self) -> None:
-        """Open a weight update; one that was broken off is closed first."""
+        """Begin a weight update; an unfinished one is ended first."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         if self.updating:
@@ -155,7 +155,7 @@ class Server:
         self.updating = True
 
     async def load(self, workers: list[dict]) -> None:
-        """One bucket from memory: for each process the file and what lies in it."""
+        """Load one bucket from shared memory. workers: for each process the file and its entries."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         orders = [json.dumps(order).encode() for order in workers]
@@ -177,7 +177,7 @@ class Server:
         self.check(await self.tokenizer_manager.init_weights_update_group(request, None))
 
     async def receive(self, entries: list[dict]) -> None:
-        """One bucket from that group."""
+        """Receive one bucket over the group of `join`."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         await self.ask(f"expect {json.dumps([e['hash'] for e in entries])}")
@@ -191,7 +191,7 @@ class Server:
         self.check(await self.tokenizer_manager.update_weights_from_distributed(request, None))
 
     async def end(self) -> None:
-        """Close the update, and drop cached prefixes: they belong to the old weights."""
+        """End the update and drop cached prefixes, which belong to the old weights."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         self.updating = False
@@ -209,27 +209,27 @@ class Server:
         self.check((False, f"the prefix cache could not be emptied: {result.message or 'requests are running'}"))
 
     async def release(self, tags: list[str]) -> None:
-        """Give memory back."""
+        """Free the memory of `tags`."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self.flush()
         await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def resume(self, tags: list[str]) -> None:
-        """And take it again."""
+        """Allocate the memory of `tags` again."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
 
     @staticmethod
     def check(result: tuple[bool, str]) -> None:
-        """SGLang says in its answer, not by an exception, that a step failed."""
+        """Raise RuntimeError if an answer of SGLang says that a step failed."""
         if not result[0]:
             raise RuntimeError(result[1] or "SGLang refused without a reason")
 
 
 def main() -> None:
-    """Serve the rank that started this process, and end with it."""
+    """Serve the rank that started this process until that rank ends."""
     config = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != config["parent"]:

@@ -1,4 +1,4 @@
-"""How tokens are drawn: as the HF engine draws them, from seeds that belong to data (law 3)."""
+"""Draws tokens as the HF engine does, from seeds that belong to data (law 3)."""
 
 import math
 from typing import Any
@@ -10,13 +10,13 @@ GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def signed(x: int) -> int:
-    """The 64 bits of x as a signed integer."""
+    """Return the lowest 64 bits of x as a signed integer."""
     x &= (1 << 64) - 1
     return x - (1 << 64) if x >> 63 else x
 
 
 def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """`spmd.seeds.uniform`: one float64 in (0, 1) per row, from its own int64 seed and position."""
+    """Twin of `spmd.seeds.uniform`: one float64 in (0, 1) per row, from its own int64 seed and position."""
 
     def shift(x: torch.Tensor, bits: int) -> torch.Tensor:
         return (x >> bits) & ((1 << (64 - bits)) - 1)
@@ -29,7 +29,7 @@ def uniform(seeds_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
 
 
 def seed_at(seed: int, prompt_length: int) -> int:
-    """The seed with which position `prompt_length - 1` draws what position 0 draws with `seed`.
+    """Return the seed with which position `prompt_length - 1` draws the number that position 0 draws with `seed`.
 
     SGLang counts positions from the start of the sequence, the other engines from the first new token.
     """
@@ -37,7 +37,7 @@ def seed_at(seed: int, prompt_length: int) -> int:
 
 
 def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token [B] and logp [B, V] at each row's temperature (1 when greedy), by inverse transform as the HF engine does.
+    """Draw a token [B] with logp [B, V] at each row's temperature (1 when greedy), by inverse transform.
 
     info: SGLang's SamplingBatchInfo. Its host-side flags say whether the batch needs top-p and has greedy rows, so
     nothing here waits for the device.
@@ -57,9 +57,9 @@ def draw(logits_BV: torch.Tensor, info: Any, position_B: torch.Tensor) -> tuple[
 
 
 def install_sampler() -> None:
-    """Makes SGLang draw as above, with the seeds of the requests.
+    """Make SGLang draw tokens by `draw`, with the seeds of the requests.
 
-    Its own seeded sampling wants --enable-deterministic-inference, which no attention backend of a CPU supports, and a
+    Its own seeded sampling needs --enable-deterministic-inference, which no attention backend of a CPU supports, and a
     registered sampling backend is replaced by `pytorch` there.
     """
     from sglang.srt.layers.sampler import Sampler

@@ -1,4 +1,4 @@
-"""What differs inside SGLang's scheduler processes: where weights come from, and how memory is given back on a CPU."""
+"""Changes to SGLang's scheduler processes: the source of weights, and freeing memory on a CPU."""
 
 import json
 import mmap
@@ -12,7 +12,7 @@ import torch
 import xxhash
 from draws import install_sampler
 
-# By its path: beside it lie files that have the names of packages.
+# Loaded by path: other files in its folder have the names of packages.
 _spec = spec_from_file_location("needs", Path(__file__).parents[2] / "needs.py")
 assert _spec and _spec.loader
 _needs = module_from_spec(_spec)
@@ -21,7 +21,7 @@ watched_load = _needs.watched_load
 
 
 def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of one bucket, as views of the memory that the rank filled."""
+    """Return the tensors of one bucket, as views of the memory that the rank filled."""
     with open(file, "r+b") as f:
         memory = mmap.mmap(f.fileno(), 0)
     flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -32,12 +32,12 @@ def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
 
 
 def hash_of(tensor: torch.Tensor) -> int:
-    """xxh3 of a tensor's bytes, 64 bits."""
+    """Return the 64-bit xxh3 of a tensor's bytes."""
     return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def of_all(mine: list[float], group) -> list[list[float]]:
-    """What every process of the engine says."""
+    """Gather a list of numbers from every process of the engine. Collective over `group`."""
     ranks = torch.distributed.get_world_size(group)
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     torch.distributed.all_gather(counts, torch.tensor([len(mine)]), group=group)
@@ -49,9 +49,9 @@ def of_all(mine: list[float], group) -> list[list[float]]:
 
 
 def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
-    """What is wrong with the bytes that the engine's processes hold, alike on all of them; empty: nothing.
+    """Compare hashes of tensors on all processes of the engine; returns the same error on all, empty if none.
 
-    parts: name, what this process reads, and its hash on the other side.
+    parts: name, the part that this process reads, and the sender's hash of it. Collective over `group`.
     """
     wrong = next((name for name, tensor, sent in parts if hash_of(tensor) != sent), "")
     names = (bytes(map(int, said)).decode() for said in of_all([float(b) for b in wrong.encode()], group))
@@ -60,7 +60,7 @@ def all_sound(parts: list[tuple[str, torch.Tensor, int]], group) -> str:
 
 
 def word_sum(model: torch.nn.Module, uncounted: frozenset[str]) -> int:
-    """`spmd.checksum.word_sum` of the parameters but these."""
+    """Twin of `spmd.checksum.word_sum` over all parameters except the uncounted."""
     total = 0
     for name, p in model.named_parameters():
         if name in uncounted:
@@ -74,12 +74,12 @@ def word_sum(model: torch.nn.Module, uncounted: frozenset[str]) -> int:
 
 
 def storages(tensors) -> list[torch.UntypedStorage]:
-    """Each storage once."""
+    """Return the storages of tensors, each once."""
     return list({s.data_ptr() or id(s): s for s in (t.untyped_storage() for t in tensors)}.values())
 
 
 class Held:
-    """What one scheduler process holds, and on a CPU how it gives it back: SGLang itself cannot without CUDA."""
+    """The memory of one scheduler process. On a CPU it can free it, which SGLang itself cannot do without CUDA."""
 
     def __init__(self, runner: Any):
         buffers = [value for name, value in vars(runner.token_to_kv_pool).items() if re.fullmatch("k?v?_buffer", name)]
@@ -91,21 +91,24 @@ class Held:
         self.sizes = {name: [s.nbytes() for s in part] for name, part in self.parts.items()}
 
     def resize(self, name: str, there: bool) -> None:
-        """Aliases of a storage stay valid at size zero and back; what comes back is not what was there."""
+        """Free or allocate the storages of `name`; aliases stay valid, but the contents are lost."""
         for storage, size in zip(self.parts[name], self.sizes[name], strict=True):
             storage.resize_(size if there else 0)
 
     def facts(self) -> list[float]:
-        """Bytes of weights and of KV cache of this process."""
+        """Return this process's bytes of weights and of KV cache."""
         return [sum(self.sizes["weights"]), sum(self.sizes["kv_cache"])]
 
     def words(self) -> list[float]:
-        """The word sum in two halves, which floats hold exactly."""
+        """Return the word sum in two halves, which floats hold exactly."""
         words = word_sum(self.runner.model, self.uncounted)
         return [words >> 32, words & 0xFFFFFFFF]
 
     def needs(self, told: list) -> list[float]:
-        """What this process reads of tensors with these names and shapes: `exact`, then rows: tensor, counted, box."""
+        """Find the parts that this process reads of tensors (name, shape, type).
+
+        Returns `exact`, then for each part: index of the tensor, counted, number of dimensions, box.
+        """
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in told]
         found = watched_load(self.runner.model.load_weights, tensors)
         named = self.runner.model.named_parameters()
@@ -116,21 +119,18 @@ class Held:
         return rows
 
 
-def install_memory(on_cpu: bool) -> None:
-    """Weights from the rank's memory instead of from a pickle, and checked; what is held, and its release on a CPU."""
-    from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput, UpdateWeightsFromTensorReqOutput
+def install_weights(expected: dict[str, Any]) -> None:
+    """Make SGLang read weights from the rank's memory instead of a pickle, and check all weights that arrive.
+
+    expected: hashes and group of the next broadcast bucket; emptied when it has arrived.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
     from sglang.srt.managers.tp_worker import BaseTpWorker
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.runtime_context import get_parallel
 
-    held = lru_cache(maxsize=1)(Held)
-    update, release, resume = (
-        Manager.update_weights_from_tensor,
-        Manager.release_memory_occupation,
-        Manager.resume_memory_occupation,
-    )
-    expected: dict[str, Any] = {}
+    update = Manager.update_weights_from_tensor
 
     def deserialize_own_rank(self, payloads):
         order = json.loads(payloads[get_parallel().tp_rank])
@@ -159,6 +159,22 @@ def install_memory(on_cpu: bool) -> None:
             raise RuntimeError(wrong)
         return named
 
+    BaseTpWorker.deserialize_own_rank = deserialize_own_rank
+    Manager.update_weights_from_tensor = update_weights_from_tensor
+    WeightUpdater.receive_weights_from_distributed = receive_weights_from_distributed
+
+
+def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
+    """Answer the rank's questions about memory and weights, and free memory on a CPU.
+
+    expected: filled for `install_weights` by the question `expect`.
+    """
+    from sglang.srt.managers.io_struct import GetWeightsByNameReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+
+    held = lru_cache(maxsize=1)(Held)
+    release, resume = Manager.release_memory_occupation, Manager.resume_memory_occupation
+
     def get_weights_by_name(self, request):
         question, _, rest = request.name.partition(" ")
         mine = held(self.tp_worker.model_runner)
@@ -166,7 +182,7 @@ def install_memory(on_cpu: bool) -> None:
             expected.update(hashes=json.loads(rest), group=self.tp_cpu_group)
             return GetWeightsByNameReqOutput(parameter=[])
         answer = {"facts": mine.facts, "words": mine.words, "needs": lambda: mine.needs(json.loads(rest))}[question]()
-        # Each one's numbers behind their count.
+        # Each process's numbers, preceded by their count.
         value = [x for said in of_all(answer, self.tp_cpu_group) for x in (float(len(said)), *said)]
         return GetWeightsByNameReqOutput(parameter=value)
 
@@ -181,9 +197,6 @@ def install_memory(on_cpu: bool) -> None:
             held(self.tp_worker.model_runner).resize(name, there=True)
         return resume(self, request)
 
-    BaseTpWorker.deserialize_own_rank = deserialize_own_rank
-    Manager.update_weights_from_tensor = update_weights_from_tensor
-    WeightUpdater.receive_weights_from_distributed = receive_weights_from_distributed
     Manager.get_weights_by_name = get_weights_by_name
     if on_cpu:
         Manager.release_memory_occupation = release_memory_occupation
@@ -191,12 +204,14 @@ def install_memory(on_cpu: bool) -> None:
 
 
 def run_scheduler(server_args, port_args, *rest) -> None:
-    """SGLang's scheduler process with the above in place."""
+    """Run SGLang's scheduler process with these changes installed."""
     install_sampler()
-    install_memory(server_args.device == "cpu")
+    expected: dict[str, Any] = {}
+    install_weights(expected)
+    install_memory(server_args.device == "cpu", expected)
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    # What ends a response is what the run says, and it says it with every request.
+    # The run sends its own stop tokens with every request.
     ModelConfig._get_hf_eos_token_id = lambda self: None
     run_scheduler_process(server_args, port_args, *rest)

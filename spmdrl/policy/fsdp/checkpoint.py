@@ -1,0 +1,85 @@
+"""Writes and reads the weights, adapters and optimizer state of a policy on FSDP2."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.policy.contract import Write
+from spmdrl.policy.fsdp import lora
+from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
+from spmdrl.policy.safe_pickle import vet
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.mesh import World
+from spmdrl.weights.safetensors import MASTERS, has_masters, on_first, on_host, read_into, save_model, tree_on_host
+
+
+def saving(policy: Any, copy: bool = False) -> Write:
+    """Return the function that writes a policy, as the contract says."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    # Collectives over this world's other groups run here; the returned function may run while those are in use.
+    pieces, fixed = policy.pieces(), policy.fixed
+    if policy.adapters:
+        adapter, settings, base = lora.file_pieces(policy.parts()[1]), policy.adapters, base_facts(policy)
+    else:
+        adapter, settings, base = None, None, {}
+    state: dict[str, Any] = {}
+    if policy.optimizer:
+        fill_state(policy.optimizer)
+        state["optimizer"] = get_optimizer_state_dict(policy.model, policy.optimizer)
+        if policy.compute != policy.master and not policy.adapters:
+            state[MASTERS] = {name: p.detach() for name, p in policy.parts()[0]}
+    if copy:
+        pieces, state = on_host(pieces, policy.compute), tree_on_host(state)
+        adapter = on_host(adapter, policy.master) if adapter is not None else None
+
+    def write(folder: Path, world: World) -> None:
+        save_model(folder / "model", pieces, world, policy.compute, fixed, policy.kept)
+        if adapter is not None:
+            tensors = {}
+            for bucket in on_first(adapter, world, policy.master):
+                tensors |= bucket
+            if world.is_first:
+                lora.write_adapter(folder / "adapter", settings, tensors, base)
+        if state:
+            where, group = str(folder / "state" / "optimizer"), world.training_group
+            dcp.save(state, checkpoint_id=where, process_group=group)
+
+    return write
+
+
+def base_facts(policy: Any) -> dict:
+    """Path and checksum of the weights that the adapters belong to. Collective."""
+    total = all_reduce(lora.element_sum(policy.parts()[0]), "sum", policy.world.shard_group)
+    return {"path": str(policy.cfg.model.path), "sum": int(total)}
+
+
+def load(policy: Any, folder: Path) -> None:
+    """Fill a policy and its optimizer from a folder, as the contract says."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    base, adapters = policy.parts()
+    state, where = {}, folder / "state" / "optimizer"
+    saved = vet(where) if policy.optimizer else {}
+    if policy.adapters:
+        lora.read_adapter(adapters, folder / "adapter", policy.adapters)
+        lora.check_base(folder / "adapter", base_facts(policy))
+        base = []
+    elif (folder / "adapter").exists():
+        raise ValueError(f"{folder} holds adapters: resume with its --lora.rank, or choose another --run.dir")
+    elif has_masters(saved, base, where):
+        state[MASTERS] = {name: p.detach() for name, p in base}
+        base = []
+    # A model that trains refuses weights narrower than float32: they were rounded from its masters.
+    read_into(base + policy.buffers, folder / "model", policy.layout, torch.float32 if policy.optimizer else None)
+    if policy.optimizer is None:
+        return
+    settings = settings_of(policy.optimizer)
+    fill_state(policy.optimizer)
+    state["optimizer"] = get_optimizer_state_dict(policy.model, policy.optimizer)
+    dcp.load(state, checkpoint_id=str(where), process_group=policy.world.training_group)
+    set_optimizer_state_dict(policy.model, policy.optimizer, optim_state_dict=state["optimizer"])
+    restore_settings(policy.optimizer, settings)

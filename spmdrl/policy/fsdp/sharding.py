@@ -1,0 +1,79 @@
+"""Wraps a HF model in its packed form and shards it by FSDP2 or HSDP."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from spmdrl.config.schema import Config
+from spmdrl.hub.build import decoder_layers
+from spmdrl.policy.contract import Head
+from spmdrl.policy.heads import PackedLM, PackedScalar
+from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
+from spmdrl.spmd.mesh import World
+
+GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
+"""Models of up to this many bytes (in the compute type) are sharded as one group: gathering each layer by itself would
+cost more time than the memory is worth. On a CPU nothing is computed while a gather runs."""
+
+
+def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, reshard: bool, direct: bool) -> None:
+    """Apply fully_shard to each decoder layer, then to the rest, over `world.shard_mesh`; to a small model as a whole.
+
+    direct: on gloo, use direct sends (`spmd/gloo.py`) instead of its ring.
+    """
+    # Under LoRA only trainable parameters use the master dtype.
+    mesh, master = world.shard_mesh, max(model.parameters(), key=lambda p: p.requires_grad).dtype
+    mixed = (
+        MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
+    )
+    layers = decoder_layers(model.hf)
+    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE[world.device.type]:
+        layers = []
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    # The root is also given the columns of a loss (old_logp, advantages, ...), which keep their type.
+    fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            # Gradients are sums: denominators are global and already in the loss.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if direct and world.device.type == "cpu" and world.size > 1:
+                module.set_custom_all_gather(DirectAllGather())
+                module.set_custom_reduce_scatter(DirectReduceScatter())
+
+
+def recompute(hf: Any) -> None:
+    """Make the backward of each decoder layer run its forward again, instead of keeping its activations.
+
+    transformers' own switch works in training mode only, which would switch dropout on as well.
+    """
+    for layer in decoder_layers(hf):
+        # The state of random generators need not be kept: in eval mode nothing draws.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def sharded(
+    hf: Any, cfg: Config, world: World, head: Head, compute: torch.dtype, share: bool, trained: Callable[[str], bool]
+) -> Any:
+    """Wrap, freeze and shard a HF model, and move it to this rank's device. Collective.
+
+    compute: type of the forward. share: prompts run once for all their samples. trained: True for the names of
+    parameters that train.
+    """
+    kind, sp = cfg.policy.attention, world.sp_group
+    model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head == "score", sp, share)
+    # Eval mode even for training: the loss compares logp with the engine's and with earlier passes, so nothing in the
+    # model may be random (dropout, LayerDrop, a router's jitter).
+    model.eval()
+    for name, p in model.named_parameters():
+        p.requires_grad_(trained(name))
+    # The lockstep recorder wants to see collectives, which direct sends are not.
+    shard(model, world, compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
+    return model.to(world.device)

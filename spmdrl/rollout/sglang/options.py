@@ -1,0 +1,55 @@
+"""The arguments of SGLang's Engine, from the settings of a run."""
+
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config.engines import sleep_level
+from spmdrl.config.schema import Config
+from spmdrl.rollout.engine import kv_bytes_per_token, longest_sequence
+from spmdrl.spmd.mesh import World
+
+CPU_KV_BYTES = 256 << 20
+"""Largest KV cache of an engine on a CPU, in bytes, unless the settings say otherwise."""
+SPARE_TOKENS = 8
+"""Upper bound on the tokens of a sequence's length that SGLang reserves for itself."""
+
+
+def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
+    """Return the arguments of SGLang's Engine."""
+    from transformers import AutoConfig
+
+    rollout = cfg.rollout
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    longest = longest_sequence(cfg) + SPARE_TOKENS
+    values: dict[str, Any] = {
+        "model_path": str(folder),
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "dtype": cfg.model.dtype,
+        "device": world.device.type,
+        "tp_size": rollout.tp,
+        "context_length": longest,
+        "max_running_requests": rollout.max_sequences,
+        "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",
+        "random_seed": 0,
+        # A scheduler that spins during training takes a core from the trainer.
+        "sleep_on_idle": True,
+    }
+    if world.device.type == "cpu":
+        # This only bounds the cache, whose size is `max_total_tokens`; the bound must not cut a size that was set.
+        share = 0.9 if rollout.kv_cache_gib else 0.1
+        values |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "mem_fraction_static": share}
+    else:
+        values |= {
+            "base_gpu_id": world.local_rank,
+            "mem_fraction_static": rollout.gpu_memory_utilization,
+            "enable_memory_saver": sleep_level(cfg, False) > 0,
+            "enable_weights_cpu_backup": sleep_level(cfg, False) == 1,
+            "enable_deterministic_inference": rollout.deterministic or cfg.run.deterministic,
+        }
+        if rollout.quantization != "none":
+            values["quantization"] = rollout.quantization
+    if world.device.type == "cpu" or rollout.kv_cache_gib:
+        per_token = kv_bytes_per_token(config, cfg.model.dtype, rollout.tp)
+        room = int(rollout.kv_cache_gib * 2**30) or min(CPU_KV_BYTES, rollout.max_sequences * longest * per_token)
+        values["max_total_tokens"] = max(longest, room // per_token)
+    return values

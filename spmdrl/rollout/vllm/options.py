@@ -1,0 +1,121 @@
+"""Builds vLLM's LLM with the arguments and the environment that a run needs, and advises when vLLM refuses."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.schema import Config
+from spmdrl.hub.resolve import resolve
+from spmdrl.rollout.engine import longest_sequence
+from spmdrl.rollout.vllm.cpu import CPU_BLOCK, cpu_kv_bytes
+from spmdrl.rollout.vllm.lora import lora_options
+
+GPU_BLOCK = 16
+"""Tokens in one KV block of vLLM's CUDA build, with most attention kernels."""
+
+
+def set_environment(device: torch.device) -> None:
+    """Set the environment variables that vLLM reads at import; a user's own values stay."""
+    values = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if device.type == "cpu":
+        # No core pinning: every rank of a node would take the same cores. Sampling's small compiled helper costs
+        # more to build than it saves.
+        values |= {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def refusals_as_warnings() -> Iterator[None]:
+    """Make torch warn instead of refuse under `--run.deterministic` inside this context.
+
+    vLLM's top_p takes running sums of floats, which a GPU adds in no fixed order. Training samples at top_p 1; an
+    evaluation at `--eval.top-p` below 1 may draw a different token if two runs round differently.
+    """
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if strict:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        if strict:
+            torch.use_deterministic_algorithms(True)
+
+
+def advice(error: Exception) -> str:
+    """Say which settings to change after vLLM refused to start."""
+    if "memory" not in str(error).lower():
+        return (
+            "Try --rollout.engine hf, or other values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
+        )
+    return (
+        "Give it less by --rollout.gpu-memory-utilization or --rollout.kv-cache-gib, or make room by --policy.offload "
+        "host, a larger --rollout.tp, or ending what else runs on the device"
+    )
+
+
+def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
+    """Build vLLM's LLM for the ranks of one TP group. Collective over them.
+
+    routed: completions must report the experts of their tokens.
+
+    Raises:
+        RuntimeError: vLLM refused to start; says which settings to change.
+    """
+    from transformers import AutoConfig
+    from vllm import LLM
+
+    capacity, longest = cfg.rollout.max_sequences, longest_sequence(cfg)
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
+    if not kv_bytes and on_cpu:
+        kv_bytes = cpu_kv_bytes(config, capacity, longest, cfg.model.dtype, cfg.rollout.tp)
+    options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
+    if on_cpu:
+        # Latent attention has blocks of its own.
+        options |= {} if getattr(config, "kv_lora_rank", None) else {"block_size": CPU_BLOCK}
+    else:
+        options |= {
+            "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
+            "enable_sleep_mode": sleep_level(cfg, False) > 0,
+        }
+        if cfg.rollout.quantization != "none":
+            options["quantization"] = cfg.rollout.quantization
+        if getattr(config, "num_experts_per_tok", None):
+            # Other kernels change the layout of experts at start and would misread weights loaded in place.
+            options["moe_backend"] = "triton"
+        if routed:
+            options["enable_return_routed_experts"] = True
+    if cfg.rollout.tp > 1 or not on_cpu:
+        # Without it vLLM takes the first GPU for an engine of one rank, whichever rank that is.
+        options["distributed_executor_backend"] = "external_launcher"
+    if "adapter" in pushed_parts(cfg):
+        options |= lora_options(cfg, config, on_cpu)
+    try:
+        return LLM(
+            model=str(folder),
+            dtype=cfg.model.dtype,  # pyright: ignore[reportArgumentType]
+            tensor_parallel_size=cfg.rollout.tp,
+            seed=0,
+            enforce_eager=cfg.rollout.enforce_eager or on_cpu,
+            skip_tokenizer_init=True,
+            max_model_len=longest,
+            max_num_seqs=capacity,
+            logprobs_mode="processed_logprobs",
+            trust_remote_code=cfg.model.trust_remote_code,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **options,
+        )
+    except Exception as error:
+        raise RuntimeError(f"vLLM could not start for {cfg.model.path}: {error}. {advice(error)}") from error
