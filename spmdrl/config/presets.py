@@ -37,7 +37,7 @@ def _preset(paper: str, advantage: str, loss: str, **settings: Any) -> Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    # The paper adds a k3 penalty of 0.04 to the loss, which asks for a reference model: turn it on with --algo.kl_coef.
+    # The paper adds a k3 penalty of 0.04 to the loss, which asks for a reference model: turn it on with --algo.kl-coef.
     "grpo": _preset("https://arxiv.org/abs/2402.03300", "grpo", "ppo", aggregation="seq-mean-token-mean"),
     "dr_grpo": _preset("https://arxiv.org/abs/2503.20783", "dr_grpo", "ppo", aggregation="seq-mean-token-sum-norm"),
     "rloo": _preset("https://arxiv.org/abs/2402.14740", "rloo", "reinforce", aggregation="seq-mean-token-sum"),

@@ -24,7 +24,7 @@ def template_text(value: str) -> str:
     try:
         return Path(value).expanduser().read_text(encoding="utf-8")
     except OSError as e:
-        raise ValueError(f"--data.chat_template: cannot read {value!r} ({e.strerror})") from e
+        raise ValueError(f"--data.chat-template: cannot read {value!r} ({e.strerror})") from e
 
 
 def encode(
@@ -50,7 +50,7 @@ def encode(
     if chat not in ("auto", "on", "off"):
         raise ValueError(f"--data.chat is {chat!r}: choose auto, on or off")
     if chat == "on" and not has_template:
-        raise ValueError("--data.chat on, but the tokenizer has no chat template: give one with --data.chat_template")
+        raise ValueError("--data.chat on, but the tokenizer has no chat template: give one with --data.chat-template")
     if isinstance(prompt, list):
         _check_messages(prompt)
     if chat != "off" and has_template:
@@ -60,13 +60,13 @@ def encode(
     why = "--data.chat is off" if chat == "off" else "the tokenizer has no chat template"
     if system:
         raise ValueError(
-            f"--data.system needs a chat template, and {why}: set --data.chat_template, or clear --data.system"
+            f"--data.system needs a chat template, and {why}: set --data.chat-template, or clear --data.system"
         )
     if isinstance(prompt, list):
         if len(prompt) != 1 or prompt[0]["role"] != "user" or not isinstance(prompt[0]["content"], str):
             roles = ", ".join(str(m["role"]) for m in prompt)
             raise ValueError(
-                f"a prompt of messages ({roles}) needs a chat template, and {why}: set --data.chat_template "
+                f"a prompt of messages ({roles}) needs a chat template, and {why}: set --data.chat-template "
                 "(for example chatml); only a single user message can stand as plain text"
             )
         prompt = prompt[0]["content"]
@@ -99,5 +99,5 @@ def _render(tokenizer, prompt: str | list[dict], system: str, chat_template: str
             messages, tokenize=False, add_generation_prompt=True, chat_template=chat_template or None
         )
     except Exception as e:  # jinja raises its own errors, and templates raise any
-        named = "--data.chat_template" if chat_template else "the tokenizer's chat template"
+        named = "--data.chat-template" if chat_template else "the tokenizer's chat template"
         raise ValueError(f"{named} could not render the prompt ({type(e).__name__}: {e})") from e

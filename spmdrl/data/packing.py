@@ -51,7 +51,7 @@ def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
         size = lengths[index]
         if size > budget:
             raise ValueError(
-                f"a sequence of {size} tokens is longer than --policy.max_tokens_per_microbatch {budget}; "
+                f"a sequence of {size} tokens is longer than --policy.max-tokens-per-microbatch {budget}; "
                 f"set it to at least {size}"
             )
         slot = next((b for b, free in enumerate(room) if free >= size), None)

@@ -38,7 +38,7 @@ class PromptSet:
 
     prompts: list[Prompt]
     dropped: int
-    """Rows left out because their prompt is longer than `--rollout.max_prompt_tokens`."""
+    """Rows left out because their prompt is longer than `--rollout.max-prompt-tokens`."""
     source: str
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int,
     if not prompts:
         raise ValueError(
             f"{spec!r}: every one of {len(source.rows)} prompts is longer than {max_prompt_tokens} tokens (the "
-            f"shortest has {shortest}): raise --rollout.max_prompt_tokens"
+            f"shortest has {shortest}): raise --rollout.max-prompt-tokens"
         )
     return PromptSet(prompts, dropped=len(source.rows) - len(prompts), source=spec)
 
@@ -100,8 +100,8 @@ def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source
     if verl:
         prompt, truth, extra = _verl_columns(row)
     else:
-        prompt = _column(row, data.prompt_column, "--data.prompt_column")
-        truth = _column(row, data.answer_column, "--data.answer_column") if data.answer_column else None
+        prompt = _column(row, data.prompt_column, "--data.prompt-column")
+        truth = _column(row, data.answer_column, "--data.answer-column") if data.answer_column else None
         extra = {k: v for k, v in row.items() if k not in (data.prompt_column, data.answer_column, "data_source")}
     if isinstance(prompt, list):
         if not all(isinstance(m, dict) for m in prompt):
@@ -109,7 +109,7 @@ def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source
         # a table fills keys that a message lacks with None
         prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
     elif not isinstance(prompt, str):
-        raise ValueError(f"the prompt is {type(prompt).__name__}, not text or messages: change --data.prompt_column")
+        raise ValueError(f"the prompt is {type(prompt).__name__}, not text or messages: change --data.prompt-column")
     if data.template:
         prompt = _apply_template(prompt, row, data.template)
     prefill = _format("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
@@ -121,7 +121,7 @@ def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source
     try:
         json.dumps(truth := json_able(truth))
     except TypeError as e:
-        raise ValueError(f"the ground truth cannot be written as JSON ({e}): change --data.answer_column") from e
+        raise ValueError(f"the ground truth cannot be written as JSON ({e}): change --data.answer-column") from e
     return Prompt(
         index=index,
         tokens=tokens,
@@ -167,7 +167,7 @@ def _format(flag: str, text: str, row: dict) -> str:
                     f"{name!r} reaches into a value, which has no columns; write {{name}} or {{name[key]}}"
                 )
             if base not in row:
-                raise ValueError(f"no column {base!r}; there are {', '.join(map(str, row))} (--data.prompt_column)")
+                raise ValueError(f"no column {base!r}; there are {', '.join(map(str, row))} (--data.prompt-column)")
         return text.format(**row)
     except (ValueError, LookupError, AttributeError, TypeError) as e:
         raise ValueError(f"{flag} {text!r}: {e}; write braces that are no column as {{{{ and }}}}") from e

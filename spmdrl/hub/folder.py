@@ -72,7 +72,7 @@ def plain_errors(folder: Path) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"the model in {folder} brings its own Python code, which would run on this machine: read it, then set "
-                "--model.trust_remote_code if you trust it"
+                "--model.trust-remote-code if you trust it"
             ) from None
         from spmdrl.health.oom import out_of_memory
 

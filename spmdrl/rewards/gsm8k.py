@@ -18,7 +18,7 @@ def truth_of(ground_truth: object) -> Decimal:
     if value is None:
         raise ValueError(
             f"no number to compare with in the truth {str(ground_truth)[-60:]!r}: "
-            "change --data.answer_column or --reward.function"
+            "change --data.answer-column or --reward.function"
         )
     return value
 

@@ -144,7 +144,7 @@ def math_reward(item: RewardInput) -> Reward:
     raw_truth = truth_text if boxed is None else boxed
     truth = simplify(raw_truth)
     if not truth:
-        raise ValueError("the truth is empty: change --data.answer_column")
+        raise ValueError("the truth is empty: change --data.answer-column")
     raw, marked = extract(item.solution)
     answer, parts = simplify(raw), {"format": float(marked)}
     if answer == truth:

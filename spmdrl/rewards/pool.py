@@ -231,7 +231,7 @@ class Pool:
             raise RewardError(
                 f"reward function {self.name} took longer than {self._timeout:g} s on "
                 f"{describe(self._items[request][0])} and was stopped: make it faster, raise --reward.timeout, or "
-                "score such samples 0 with --reward.on_timeout zero"
+                "score such samples 0 with --reward.on-timeout zero"
             )
         self.timeouts += 1
         self._answer(request, Reward(0.0, timed_out=True))

@@ -33,7 +33,7 @@ def first_integer(item: RewardInput) -> Reward:
     if truth is None or truth != truth.to_integral_value():
         raise ValueError(
             f"first_integer compares with an integer and the truth is {str(item.ground_truth)[:60]!r}: "
-            "change --data.answer_column or --reward.function"
+            "change --data.answer-column or --reward.function"
         )
     found = NUMBER.search(item.solution)
     value = to_decimal(found.group()) if found else None

@@ -189,7 +189,7 @@ def prompt_room(cfg: Config, folder: Path) -> int:
     context = _context_length(folder, cfg.model.trust_remote_code)
     if context <= cfg.rollout.max_new_tokens:
         raise ValueError(
-            f"--rollout.max_new_tokens {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} "
+            f"--rollout.max-new-tokens {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} "
             f"takes {context} tokens in all"
         )
     return min(cfg.rollout.max_prompt_tokens, context - cfg.rollout.max_new_tokens)

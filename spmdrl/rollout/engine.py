@@ -181,6 +181,6 @@ def check_length(request: Request, longest: int) -> None:
     if prompt + new > longest:
         raise ValueError(
             f"request {request.key} has {prompt} prompt tokens and asks for up to {new} new ones; the engine's longest "
-            f"sequence is {longest}: raise --rollout.max_prompt_tokens or lower --rollout.max_new_tokens (together at "
+            f"sequence is {longest}: raise --rollout.max-prompt-tokens or lower --rollout.max-new-tokens (together at "
             "most what the model's positions hold)"
         )

@@ -48,7 +48,7 @@ ON_POLICY = ("reinforce", "gpg")
 OWN: dict[str, str] = {
     # A group with one right sample teaches, and with more than that does not: small groups, and many of them.
     "grpo_pass_k": "--rollout.samples_per_prompt 2 --rollout.prompts_per_step 128",
-    "gdpo": "--reward.function recipes/own/reward.py --algo.part_weights match=1 place=0.5",
+    "gdpo": "--reward.function recipes/own/reward.py --algo.part-weights match=1 place=0.5",
 }
 """Flags of presets that need settings of their own here and have no recipe."""
 

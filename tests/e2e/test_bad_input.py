@@ -88,7 +88,7 @@ def test_bad_column_is_named_on_one_of_two_ranks(tmp_path):
     """Both ranks meet it; the first one speaks, the log of each keeps the traceback."""
     data = rows(tmp_path / "data.jsonl", [{"question": "abcde=", "answer": "edcba"}])
     ended = run([*QUICK, "--data.train", data, "--run.dir", tmp_path / "run"], START, ranks=2)
-    refused(ended, "no column 'prompt'", "question, answer", "--data.prompt_column")
+    refused(ended, "no column 'prompt'", "question, answer", "--data.prompt-column")
     assert any("Traceback" in log.read_text() for log in (tmp_path / "run" / "logs").glob("rank_*.log"))
 
 

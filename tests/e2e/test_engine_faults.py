@@ -225,7 +225,7 @@ def test_a_model_of_fewer_positions_than_the_settings_samples_inside_of_them(tmp
     (row,) = metrics(tmp_path / "run")
     assert row["response_length/max"] <= 100 and row["logp_diff/mean"] < 1e-4, row
     ended = run([*QUICK, *flags, *argv("--rollout.max_new_tokens 128 --run.dir"), tmp_path / "none"], 100)
-    refused(ended, "--rollout.max_new_tokens 128 leaves no room for a prompt", "takes 128 tokens in all")
+    refused(ended, "--rollout.max-new-tokens 128 leaves no room for a prompt", "takes 128 tokens in all")
 
 
 # ── an engine that dies while it samples ─────────────────────────────────────

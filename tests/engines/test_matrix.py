@@ -75,7 +75,7 @@ def cell(tmp_path_factory):
             folder, apart = tmp_path_factory.mktemp("run"), PLACEMENTS[placement]
             flags = f"--rollout.engine {engine} --rollout.tp {tp} --parallel.placement {placement} {more}"
             flags += f" --parallel.rollout_ranks {tp}" if apart else ""
-            flags += " --rollout.sglang_push broadcast" if apart and engine == "sglang" else ""
+            flags += " --rollout.sglang-push broadcast" if apart and engine == "sglang" else ""
             args = [*FLAGS, *argv(flags), "--reward.function", reward, "--run.dir", folder]
             succeed(args, 150, ranks=tp + apart, module="tests.engines.matrix")
             samples = [json.loads(line) for line in (folder / "greedy.jsonl").read_text().splitlines()]

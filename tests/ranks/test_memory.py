@@ -396,7 +396,7 @@ def test_wake_without_memory_is_answered_by_the_table_and_three_flags(big_folder
     assert "gone: engine weights 0." in wake and "policy parameters 0.13 GiB" in wake, wake
     assert "as the system counts. What would help most: --policy.offload disk; a larger --rollout.tp" in wake
     assert back.startswith("no room for the policy (0.") and "disk: policy parameters 0." in back, back
-    assert "device: engine weights 0." in back and "--rollout.sleep_level 1" in back, back
+    assert "device: engine weights 0." in back and "--rollout.sleep-level 1" in back, back
     assert training.startswith("no room for training (1.00 GiB asked for)"), training
     for message in (wake, back, training):
         assert message.split("help most: ")[1].count("--") == 3 and "\n" not in message, message

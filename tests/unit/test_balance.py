@@ -101,5 +101,5 @@ def test_layout_microbatches_have_the_exact_count_for_any_lengths(lengths, budge
 
 
 def test_a_sequence_longer_than_the_budget_names_the_flag():
-    with pytest.raises(ValueError, match="101 tokens .* --policy.max_tokens_per_microbatch 100; set it to .* 101"):
+    with pytest.raises(ValueError, match="101 tokens .* --policy.max-tokens-per-microbatch 100; set it to .* 101"):
         first_fit_decreasing([3, 101], 100)

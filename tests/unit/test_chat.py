@@ -55,16 +55,16 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
 @pytest.mark.parametrize(
     ("prompt", "settings", "says"),
     [
-        ("hi", {"chat": "on"}, "--data.chat_template"),
+        ("hi", {"chat": "on"}, "--data.chat-template"),
         ("hi", {"system": "x"}, "--data.system"),
-        (TALK, {}, "user, assistant, user.*--data.chat_template"),
+        (TALK, {}, "user, assistant, user.*--data.chat-template"),
         ("hi", {"chat": "yes"}, "--data.chat"),
         ([], {}, "empty list"),
         ([{"text": "a"}], {}, "`role` and `content`"),
         (TALK[:2], {"chat_template": CHATML}, "--data.prefill"),
         ([{"role": "system", "content": "s"}, TALK[0]], {"system": "x", "chat_template": CHATML}, "--data.system"),
-        ("hi", {"chat_template": "{{ raise_exception('only German') }}"}, "--data.chat_template.*only German"),
-        ("hi", {"chat_template": "{% for %}"}, "--data.chat_template"),
+        ("hi", {"chat_template": "{{ raise_exception('only German') }}"}, "--data.chat-template.*only German"),
+        ("hi", {"chat_template": "{% for %}"}, "--data.chat-template"),
     ],
 )
 def test_what_does_not_fit_is_said(prompt, settings, says):

@@ -204,9 +204,9 @@ def test_remote_code_needs_the_flag(tmp_path):
     tokenizer.update(tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (folder / "own.py").write_text("raise SystemExit('code of the model ran')")
-    with pytest.raises(ValueError, match="--model.trust_remote_code"):
+    with pytest.raises(ValueError, match="--model.trust-remote-code"):
         build_model(folder, "float32")
-    with pytest.raises(ValueError, match="--model.trust_remote_code"):
+    with pytest.raises(ValueError, match="--model.trust-remote-code"):
         load_tokenizer(folder)
 
 

@@ -106,7 +106,7 @@ def test_long_prompts_are_dropped_and_indices_stay(tok, tmp_path):
     spec = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "a" * n, "answer": n} for n in (3, 50, 4, 60, 5)])
     made = load(spec, tok, longest=6)
     assert [p.index for p in made.prompts] == [0, 2, 4] and made.dropped == 2
-    with pytest.raises(ValueError, match="shortest has 4.*--rollout.max_prompt_tokens"):
+    with pytest.raises(ValueError, match="shortest has 4.*--rollout.max-prompt-tokens"):
         load(spec, tok, longest=3)
 
 
@@ -163,7 +163,7 @@ def test_gsm8k_jsonl(tok):
     made = load(str(file), tok, prompt_column="question", longest=400)
     assert len(made) + made.dropped == 1319 and made.dropped > 0
     assert "####" in str(made.prompts[0].ground_truth), "the raw answer; the gsm8k reward reads it"
-    with pytest.raises(ValueError, match="no column 'prompt'; there are question, answer.*--data.prompt_column"):
+    with pytest.raises(ValueError, match="no column 'prompt'; there are question, answer.*--data.prompt-column"):
         load(str(file), tok)
 
 
@@ -215,8 +215,8 @@ def test_reasoning_gym_refuses(tok, monkeypatch):
         ('{"prompt": "a", "answer": 1}\n\n{"prompt": "b"', {}, r"x.jsonl:3: not JSON"),
         ("[1, 2]\n", {}, r"x.jsonl:1: a row is a JSON object"),
         ("\n", {}, "holds no rows"),
-        ('{"prompt": "a", "answer": 1}\n\n{"prompt": "b"}', {}, r"x.jsonl:3: no column 'answer'.*--data.answer_column"),
-        ('{"prompt": 5, "answer": 1}', {}, "is int, not text or messages.*--data.prompt_column"),
+        ('{"prompt": "a", "answer": 1}\n\n{"prompt": "b"}', {}, r"x.jsonl:3: no column 'answer'.*--data.answer-column"),
+        ('{"prompt": 5, "answer": 1}', {}, "is int, not text or messages.*--data.prompt-column"),
         ('{"prompt": ["a"], "answer": 1}', {}, "not of chat messages"),
         (
             '{"prompt": "a", "answer": 1}',
@@ -225,7 +225,7 @@ def test_reasoning_gym_refuses(tok, monkeypatch):
         ),
         ('{"prompt": "a", "answer": 1}', {"template": "{prompt} \\boxed{}"}, "--data.template.*{{ and }}"),
         ('{"prompt": "a", "answer": 1}', {"prefill": "{prompt"}, "--data.prefill"),
-        ('{"prompt": "a", "answer": 1}', {"chat_template": "nosuch.jinja"}, "--data.chat_template: cannot read"),
+        ('{"prompt": "a", "answer": 1}', {"chat_template": "nosuch.jinja"}, "--data.chat-template: cannot read"),
         ('{"prompt": [], "reward_model": {"style": "rule"}}', {}, "reward_model with a ground_truth"),
     ],
 )

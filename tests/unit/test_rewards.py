@@ -169,7 +169,7 @@ def test_every_gsm8k_answer_grades_itself(started):
 
 def test_quick_rewards_name_the_prompt_of_an_unreadable_truth(started):
     for function in ("first_integer", "gsm8k"):
-        with pytest.raises(RewardError, match=f"{function} failed on prompt 12, sample 3: .*--data.answer_column"):
+        with pytest.raises(RewardError, match=f"{function} failed on prompt 12, sample 3: .*--data.answer-column"):
             started(function=function).submit((12, 3), item("7", "seven"))
 
 
@@ -358,7 +358,7 @@ def test_a_hang_is_killed_in_time_and_named(user_file, started):
     grader.submit(3, item("fine"))
     grader.submit(4, item("hang"))
     start = time.monotonic()
-    with pytest.raises(RewardError, match="longer than 0.5 s on prompt 4 .*--reward.timeout.*--reward.on_timeout zero"):
+    with pytest.raises(RewardError, match="longer than 0.5 s on prompt 4 .*--reward.timeout.*--reward.on-timeout zero"):
         grader.drain()
     assert time.monotonic() - start < 10
 

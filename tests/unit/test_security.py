@@ -71,7 +71,7 @@ def test_code_that_comes_with_a_model_is_refused_and_does_not_run(tmp_path, what
         load_tokenizer(resolve(str(folder)))
         build_model(folder, "float32")
     if what != "model":
-        assert "--model.trust_remote_code" in str(error.value) and "own Python code" in str(error.value)
+        assert "--model.trust-remote-code" in str(error.value) and "own Python code" in str(error.value)
     assert str(folder) in str(error.value)
     assert not place.exists()
     # The same folder with the flag: the code is what stood between, and the test would see it run.

@@ -82,7 +82,7 @@ class SGLangEngine:
             except (RuntimeError, OSError) as error:
                 raise RuntimeError(
                     f"SGLang could not start for {cfg.model.path}: {error}. Try --rollout.engine hf, or other "
-                    "values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
+                    "values of --rollout.max-sequences, --rollout.kv-cache-gib, --rollout.tp"
                 ) from error
         facts = self._answer(self.process.facts if self.process else None)
         self.held = dict(zip(("weights", "kv_cache"), facts, strict=True))

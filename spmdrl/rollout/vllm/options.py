@@ -55,7 +55,7 @@ def advice(error: Exception) -> str:
     """Say which settings to change after vLLM refused to start."""
     if "memory" not in str(error).lower():
         return (
-            "Try --rollout.engine hf, or other values of --rollout.max_sequences, --rollout.kv_cache_gib, --rollout.tp"
+            "Try --rollout.engine hf, or other values of --rollout.max-sequences, --rollout.kv-cache-gib, --rollout.tp"
         )
     return (
         "Give it less by --rollout.gpu-memory-utilization or --rollout.kv-cache-gib, or make room by --policy.offload "
