@@ -168,7 +168,7 @@ class Process:
         try:
             self.facts: list[int] = self.answer()
         finally:
-            # Connected sockets no longer need their names; so a killed job leaves nothing behind.
+            # Connected sockets do not need their names; without them a killed job leaves nothing behind.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
