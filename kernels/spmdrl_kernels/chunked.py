@@ -60,7 +60,7 @@ def chunked_loss(
             other token, and on nothing with a gradient but logp and entropy: it gets none. Called with no tokens too.
         inputs: tensors [T, ...] that `loss_fn` gets the chunk's rows of (advantages, old logp, weights); no gradient.
         temperature: see there.
-        entropy: whether `loss_fn` gets the entropy.
+        entropy: True for a `loss_fn` that gets the entropy.
         softcap: see there.
         mask: see there.
         group: see there; a few collectives a chunk, so `chunk_tokens` must be the same on its ranks.
@@ -143,10 +143,10 @@ class _Caller:
 
 
 def _logits(logits_CV, hidden_CD, weight_VD, pieces: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Fill the logits of a chunk, and show them piece by piece: before they are rounded to a narrow dtype.
+    """Fill the logits of a chunk, and yield them piece by piece, before they are rounded to a narrow dtype.
 
-    A logp from rounded ones would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp from
-    1. The gradient is taken from those, which stay, with the logsumexp of their own.
+    A logp from rounded logits would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp
+    from 1. The gradient is taken from the rounded logits, which stay in `logits_CV`, with a logsumexp of their own.
     """
     if not narrow(hidden_CD):
         for columns in pieces:
@@ -245,5 +245,5 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("backward through chunked_loss works once: its gradients were handed out")
         gradients, ctx.gradients = ctx.gradients, None
-        # Where the sum is what backward starts from this multiplies by 1; looking first would wait for the device.
+        # Where backward starts from the sum itself this multiplies by 1; a check would wait for the device.
         return *(None if x is None else x.mul_(grad_total) for x in gradients), None, None, None, None

@@ -106,7 +106,7 @@ def linear_logprob(
 
 
 def spread(values: torch.Tensor, kept: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """Values of the rows that were kept, among zeros."""
+    """[T]: values of the rows that were kept, zeros elsewhere."""
     return values if kept is None else values.new_zeros(tokens).index_copy(0, kept, values)
 
 
@@ -140,7 +140,7 @@ def collision_probability(
 
 
 class Job:
-    """The settings of one call, and the blocks that it is done in."""
+    """The settings of one call, and its blocks."""
 
     def __init__(self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, backend, blocks: Blocks):
         self.vocabulary, self.softcap, self.backend, self.blocks = vocabulary, softcap, backend, blocks
@@ -167,7 +167,7 @@ class Job:
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of everything but the matmuls' inputs."""
+    """Dtype of everything but the matmuls' inputs."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

@@ -1,7 +1,7 @@
 """The functions of algos/ for padded tensors, [B, T] with a mask, as a notebook or another program holds them.
 
-B: sequences, T: the padded length. Tensors, numpy arrays and lists are taken alike; what stands where the mask is 0 has
-no influence, nan included.
+B: sequences, T: the padded length. Tensors, numpy arrays and lists are taken alike; values where the mask is 0 have no
+influence, nan included.
 """
 
 from collections.abc import Mapping

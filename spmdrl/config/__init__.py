@@ -13,8 +13,8 @@ methods.py     settings of a method: advantage, loss, correction, filters, criti
 placement.py   which ranks train, sample and score
 backends.py    axes of the mesh and each policy backend
 engines.py     each engine, adapters included
-plan.py        what the counts of a run multiply out to, for --dry-run
+plan.py        ranks, sequences, tokens and updates of a run, for --dry-run
 resume.py      which settings may change on resume
-paths.py       where a run may write
+paths.py       paths that a run may write to
 dump.py        a Config as YAML, as a dict, as the difference of two; secrets removed
 """

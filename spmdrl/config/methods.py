@@ -1,4 +1,4 @@
-"""What the settings of a method must satisfy together: advantage, loss, correction, filters, critic."""
+"""Rules for the settings of a method together: advantage, loss, correction, filters, critic."""
 
 from spmdrl.config.fields import flag, get
 from spmdrl.config.named import name_problems
