@@ -12,7 +12,8 @@ from spmdrl.checkpoint import disk_space, files, store
 from spmdrl.config.schema import Config
 from spmdrl.health.status import alive, here
 from spmdrl.policy.models import Models
-from spmdrl.spmd.mesh import World, twin
+from spmdrl.spmd.mesh import twin
+from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
 

@@ -11,7 +11,7 @@ from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import Config
 from spmdrl.health.status import here
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:

@@ -23,7 +23,7 @@ from spmdrl.data import treefile
 from spmdrl.policy.contract import Policy, Write
 from spmdrl.policy.models import Models
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
 

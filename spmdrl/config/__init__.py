@@ -3,7 +3,10 @@
 schema.py      every setting of a run, one dataclass a section; the text under a field is its --help
 learning.py    the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
 presets.py     published methods by name, as settings
-load.py        files and flags become one Config
+load.py        makes one Config from files and flags
+given.py       text given for settings: words of the command line, entries of YAML files
+layers.py      settings of a preset, and those that another setting implies
+parse.py       the text of each setting against its type; parsed by tyro
 fields.py      settings as flat dotted names; ConfigError
 watch.py       settings that note which of them are read
 checks.py      all values together: calls the six below

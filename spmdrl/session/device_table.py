@@ -23,8 +23,8 @@ from spmdrl.rollout.engine import Engine
 from spmdrl.session.meter import Meter
 from spmdrl.session.transfer import PushReport, Transfer
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.storage import give_back, moves
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
 log = logging.getLogger("spmdrl")

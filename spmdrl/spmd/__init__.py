@@ -1,6 +1,9 @@
 """One program on many ranks: groups, collectives, the prompt queue, seeds.
 
-mesh.py        process groups, mesh axes, which rank has which role
+mesh.py        starts the job: process groups, mesh axes, worlds of frozen models and of threads
+world.py       groups, axes and roles of one rank
+roles.py       ranks that train, score and sample; sizes of axes
+groups.py      makes process groups and device meshes over some ranks
 rendezvous.py  each start of all ranks gets its own key prefix in the store
 devices.py     the device of each rank
 network.py     the network interface between nodes

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from spmdrl.health.flight_record import collectives_of
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.lockstep import LockstepError
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 NEVER = -(1 << 62)
 

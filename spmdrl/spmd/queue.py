@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 
 class PromptQueue:

@@ -39,8 +39,8 @@ from spmdrl.policy.optimizer import fill_state, make_optimizer, restore_settings
 from spmdrl.policy.safe_pickle import vet
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Piece

@@ -34,7 +34,8 @@ from spmdrl.rollout.engine import (
 from spmdrl.rollout.needs import Needs
 from spmdrl.rollout.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World, apart_from_default
+from spmdrl.spmd.groups import apart_from_default
+from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry
 
 CPU_KV_BYTES = 256 << 20
