@@ -14,7 +14,9 @@ from pathlib import Path
 
 from spmdrl.checkpoint.compare import report
 from spmdrl.checkpoint.disk_space import size
-from spmdrl.checkpoint.files import best_of, problems, read_manifest, steps_saved, value_of
+from spmdrl.checkpoint.keep import best_of, value_of
+from spmdrl.checkpoint.manifest import problems, read_manifest
+from spmdrl.checkpoint.published import steps_saved
 
 
 def root_of(run: str) -> Path:

@@ -8,7 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from spmdrl.checkpoint import disk_space, files, store
+from spmdrl.checkpoint import disk_space, manifest, published, store
+from spmdrl.checkpoint.keep import Keep, measured, value_of
 from spmdrl.config.schema import Config
 from spmdrl.health.status import alive, here
 from spmdrl.policy.models import Models
@@ -27,7 +28,7 @@ class Saver:
         root: the run's `checkpoints/`.
         """
         self.cfg, self.root, self.world = cfg, root, world
-        self.keep = files.Keep(cfg.checkpoint.keep, cfg.checkpoint.keep_every, cfg.checkpoint.best)
+        self.keep = Keep(cfg.checkpoint.keep, cfg.checkpoint.keep_every, cfg.checkpoint.best)
         self.twin = twin(world, timedelta(seconds=cfg.run.timeout)) if cfg.checkpoint.background else None
         self.known: dict[str, float] = {}
         self.saved = 0
@@ -37,7 +38,7 @@ class Saver:
         self._error: BaseException | None = None
         self._seconds = 0.0
         self._numbers: dict[str, float] = {}
-        store.together(lambda: files.clean(root) if world.is_first else None, world)
+        store.together(lambda: published.clean(root) if world.is_first else None, world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
         """Make the part that all checkpoints share, and warn if the first will find no room. Collective, at the start.
@@ -63,12 +64,12 @@ class Saver:
         self.known = {metric: float(values[metric])}
         if self.world.is_first and done > 1 and (self.saved == done - 1 or (self.root / f"step_{done - 1}").is_dir()):
             self.root.mkdir(parents=True, exist_ok=True)
-            files.measured(self.root, done - 1, self.known)
+            measured(self.root, done - 1, self.known)
 
     def resumed(self, step: int) -> None:
         """Take up the known value of `--checkpoint.best` when the run goes on from the checkpoint of `step`."""
         metric = self.keep.metric
-        if metric and (value := files.value_of(self.root, step, metric)) is not None:
+        if metric and (value := value_of(self.root, step, metric)) is not None:
             self.known = {metric: value}
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
@@ -106,7 +107,7 @@ class Saver:
     def _after(self) -> None:
         """Note the size of the checkpoint just written, the best estimate for the next one."""
         if self.world.is_first:
-            self.wanted = files.read_manifest(self.root / f"step_{self.saved}")["bytes"]
+            self.wanted = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
     def poll(self) -> dict[str, float]:
         """Seconds of a background write, once, when it has ended: `time/checkpoint_write`. Not collective.

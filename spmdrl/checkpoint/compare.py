@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from spmdrl.checkpoint.files import read_manifest
+from spmdrl.checkpoint.manifest import read_manifest
 from spmdrl.config.fields import flag, shown
 from spmdrl.config.resume import flat
 

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 from spmdrl.checkpoint import lock
-from spmdrl.checkpoint.files import steps_saved, write_text
+from spmdrl.checkpoint.files import write_text
+from spmdrl.checkpoint.published import steps_saved
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import Config

@@ -12,9 +12,10 @@ from typing import Any
 
 import xxhash
 
-from spmdrl.checkpoint import disk_space, files, lock
+from spmdrl.checkpoint import disk_space, files, lock, manifest, published
 from spmdrl.checkpoint.file_progress import growth_counts
 from spmdrl.checkpoint.folder import still_ours
+from spmdrl.checkpoint.keep import Keep, prune
 from spmdrl.checkpoint.lock import TakenError
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import lasting, settled
@@ -79,7 +80,7 @@ def save(
     state: dict | None,
     mine: Any,
     world: World,
-    keep: files.Keep | None = None,
+    keep: Keep | None = None,
     config: Config | None = None,
 ) -> Path:
     """Write `root/step_<step>`, point `latest` at it and make room as `keep` says. Collective.
@@ -98,10 +99,10 @@ def save(
         DiskFullError: no room; what was there before stays.
         TakenError: another job has taken over the run folder.
     """
-    return write(root, content_of(step, models, state, mine, config=config), world, keep or files.Keep())
+    return write(root, content_of(step, models, state, mine, config=config), world, keep or Keep())
 
 
-def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
+def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
     """Write content from `content_of` as `save` does. Collective over the groups of `world`, which may be a twin's."""
     step, temporary = content.step, root / f".incomplete-step_{content.step}"
     still_ours(world)
@@ -116,15 +117,17 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
             hashes = read_by_all(temporary, world, files.flushed_hash)
             facts = content.facts | facts_of(content.config, world)
             together(
-                lambda: files.write_manifest(temporary, step, world.size, facts, hashes) if world.is_first else None,
+                lambda: manifest.write_manifest(temporary, step, world.size, facts, hashes) if world.is_first else None,
                 world,
             )
             # Read back from the disk.
             wrong = verify(temporary, world)
             still_ours(world)
             if wrong:
-                raise files.DamagedError(f"checkpoint step_{step} reads back damaged from {root}: {'; '.join(wrong)}")
-            together(lambda: files.publish(temporary, root, step) if world.is_first else None, world)
+                raise manifest.DamagedError(
+                    f"checkpoint step_{step} reads back damaged from {root}: {'; '.join(wrong)}"
+                )
+            together(lambda: published.publish(temporary, root, step) if world.is_first else None, world)
     except BaseException as error:
         if world.is_first:
             # Another job may own the folder, and its file of that name cause the error: report that.
@@ -132,7 +135,7 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
                 raise TakenError(taken) from error
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    together(lambda: files.prune(root, step, keep) if world.is_first else None, world)
+    together(lambda: prune(root, step, keep) if world.is_first else None, world)
     return root / f"step_{step}"
 
 
@@ -177,7 +180,7 @@ def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None =
     listed = ""
     if world.is_first:
         try:
-            listed = json.dumps(files.contents(folder))
+            listed = json.dumps(manifest.contents(folder))
         except OSError:
             listed = "{}"  # `problems` says why
     sizes: dict[str, int] = json.loads(all_gather_text(listed, world.host_group)[0])
@@ -196,22 +199,22 @@ def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None =
 
 
 def verify(folder: Path, world: World) -> list[str]:
-    """`files.problems`, with the reading divided among the ranks; alike on all of them. Collective."""
+    """`manifest.problems`, with the reading divided among the ranks; alike on all of them. Collective."""
     hashes = read_by_all(folder, world)
-    said = json.dumps(files.problems(folder, hashes)) if world.is_first else ""
+    said = json.dumps(manifest.problems(folder, hashes)) if world.is_first else ""
     return json.loads(all_gather_text(said, world.host_group)[0])
 
 
 def find_resume(root: Path, world: World) -> Path | None:
-    """`files.newest_valid`, the reading divided among the ranks, alike on all of them. Collective."""
-    said = json.dumps(files.steps_saved(root)) if world.is_first else ""
+    """`published.newest_valid`, the reading divided among the ranks, alike on all of them. Collective."""
+    said = json.dumps(published.steps_saved(root)) if world.is_first else ""
     steps: list[int] = json.loads(all_gather_text(said, world.host_group)[0])
 
     def verified() -> Iterator[tuple[int, list[str]]]:
         for step in steps:
             yield step, verify(root / f"step_{step}", world)
 
-    return files.choose(root, verified())
+    return published.choose(root, verified())
 
 
 def load(folder: Path, models: Models) -> dict:
