@@ -136,7 +136,7 @@ class RunningMoments:
         return self
 
     def to_dict(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """The numbers, for a checkpoint."""
         return asdict(self)
 
     @classmethod
