@@ -21,7 +21,7 @@ GROUPS = {
     "dp": ("DATA_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP", "EXPERT_DATA_PARALLEL_GROUP"),
     "ep": ("EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
 }
-"""Names in megatron.core.parallel_state. Axes may have the same ranks (dp and ep): groups are told apart by name."""
+"""Names of groups in megatron.core.parallel_state. Axes may have the same ranks (dp, ep): names tell them apart."""
 WORD = 4
 """Bytes of a float32: parameters, activations and gradients on a CPU."""
 
@@ -43,9 +43,9 @@ def _nbytes(x: Any) -> int:
 
 
 def sent(operation: str, args: tuple, ranks: int) -> float:
-    """Bytes that one rank sends, see above.
+    """Bytes that one rank sends in a collective, see above.
 
-    operation, args: of torch's dispatcher, namespace c10d; the first argument is what is written where there are two.
+    operation, args: those of torch's dispatcher, namespace c10d; of two tensors the first argument is the output.
 
     Raises:
         ValueError: an operation that has no rule here.
@@ -94,7 +94,7 @@ class Counter(TorchDispatchMode):
 
 @dataclass
 class Shapes:
-    """What the formula knows of a model: HF's names, in short."""
+    """Sizes of a model that the formula uses: HF's names, in short."""
 
     hidden: int
     layers: int
@@ -102,7 +102,7 @@ class Shapes:
     groups: int
     """Key-value heads."""
     width: int
-    """Of a head."""
+    """Width of a head."""
     inner: int
     """Columns of the feed-forward, or of one expert."""
     vocabulary: int
@@ -111,11 +111,11 @@ class Shapes:
     qk_norm: bool = False
     experts: int = 0
     chosen: int = 0
-    """Experts of a token."""
+    """Experts that a token is sent to."""
 
     @classmethod
     def of(cls, hf: Any) -> "Shapes":
-        """From a config of transformers: Qwen2 or Qwen3-MoE."""
+        """Make the shapes from a config of transformers: Qwen2 or Qwen3-MoE."""
         experts = getattr(hf, "num_experts", 0) or 0
         return cls(
             hidden=hf.hidden_size,
@@ -135,16 +135,16 @@ class Shapes:
 
 @dataclass
 class Work:
-    """Micro-batches of one update on one rank: of each, tokens S of its padded pack, T real ones, n in the loss."""
+    """Micro-batches of one update on one rank: for each, tokens S of its padded pack, T real ones, n in the loss."""
 
     padded: list[int]
-    """S: those that a rank of cp holds, before tp divides them."""
+    """S: tokens that a rank of cp holds, before tp divides them."""
     tokens: list[int]
     predicted: list[int]
 
 
 def parameters(m: Shapes, at: Any, first: bool, last: bool) -> tuple[float, float, int]:
-    """Of one rank: those shared by all data, those of its experts, and those that see 1 / tp of the tokens.
+    """Parameters of one rank: those shared by all data, those of its experts, and those that see 1 / tp of the tokens.
 
     at: Layout.
     """

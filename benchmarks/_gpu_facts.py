@@ -1,4 +1,4 @@
-"""What a machine is, in JSON, for `first_gpu_run.py`: devices, what joins them, versions, models that are there.
+"""Describes a machine in JSON for `first_gpu_run.py`: devices, links between them, versions, models that are there.
 
     python -m benchmarks._gpu_facts FILE [--matmul]      with --matmul also a product on every device, against the CPU's
 
@@ -22,14 +22,14 @@ PACKAGES = (
     *("liger-kernel", "peft", "datasets", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
 LARGE = "Qwen/Qwen3-30B-A3B-Base"
-"""As configs/qwen3_30b_a3b.yaml has it."""
+"""Name of the 30B model, as in configs/qwen3_30b_a3b.yaml."""
 SIZE = 4096
 ERROR = 0.01
 """Largest share of the norm by which a bfloat16 product may be off."""
 
 
 def said(*command: str) -> str:
-    """What a program prints; empty where there is none or it fails."""
+    """Output of a program; empty where there is no such program or it fails."""
     if not shutil.which(command[0]):
         return ""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
@@ -58,7 +58,7 @@ def versions() -> dict[str, str]:
 
 
 def modules() -> list[str]:
-    """What stages may need and is here, and runs on this device."""
+    """Packages that stages may need, as far as they are installed and run on this device."""
     from spmdrl.config.engines import sglang_python, vllm_wants_gpu
 
     here = [name for name in ("megatron", "peft", "pytest") if find_spec(name)]
@@ -72,7 +72,7 @@ def modules() -> list[str]:
 
 
 def large_model() -> str:
-    """Folder of the 30B model: $QWEN3_30B, or what the hub's cache holds; empty where there is none."""
+    """Folder of the 30B model: $QWEN3_30B, or that in the hub's cache; empty where there is none."""
     given = os.environ.get("QWEN3_30B", "")
     if not given and torch.cuda.device_count() >= 8:
         from huggingface_hub import snapshot_download
@@ -94,7 +94,7 @@ def gpus() -> list[dict]:
 
 
 def matmul(device: torch.device, size: int) -> dict:
-    """A bfloat16 product on a device: how far it is from float64's, on 64 of its rows."""
+    """Relative error of a bfloat16 product on a device against float64, on 64 of its rows."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).bfloat16() for _ in range(2))
     got = (a.to(device) @ b.to(device))[:64].cpu().double()

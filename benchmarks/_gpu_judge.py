@@ -1,4 +1,4 @@
-"""Reads what a run of a stage left in its folder, and says what is wrong with it. Standard library only."""
+"""Judges a run of a stage by the metrics and logs in its folder. Standard library only."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 FLOAT32 = 1e-4
 """Largest |logp of engine - logp of trainer| of a token in float32 on a CPU, as in tests/engines."""
 GROWTH = 0.5
-"""GiB that nobody accounts for may grow by from the second step to the last."""
+"""GiB by which memory without an owner may grow from the second step to the last."""
 SHOWN = (
     "logp_diff/mean",
     "logp_diff/max",
@@ -24,7 +24,7 @@ SHOWN = (
 def judge(
     folder: Path, steps: int, samplers: list[int], engine: str, device: str, limit: float
 ) -> tuple[list[str], dict[str, float]]:
-    """(what is wrong, figures) of one run.
+    """Judge one run: (problems, figures).
 
     samplers: ranks that have an engine. device: `cpu` or `cuda`. limit: of the mean |difference| of a step in bfloat16,
     which holds on GPUs; on a CPU, in float32, `FLOAT32` holds for every token.
@@ -58,7 +58,7 @@ def judge(
 
 
 def engines_placed(folder: Path, samplers: list[int], engine: str, device: str) -> list[str]:
-    """What the log of each rank with an engine lacks: vLLM on its own device, pushes checked where they end."""
+    """Lines missing in the log of each rank with an engine: vLLM on its own device, pushes checked where they end."""
     wrong = []
     for rank in samplers:
         file = folder / "logs" / f"rank_{rank}.log"

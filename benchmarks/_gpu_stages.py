@@ -17,12 +17,12 @@ FACTS = 40
 # A port of its own, so that a run never meets one that is ending.
 TORCHRUN = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nproc-per-node"
 STEPS = 4
-"""Of a run: the engine has slept three times when it ends."""
+"""Steps of a run: the engine has slept three times when it ends."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Where the stages run: on all the GPUs of a machine, or in small on its CPU."""
+    """Form in which the stages run: on all the GPUs of a machine, or in small on its CPU."""
 
     small: bool
     gpus: int
@@ -53,7 +53,7 @@ class Training:
     """0: as many as `Form.ranks` says, on a CPU `small_ranks`."""
     small_ranks: int = 2
     split: bool = False
-    """Half of the ranks sample."""
+    """True where half of the ranks sample."""
     limit: float = 0.05
     """Largest |logp of engine - logp of trainer|, mean of a step, in bfloat16."""
 
@@ -98,11 +98,11 @@ class Command:
 
     full: str
     small: str = ""
-    """On a CPU; empty: the same."""
+    """The command on a CPU; empty for the same."""
     quick: bool = False
-    """A benchmark, which `--quick` shortens."""
+    """True for a benchmark, which `--quick` shortens."""
     environment: tuple[tuple[str, str], ...] = ()
-    """On a CPU alone."""
+    """Environment variables that are set on a CPU alone."""
 
     def words(self, stage: str, form: Form) -> list[str]:
         places = {
@@ -118,7 +118,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Stage:
-    """One entry of the report."""
+    """One stage, which is one entry of the report."""
 
     name: str
     proves: str
@@ -127,19 +127,19 @@ class Stage:
     group: str = ""
     """Another name for `--only`, of several stages together."""
     gpus: int = 1
-    """Needed at least, in the full form."""
+    """GPUs needed at least, in the full form."""
     gib: int = 0
-    """Of each of them."""
+    """GiB needed on each of them."""
     modules: tuple[str, ...] = ()
     large: bool = False
     """Needs the folder of the 30B model."""
     benchmark: bool = False
-    """Gets what time the stages before it have left over."""
+    """True for a stage that gets the time that the stages before it have left over."""
     tested: str = ""
     """The test in which CI runs this script or these flags on a CPU; empty: tests/ranks/test_first_gpu_run.py does."""
 
     def lacks(self, form: Form, gib: float = 1e9) -> str:
-        """Why it cannot run; empty where it can. gib: memory of the smallest GPU."""
+        """Reason why the stage cannot run; empty where it can. gib: memory of the smallest GPU."""
         missing = [name for name in self.modules if name not in form.modules]
         if missing:
             where = " for this device" if "vllm" in missing else ""
@@ -156,7 +156,7 @@ class Stage:
 
     @property
     def needs(self) -> str:
-        """For a reader."""
+        """The needs of the stage in words."""
         gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}" + (f" of {self.gib} GiB" if self.gib else "")
         return ", ".join([gpus, *self.modules, *(["the folder of Qwen3-30B-A3B-Base"] if self.large else [])])
 
@@ -184,7 +184,7 @@ def kernel_benchmarks() -> list[Stage]:
         "linear": "tests/unit/test_kernel_bench.py::test_kernel_bench_leaves_the_shapes_it_has_done",
         "step_memory": "tests/ranks/test_benchmark_scripts.py::test_benchmark_step_memory_runs",
     }
-    # The one that compiles for GPUs runs nothing on them.
+    # The stage that compiles for GPUs runs nothing on them.
     files = sorted(f for f in (ROOT / "kernels" / "bench").glob("[!_]*.py") if f.name != "compiled.py")
     return [benchmark(f"kernels_{f.stem}", f"kernels/bench/{f.name}", tested.get(f.stem, ""), "kernels") for f in files]
 

@@ -14,7 +14,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = sum(a == b for a, b in zip(solution_str, ground_truth))
     return (2 * right - len(solution_str)) / len(ground_truth)
 """
-"""Text of which no two pieces are alike gets marks that differ, however wrong it is."""
+"""Reward file that scores random text so that different texts get different rewards."""
 
 QWEN3_MIXTURE = dict(
     family="Qwen3Moe",
@@ -69,7 +69,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
 }
-"""Family in transformers and sizes; weights are nowhere needed."""
+"""Family in transformers and sizes of published models; their weights are not needed."""
 
 
 def config_of(family: str, **settings: Any) -> Any:

@@ -34,21 +34,21 @@ from benchmarks._gpu_judge import judge  # noqa: E402
 from benchmarks._gpu_stages import FACTS, ROOT, STEPS, Command, Form, Stage, Training, chosen, example  # noqa: E402
 
 GRACE = 5.0
-"""Seconds of a limit that are left to a program that was asked to end."""
+"""Seconds of a limit that a program has after it was asked to end."""
 MARK = "SPMDRL_STAGE"
-"""In the environment of all that a stage starts: torchrun puts its ranks into sessions of their own."""
+"""Variable in the environment of every process of a stage: torchrun puts its ranks into sessions of their own."""
 SLOWER = 4
 """How many times as long a stage may take on a CPU."""
 TAIL = 40
 """Last lines of a log that failed, in the report."""
 RESULTS = {False: Path("benchmarks/results"), True: Path("runs/first_run_cpu")}
-"""Where a report goes, in the repository. That of --small is of no interest to others: git ignores its folder, and the
-recorded figures of a CPU stay as they are."""
+"""Folder of the report, in the repository, by --small. The report of --small is of no interest to others: git ignores
+its folder, and the recorded figures of a CPU stay as they are."""
 
 
 @dataclass
 class Result:
-    """What came of a stage."""
+    """Result of a stage."""
 
     name: str
     status: str = "ok"
@@ -92,7 +92,7 @@ def end(pids: list[int], number: int) -> None:
 
 
 def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Run a program; what was wrong with its end, empty where nothing was. At the limit its whole family ends."""
+    """Run a program; returns what was wrong with its end, or an empty text. At the limit its whole family ends."""
     mark = secrets.token_hex(8)
     deadline = time.monotonic() + seconds
     with open(log, "a") as file:
@@ -113,7 +113,7 @@ def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]
             wrong = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             wrong = f"stopped after {seconds:.0f} s"
-            # Python programs, torchrun's agent among them, leave in order; a benchmark has written what it has done.
+            # Python programs, torchrun's agent among them, leave in order; a benchmark has written its results so far.
             end([process.pid], signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.5, deadline - time.monotonic()))
@@ -176,7 +176,7 @@ def share(stages: list[Stage], i: int, spare: float) -> float:
 
 
 def look(python: str, work: Path) -> dict:
-    """Facts of the machine, from a process that imports torch.
+    """Look up the facts of the machine in a process that imports torch.
 
     Raises:
         SystemExit: with the reason, where that fails.
@@ -230,7 +230,7 @@ def markdown(told: dict, facts: dict) -> str:
 
 
 def show(stages: list[Stage], form: Form) -> None:
-    """For --dry-run."""
+    """Print the stages for --dry-run."""
     for stage in stages:
         for part in stage.runs:
             print(f"{stage.name}: {shlex.join(part.words(stage.name, form))}")

@@ -53,7 +53,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def length(position: int, sample: int, longest: int, spread: float) -> int:
-    """Tokens of a response, drawn by what it is and not by where it runs."""
+    """Tokens of a response, drawn by its prompt and sample and not by the place where it runs."""
     prompt, own = (random.Random(key).gauss(0, 1) for key in (f"{position}", f"{position}.{sample}"))
     exponent = spread * (math.sqrt(1 - OWN) * prompt + math.sqrt(OWN) * own)
     return max(1, min(longest, round(MEDIAN * longest * math.exp(exponent))))
@@ -76,7 +76,7 @@ def random_model(folder: Path) -> Path:
 
 
 class Watched:
-    """An engine whose requests have the length drawn for them, and what it did in a step."""
+    """An engine whose requests have the length drawn for them; it records the work of each step."""
 
     def __init__(self, engine, longest: int, spread: float):
         self.engine, self.longest, self.spread, self.tokens, self.running = engine, longest, spread, 0, 0
@@ -86,7 +86,7 @@ class Watched:
         engine.submit, engine.poll, engine.abort = self.submit, self.poll, self.abort
 
     def submit(self, request) -> None:
-        """What a continued response has already is not in its limit any more."""
+        """Submit a request with its drawn length, less the tokens that a continued response has already."""
         before = self.longest - request.max_new_tokens
         request.max_new_tokens = length(*request.key, self.longest, self.spread) - before
         assert request.max_new_tokens > 0, "what is complete is not asked for again"
@@ -94,14 +94,14 @@ class Watched:
         self.submit_(request)
 
     def poll(self) -> list:
-        """Timed."""
+        """Poll the engine and note the time of its step."""
         began, running = time.perf_counter(), self.running
         done = self.poll_()
         self.polls.append((running, time.perf_counter() - began))
         return self._count(done)
 
     def abort(self, keys) -> list:
-        """Counted."""
+        """Abort requests and count their tokens."""
         return self._count(self.abort_(keys))
 
     def _count(self, done: list) -> list:
@@ -111,7 +111,7 @@ class Watched:
 
 
 def side(folder: Path, args) -> None:
-    """One rank: every setting in turns; writes what its engine did."""
+    """One rank: runs every setting in turns and writes the work of its engine."""
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR"}
     import torch
 
@@ -171,7 +171,7 @@ def side(folder: Path, args) -> None:
 
 
 def median_ms(polls: list[tuple[int, float]], low: float, high: float) -> float:
-    """Of a step of the engine with so many sequences running."""
+    """Median milliseconds of an engine's step with so many sequences running."""
     return 1000 * statistics.median([s for n, s in polls if low < n <= high] or [math.nan])
 
 
@@ -189,7 +189,7 @@ def fit(polls: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def bound(static: dict, model: tuple[float, float], args) -> dict:
-    """What engines that are full to the end would make of the static setting's work, see above."""
+    """Step time of the static setting's work if engines were full to the end, and its ratio to the measured one."""
     a, b = model
     tokens = static["mean_length"] * args.prompts * args.samples / args.ranks
     sampling = tokens / args.sequences * (a + b * args.sequences)
@@ -198,13 +198,13 @@ def bound(static: dict, model: tuple[float, float], args) -> dict:
 
 
 def summary(name: str, lines: list[dict], ranks: list[list[dict]], args) -> dict:
-    """One setting. lines: its steps in metrics.jsonl; ranks: what each engine said of them; a turn is `args.steps`."""
+    """Figures of one setting. lines: its steps in metrics.jsonl; ranks: records of engines; a turn is `args.steps`."""
     counted = [i for i in range(len(lines)) if i % args.steps >= args.skip]
     kept, sequences = [lines[i] for i in counted], args.prompts * args.samples
     trained = sum(row["response_length/mean"] * sequences for row in kept)
     seconds = sum(row["time/step"] for row in kept)
     carried = [sum(rank[i]["carried"] for rank in ranks) for i in range(len(lines))]
-    # What was carried into a step and out of it was not sampled for nothing.
+    # Tokens that were carried into a step and out of it were not sampled for nothing.
     dropped = sum(
         sum(rank[i]["sampled"] for rank in ranks)
         + (carried[i - 1] if i % args.steps else 0)

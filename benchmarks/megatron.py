@@ -41,7 +41,7 @@ SIZES = {
 BATCHES = {"30M": (4, 4, 48, 160), "5M": (4, 4, 16, 64), "bytes": (16, 2, 8, 56)}
 """Prompts, samples, tokens of a prompt, longest reply."""
 TOKENS = 4096
-"""Of the vocabulary, that occur."""
+"""Tokens of the vocabulary that occur."""
 BUDGET = 512
 GOAL = 0.8
 LIMITS = {"logp": 1e-5, "loss": 1e-5, "grad_norm": 1e-5}
@@ -144,10 +144,10 @@ def episodes(batch: str) -> list:
 
 
 class Side:
-    """A policy with its share of the batch, scored: what is timed."""
+    """A policy with its share of the batch, scored, whose actions are timed."""
 
     def __init__(self, kind: str, model: str, axes: dict, batch: str, share: bool = False):
-        """Collective; see `open_policy`. batch: one of BATCHES."""
+        """Open the policy and score its share. batch: one of BATCHES. Collective; see `open_policy`."""
         from spmdrl.data.batch import balance, from_episodes, share_out
         from spmdrl.policy.models import Models
         from spmdrl.rl.compose import compose
@@ -164,7 +164,7 @@ class Side:
         self.batch = self.algo.advantages(mine, self.world.data_peers)
 
     def logprobs(self) -> torch.Tensor:
-        """[T] of this rank's share."""
+        """Log-probabilities [T] of this rank's share."""
         return self.policy.logprobs(self.batch, 1.0)[0]
 
     def update(self) -> dict[str, float]:
@@ -176,7 +176,7 @@ class Side:
         return stats.reduce(lambda x, op: all_reduce(x, op, self.world.data_group), self.world.device)
 
     def time(self, action) -> float:
-        """Seconds of an action: of this process on one rank, else by the clock from one barrier to the next."""
+        """Seconds of an action: CPU time of this process on one rank, else by the clock between two barriers."""
         clock = time.process_time if self.world.size == 1 else time.perf_counter
         dist.barrier()
         began = clock()
@@ -186,7 +186,7 @@ class Side:
 
 
 def agree(one: Side, other: Side) -> dict[str, float]:
-    """Two updates of each, and logp before, between and after.
+    """Check that two updates of each policy agree, and logp before, between and after.
 
     Raises:
         RuntimeError: they differ by more than LIMITS.
@@ -247,7 +247,7 @@ def count(rank: int, ranks: int, models: dict, layouts: dict, folder: str) -> No
 
 
 def bytes_of(model: str, axes: dict) -> dict:
-    """What this rank sends in one update, by axis: {"sent": ..., "formula": ..., "calls": ...}. Collective."""
+    """Bytes that this rank sends in one update, by axis: {"sent": ..., "formula": ..., "calls": ...}. Collective."""
     from megatron.core import parallel_state
 
     from benchmarks._axis_bytes import Counter, Shapes, Work, formula
@@ -273,7 +273,7 @@ def bytes_of(model: str, axes: dict) -> dict:
 
 
 def write(folder: str, rank: int, result: dict) -> None:
-    """A rank's results, for the process that forked it."""
+    """Write a rank's results for the process that forked it, and end the rank."""
     Path(f"{folder}/{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     # Destructors of a group wait for ranks that may be gone.
@@ -281,7 +281,7 @@ def write(folder: str, rank: int, result: dict) -> None:
 
 
 def ranks_of(function, ranks: int, *args) -> list[dict]:
-    """What every forked rank wrote."""
+    """Run a function on forked ranks and read the results that each wrote."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(function, (ranks, *args, folder), ranks, start_method="fork")
         return [json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(ranks)]

@@ -1,4 +1,4 @@
-"""Who holds how many bytes in each phase, and how many the system really gets back: one rank, every engine, each level.
+"""Bytes by owner in each phase, and the bytes that the system really gets back: one rank, every engine, each level.
 
     python benchmarks/memory.py [--quick] [--json FILE] [--engines hf vllm sglang]
 
@@ -90,7 +90,7 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
                 engine.submit(Request((i, 0), prompt, i, policy.version, 8))
             for _ in range(4):
                 engine.poll()
-            # What the allocator only keeps for later is nobody's, and not for sleep to claim.
+            # Memory that the allocator only keeps for later has no owner, and sleep must not claim it.
             give_back(world.device, WORTH_TRIMMING)
         with memory.training_phase():
             for p in policy.shards:

@@ -68,7 +68,7 @@ def make_model(folder: Path, name: str, longest: int) -> Any:
 
 
 def flops(config: Any, lengths: list[int]) -> float:
-    """Of forward and backward, see above."""
+    """Flops of forward and backward, see above."""
     width = config.hidden_size // config.num_attention_heads
     attention = 2 * config.hidden_size * width * (config.num_attention_heads + config.num_key_value_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
@@ -203,7 +203,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds(action: Callable, device: torch.device) -> float:
-    """Of an action, with what it leaves on the device to do."""
+    """Seconds of an action, with the work that it leaves on the device."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     synchronize(device)
     began = clock()
@@ -342,7 +342,7 @@ def main() -> None:
 
 
 def installed(package: str) -> str | None:
-    """Its version."""
+    """Version of a package."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -41,7 +41,7 @@ class Checkpoint:
     parameters: list[tuple[int, list[int]]]
     """Rows of each parameter, and the tensors in it: one, or those of all experts in the order of the rows."""
     config: Any
-    """The HF model's."""
+    """Config of the HF model."""
 
 
 def checkpoint_of(model: str, layers: int | None = None) -> Checkpoint:
@@ -82,7 +82,7 @@ def sets_of(rows: list[list[list[int]]], of: list[int]):
 
 
 def fsdp(model: Checkpoint, ranks: int):
-    """What ranks hold under FSDP2: rows of every parameter."""
+    """Boxes that ranks hold under FSDP2: rows of every parameter."""
     from spmdrl.weights.shards import shard_rows
 
     held: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -118,7 +118,7 @@ def expert_of(name: str) -> int | None:
 
 
 def megatron(model: Checkpoint, ranks: int, tp: int = 4, pp: int = 8, ep: int = 16):
-    """What ranks hold under Megatron: a stage's layers, a part of each tensor, some experts whole; replicas of all."""
+    """Boxes that ranks hold under Megatron: a stage's layers, a part of each tensor, some experts whole; replicated."""
     layers, stage_ranks = model.config.num_hidden_layers, ranks // pp
     assert stage_ranks * pp == ranks and ep % tp == 0 and stage_ranks % ep == 0
     experts = 1 + max(expert_of(e.name) or 0 for e in model.entries)
@@ -139,7 +139,7 @@ def megatron(model: Checkpoint, ranks: int, tp: int = 4, pp: int = 8, ep: int = 
 
 
 def vllm(model: Checkpoint, ranks: int, tp: int = 8, ep: bool = False):
-    """What the ranks of engines need. ep: an engine's ranks divide experts, and not each of them."""
+    """Boxes that ranks of engines need. ep: an engine's ranks divide the experts, and not the matrices of each."""
     experts = 1 + max(expert_of(e.name) or 0 for e in model.entries)
     needed = [[] for _ in range(tp)]
     for i, entry in enumerate(model.entries):
@@ -163,7 +163,7 @@ def plan(model: Checkpoint, held, wanted, rank: int):
 
 
 def told(sets):
-    """Copies, as a plan gets them from the other ranks: one block of rows."""
+    """Copies of sets in the form in which a plan gets them from the other ranks: one block of rows."""
     from spmdrl.weights.plan import Sets
 
     rows = np.concatenate(sets.rows)

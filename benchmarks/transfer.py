@@ -87,7 +87,7 @@ class Tensors:
             self.parts[name] = dim, start, torch.empty(kept, dtype=dtype)
 
     def load_weights(self, named) -> None:
-        """The loader."""
+        """Take tensors by name into this rank's part, as an engine's loader does."""
         for name, x in named:
             dim, start, into = self.parts[name]
             into.copy_(x.narrow(dim, start, into.shape[dim]))
@@ -183,7 +183,7 @@ def colocated(rank: int, ranks: int, dtype: str, bucket_mib: int, times: int, fo
 
 
 def ranks_of(function, ranks: int, *args) -> list[dict]:
-    """What every forked rank wrote."""
+    """Run a function on forked ranks and read the results that each wrote."""
     with tempfile.TemporaryDirectory() as folder:
         if function is colocated:
             random_model(Path(folder) / "model")

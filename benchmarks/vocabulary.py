@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 VOCAB = 151_936
 WAYS = ("all logits", "linear_logprob", "chunked_loss")
 TARGET = 1.5
-"""All logits over ours."""
+"""Least ratio of the peak with all logits to ours."""
 
 
 def plain(states, weight, targets, temperature, *, entropy=True, softcap=None):

@@ -43,11 +43,11 @@ class Job:
     model: str = "tiny"
     dtype: str = "float32"
     engine: str = "hf"
-    """Ours."""
+    """Engine of spmdrl's side."""
     prompts: int = 8
     samples: int = 8
     tokens: int = 32
-    """Of every response."""
+    """Tokens of every response."""
     lr: float = 2e-4
     warm: int = 2
     """Steps that do not count."""
@@ -68,7 +68,7 @@ JOBS = {
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float:
-    """1 for the right last number, and up to 0.1 for digits, so that the samples of a prompt differ."""
+    """Reward: 1 for the right last number, and up to 0.1 for digits, so that the samples of a prompt differ."""
     numbers = re.findall(r"\d+", solution_str)
     digits = sum(c.isdigit() for c in solution_str) / (1 + len(solution_str))
     return float(bool(numbers) and numbers[-1] == str(ground_truth)) + 0.1 * digits
@@ -82,7 +82,7 @@ class Turns:
         self.file = folder / f"{side}.{os.environ.get('RANK', '0')}.seconds"
 
     def arrive(self) -> None:
-        """Tell how long the step took (the first line: how long the start did)."""
+        """Write how long the step took (the first line: how long the start took)."""
         with open(self.file, "a") as file:
             file.write(f"{time.perf_counter() - self.began}\n")
 
@@ -254,7 +254,7 @@ def start(side: str, python: Path, job: Job, folder: Path) -> subprocess.Popen:
 
 
 def seconds_of(folder: Path, side: str, ranks: int) -> list[float]:
-    """Of the steps that all ranks of a side have done, each as long as it took the slowest; first the start."""
+    """Seconds of the steps that all ranks of a side have done, each by its slowest rank; the start comes first."""
     files = [folder / f"{side}.{rank}.seconds" for rank in range(ranks)]
     if not all(file.exists() for file in files):
         return []

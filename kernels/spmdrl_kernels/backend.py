@@ -1,4 +1,4 @@
-"""Which code runs the row operations."""
+"""Chooses the code that runs the row operations."""
 
 import os
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ BACKENDS = ("triton", "torch", "liger")
 def choose(backend: str | None, device: torch.device) -> str:
     """The backend asked for, by argument or else by SPMDRL_KERNELS, or the device's own.
 
-    ValueError: an unknown one.
+    ValueError: an unknown backend.
     """
     name = backend or os.environ.get("SPMDRL_KERNELS") or ""
     if name and name not in BACKENDS:

@@ -1,4 +1,4 @@
-"""How the logits of T tokens are cut into blocks, and the matmuls that fill and use them.
+"""Cuts the logits of T tokens into blocks, and has the matmuls that fill and use them.
 
 Blocks are as wide as the workspace allows after they have all rows, up to a limit: then each row of the weight's
 gradient is one product over all tokens and is written once, and what is summed over blocks is the small gradient, that
@@ -15,7 +15,7 @@ from spmdrl_kernels import host
 WORKSPACE_BYTES = {"cpu": 2 * 2**20, "gpu": 400 * 2**20}
 """Logits held at a time: on a CPU about what stays in its cache. A gradient in a narrow dtype takes half of it more."""
 WHOLE_ROW_BYTES = {"cpu": 256 * 2**20, "gpu": 540 * 2**20}
-"""The same where all columns of a row are needed at once."""
+"""Logits held at a time where all columns of a row are needed at once."""
 EXACT_BYTES = {"cpu": 2 * 2**20, "gpu": 60 * 2**20}
 """Beside whole rows of a narrow dtype: logits in fp32 before they are rounded, about what a cache holds."""
 BLOCK_ROWS = {"cpu": 512, "gpu": 65536}
@@ -51,7 +51,7 @@ class Blocks:
 
 
 def place_of(device: torch.device) -> str:
-    """`cpu` or `gpu`, whose sizes differ."""
+    """Name of a device's sizes: `cpu` or `gpu`."""
     return "cpu" if device.type == "cpu" else "gpu"
 
 
@@ -116,10 +116,10 @@ def outer_(total: torch.Tensor, a_TM: torch.Tensor, b_TN: torch.Tensor, add: boo
 
 
 def narrow(a: torch.Tensor) -> bool:
-    """Whether logits in this dtype are rounded coarsely."""
+    """True where logits in this dtype are rounded coarsely."""
     return a.dtype in (torch.bfloat16, torch.float16)
 
 
 def widens(a: torch.Tensor) -> bool:
-    """Whether the device multiplies matrices of this dtype into fp32: cuBLAS does, through torch from 2.10 on."""
+    """True where the device multiplies matrices of this dtype into fp32: cuBLAS does, through torch from 2.10 on."""
     return a.is_cuda and torch.version.cuda is not None and narrow(a)

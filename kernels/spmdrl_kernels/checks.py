@@ -1,4 +1,4 @@
-"""What arguments have to be; each error says what to change."""
+"""Checks of arguments; each error says what to change."""
 
 import math
 
@@ -10,7 +10,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_linear(hidden_TD, weight_VD, targets_T, temperature, mask_T) -> None:
-    """Shapes, dtypes and devices of what `linear_logprob` takes."""
+    """Check shapes, dtypes and devices of the arguments of `linear_logprob`."""
     shapes = f"hidden {tuple(hidden_TD.shape)}, weight {tuple(weight_VD.shape)}, targets {tuple(targets_T.shape)}"
     if hidden_TD.ndim != 2 or weight_VD.ndim != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(f"expected hidden [T, D] and weight [V, D], got {shapes}")
@@ -25,7 +25,7 @@ def check_linear(hidden_TD, weight_VD, targets_T, temperature, mask_T) -> None:
 
 
 def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
-    """What stands beside the rows of a tensor: one target each, a temperature or one each, a mask."""
+    """Check the inputs beside the rows of a tensor: one target a row, a temperature or one a row, a mask."""
     tokens, device = len(rows_TX), rows_TX.device
     if targets_T.shape != (tokens,):
         raise ValueError(f"expected one target per row of {name}, got {tuple(targets_T.shape)} for {tokens} rows")
@@ -53,12 +53,12 @@ def check_rows(name: str, rows_TX, targets_T, temperature, mask_T) -> None:
 
 
 def usable(temperature: float) -> bool:
-    """Whether logits can be divided by it in fp32."""
+    """True where logits can be divided by the temperature in fp32."""
     return temperature >= LEAST and math.isfinite(temperature)
 
 
 def check_settings(softcap, sizes: dict[str, int | None]) -> None:
-    """Softcap and sizes of the work."""
+    """Check the softcap and the sizes of blocks."""
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be positive and finite, or None for off, got {softcap}")
     for name, size in sizes.items():
@@ -67,7 +67,7 @@ def check_settings(softcap, sizes: dict[str, int | None]) -> None:
 
 
 def check_values(targets_T, temperature, vocab: int) -> None:
-    """Values of targets and temperatures: one pass over [T], one wait for the device."""
+    """Check the values of targets and temperatures: one pass over [T], one wait for the device."""
     if not targets_T.numel():
         return
     bounds = [x.double() for x in torch.aminmax(targets_T)]

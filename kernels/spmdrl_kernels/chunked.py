@@ -26,7 +26,7 @@ from spmdrl_kernels.blocks import (
 )
 from spmdrl_kernels.checks import check_linear, check_settings, check_values
 from spmdrl_kernels.gradients import Gradients
-from spmdrl_kernels.linear import Job, results_of, spread
+from spmdrl_kernels.linear import Job, kept_rows, results_of, spread
 from spmdrl_kernels.reference import TorchRows
 from spmdrl_kernels.vocabulary import new_state, open_vocabulary
 
@@ -60,7 +60,7 @@ def chunked_loss(
             other token, and on nothing with a gradient but logp and entropy: it gets none. Called with no tokens too.
         inputs: tensors [T, ...] that `loss_fn` gets the chunk's rows of (advantages, old logp, weights); no gradient.
         temperature: see there.
-        entropy: whether `loss_fn` gets the entropy.
+        entropy: True for a `loss_fn` that gets the entropy.
         softcap: see there.
         mask: see there.
         group: see there; a few collectives a chunk, so `chunk_tokens` must be the same on its ranks.
@@ -80,19 +80,16 @@ def chunked_loss(
     """
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
     check_settings(softcap, {"chunk_tokens": chunk_tokens})
-    tokens, kept, inputs = len(hidden_TD), None, dict(inputs or {})
+    tokens, inputs = len(hidden_TD), dict(inputs or {})
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or value.shape[:1] != (tokens,) or value.requires_grad:
             raise ValueError(
                 f"inputs[{name!r}] must be [T, ...] ({tokens} here) without gradient, got "
                 f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)}"
             )
-    if mask is not None:
-        kept = torch.nonzero(mask).flatten()
-        hidden_TD, targets_T = hidden_TD.index_select(0, kept), targets_T[kept]
+    kept, hidden_TD, targets_T, temperature = kept_rows(mask, hidden_TD, targets_T, temperature)
+    if kept is not None:
         inputs = {name: value[kept] for name, value in inputs.items()}
-        if isinstance(temperature, torch.Tensor) and temperature.ndim:
-            temperature = temperature[kept]
     vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group)
     check_values(targets_T, temperature, vocabulary.total)
     blocks = plan_rows(len(hidden_TD), vocabulary.total, hidden_TD, chunk_tokens)
@@ -143,10 +140,10 @@ class _Caller:
 
 
 def _logits(logits_CV, hidden_CD, weight_VD, pieces: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Fill the logits of a chunk, and show them piece by piece: before they are rounded to a narrow dtype.
+    """Fill the logits of a chunk, and yield them piece by piece, before they are rounded to a narrow dtype.
 
-    A logp from rounded ones would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp from
-    1. The gradient is taken from those, which stay, with the logsumexp of their own.
+    A logp from rounded logits would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp
+    from 1. The gradient is taken from the rounded logits, which stay in `logits_CV`, with a logsumexp of their own.
     """
     if not narrow(hidden_CD):
         for columns in pieces:
@@ -158,6 +155,53 @@ def _logits(logits_CV, hidden_CD, weight_VD, pieces: list[slice]) -> Iterator[tu
     for _, columns, exact_CV in blocks.products(hidden_CD, weight_VD):
         logits_CV[:, columns].copy_(exact_CV)
         yield columns, exact_CV
+
+
+def _states(
+    job: Job,
+    operations,
+    logits_CV,
+    hidden_CD,
+    weight_VD,
+    targets_C,
+    scale_C,
+    pieces: list[slice],
+    rounded: bool,
+    second,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill the logits of a chunk; its states [4, C] over the whole vocabulary, from exact logits and from those kept.
+
+    rounded: True where the logits kept are narrow and need a state of their own; else both states are the same one.
+    """
+    state_4C = rounded_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
+    if rounded:
+        rounded_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
+    for columns, piece_CV in _logits(logits_CV, hidden_CD, weight_VD, pieces):
+        at_C = targets_C - (job.vocabulary.start + columns.start)
+        operations.add_stats_(operations.borrow(piece_CV), state_4C, at_C, scale_C, job.softcap, second)
+        if rounded:
+            piece_CV = operations.borrow(logits_CV[:, columns])
+            operations.add_stats_(piece_CV, rounded_4C, at_C, scale_C, job.softcap, second)
+    job.vocabulary.merge_(state_4C, second)
+    if rounded:
+        job.vocabulary.merge_(rounded_4C, second)
+    return state_4C, rounded_4C
+
+
+@torch.enable_grad()
+def _differentiated(caller: _Caller, logp_C, entropy_C, rows: slice, wanted: bool) -> tuple[torch.Tensor, dict, list]:
+    """The caller's loss [C], what it logs, and the loss's gradients by logp and entropy (None where there is none).
+
+    wanted: False for no gradients.
+    """
+    given = [x.detach().requires_grad_(wanted) for x in (logp_C, entropy_C) if x is not None]
+    loss_C, extra = caller(given[0], given[1] if caller.entropy else None, rows)
+    gradients = [None, None]
+    if wanted:
+        if not loss_C.requires_grad:
+            raise ValueError("loss_fn's result depends on neither logp nor entropy: there is no gradient")
+        gradients = [*torch.autograd.grad(loss_C.sum(), given, allow_unused=True), None]
+    return loss_C, extra, gradients
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -178,54 +222,29 @@ class _ChunkedLoss(torch.autograd.Function):
             if isinstance(operations, TorchRows)
             else job.blocks.columns
         )
+        pieces = list(spans(vocabulary.size, step))
         for rows in spans(len(hidden_TD), job.blocks.rows):
-            n, scale_C = rows.stop - rows.start, job.scale(rows)
-            pieces = list(spans(vocabulary.size, step))
+            n, scale_C, hidden_CD, targets_C = rows.stop - rows.start, job.scale(rows), hidden_TD[rows], targets_T[rows]
             logits_CV = buffer[: n * vocabulary.size].view(n, vocabulary.size)
-            state_4C = rounded_4C = new_state(n, dtype, hidden_TD.device)
-            if narrow(hidden_TD) and any(need):
-                rounded_4C = new_state(n, dtype, hidden_TD.device)
-            at = [targets_T[rows] - (vocabulary.start + columns.start) for columns in pieces]
-            for columns, piece_CV in _logits(logits_CV, hidden_TD[rows], weight_VD, pieces):
-                at_C = targets_T[rows] - (vocabulary.start + columns.start)
-                operations.add_stats_(operations.borrow(piece_CV), state_4C, at_C, scale_C, job.softcap, second)
-                if rounded_4C is not state_4C:
-                    piece_CV = operations.borrow(logits_CV[:, columns])
-                    operations.add_stats_(piece_CV, rounded_4C, at_C, scale_C, job.softcap, second)
-            vocabulary.merge_(state_4C, second)
+            rounded = narrow(hidden_TD) and any(need)
+            state_4C, rounded_4C = _states(
+                job, operations, logits_CV, hidden_CD, weight_VD, targets_C, scale_C, pieces, rounded, second
+            )
             logp_C, entropy_C, _ = results_of(state_4C, caller.entropy)
-            if rounded_4C is not state_4C:
-                vocabulary.merge_(rounded_4C, second)
             _, flatness_C, lse_C = results_of(rounded_4C, caller.entropy)
             if not checked and n > 1:
                 caller.check_separable(logp_C, entropy_C, rows)
                 checked = True
-            with torch.enable_grad():
-                given = [x.detach().requires_grad_(any(need)) for x in (logp_C, entropy_C) if x is not None]
-                loss_C, extra = caller(given[0], given[1] if caller.entropy else None, rows)
-                gradients = [None, None]
-                if any(need):
-                    if not loss_C.requires_grad:
-                        raise ValueError("loss_fn's result depends on neither logp nor entropy: there is no gradient")
-                    gradients = [*torch.autograd.grad(loss_C.sum(), given, allow_unused=True), None]
+            loss_C, extra, gradients = _differentiated(caller, logp_C, entropy_C, rows, any(need))
             told = {"logp": logp_C} | ({} if entropy_C is None else {"entropy": entropy_C})
             parts.append(told | {"loss": loss_C.detach()} | {name: value.detach() for name, value in extra.items()})
             if not any(need):
                 continue
             grad_logp_C = torch.zeros_like(lse_C) if gradients[0] is None else gradients[0]
-            for columns, at_C in zip(pieces, at, strict=True):
-                block_CV = logits_CV[:, columns]
-                gradient_CV = operations.logit_gradient(
-                    operations.borrow(block_CV),
-                    at_C,
-                    scale_C,
-                    job.softcap,
-                    lse_C,
-                    flatness_C,
-                    grad_logp_C,
-                    gradients[1],
-                )
-                sums.add(rows, columns, gradient_CV, block_CV)
+            for columns in pieces:
+                block_CV, at_C = logits_CV[:, columns], targets_C - (vocabulary.start + columns.start)
+                given = (at_C, scale_C, job.softcap, lse_C, flatness_C, grad_logp_C, gradients[1])
+                sums.add(rows, columns, operations.logit_gradient(operations.borrow(block_CV), *given), block_CV)
         ctx.gradients = sums.finish() if any(need) else (None, None)
         if not parts:
             # The caller's names and dtypes on a rank without tokens are those of the others.
@@ -245,5 +264,5 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("backward through chunked_loss works once: its gradients were handed out")
         gradients, ctx.gradients = ctx.gradients, None
-        # Where the sum is what backward starts from this multiplies by 1; looking first would wait for the device.
+        # Where backward starts from the sum itself this multiplies by 1; a check would wait for the device.
         return *(None if x is None else x.mul_(grad_total) for x in gradients), None, None, None, None

@@ -1,4 +1,4 @@
-"""The gradients of hidden and weight, from those of the logits' blocks."""
+"""Gradients of hidden and weight, from those of the logits' blocks."""
 
 import torch
 
@@ -7,7 +7,7 @@ from spmdrl_kernels.vocabulary import Vocabulary
 
 
 class Gradients:
-    """Sums over blocks; what several blocks add to is held in fp32 (fp64)."""
+    """Sums gradients over blocks; a sum over several blocks is held in fp32 (fp64)."""
 
     def __init__(
         self,
@@ -18,7 +18,7 @@ class Gradients:
         vocabulary: Vocabulary,
         dtype: torch.dtype,
     ):
-        """need: whether hidden and weight need theirs. dtype: of sums over blocks."""
+        """need: True where the gradient is needed, for hidden and for weight. dtype: that of sums over blocks."""
         self.hidden_TD, self.weight_VD, self.vocabulary = hidden_TD, weight_VD, vocabulary
         # Where all rows are in one block, the matmul's own registers sum over the tokens: no fp32 copy of the weight's
         # gradient, which is the largest tensor here.
@@ -36,7 +36,7 @@ class Gradients:
         self.buffer = hidden_TD.new_empty(0)
 
     def room(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """Where the gradient of a block may stand in the inputs' dtype: over its logits, or beside wider ones."""
+        """Buffer for the gradient of a block in the inputs' dtype: over its logits, or beside wider ones."""
         if logits_CV.dtype == self.hidden_TD.dtype:
             return logits_CV
         if self.buffer.numel() < logits_CV.numel():
@@ -46,7 +46,7 @@ class Gradients:
     def add(self, rows: slice, columns: slice, gradient_CV: torch.Tensor, spare_CV: torch.Tensor) -> None:
         """Take in the gradient of one block of logits; blocks come in the order of `Blocks.products`.
 
-        spare_CV: what `room` gave, which may be overwritten, or the gradient itself.
+        spare_CV: the buffer of `room`, which may be overwritten, or the gradient itself.
         """
         low_CV = gradient_CV if gradient_CV.dtype == spare_CV.dtype else spare_CV.copy_(gradient_CV)
         if self.weight_sum is not None:
@@ -55,7 +55,7 @@ class Gradients:
             product_(self.hidden_sum[rows], low_CV, self.weight_VD[columns], columns.start > 0)
 
     def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both in the inputs' dtype, that of hidden over the whole vocabulary."""
+        """Both gradients in the inputs' dtype, that of hidden summed over the whole vocabulary."""
         dtype = self.hidden_TD.dtype
         hidden = None if self.hidden_sum is None else self.vocabulary.sum_(self.hidden_sum).to(dtype)
         return hidden, None if self.weight_sum is None else self.weight_sum.to(dtype)

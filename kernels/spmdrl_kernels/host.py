@@ -15,29 +15,29 @@ import torch
 TILES = (1024, 256, 64, 32)
 """Rows of a tile, in the order in which they are taken."""
 SUMMED = (128, 64, 32)
-"""The same where rows are summed over: oneDNN adds a tile's up in one chain, whose error grows with its length (4e-7
-for 1024 rows, 2e-7 for 128, as MKL's)."""
+"""Rows of a tile where rows are summed over: oneDNN adds a tile's rows in one chain, whose error grows with its length
+(4e-7 for 1024 rows, 2e-7 for 128, as MKL's)."""
 LEAST = 1 << 20
-"""Multiplications of a tile: smaller ones are quicker by MKL, whose calls cost less."""
+"""Fewest multiplications of a tile: smaller ones are quicker by MKL, whose calls cost less."""
 WORTH_IT = 1 << 22
-"""Multiplications of a product that is cut into tiles."""
+"""Fewest multiplications of a product that is cut into tiles."""
 AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 WIDENS = AVAILABLE and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""This CPU multiplies bfloat16 matrices faster as float32 ones."""
+"""True where this CPU multiplies bfloat16 matrices faster as float32 ones."""
 
 
 def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
-    """Tells whether this module multiplies x @ weight.T: on the host, where it is faster than torch."""
+    """True where this module multiplies x @ weight.T: on the host, where it is faster than torch."""
     if not (x.is_cpu and x.dtype == weight_NK.dtype and AVAILABLE):
         return False
     if x.dtype == torch.bfloat16:
-        # A single row is read faster than widened.
+        # Reading a single row takes less time than widening the weight for it.
         return WIDENS and x.numel() > x.shape[-1]
     return x.dtype == torch.float32 and x.numel() * len(weight_NK) >= WORTH_IT
 
 
 def widened(*matrices: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The matrices in float32, of which products are rounded once."""
+    """The matrices in float32, so that a product is rounded once."""
     return tuple(x if x is None else x.float() for x in matrices)
 
 

@@ -21,7 +21,7 @@ def liger_logprob(
     group: dist.ProcessGroup | None,
     valid_vocab: int | None,
 ) -> tuple[torch.Tensor, None]:
-    """logp_T and None; arguments as in `linear_logprob`. ValueError: what Liger does not have."""
+    """logp_T and None; arguments as in `linear_logprob`. ValueError: an argument that Liger does not support."""
     plain = not isinstance(temperature, torch.Tensor) and temperature == 1.0
     wishes = {
         "entropy=True": entropy,

@@ -56,58 +56,78 @@ def linear_logprob(
         valid_vocab: rows of the whole weight that count, for vocabularies padded at the end.
         batch_invariant: every row's results and its gradient of hidden are the same to the bit whichever other rows
             are in the call. Blocks then have one fixed number of rows, the last filled up with zeros; see
-            kernels/README.md for what that costs.
-        chunk_tokens: rows of a block of logits. Like `chunk_vocab` it changes speed and memory, and the result by
-            rounding only.
+            kernels/README.md for the cost.
+        chunk_tokens: rows of a block of logits. Like `chunk_vocab` it changes speed, memory and rounding only.
         chunk_vocab: columns of a block. By default a block has as many numbers as suit the device.
         backend: `triton` or `torch`; by default the environment's SPMDRL_KERNELS, else triton where the tensors are on
             a GPU and torch elsewhere. `liger`: see `liger.py`.
 
     Returns:
         logp_T and entropy_T (nats; None unless `entropy`), in fp32, or fp64 for fp64 inputs. Logits of bf16
-        and fp16 inputs are fp32 (on AMD GPUs rounded); what the backward's matmuls take is narrow again. Differentiable
-        once in hidden and weight, through both outputs; what the gradients sum over T or V is summed in fp32 (fp64).
+        and fp16 inputs are fp32 (on AMD GPUs rounded); the inputs of the backward's matmuls are narrow again.
+        Differentiable once in hidden and weight, through both outputs; gradients sum over T or V in fp32 (fp64).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a target outside the vocabulary, a setting out of its
             range, ranks of the group with different targets.
     """
+    tokens, sizes = len(hidden_TD), {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab}
     check_linear(hidden_TD, weight_VD, targets_T, temperature, mask)
-    check_settings(softcap, {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab})
+    check_settings(softcap, sizes)
     if choose(backend, hidden_TD.device) == "liger":
         from spmdrl_kernels.liger import liger_logprob
 
-        sizes = {"chunk_tokens": chunk_tokens, "chunk_vocab": chunk_vocab, "batch_invariant": batch_invariant or None}
-        if asked := [name for name, value in sizes.items() if value is not None]:
-            raise ValueError(f"backend='liger' has no {', '.join(asked)}: leave it out, or use 'triton' or 'torch'")
+        _refuse_for_liger(sizes | {"batch_invariant": batch_invariant or None})
         return liger_logprob(hidden_TD, weight_VD, targets_T, temperature, entropy, softcap, mask, group, valid_vocab)
-    tokens, kept = len(hidden_TD), None
-    if mask is not None:
-        kept = torch.nonzero(mask).flatten()
-        hidden_TD, targets_T = hidden_TD.index_select(0, kept), targets_T[kept]
-        if isinstance(temperature, torch.Tensor) and temperature.ndim:
-            temperature = temperature[kept]
+    kept, hidden_TD, targets_T, temperature = kept_rows(mask, hidden_TD, targets_T, temperature)
     vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, batch_invariant)
     check_values(targets_T, temperature, vocabulary.total)
-    real = len(hidden_TD)
     if batch_invariant:
-        chunk_tokens = chunk_tokens or INVARIANT_ROWS[place_of(hidden_TD.device)]
-        # Every matmul has one shape, so that one kernel of the library's does it, whatever the number of tokens.
-        more = -real % chunk_tokens
-        hidden_TD, targets_T = pad(hidden_TD, (0, 0, 0, more)), pad(targets_T, (0, more))
-        if isinstance(temperature, torch.Tensor) and temperature.ndim:
-            temperature = pad(temperature, (0, more), value=1.0)
+        hidden_TD, targets_T, temperature, chunk_tokens = _filled_up(hidden_TD, targets_T, temperature, chunk_tokens)
     blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
-    results = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy)
-    logp_T, entropy_T = (None if x is None else spread(x[:real], kept, tokens) for x in results)
-    assert logp_T is not None
-    return logp_T, entropy_T
+    logp_T, entropy_T = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy)
+    entropy_T = None if entropy_T is None else spread(entropy_T, kept, tokens)
+    return spread(logp_T, kept, tokens), entropy_T
+
+
+def _refuse_for_liger(sizes: dict[str, Any]) -> None:
+    """ValueError where a setting is given that the backend `liger` does not have."""
+    if asked := [name for name, value in sizes.items() if value is not None]:
+        raise ValueError(f"backend='liger' has no {', '.join(asked)}: leave it out, or use 'triton' or 'torch'")
+
+
+def kept_rows(
+    mask: torch.Tensor | None, hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float | torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, float | torch.Tensor]:
+    """Indices of the rows under the mask (None for all), and those rows of the inputs."""
+    if mask is None:
+        return None, hidden_TD, targets_T, temperature
+    kept = torch.nonzero(mask).flatten()
+    if isinstance(temperature, torch.Tensor) and temperature.ndim:
+        temperature = temperature[kept]
+    return kept, hidden_TD.index_select(0, kept), targets_T[kept], temperature
+
+
+def _filled_up(
+    hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float | torch.Tensor, rows: int | None
+) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor, int]:
+    """The inputs with zeros added up to a multiple of a block's rows, and those rows; None for the device's.
+
+    Every matmul then has one shape, so that one kernel of the library's does it, whatever the number of tokens.
+    """
+    rows = rows or INVARIANT_ROWS[place_of(hidden_TD.device)]
+    more = -len(hidden_TD) % rows
+    if isinstance(temperature, torch.Tensor) and temperature.ndim:
+        temperature = pad(temperature, (0, more), value=1.0)
+    return pad(hidden_TD, (0, 0, 0, more)), pad(targets_T, (0, more)), temperature, rows
 
 
 def spread(values: torch.Tensor, kept: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """Values of the rows that were kept, among zeros."""
-    return values if kept is None else values.new_zeros(tokens).index_copy(0, kept, values)
+    """[T]: values of the rows that were kept, zeros elsewhere. Values behind those, of rows filled up, are dropped."""
+    if kept is None:
+        return values[:tokens]
+    return values.new_zeros(tokens).index_copy(0, kept, values[: len(kept)])
 
 
 @torch.no_grad()
@@ -140,7 +160,7 @@ def collision_probability(
 
 
 class Job:
-    """The settings of one call, and the blocks that it is done in."""
+    """The settings of one call, and its blocks."""
 
     def __init__(self, hidden_TD, temperature, vocabulary: Vocabulary, softcap, backend, blocks: Blocks):
         self.vocabulary, self.softcap, self.backend, self.blocks = vocabulary, softcap, backend, blocks
@@ -167,7 +187,7 @@ class Job:
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of everything but the matmuls' inputs."""
+    """Dtype of everything but the matmuls' inputs."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""logp and entropy where the logits exist already. T tokens, V vocabulary (this rank's part of it)."""
+"""logp and entropy from logits that exist already. T tokens, V vocabulary (this rank's part of it)."""
 
 import torch
 import torch.distributed as dist
@@ -55,13 +55,13 @@ def token_logprob(
     check_values(targets_T, temperature, vocabulary.total)
     scale_T = scale_of(temperature, len(logits_TV), wide(logits_TV), logits_TV.device)
     if logits_TV.stride(1) != 1 or logits_TV.stride(0) < logits_TV.shape[1]:
-        # A kernel reads columns side by side, and writes over rows of which each has a place of its own.
+        # A kernel needs columns side by side in memory, and rows that do not overlap, as it writes over them.
         logits_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format).copy_(logits_TV)
     return _TokenLogprob.apply(logits_TV, targets_T, scale_T, (vocabulary, softcap, backend), entropy, inplace_backward)
 
 
 def _blocks(operations, logits_TV: torch.Tensor, size: int):
-    """Views of the logits: whole rows for a kernel, what stays in a cache for plain torch."""
+    """Views of the logits: whole rows for a kernel, blocks that stay in a cache for plain torch."""
     rows, columns = max(1, len(logits_TV)), max(1, size)
     if isinstance(operations, TorchRows):
         rows = BLOCK_ROWS["cpu"]

@@ -1,4 +1,4 @@
-"""The kernels' row operations in plain torch: what runs on a CPU, and what the Triton ones are tested against.
+"""The kernels' row operations in plain torch: they run on a CPU, and the Triton ones are tested against them.
 
 C rows and V columns of one block of logits; `state` and its rows are described in `vocabulary.py`.
 """
@@ -18,14 +18,14 @@ class TorchRows:
     """
 
     def __init__(self, dtype: torch.dtype):
-        """dtype: of all that is not a matmul."""
+        """dtype: that of everything but matmuls."""
         self.dtype = dtype
         self.buffers: dict[str, torch.Tensor] = {}
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """What `add_stats_` and `logit_gradient` may overwrite where the logits themselves must stay: a copy.
+        """A copy that `add_stats_` and `logit_gradient` may overwrite where the logits themselves must stay.
 
-        Tokens that were ruled out by a logit of -inf get one so low that their probability is 0: 0 * -inf is nan.
+        A logit of -inf, which rules a token out, becomes one so low that its probability is 0: 0 * -inf is nan.
         """
         return self._buffer("logits", logits_CV).copy_(logits_CV).clamp_(min=LOWEST)
 

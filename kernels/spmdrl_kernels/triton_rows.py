@@ -148,13 +148,13 @@ class TritonRows:
     """Row operations by Triton, with the interface of `TorchRows`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        """ValueError: a device that Triton has no compiler for, outside of its interpreter."""
+        """Check the device. ValueError: Triton has no compiler for it, outside of its interpreter."""
         if device.type == "cpu" and not INTERPRETED:
             raise ValueError("Triton needs a GPU: use backend='torch', or its interpreter (TRITON_INTERPRET=1)")
         self.fp64 = dtype == torch.float64
 
     def borrow(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """The logits: `add_stats_` leaves them as they are, and `logit_gradient` shall overwrite them."""
+        """The logits themselves: `add_stats_` leaves them as they are, and `logit_gradient` has to overwrite them."""
         return logits_CV
 
     def add_stats_(self, logits_CV, state_4C, targets_C, scale_C, softcap, second) -> None:
@@ -206,11 +206,11 @@ class TritonRows:
         return out_CV
 
     def _constants(self, softcap: float | None, columns: int, most: int) -> dict[str, Any]:
-        """What a kernel is compiled for. Warps are chosen here and not tried out, see above."""
+        """Constants that a kernel is compiled with. Warps are chosen here and not tried out, see above."""
         block = min(most, max(16, triton.next_power_of_2(columns)))
         return {"SOFTCAP": softcap, "FP64": self.fp64, "BLOCK": block, "num_warps": 8}
 
 
 def _on(tensor: torch.Tensor):
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

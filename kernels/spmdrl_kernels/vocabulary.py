@@ -1,4 +1,4 @@
-"""Which part of the vocabulary this rank holds, and how sums over parts become sums over all of it."""
+"""The part of the vocabulary that this rank holds, and sums over the parts of all ranks."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ sum of e^(y-m); sum of e^(y-m) (y-m) for the entropy, or of e^(2(y-m)) for the c
 
 
 GATHERED = 4 * 2**20
-"""Numbers that are gathered at a time."""
+"""Most numbers that are gathered at a time."""
 
 
 def new_state(tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -32,10 +32,11 @@ class Vocabulary:
     total: int
     group: dist.ProcessGroup | None
     ordered: bool = False
-    """Sums over ranks go by their order: of three ranks and more an all_reduce's goes by the place in its buffer."""
+    """Sums over ranks run in the order of ranks: an all_reduce of three ranks and more takes an order that depends on
+    the place in its buffer."""
 
     def merge_(self, state_4T: torch.Tensor, second: str) -> None:
-        """States of the ranks' parts to that of the whole vocabulary. Two collectives, however many tokens."""
+        """Merge the ranks' states into that of the whole vocabulary. Two collectives, however many tokens."""
         if self.group is None or not state_4T.shape[1]:
             return
         top_T = state_4T[MAX].clone()
@@ -60,7 +61,7 @@ class Vocabulary:
 
 
 def rescale_(state_4T: torch.Tensor, top_T: torch.Tensor, second: str) -> None:
-    """The same sums, relative to another maximum."""
+    """Make the sums of a state relative to another maximum."""
     gap_T = state_4T[MAX] - top_T
     factor_T = gap_T.exp()
     if second == "entropy":
@@ -78,7 +79,7 @@ def open_vocabulary(
     group: dist.ProcessGroup | None,
     ordered: bool = False,
 ) -> Vocabulary:
-    """The part of a rank that holds `rows` rows, parts in the order of the group's ranks. Collective.
+    """The part of a rank that holds `rows` rows; parts are in the order of the group's ranks. Collective.
 
     ordered: see `Vocabulary`.
 

@@ -5,19 +5,19 @@ Advantages and losses are reached through their dicts, as `reinforce` names one 
 advantages.py         outcome advantages: one number for each sequence
 credit.py             advantages by token or turn; reward and cost combined
 estimators.py         all advantage estimators by name
-samples.py            what an estimator is given
+samples.py            inputs of an estimator
 losses.py             policy losses token by token
 sequence_losses.py    policy losses of whole sequences
 covariance_losses.py  KL-Cov, Clip-Cov
 divergence_losses.py  DPPO
-loss_inputs.py        what a loss is given and returns
+loss_inputs.py        inputs and results of a loss
 selection.py          tokens that KL-Cov and Clip-Cov hold back, over all ranks
 aggregate.py          from per-token losses to one number
 kl.py                 estimates of KL to the reference
 correction.py         importance weights of engine against trainer
-filters.py            which groups a step learns from
+filters.py            groups that a step learns from
 resample.py           learning more from samples whose reward is likely right
-shaping.py            from a reward to what advantages see
+shaping.py            from a score to the reward that advantages see
 value.py              critic, implicit process rewards, imitation of good samples
 notebook.py           the same on padded tensors
 """

@@ -1,7 +1,7 @@
 """Outcome advantages: one number for each sequence, at all of its sampled tokens.
 
 N: sequences of all ranks; a group is the samples of one prompt. Estimators are functions of `Samples` (shapes, errors
-and what a sequence without a sampled token counts as are said there); returns are the advantages again. Results are
+and the case of a sequence without a sampled token are described there); returns are the advantages again. Results are
 bit for bit independent of the order of the samples and of their spread over ranks, on CPU: sums run in order of group
 and value, not of arrival.
 """
@@ -176,18 +176,18 @@ def win_rate(x: Samples) -> Result:
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong together, and an order to sum them in that does not depend on their arrival."""
+    """Groups of rows, and an order to sum them in that does not depend on their arrival."""
 
     index_N: torch.Tensor
     """int64: the group of each row, 0 .. G - 1, in order of the keys."""
     order_N: torch.Tensor
-    """int64: rows by group, then by the values they were told apart by."""
+    """int64: rows by group, then by value."""
     size_N: torch.Tensor
     """fp64: rows in the group of each row."""
 
     @staticmethod
     def of(keys: Sequence[torch.Tensor], *values_N: torch.Tensor) -> "Groups":
-        """Rows with equal keys [N] form a group. values_N: what the terms of its sums are functions of."""
+        """Groups of rows with equal keys [N]. values_N: numbers that the terms of the groups' sums are functions of."""
         index_N = torch.zeros(len(keys[0]), dtype=torch.int64)
         for key_N in keys:
             _, number_N = torch.unique(key_N, return_inverse=True)
@@ -250,7 +250,7 @@ def _scores(x: Samples) -> tuple[torch.Tensor, Groups, torch.Tensor]:
 
 
 def _weights(weights: Mapping[str, float] | Sequence[float] | None, names: list[str]) -> dict[str, float]:
-    """Weight of the score and of each part; one that is missing does not count. names: of the parts."""
+    """Weight of the score and of each part, 0 for one that is not named. names: those of the parts."""
     everything = [SCORE, *names]
     if weights is None:
         weights = dict.fromkeys(everything, 1.0)

@@ -1,6 +1,6 @@
 """Advantages that differ from token to token or from turn to turn, and the combination of reward and cost.
 
-S: sampled tokens of this rank; time is the index among the sampled tokens of the sequence, so what a tool wrote between
+S: sampled tokens of this rank; time is the index among the sampled tokens of the sequence, so a tool's text between
 them neither bootstraps nor decays anything. Estimators are functions of `Samples`; a result does not depend on how the
 sequences are spread over ranks. ValueError: an input that is missing or not finite, settings out of range.
 """

@@ -1,4 +1,4 @@
-"""All advantage estimators by name, and what a caller has to know of one before calling it."""
+"""All advantage estimators by name, with the inputs and settings that each takes."""
 
 import difflib
 import inspect

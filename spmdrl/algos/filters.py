@@ -1,10 +1,10 @@
-"""Which groups a step learns from: dynamic sampling.
+"""Chooses the groups that a step learns from: dynamic sampling.
 
 B: sequences, whole groups of them; a group is the samples of one prompt. A filter is
 `f(score_B, group_B, **settings) -> bool [B]`, True where the sequence is kept, alike for all samples of a group.
 score_B: any real dtype; group_B: int64, any numbering. No answer depends on the order of the samples, nor on which
-other groups are there, so ranks that hold different groups decide as one would. ValueError: shapes that are not [B], a
-score that is not finite.
+other groups are there, so ranks that hold different groups decide as one rank would. ValueError: shapes that are not
+[B], a score that is not finite.
 """
 
 import math
@@ -52,7 +52,7 @@ FILTERS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def whole_groups(keep_B: torch.Tensor, group_B: torch.Tensor, name: str = "the filter") -> torch.Tensor:
-    """What a filter (a user's own, perhaps) returned, checked: bool [B], alike within each group.
+    """Check the result of a filter, perhaps a user's own: bool [B], alike within each group.
 
     name: the function, for the message. ValueError: anything else.
     """

@@ -1,4 +1,4 @@
-"""What a policy loss is given and returns, and the steps that they share. T: packed tokens of one micro-batch."""
+"""Inputs and results of policy losses, and the steps that losses share. T: packed tokens of one micro-batch."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss may look at, all packed [T]; log-probabilities are of the sampled tokens, in nats."""
+    """Inputs of a policy loss, all packed [T]; log-probabilities are of the sampled tokens, in nats."""
 
     logp: torch.Tensor
     """Current policy, with gradient."""
@@ -30,7 +30,7 @@ class LossInputs:
     """Entropy of the current policy at this token, nats, with gradient."""
     ref_logp: torch.Tensor | None = None
     rollout_logp: torch.Tensor | None = None
-    """As reported by the engine."""
+    """The engine's log-probability."""
     weights: torch.Tensor | None = None
     """Importance weights that multiply the loss (correction for rollout_logp != old_logp), no gradient."""
     selected: torch.Tensor | None = None

@@ -6,8 +6,8 @@ divided by the unmasked ones is the mean. Stats that several losses share: `rati
 old_logp - logp, the k1 estimate of KL(old || current); `clip_fraction`, 1 where a clip decided the loss.
 
 Every log ratio is clamped to +-20 before exp. `x.weights` multiplies every loss. A setting out of its range is a
-ValueError that says which. Those that let each token count for itself are in this file; the others are imported from
-beside it.
+ValueError that names it. Losses in which each token counts for itself are in this file; the others are imported from
+the files beside it.
 """
 
 from collections.abc import Callable
@@ -184,11 +184,11 @@ AGGREGATION_OF: dict[str, str] = {
     "gpg": "token-mean",
     "reinforce": "seq-mean-token-sum",
 }
-"""What the loss's paper does, for a run that asks for nothing else."""
+"""Aggregation of the loss's paper, for a run that asks for no other."""
 
 SEQUENCE_LOSSES = frozenset({"gspo", "gmpo", "sppo"})
 """Losses of whole sequences, of which only the mean over sequences has a meaning: always `seq-mean-token-mean`, which
-is that mean because each gives its sequence's number at every unmasked token (gspo where advantages are equal)."""
+is that mean because a loss has its sequence's number at every unmasked token (gspo where advantages are equal)."""
 
 TOKEN_LOSSES = tuple(loss for name, loss in LOSSES.items() if name not in SEQUENCE_LOSSES | {"gspo_token"})
-"""Those in which a token's loss depends on no other token's logp."""
+"""Losses in which a token's loss depends on no other token's logp."""

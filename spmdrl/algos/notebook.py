@@ -1,7 +1,7 @@
 """The functions of algos/ for padded tensors, [B, T] with a mask, as a notebook or another program holds them.
 
-B: sequences, T: the padded length. Tensors, numpy arrays and lists are taken alike; what stands where the mask is 0 has
-no influence, nan included.
+B: sequences, T: the padded length. Tensors, numpy arrays and lists are taken alike; values where the mask is 0 have no
+influence, nan included.
 """
 
 from collections.abc import Mapping
@@ -189,9 +189,7 @@ def compute_loss(
             f"{name} takes no {key!r}{nearest(key, [*known, *_LOSS_TENSORS])}; its settings are "
             f"{', '.join(known) or 'none'}, tensors are {', '.join(_LOSS_TENSORS)}"
         )
-    find(aggregation or AGGREGATION_OF[name], dict.fromkeys(AGGREGATIONS), "aggregation")
-    if name in SEQUENCE_LOSSES or aggregation is None:
-        aggregation = AGGREGATION_OF[name]
+    aggregation = _aggregation_of(name, aggregation)
     if not isinstance(logp, torch.Tensor) or not logp.is_floating_point():
         raise ValueError(f"logp must be a tensor of floats, got {getattr(logp, 'dtype', type(logp).__name__)}")
 
@@ -200,24 +198,14 @@ def compute_loss(
     # A ratio of 1 + 4e-4 is no bfloat16 number: half precision is computed in float32.
     given_dtype, logp = logp.dtype, logp if logp.dtype in (torch.float32, torch.float64) else logp.float()
     given = {k: v for k, v in settings.items() if k in _LOSS_TENSORS and v is not None}
-    tensors = {
-        k: as_tensor(k, v, shape).flatten().to(logp.device, logp.dtype)
-        for k, v in {"old_logp": old_logp, "advantages": advantages, **given}.items()
-    }
-    if isinstance(given.get("entropy"), torch.Tensor):
-        tensors["entropy"] = given["entropy"].flatten()  # may carry a gradient
     settings = {k: v for k, v in settings.items() if k in known}
-    draw = torch.rand(len(mask_T), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tensors = _loss_tensors(logp, {"old_logp": old_logp, "advantages": advantages, **given}, shape)
     if tensors.pop("draw", None) is not None:
-        draw = as_tensor("draw", given["draw"]).flatten()
+        given["draw"] = as_tensor("draw", given["draw"]).flatten()
     if "selected" in tensors:
         tensors["selected"] = (tensors["selected"] != 0) & mask_T.to(logp.device)
     elif name in SELECTIONS:
-        host = {k: x.detach().cpu().double() for k, x in {"logp": logp.flatten(), "draw": draw, **tensors}.items()}
-        selecting = Selecting(
-            host["logp"], host["old_logp"], host["advantages"], mask_T, seq_T, shape[0], draw=host["draw"]
-        )
-        tensors["selected"] = SELECTIONS[name](selecting, **settings).to(logp.device)
+        tensors["selected"] = _select(name, logp, tensors, mask_T, seq_T, shape[0], given.get("draw"), settings)
 
     mask_T, seq_T = mask_T.to(logp.device), seq_T.to(logp.device)
     loss_T, _ = loss(LossInputs(logp=logp.flatten(), mask=mask_T, seq=seq_T, **tensors), **settings)
@@ -225,6 +213,41 @@ def compute_loss(
         aggregation, mask_T, seq_T, count_totals(mask_T, seq_T), shape[1] if horizon is None else horizon
     )
     return (loss_T.double() * weights_T).sum().to(given_dtype)
+
+
+def _aggregation_of(name: str, aggregation: str | None) -> str:
+    """The aggregation asked for, or that of the loss `name` where it has no other or none is asked for."""
+    find(aggregation or AGGREGATION_OF[name], dict.fromkeys(AGGREGATIONS), "aggregation")
+    return AGGREGATION_OF[name] if name in SEQUENCE_LOSSES or aggregation is None else aggregation
+
+
+def _loss_tensors(logp: torch.Tensor, given: dict[str, Any], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Inputs [B, T] of a loss as [B * T], in the dtype and on the device of logp."""
+    tensors = {k: as_tensor(k, v, shape).flatten().to(logp.device, logp.dtype) for k, v in given.items()}
+    if isinstance(given.get("entropy"), torch.Tensor):
+        tensors["entropy"] = given["entropy"].flatten()  # may carry a gradient
+    return tensors
+
+
+def _select(
+    name: str,
+    logp: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    mask_T: torch.Tensor,
+    seq_T: torch.Tensor,
+    sequences: int,
+    draw_T: torch.Tensor | None,
+    settings: dict[str, Any],
+) -> torch.Tensor:
+    """Tokens that the loss `name` of SELECTIONS holds back: bool [B * T]. draw_T: None for numbers of a fixed seed."""
+    if draw_T is None:
+        draw_T = torch.rand(len(mask_T), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    inputs = {"logp": logp.flatten(), "draw": draw_T, **tensors}
+    host = {k: x.detach().cpu().double() for k, x in inputs.items()}
+    selecting = Selecting(
+        host["logp"], host["old_logp"], host["advantages"], mask_T, seq_T, sequences, draw=host["draw"]
+    )
+    return SELECTIONS[name](selecting, **settings).to(logp.device)
 
 
 def compute_kl(kind: str, *, logp: torch.Tensor, ref_logp: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Policy filtration: learn more from the samples whose reward is likely to be right, and from those of earlier steps.
+"""Policy filtration: learn more from samples whose reward is likely to be right; a buffer to replay earlier steps.
 
 Source: PF-PPO, https://arxiv.org/abs/2409.06957. N: sequences of all ranks, in sample order, so that every rank draws
 the same ones.

@@ -1,4 +1,4 @@
-"""What an advantage estimator sees: the sequences of this rank, and one way to look at those of all ranks.
+"""Inputs of an advantage estimator: the sequences of this rank, and one way to look at those of all ranks.
 
 T: packed tokens of this rank; S: its sampled tokens, those under the mask; B: its sequences; N: rows of every rank.
 An estimator is `f(x: Samples, **settings) -> (advantages_T, returns_T)`, fp64, 0 where the mask is False. It may
@@ -17,7 +17,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 LARGEST = 1e290
-"""What an input may be in size: sums over a whole step stay finite."""
+"""Largest size of an input, so that sums over a whole step stay finite."""
 WHOLE = 2**53
 """Integers up to here survive the trip in fp64."""
 INPUTS = {
@@ -79,7 +79,7 @@ class Samples:
 
     @property
     def sequences(self) -> int:
-        """B."""
+        """Number of sequences, B."""
         return len(self.group)
 
     @property
@@ -127,7 +127,7 @@ class Samples:
         return torch.zeros(len(self.mask), dtype=torch.float64).masked_scatter_(self.mask, x_S.double())
 
     def outcome(self, advantage_B: torch.Tensor) -> Result:
-        """What a method returns that gives all tokens of a sequence the same advantage."""
+        """Result of a method that gives all tokens of a sequence the same advantage."""
         advantages_T = self.at_tokens(advantage_B)
         return advantages_T, advantages_T
 
@@ -182,7 +182,7 @@ def finite(x: Samples, name: str, value: torch.Tensor, *, per_token: bool) -> to
 
 
 def check(x: Samples) -> None:
-    """Refuse what no estimator can use. Optional inputs are looked at for nan by those that need them.
+    """Refuse inputs that no estimator can use. Estimators check the optional inputs they need for nan.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, rewards that are not finite, integers beyond 2^53.

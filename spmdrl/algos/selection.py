@@ -1,4 +1,4 @@
-"""Which tokens of the whole batch KL-Cov and Clip-Cov hold back, over all micro-batches and all ranks.
+"""Selects the tokens that KL-Cov and Clip-Cov hold back, over all micro-batches and all ranks.
 
 T: packed tokens of this rank; B: its sequences; N: rows of every rank. A selection is `f(x: Selecting, **settings) ->
 bool [T]`, with the settings of the loss of that name. It looks at other ranks twice, whatever the data says (law 1):
@@ -38,7 +38,7 @@ class Selecting:
     draw: torch.Tensor | None = None
     """[T]: a uniform number in [0, 1) for each token, keyed by the data and not by the rank. Used by clip_cov."""
     gather: Gather = alone
-    """As in `Samples`."""
+    """Gathers rows of all ranks, as in `Samples`."""
 
 
 def select_kl_cov(x: Selecting, *, cov_ratio: float = 2e-4, kl_coef: float = 1.0) -> torch.Tensor:
@@ -84,7 +84,7 @@ def select_clip_cov(
 
 
 SELECTIONS: dict[str, Callable[..., torch.Tensor]] = {"kl_cov": select_kl_cov, "clip_cov": select_clip_cov}
-"""By the name of the loss that needs it."""
+"""Selections by the name of the loss that needs them."""
 
 
 def _rows(x: Selecting) -> Samples:
@@ -107,8 +107,8 @@ def _best(
 ) -> torch.Tensor:
     """bool [T]: the `most` candidates of all ranks with the largest value."""
     index = torch.nonzero(candidates_T).flatten()
-    # In sample order, then, keeping that order among equals, by value: what is cut off here is not among the best of
-    # all ranks either.
+    # In sample order, then, keeping that order among equals, by value: candidates that are cut off here are not among
+    # the best of all ranks either.
     index = index[torch.argsort(place_B[x.seq[index]], stable=True)]
     index = index[torch.argsort(value_T[index], descending=True, stable=True)][:most].sort().values
     value_N, place_n = _rows(x).everyone(value_T[index], seq_n=x.seq[index])

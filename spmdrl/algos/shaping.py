@@ -1,4 +1,4 @@
-"""From what a reward function said to what the policy learns from: length terms, bounds, normalisation, masks.
+"""Turns the scores of a reward function into the rewards to learn from: length terms, bounds, normalisation, masks.
 
 B: sequences, T: packed tokens, both on the host. Terms and shaped rewards are fp64 [B]; a term is to be added to the
 reward. An empty batch (a rank without sequences) is as good as any. ValueError: shapes that do not fit, a reward that
@@ -136,7 +136,7 @@ class RunningMoments:
         return self
 
     def to_dict(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """The numbers, for a checkpoint."""
         return asdict(self)
 
     @classmethod

@@ -1,5 +1,5 @@
-"""What else is trained beside the policy, or steers its objective: critic, implicit process rewards, imitation of good
-samples, the multiplier of a cost. T: packed tokens of one micro-batch; B: its sequences.
+"""Losses of models beside the policy and additions to its objective: critic, implicit process rewards, imitation of
+good samples, the multiplier of a cost. T: packed tokens of one micro-batch; B: its sequences.
 
 Losses are per token, before aggregation (`aggregate.token_weights`), and 0 where the mask is False, where the inputs
 may hold anything.

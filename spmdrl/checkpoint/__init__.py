@@ -8,20 +8,25 @@ checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, la
 checkpoints/latest                  link to the newest
 checkpoints/measured.json           what was measured of each (--checkpoint.best), after it was saved
 
-files.py          a checkpoint as files: manifest, what is wrong with it, which ones stay; needs no torch
+files.py          hashes, flushes and names of files; with the next three, needs no torch
+manifest.py       the manifest of a checkpoint: written, read, held against the files
+published.py      checkpoints of a run: which are there, the newest whole one, publishing one
+keep.py           which checkpoints stay: the newest, of some steps, the best by a metric
 store.py          checkpoints written and read by all ranks together
-background.py     when a checkpoint is written: in the step, or in a thread while training goes on
+background.py     checkpoints written in the step, or in a thread while training goes on
 folder.py         the run folder at the start of a run
 lock.py           one job at a time in a run folder
-disk_space.py     room on the disk, before and when it ran out
-file_progress.py  files that grow are signs of life
-compare.py        in what two checkpoints differ
+disk_space.py     room on the disk: checked before a write, reported when it ran out
+file_progress.py  growth of files as a sign of life
+compare.py        differences of two checkpoints
 __main__.py       python -m spmdrl.checkpoint list, verify, diff
 """
 
 from typing import TYPE_CHECKING, Any
 
-from spmdrl.checkpoint.files import newest_valid, problems, rank_files, steps_saved
+from spmdrl.checkpoint.files import rank_files
+from spmdrl.checkpoint.manifest import problems
+from spmdrl.checkpoint.published import newest_valid, steps_saved
 
 if TYPE_CHECKING:
     from spmdrl.checkpoint.background import Saver
@@ -45,7 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # What communicates imports torch, for which the command line would wait.
+    # Modules that communicate import torch, for which the command line would wait.
     from importlib import import_module
 
     for module in ("store", "background", "folder") if name in __all__ else ():

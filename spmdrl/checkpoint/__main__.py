@@ -1,4 +1,4 @@
-"""Look at the checkpoints of a run, without starting one.
+"""Command that inspects the checkpoints of a run, without starting one.
 
     python -m spmdrl.checkpoint list RUN        one line each: step, time, size, ranks, layout, metric, what is wrong
     python -m spmdrl.checkpoint verify RUN      every file against the manifest; exit code 1 if any is damaged
@@ -14,7 +14,9 @@ from pathlib import Path
 
 from spmdrl.checkpoint.compare import report
 from spmdrl.checkpoint.disk_space import size
-from spmdrl.checkpoint.files import best_of, problems, read_manifest, steps_saved, value_of
+from spmdrl.checkpoint.keep import best_of, value_of
+from spmdrl.checkpoint.manifest import problems, read_manifest
+from spmdrl.checkpoint.published import steps_saved
 
 
 def root_of(run: str) -> Path:
@@ -80,7 +82,7 @@ def rows(root: Path) -> list[list[str]]:
 
 
 def _metric(folder: Path) -> tuple[str, str]:
-    """(name, as `--checkpoint.best` says it) of the metric that a checkpoint was kept by."""
+    """The metric by which checkpoints are kept: (name, the text of `--checkpoint.best`)."""
     try:
         best = read_manifest(folder).get("best", "")
         return best.removeprefix("-"), best
@@ -99,7 +101,7 @@ def show_list(run: str) -> int:
 
 
 def verify(run: str) -> int:
-    """Print one line a checkpoint; 1 if any is damaged."""
+    """Verify every checkpoint and print one line for each; returns 1 if any is damaged."""
     bad = 0
     folders = [Path(run)] if (Path(run) / "MANIFEST.json").exists() else None
     for folder in folders or [root_of(run) / f"step_{step}" for step in reversed(steps_saved(root_of(run)))]:
@@ -112,7 +114,7 @@ def verify(run: str) -> int:
 
 
 def diff(a: str, b: str | None) -> int:
-    """Print what differs."""
+    """Print the differences of two checkpoints."""
     if b is None:
         root = root_of(a)
         steps = steps_saved(root)
@@ -130,7 +132,7 @@ def diff(a: str, b: str | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 1 if something is damaged, 2 for a folder that is none."""
+    """Run the command; exit code 1 if a checkpoint is damaged, 2 for a folder without checkpoints."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""When a checkpoint is written, and beside what: in the step, or in a thread while training goes on."""
+"""Writes checkpoints in the step, or in a thread while training goes on."""
 
 import logging
 import threading
@@ -8,11 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from spmdrl.checkpoint import disk_space, files, store
+from spmdrl.checkpoint import disk_space, manifest, published, store
+from spmdrl.checkpoint.keep import Keep, measured, value_of
 from spmdrl.config.schema import Config
 from spmdrl.health.status import alive, here
 from spmdrl.policy.models import Models
-from spmdrl.spmd.mesh import World, twin
+from spmdrl.spmd.mesh import twin
+from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
 
@@ -26,7 +28,7 @@ class Saver:
         root: the run's `checkpoints/`.
         """
         self.cfg, self.root, self.world = cfg, root, world
-        self.keep = files.Keep(cfg.checkpoint.keep, cfg.checkpoint.keep_every, cfg.checkpoint.best)
+        self.keep = Keep(cfg.checkpoint.keep, cfg.checkpoint.keep_every, cfg.checkpoint.best)
         self.twin = twin(world, timedelta(seconds=cfg.run.timeout)) if cfg.checkpoint.background else None
         self.known: dict[str, float] = {}
         self.saved = 0
@@ -36,10 +38,10 @@ class Saver:
         self._error: BaseException | None = None
         self._seconds = 0.0
         self._numbers: dict[str, float] = {}
-        store.together(lambda: files.clean(root) if world.is_first else None, world)
+        store.together(lambda: published.clean(root) if world.is_first else None, world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
-        """Make what all checkpoints hold alike, and warn if the first will find no room. Collective, at the start.
+        """Make the part that all checkpoints share, and warn if the first will find no room. Collective, at the start.
 
         Raises:
             ValueError: a model of which no checkpoint could be saved.
@@ -55,23 +57,23 @@ class Saver:
                 warn(str(error))
 
     def know(self, done: int, values: Mapping[str, float]) -> None:
-        """Tell what step `done` logged: numbers of the weights that it began with, which are those of `done - 1`."""
+        """Take the metrics of step `done`: numbers of the weights that it began with, which are those of `done - 1`."""
         metric = self.keep.metric
         if not metric or metric not in values:
             return  # nothing asked for, or not a step that measured it
         self.known = {metric: float(values[metric])}
         if self.world.is_first and done > 1 and (self.saved == done - 1 or (self.root / f"step_{done - 1}").is_dir()):
             self.root.mkdir(parents=True, exist_ok=True)
-            files.measured(self.root, done - 1, self.known)
+            measured(self.root, done - 1, self.known)
 
     def resumed(self, step: int) -> None:
-        """What was known of `--checkpoint.best` when the run went on from the checkpoint of `step`."""
+        """Take up the known value of `--checkpoint.best` when the run goes on from the checkpoint of `step`."""
         metric = self.keep.metric
-        if metric and (value := files.value_of(self.root, step, metric)) is not None:
+        if metric and (value := value_of(self.root, step, metric)) is not None:
             self.known = {metric: value}
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
-        """Save what there is after `step` steps, or begin to, when the one before is written. Collective.
+        """Save the state after `step` steps, or begin to, once the checkpoint before is written. Collective.
 
         state, mine, models: as of `store.save`.
 
@@ -103,14 +105,14 @@ class Saver:
         self._seconds = time.perf_counter() - began
 
     def _after(self) -> None:
-        """The one just written says best what the next one takes."""
+        """Note the size of the checkpoint just written, the best estimate for the next one."""
         if self.world.is_first:
-            self.wanted = files.read_manifest(self.root / f"step_{self.saved}")["bytes"]
+            self.wanted = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
     def poll(self) -> dict[str, float]:
-        """What a write in the background took, once, when it has ended: `time/checkpoint_write`. Not collective.
+        """Seconds of a background write, once, when it has ended: `time/checkpoint_write`. Not collective.
 
-        Ranks see the end at different steps. What such a write failed of is raised here.
+        Ranks see the end at different steps. An error of the write is raised here.
         """
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
@@ -118,14 +120,14 @@ class Saver:
         return numbers
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is published. Collective; what it failed of is raised here."""
+        """Wait until the checkpoint that was begun is published. Collective; an error of the write is raised here."""
         if self._thread is None:
             return
         while self._thread.is_alive():
             before = here.beside
             self._thread.join(1.0)
             if here.beside != before:
-                # The writer's signs of life are those of whoever waits for it.
+                # The thread that waits passes on the writer's signs of life as its own.
                 alive()
         self._thread = None
         error, self._error = self._error, None

@@ -1,4 +1,4 @@
-"""In what two checkpoints differ: settings, versions, state, weights. Tensors are read a slice at a time."""
+"""Compares two checkpoints: settings, versions, state, weights. Tensors are read a slice at a time."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from spmdrl.checkpoint.files import read_manifest
+from spmdrl.checkpoint.manifest import read_manifest
 from spmdrl.config.fields import flag, shown
 from spmdrl.config.resume import flat
 
@@ -18,7 +18,7 @@ TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Lines to print: what is there in `one` -> what is there in `other`. Both verify."""
+    """Lines to print, each the value in `one` -> the value in `other`. Both checkpoints must verify."""
     yield f"{one} -> {other}"
     yield from _changes("settings", _settings(one), _settings(other), flag)
     a, b = read_manifest(one), read_manifest(other)
@@ -34,7 +34,7 @@ def report(one: Path, other: Path) -> Iterator[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Of a checkpoint, or of the run it lies in."""
+    """Settings of a checkpoint, or of the run it lies in."""
     for path in (folder / "state" / "config.yaml", folder.resolve().parents[1] / "config.yaml"):
         if path.is_file():
             return flat(yaml.safe_load(path.read_text()))
@@ -42,7 +42,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> Iterator[str]:
-    """What differs, one line each."""
+    """Keys whose values differ, one line each."""
     changed = [key for key in [*a, *(k for k in b if k not in a)] if a.get(key) != b.get(key)]
     yield f"{title}: " + (f"{len(changed)} differ" if changed else "alike")
     for key in changed:
@@ -51,7 +51,7 @@ def _changes(title: str, a: dict, b: dict, name: Callable[[str], str] = str) -> 
 
 
 def _models(folder: Path) -> set[str]:
-    """Sub-folders with safetensors that are weights."""
+    """Sub-folders whose safetensors are weights."""
     found = {p.parent.relative_to(folder).as_posix() for p in folder.rglob("*.safetensors")}
     return {name for name in found if not name.startswith("state") and "/state" not in name}
 

@@ -1,4 +1,4 @@
-"""Room on the disk: asked for before a checkpoint is written, and told of when it ran out."""
+"""Room on the disk: checked before a checkpoint is written, and reported when it ran out."""
 
 import errno
 import shutil
@@ -14,7 +14,7 @@ class DiskFullError(ValueError):
 
 
 def check_room(root: Path, wanted: int) -> None:
-    """Free room for so many bytes.
+    """Check that the disk has room for so many bytes.
 
     Raises:
         DiskFullError: there is less.
@@ -30,11 +30,11 @@ def check_room(root: Path, wanted: int) -> None:
 
 @contextmanager
 def told_when_full(root: Path, step: int) -> Iterator[None]:
-    """An error that comes of a full disk, whoever met it, becomes one that says what to do."""
+    """Turn an error caused by a full disk, from any library, into one that says what to do."""
     try:
         yield
     except BaseException as error:
-        # torch.distributed.checkpoint's is no Exception.
+        # The error of torch.distributed.checkpoint is no Exception.
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         if isinstance(error, DiskFullError) or not (full or any(words in str(error) for words in FULL)):
             raise

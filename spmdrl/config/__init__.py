@@ -3,7 +3,10 @@
 schema.py      every setting of a run, one dataclass a section; the text under a field is its --help
 learning.py    the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
 presets.py     published methods by name, as settings
-load.py        files and flags become one Config
+load.py        makes one Config from files and flags
+given.py       text given for settings: words of the command line, entries of YAML files
+layers.py      settings of a preset, and those that another setting implies
+parse.py       the text of each setting against its type; parsed by tyro
 fields.py      settings as flat dotted names; ConfigError
 watch.py       settings that note which of them are read
 checks.py      all values together: calls the six below
@@ -13,8 +16,8 @@ methods.py     settings of a method: advantage, loss, correction, filters, criti
 placement.py   which ranks train, sample and score
 backends.py    axes of the mesh and each policy backend
 engines.py     each engine, adapters included
-plan.py        what the counts of a run multiply out to, for --dry-run
+plan.py        ranks, sequences, tokens and updates of a run, for --dry-run
 resume.py      which settings may change on resume
-paths.py       where a run may write
+paths.py       paths that a run may write to
 dump.py        a Config as YAML, as a dict, as the difference of two; secrets removed
 """

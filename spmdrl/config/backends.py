@@ -1,4 +1,4 @@
-"""What the ranks that train must satisfy: axes of the mesh, and what each policy backend can do."""
+"""Rules for the ranks that train: axes of the mesh, and what each policy backend can do."""
 
 import importlib.util
 
@@ -61,7 +61,7 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _megatron_problems(config: Config, world_size: int) -> list[str]:
-    """What that backend cannot do. Whether it can divide the model, the model says (`policy/megatron/layout.py`)."""
+    """Settings that Megatron does not support; `policy/megatron/layout.py` checks that it can divide the model."""
     axes, problems = config.parallel, []
     if importlib.util.find_spec("megatron") is None:
         problems.append(

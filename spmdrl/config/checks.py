@@ -1,4 +1,4 @@
-"""What the values of a run must satisfy together.
+"""Checks that all settings of a run fit together.
 
 Everything here runs before a model is built. `check` reports all problems at once, each with the flag to change.
 """
@@ -31,7 +31,7 @@ def check(config: Config, world_size: int) -> None:
         if not valid(get(config, name))
     ]
     bad = {problem.split(" ", 1)[0] for problem in problems}
-    # What holds between settings is only asked of settings that are valid alone, so that one mistake is one line.
+    # Rules between settings only apply to settings that are valid alone, so that one mistake is one line.
     roles = role_problems(config, world_size)
     if not any(name.startswith("--parallel.") for name in bad):
         problems += roles or backend_problems(config, trainers(config, world_size))

@@ -1,4 +1,4 @@
-"""A config written back: as YAML that `--config` reads, as a dict for trackers, as the difference of two."""
+"""Writes a config back: as YAML that `--config` reads, as a dict for trackers, as the difference of two."""
 
 import os
 import re
@@ -14,7 +14,7 @@ RESOLVED = "# Every setting of a run, as it was resolved: what the run does not 
 # Whole words of a name, so that max_new_tokens is not a secret.
 _SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|credential|credentials|key|apikey)$", re.IGNORECASE)
 # Hugging Face, OpenAI, GitHub, GitLab, AWS, NVIDIA, Slack, Google, Groq, xAI, wandb (the whole value 40 hex digits),
-# bearer headers, who logs in by a URL, and what stands in its query under such a name.
+# bearer headers, the login in a URL, and values in its query whose name says that they are secret.
 _SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|A[KS]IA[A-Z0-9]{12,}|nvapi-[\w-]{16,}|xox[abcdeprs]-[\w-]{10,}|xapp-[\w-]{10,}|AIza[\w-]{30,}|gsk_[A-Za-z0-9]{16,}"
@@ -29,11 +29,11 @@ _SECRET_VARIABLE = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|SECRET)KEY|(^|_)KEY(_ID)?|(^|_)PAT)$", re.IGNORECASE
 )
 LEAST = 8
-"""Letters of a variable's value that is looked for in text; shorter ones are words."""
+"""Fewest letters of a variable's value that is looked for in text; shorter ones are words."""
 
 
 def redact(name: str, value: Any) -> Any:
-    """The value with what looks like a credential left out. Only text can be secret; numbers pass."""
+    """The value with everything that looks like a credential left out. Only text can be secret; numbers pass."""
     if isinstance(value, tuple | list):
         return [redact(name, item) for item in value]
     if not isinstance(value, str) or not value:

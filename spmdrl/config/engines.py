@@ -1,4 +1,4 @@
-"""What the ranks that sample must satisfy: what each engine can do, adapters included."""
+"""Rules for the ranks that sample: what each engine can do, adapters included."""
 
 import importlib.util
 import sys
@@ -52,7 +52,7 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
 
 
 def sglang_python() -> Path | None:
-    """An interpreter that has SGLang: what `launch/install.sh --sglang` makes, else this one; None if neither has."""
+    """An interpreter that has SGLang: that of `launch/install.sh --sglang`, else this one; None if neither has it."""
     python = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
     # The stamp is written when everything is there.
     if (python.parents[1] / ".spmdrl" / "sglang").is_file():
@@ -130,9 +130,9 @@ def adapter_problems(config: Config) -> list[str]:
 
 
 Part = Literal["model", "base", "adapter"]
-"""What of a policy travels: the full model, adapters added in; the model beneath them; they alone."""
+"""Part of a policy that is pushed: the full model with adapters added in, the model beneath them, or they alone."""
 
 
 def pushed_parts(cfg: Config) -> tuple[Part, ...]:
-    """What engines hold one beside the other; of several, all but the last stay as they are from push to push."""
+    """Parts that engines hold side by side; of several, all but the last stay as they are from push to push."""
     return ("base", "adapter") if cfg.lora.rank and cfg.lora.push == "adapter" else ("model",)

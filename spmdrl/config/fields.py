@@ -42,12 +42,12 @@ def shown(value: Any) -> str:
 
 
 def is_optional(hint: Any) -> bool:
-    """Whether None is a valid value."""
+    """True where None is a valid value."""
     return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
 
 
 def is_tuple(hint: Any) -> bool:
-    """Whether the setting takes several values."""
+    """True where the setting takes several values."""
     return get_origin(hint) is tuple
 
 

@@ -1,7 +1,7 @@
-"""What is learned from the samples, as nested dataclasses: the part of the settings that belongs to `algos/`.
+"""Settings of the learning method, as nested dataclasses: the sections that belong to `algos/`.
 
-`schema.py` puts them together with the rest; the text under a field is its `--help`. What presets set stands here and
-in `schema.py` under the same names.
+`schema.py` puts them together with the rest; the text under a field is its `--help`. Settings that presets fill in
+stand here and in `schema.py` under the same names.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass
 class AlgoConfig:
-    """What is learned from the samples."""
+    """The learning method: advantage, loss, KL, optimizer updates of a step."""
 
     preset: str = "grpo"
     """Published method (docs/algorithms.md): values of this and other sections that YAML and flags override."""
@@ -44,7 +44,7 @@ class AlgoConfig:
     tau_pos: float | None = None
     """SAPO's temperature for positive advantages."""
     tau_neg: float | None = None
-    """SAPO's temperature for the others."""
+    """SAPO's temperature for all other advantages."""
     cov_ratio: float | None = None
     """Share of all tokens that kl_cov and clip_cov select."""
     cov_kl_coef: float | None = None
@@ -64,7 +64,7 @@ class AlgoConfig:
     kl_coef: float = 0.0
     """Weight of KL to the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where that KL enters."""
+    """Term that this KL is part of: the loss, or the reward."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     """Estimator of KL from sampled tokens (a trailing + is the straight-through form)."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
@@ -76,8 +76,8 @@ class AlgoConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_logp: Literal["auto", "policy", "rollout"] = "auto"
-    """Where old_logp comes from: a pass of the policy, or the engine (bypass). `auto`: the update's own first pass
-    where it is the same number at no cost (one update a step), else a pass of the policy."""
+    """Source of old_logp: a pass of the policy, or the engine (bypass). `auto`: the update's own first pass where it is
+    the same number at no cost (one update a step), else a pass of the policy."""
     skip_zero_advantage: bool = False
     """Leave sequences whose advantage is exactly zero out of the forward, as their gradient is zero; what the update
     tells of tokens (clip_fraction, ...) is then of the others. Refused when something else than the advantage stands
@@ -103,7 +103,7 @@ class CorrectionConfig:
 
 @dataclass
 class ShapingConfig:
-    """What is done to rewards before advantages are taken."""
+    """Changes to rewards before advantages are computed."""
 
     reward_coef: float = 1.0
     """Factor on the reward; 0 leaves what the reference or teacher says."""
@@ -116,7 +116,7 @@ class ShapingConfig:
     overlong_buffer: int = 0
     """DAPO's soft punishment begins so many tokens before max_new_tokens. 0: off."""
     overlong_factor: float = 1.0
-    """Its size at max_new_tokens."""
+    """Size of that punishment at max_new_tokens."""
     mask_cut: bool = False
     """Leave responses that were cut at max_new_tokens out of the loss (DAPO's overlong filtering)."""
     length_penalty: Literal["none", "linear", "group"] = "none"
@@ -156,7 +156,7 @@ class CriticConfig:
     """The value model of GAE."""
 
     path: str = ""
-    """Where it starts: as `--model.path` (a language model gets a value head of zeros). Empty: that one."""
+    """Model it starts from, as `--model.path` (a language model gets a value head of zeros). Empty: `--model.path`."""
     lr: float = 5e-4
     """Peak learning rate; the rest of its optimizer is the policy's."""
     clip: float | None = 0.2
@@ -170,7 +170,7 @@ class ProcessRewardConfig:
     """The implicit process reward model of PRIME, trained on outcomes as the run goes."""
 
     path: str = ""
-    """Where it and its reference start. Empty: `--model.path`."""
+    """Model that it and its reference start from. Empty: `--model.path`."""
     lr: float = 1e-6
     """Peak learning rate."""
     beta: float = 0.05
@@ -194,6 +194,6 @@ class SafetyConfig:
     multiplier: float = 1.0
     """Lagrange multiplier at the start."""
     lr: float = 0.1
-    """Its logarithm moves by lr * multiplier * (mean cost - limit) a step."""
+    """Step size: the multiplier's logarithm moves by lr * multiplier * (mean cost - limit) a step."""
     most: float = 10.0
     """Largest multiplier."""

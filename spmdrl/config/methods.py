@@ -1,4 +1,6 @@
-"""What the settings of a method must satisfy together: advantage, loss, correction, filters, critic."""
+"""Rules for the settings of a method together: advantage, loss, correction, filters, critic."""
+
+from collections.abc import Collection
 
 from spmdrl.config.fields import flag, get
 from spmdrl.config.named import name_problems
@@ -20,6 +22,19 @@ def method_problems(config: Config) -> list[str]:
     from spmdrl.algos.losses import LOSSES, SEQUENCE_LOSSES
     from spmdrl.algos.selection import SELECTIONS
 
+    problems = _step_problems(config) + _loss_problems(config, SEQUENCE_LOSSES)
+    problems += _overlooked_problems(config) + _range_problems(config)
+    problems += _advantage_problems(config) + _old_logp_problems(config) + _reward_problems(config, SELECTIONS)
+    algo = config.algo
+    problems += name_problems("algo.advantage", algo.advantage, ADVANTAGES, file_allowed=True)
+    problems += name_problems("algo.loss", algo.loss, LOSSES, file_allowed=True)
+    problems += name_problems("algo.aggregation", algo.aggregation, AGGREGATIONS, file_allowed=False)
+    problems += name_problems("filter.keep", config.filter.keep, FILTERS, file_allowed=True)
+    return problems
+
+
+def _step_problems(config: Config) -> list[str]:
+    """Groups, updates and sampling of a step."""
     algo, rollout, problems = config.algo, config.rollout, []
     if algo.advantage in GROUP_BASELINES and rollout.samples_per_prompt < 2:
         problems.append(
@@ -38,6 +53,12 @@ def method_problems(config: Config) -> list[str]:
             f"--rollout.top-p {rollout.top_p}: engines give logp within the nucleus, the trainer over the whole "
             "vocabulary, so ratios would be off; take 1 (--eval.top-p is for evaluation)"
         )
+    return problems
+
+
+def _loss_problems(config: Config, sequence_losses: Collection[str]) -> list[str]:
+    """KL, aggregation of the loss, lambda, and models that the method needs or does not take."""
+    algo, problems = config.algo, []
     if algo.kl_coef and config.reference.enabled == "off":
         problems.append(
             f"--reference.enabled off: KL needs the reference while --algo.kl-coef is {algo.kl_coef}; "
@@ -49,7 +70,7 @@ def method_problems(config: Config) -> list[str]:
         )
     if algo.preset == "distill" and not config.reference.path:
         problems.append("--reference.path '': distill learns from a teacher; name its model")
-    if algo.loss in SEQUENCE_LOSSES and algo.aggregation not in ("", "seq-mean-token-mean"):
+    if algo.loss in sequence_losses and algo.aggregation not in ("", "seq-mean-token-mean"):
         problems.append(
             f"--algo.aggregation {algo.aggregation}: {algo.loss} has one loss for a sequence and takes their mean; "
             "leave it empty" + (", or take gspo_token" if algo.loss == "gspo" else "")
@@ -58,7 +79,12 @@ def method_problems(config: Config) -> list[str]:
         problems.append(f"--algo.lam {algo.lam}: --algo.length-adaptive sets lambda by length; give one of the two")
     if config.safety.cost_model and algo.advantage == "prime":
         problems.append("--safety.cost-model: prime has no cost; choose another --algo.advantage")
-    problems += _overlooked_problems(config) + _range_problems(config)
+    return problems
+
+
+def _advantage_problems(config: Config) -> list[str]:
+    """Settings beside an advantage estimator that it does not take."""
+    algo, problems = config.algo, []
     cost = config.safety.cost or config.safety.cost_model
     if cost and algo.advantage in ("gdpo", "prime", "remax"):
         problems.append(
@@ -78,6 +104,12 @@ def method_problems(config: Config) -> list[str]:
             f"--critic.warmup-steps {config.critic.warmup_steps}: the policy learns nothing in a run of "
             f"--run.steps {config.run.steps}; lower it"
         )
+    return problems
+
+
+def _old_logp_problems(config: Config) -> list[str]:
+    """Settings that need old_logp from the policy, or from the engine."""
+    algo, problems = config.algo, []
     correction, old_logp = config.correction, algo.old_logp
     if config.filter.replay_steps and old_logp == "auto":
         old_logp = "rollout"
@@ -96,6 +128,12 @@ def method_problems(config: Config) -> list[str]:
             f"--filter.replay-steps {config.filter.replay_steps}: what is replayed was sampled by older weights, whose "
             "logp the engine reported: take --algo.old-logp rollout or auto"
         )
+    return problems
+
+
+def _reward_problems(config: Config, selections: Collection[str]) -> list[str]:
+    """Reward model, filters and replay."""
+    algo, problems = config.algo, []
     if config.reward.model and algo.advantage == "remax":
         problems.append(f"--reward.model {config.reward.model}: remax's greedy baseline has no score of a model in it")
     if config.reward.model and (config.filter.resample != "none" or config.filter.keep):
@@ -103,14 +141,10 @@ def method_problems(config: Config) -> list[str]:
         problems.append(
             f"{flag(which)} {get(config, which)}: looks at rewards before --reward.model adds its score; take one"
         )
-    if config.filter.replay_steps and algo.loss in SELECTIONS:
+    if config.filter.replay_steps and algo.loss in selections:
         problems.append(f"--filter.replay-steps {config.filter.replay_steps}: not with --algo.loss {algo.loss}")
     if config.filter.keep == "accuracy_range" and config.filter.low > config.filter.high:
         problems.append(f"--filter.low {config.filter.low}: must not be above --filter.high {config.filter.high}")
-    problems += name_problems("algo.advantage", algo.advantage, ADVANTAGES, file_allowed=True)
-    problems += name_problems("algo.loss", algo.loss, LOSSES, file_allowed=True)
-    problems += name_problems("algo.aggregation", algo.aggregation, AGGREGATIONS, file_allowed=False)
-    problems += name_problems("filter.keep", config.filter.keep, FILTERS, file_allowed=True)
     return problems
 
 

@@ -8,7 +8,7 @@ from spmdrl.config.fields import flag, nearest
 
 
 def name_problems(name: str, value: str, valid: Collection[str], file_allowed: bool) -> list[str]:
-    """A line if `value` is none of the valid names, nor a function in a file where that is allowed."""
+    """One line if `value` is neither a valid name nor, where that is allowed, a function in a file."""
     if not value or value in valid:
         return []
     if file_allowed and ".py" in value:

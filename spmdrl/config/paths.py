@@ -1,4 +1,4 @@
-"""Where a run may write: inside its folder, links followed."""
+"""Paths that a run may write to: inside its folder, links followed."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +18,7 @@ WRITTEN = (
     "metrics.jsonl.*",
     "samples.jsonl.*",
 )
-"""What a run writes at the top of its folder; `*` stands for any letters."""
+"""Names that a run writes at the top of its folder; `*` stands for any letters."""
 
 
 def run_folder(cfg: Config) -> Path:
@@ -27,7 +27,7 @@ def run_folder(cfg: Config) -> Path:
 
 
 def inside(folder: Path, *names: str) -> Path:
-    """`folder/names...`, which must lie in it when links are followed.
+    """Path of `folder/names...`, which must lie in the folder when links are followed.
 
     Raises:
         ValueError: it does not.
@@ -42,7 +42,7 @@ def inside(folder: Path, *names: str) -> Path:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Refuse a run folder in which something that would be written, or removed to make room, is a link out of it.
+    """Refuse a run folder where a file that the run writes, or removes to make room, is a link out of the folder.
 
     The folder itself may be one, so that a run can lie on another disk; `checkpoints/latest` is replaced and never
     followed.

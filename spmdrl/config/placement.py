@@ -1,4 +1,4 @@
-"""Who does what, as the settings say: how many ranks train and sample, and what cannot be with a placement."""
+"""Roles of the ranks by the settings: how many train and sample, and settings that a placement rules out."""
 
 import os
 
@@ -19,20 +19,20 @@ def samplers(config: Config, world_size: int) -> int:
 
 
 def shown(config: Config, count: int, verb: str) -> str:
-    """`the 4 ranks of the job`, or `the 2 ranks that train`."""
+    """A number of ranks in words: `the 4 ranks of the job`, or `the 2 ranks that train`."""
     of = "of the job" if config.parallel.placement == "colocated" else f"that {verb}"
     return f"the {count} ranks {of}{how_to_have_more(count)}"
 
 
 def how_to_have_more(count: int) -> str:
-    """For a message about one rank: what starts more, unless a launcher has said how many there are."""
+    """Hint for a message about one rank: how to start more, unless a launcher has said how many there are."""
     if count > 1 or "WORLD_SIZE" in os.environ:
         return ""
     return " (torchrun starts more; for a dry run of N set WORLD_SIZE=N)"
 
 
 def role_problems(config: Config, world_size: int) -> list[str]:
-    """Roles without ranks, and numbers of ranks without roles. What is divided among ranks can wait until these fit."""
+    """Roles without ranks, and numbers of ranks without roles. Axes can only be checked once these fit."""
     parallel, rollout = config.parallel, config.rollout
     if parallel.placement == "colocated":
         given = {
@@ -78,7 +78,7 @@ def placement_problems(config: Config) -> list[str]:
 
 
 def ranks_line(config: Config, world_size: int, mesh: str) -> str:
-    """`4 = ...` with the mesh of those who train."""
+    """One line on the ranks and their roles: `4 = ...` with the mesh of those that train."""
     parallel = config.parallel
     if parallel.placement == "colocated":
         return f"{world_size} = {mesh}"

@@ -1,4 +1,4 @@
-"""What the counts of a run multiply out to."""
+"""The plan of a run: ranks, sequences, tokens and updates that its counts multiply out to."""
 
 import math
 

@@ -143,8 +143,8 @@ PRESETS: dict[str, Preset] = {
 def settings_of_preset(name: str, loss: str = "", advantage: str = "") -> dict[str, Any]:
     """Dotted name -> value of what a preset sets, where another loss or advantage may be chosen over its own.
 
-    What the preset says about a function that is not used goes with it: the function that is takes its own paper's
-    values. A user's own file keeps the preset's aggregation, which is no part of a function.
+    Values that the preset sets for its own loss or advantage are dropped with that function: the chosen one takes its
+    own paper's values. A user's own file keeps the preset's aggregation, which is no part of a function.
 
     Raises:
         KeyError: no such preset.

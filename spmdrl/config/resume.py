@@ -1,7 +1,7 @@
 """Which settings may change when a run goes on from its folder, and how two of them differ.
 
-Laws 2 and 3 say what may: layout, machine and pace do not change the answer. All other settings do, and a run that went
-on with others would be neither the one nor the other.
+Laws 2 and 3 say which: layout, machine and pace do not change the answer. All other settings do, and a run that went
+on with others would be neither the first run nor the second.
 """
 
 import hashlib
@@ -61,12 +61,12 @@ FIXED = (
 
 
 def listed(name: str, names: tuple[str, ...]) -> bool:
-    """The setting or its section stands among them."""
+    """True where the setting or its section is among the names."""
     return name in names or f"{name.split('.')[0]}.*" in names
 
 
 def may_change(name: str, schedule: str) -> bool:
-    """A setting that a resume may change. schedule: `optimizer.schedule`, which may end with the run."""
+    """True for a setting that a resume may change. schedule: `optimizer.schedule`, which may end with the run."""
     if name == "run.steps":
         return schedule == "constant"
     return any(listed(name, names) for names in FREE.values())
@@ -106,16 +106,16 @@ def file_digests(cfg: Config) -> dict[str, list[str]]:
 
 @dataclass
 class Differences:
-    """Between a run folder's settings and a run's."""
+    """Differences between a run folder's settings and a run's."""
 
     lines: list[str] = field(default_factory=list)
-    """`--optimizer.lr: 0.0002 there, 0.001 here`, of those that a resume must keep."""
+    """Settings that a resume must keep, one line each: `--optimizer.lr: 0.0002 there, 0.001 here`."""
     notes: list[str] = field(default_factory=list)
-    """What else is to be told."""
+    """Further lines for the user."""
 
 
 def differences(path: Path, cfg: Config) -> Differences:
-    """A run folder's `config.yaml` against the settings of this run. What is wrong with the file is a note.
+    """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
     A setting that the file lacks (it may be older than the setting) counts as its default.
     """
@@ -145,6 +145,6 @@ def differences(path: Path, cfg: Config) -> Differences:
 
 
 def lasting(cfg: Config) -> Config:
-    """Without what was meant for this start alone, and with the engine that runs for `auto`."""
+    """The settings without those meant for this start alone, and with the engine that `auto` resolves to."""
     rollout = replace(cfg.rollout, engine=engine_name(cfg))
     return replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False), rollout=rollout)

@@ -1,4 +1,4 @@
-"""What each number among the settings must satisfy by itself: name -> (test, what a valid value is)."""
+"""Rule of each number among the settings by itself: name -> (test, what a valid value is)."""
 
 import math
 import re

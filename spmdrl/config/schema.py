@@ -65,7 +65,7 @@ class ModelConfig:
 
 @dataclass
 class ParallelConfig:
-    """Who does what, and how the ranks that train divide the policy; sizes (ep apart) multiply to their number."""
+    """Roles of the ranks, and how the ranks that train divide the policy; all sizes but ep multiply to their number."""
 
     placement: Literal["colocated", "split"] = "colocated"
     """`colocated`: every rank trains and samples in turn (sleep and wake). `split`: the last ranks sample while the
@@ -126,17 +126,17 @@ class OptimizerConfig:
 
 @dataclass
 class PolicyConfig:
-    """The machine that trains."""
+    """How the policy trains: backend, micro-batches, memory, attention."""
 
     backend: Literal["fsdp", "megatron"] = "fsdp"
-    """What trains the model: `fsdp`, any HF transformer under FSDP2; `megatron`, the families of docs/megatron.md over
-    tensor, pipeline, context and expert parallelism."""
+    """Backend that trains the model: `fsdp`, any HF transformer under FSDP2; `megatron`, the families of
+    docs/megatron.md over tensor, pipeline, context and expert parallelism."""
     max_tokens_per_microbatch: int = 8192
     """Packing budget of one forward, on one rank or sp ranks together; changes speed and memory, never the result."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, up to a third more time."""
     recompute: Literal["full", "selective"] = "full"
-    """What activation_checkpointing recomputes: whole layers, or (Megatron) the attention between its projections."""
+    """Scope of activation_checkpointing: whole layers, or (Megatron) the attention between its projections."""
     host_optimizer: bool = False
     """Megatron: AdamW runs on the host, where its moments and the float32 weights stay."""
     moe_aux_loss: float = 0.0
@@ -163,8 +163,8 @@ class PolicyConfig:
     share_prompts: bool = True
     """Run the prompt of a group's samples once, in forward and backward; changes speed and memory, never the result."""
     offload: Literal["none", "host", "disk"] = "none"
-    """Where parameters and optimizer (the critic's too) are while the engine samples: `none` leaves them, `host` is
-    pinned host memory (on a CPU: no move), `disk` a temporary file in $TMPDIR or /var/tmp."""
+    """Place of parameters and optimizer (the critic's too) while the engine samples: `none` leaves them on the device,
+    `host` is pinned host memory (on a CPU: no move), `disk` a temporary file in $TMPDIR or /var/tmp."""
 
 
 @dataclass
@@ -174,12 +174,12 @@ class LoraConfig:
     rank: int = 0
     """Rank of the adapters. 0: none, every weight trains."""
     alpha: int = 16
-    """What they add is multiplied by alpha / rank."""
+    """The adapters' output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Linear layers of the decoder that get one, such as `q_proj v_proj`; `all-linear`: all of them."""
     push: Literal["adapter", "merged"] = "adapter"
-    """What engines get: the adapters alone, beside weights that are pushed once, or the full model with them added in
-    (any engine, and the only way for sglang)."""
+    """Weights that engines get: the adapters alone, beside weights that are pushed once, or the full model with them
+    added in (any engine, and the only way for sglang)."""
 
 
 @dataclass
@@ -193,7 +193,7 @@ class ReferenceConfig:
     refresh_every: int = 0
     """Take over the policy's weights every N steps. 0: never."""
     offload: Literal["none", "host", "disk"] = "none"
-    """Where frozen models are while the engine samples, as `--policy.offload`."""
+    """Place of frozen models while the engine samples, as `--policy.offload`."""
 
 
 @dataclass
@@ -219,8 +219,8 @@ class RolloutConfig:
     """Nucleus sampling. Training takes 1 only: an engine's logp is of the set that it sampled from, the trainer's of
     the whole vocabulary. Evaluation has `--eval.top-p`."""
     assignment: Literal["queue", "static"] = "queue"
-    """Who samples which prompt: an atomic queue (a rank that ends early takes more), or fixed by index (for bit-exact
-    runs)."""
+    """How prompts are handed to engines: by an atomic queue (a rank that ends early takes more), or fixed by index (for
+    bit-exact runs)."""
     oversample: float = 1.0
     """Sample so many times prompts_per_step and stop when prompts_per_step groups are complete: the slowest are cut.
     Prompts that nobody has begun by then are left for the next step."""
@@ -253,7 +253,7 @@ class RolloutConfig:
     logp_diff_warn: float = 0.1
     """Warn when the engine's logp is off the trainer's by more, in the mean of a step. 0: never."""
     logp_diff_stop: float = 1.0
-    """And end the job: engine and trainer do not hold the same model. 0: never."""
+    """End the job when it is off by more: engine and trainer do not hold the same model. 0: never."""
     push_bucket_mib: int = 256
     """Largest bucket of a weight push."""
     enforce_eager: bool = False
@@ -292,7 +292,7 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    """What a sample is worth."""
+    """How samples are scored."""
 
     function: str = "exact_match"
     """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `math`,
@@ -335,10 +335,10 @@ class CheckpointConfig:
     keep: int = 2
     """Newest checkpoints kept. Older ones go only when the one just written reads back from the disk as it was made."""
     keep_every: int = 0
-    """Those of steps that are a multiple of it stay, too. 0: none."""
+    """Checkpoints of steps that are a multiple of this stay too. 0: none."""
     best: str = ""
-    """And the one with the highest value of this metric, such as `eval/accuracy` (the lowest, with a `-` before it); of
-    the weights in it, or where these were not measured the value last known when it was saved. Empty: none."""
+    """Metric whose best checkpoint stays too, such as `eval/accuracy`: the highest value, or the lowest with a `-`
+    before the name. A value measured of its weights counts, else the one last known when it was saved. Empty: none."""
     background: bool = False
     """FSDP: copy what is saved to host memory and write it while training goes on, one checkpoint at a time."""
     at_end: bool = True
@@ -347,7 +347,7 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    """What is shown and kept of the run."""
+    """Numbers and samples that a run shows and keeps."""
 
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")
     """Any of `jsonl`, `tensorboard`, `wandb`."""

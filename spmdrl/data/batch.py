@@ -12,8 +12,8 @@ import torch
 from spmdrl.data.episode import FINISH_REASONS, Episode, episode_of
 from spmdrl.spmd.balance import assign_balanced, assign_groups
 from spmdrl.spmd.exchange import Table, exchange, lexsort, select
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.world import World
 
 KEYS = ("position", "sample")
 """Sample order: the keys by which every batch is sorted (law 3)."""

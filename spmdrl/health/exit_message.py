@@ -1,4 +1,4 @@
-"""What a rank says last: what an error means, where it was, and what to do about it. Nothing here waits for long."""
+"""The last line of a rank: its error, where it was, and what to do about it. Nothing here waits for long."""
 
 import errno
 import os
@@ -26,10 +26,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
-    """What `work` gives, or `otherwise` where it fails or takes longer: a rank that ends waits for nothing.
+    """Result of `work`, or `otherwise` where it fails or takes longer: a rank that ends waits for nothing.
 
-    Whatever reads or writes a file is asked so, the log too: the main thread may hold the log's lock in a write to a
-    file system that hangs.
+    Everything that reads or writes a file is called this way, the log too: the main thread may hold the log's lock in
+    a write to a file system that hangs.
     """
     done: list[T] = []
 
@@ -44,19 +44,19 @@ def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """A collective broke because another rank is gone, or the store with it."""
+    """True where a collective broke because another rank is gone, or the store with it."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Failed to recv")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def timed_out(error: BaseException) -> bool:
-    """A collective waited for a rank longer than `--run.timeout`: gloo's words, NCCL's, the store's."""
+    """True where a collective waited for a rank longer than `--run.timeout`, in words of gloo, NCCL or the store."""
     words = ("Timed out waiting", "Application timeout caused", "collective operation timeout", "wait timeout after")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def disk_full(error: BaseException) -> bool:
-    """A write found no room; also where a library passes on only the words."""
+    """True where a write found no room, also when a library passes on only the words of the error."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, OSError) and chain.errno in DISK_FULL:
@@ -68,7 +68,7 @@ def disk_full(error: BaseException) -> bool:
 
 
 def advice(error: BaseException) -> str:
-    """What to do about an error; empty where its own message says it, as those of this program do."""
+    """Advice on an error; empty where its own message has it, as the messages of this program do."""
     if timed_out(error):
         missing = briefly(hearts[0].missing, "") if hearts else ""
         record = f"`python -m spmdrl.flight {here.folder}` compares the last collectives of all ranks, "
@@ -94,7 +94,7 @@ def advice(error: BaseException) -> str:
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    """A mistake that this program found, and not a library or a user's function."""
+    """True for a mistake that this program found, and not a library or a user's function."""
     found = isinstance(error, USER_MISTAKES) and traceback.extract_tb(error.__traceback__)
     return bool(found) and str(Path(__file__).parents[1]) in found[-1].filename
 
@@ -110,7 +110,7 @@ def _less_memory(phase: str) -> str:
 
 
 def resume() -> str:
-    """Where the same command goes on."""
+    """Words on the step from which the same command goes on."""
     saved = briefly(here.saved, -1, 1.0)
     if saved > 0:
         return f"The same command resumes from step {saved}"
@@ -120,7 +120,7 @@ def resume() -> str:
 
 
 def lost_steps() -> str:
-    """Which steps a rank that leaves at this moment takes with it: those since the newest checkpoint."""
+    """Words on the steps that are lost if a rank leaves at this moment: those since the newest checkpoint."""
     last = max(here.step, here.done)
     saved = briefly(here.saved, -1, 1.0)
     if saved < 0:
@@ -134,7 +134,7 @@ def last_words(error: BaseException) -> str:
     """The one line that a failed job ends with."""
     text = str(error)
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
-        # C++ adds where in its sources it was, and frames.
+        # C++ errors begin with their place in the sources and end with frames.
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
     text = one_line(text)[:LONGEST]
     what = advice(error)
@@ -142,10 +142,10 @@ def last_words(error: BaseException) -> str:
 
 
 def told(what: str) -> str:
-    """A last line of this rank."""
+    """The last line of this rank: where it was, then the text."""
     return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
 
 
 def one_line(text: str) -> str:
-    """Lines joined by a bar: what follows a line break would not be in the last line."""
+    """Lines joined by a bar: text behind a line break would not be in the last line."""
     return " | ".join(line.strip() for line in text.splitlines() if line.strip())

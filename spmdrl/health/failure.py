@@ -1,4 +1,4 @@
-"""One rank down, all down, quickly and by name (law 6)."""
+"""Ends the whole job quickly when one rank fails, and names that rank (law 6)."""
 
 import json
 import logging
@@ -24,9 +24,9 @@ from spmdrl.health.status import here, place
 
 log = logging.getLogger("spmdrl")
 speaking = threading.Event()
-"""This rank is ending."""
+"""Set once this rank is ending."""
 ending = threading.Lock()
-"""One thread ends it."""
+"""Held by the one thread that ends this rank."""
 
 
 # ── who speaks, and the end ──────────────────────────────────────────────────
@@ -56,7 +56,7 @@ def _note(level: int, message: str) -> None:
 
 
 def _speak(message: str, error: BaseException | None) -> None:
-    """The last line, to where people look, even if it is not to be had in the way it should."""
+    """Print the last line where people look, in a shorter form if the full one cannot be made."""
 
     def say() -> bool:
         if error is not None and not isinstance(error, USER_MISTAKES):
@@ -75,12 +75,12 @@ def _leave(
     speak: str = "failed",
     error: BaseException | None = None,
 ) -> None:
-    """Write the flight record, have one rank say why, end whoever would not hear of it, and this process."""
+    """Write the flight record, have one rank print the cause, end ranks that do not react, then this process."""
     speaking.set()
     if not ending.acquire(blocking=False):
         time.sleep(60)
     others = briefly(hearts[0].beats, {}) if hearts else {}
-    # At once without the lines, as those may take longer than there is.
+    # The first record has no lines: finding those may take longer than this process has left.
     written = briefly(lambda: flight_record.write(message, others, error, frames=False) or True, False)
     briefly(before_exit, None)
     first = briefly(lambda: first_to_fail(speak), True)
@@ -103,7 +103,7 @@ def _leave(
 
 
 def _signalled(number: int, before_exit: Callable[[], None]) -> None:
-    """A thread hears SIGTERM or SIGUSR1: the end at once where a rank was lost, else a request to leave.
+    """A thread received SIGTERM or SIGUSR1: end at once where a rank was lost, else take it as a request to leave.
 
     torchrun sends SIGTERM to all who are left when a rank is lost, and when it gets one itself.
     """
@@ -140,7 +140,7 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
 
 
 def _too_late(before_exit: Callable[[], None]) -> None:
-    """The grace is over: leave without the step in course."""
+    """The grace is over: leave without the step in progress."""
     request = preemption.request
     if speaking.is_set() or request is None:
         return
@@ -155,7 +155,7 @@ def _too_late(before_exit: Callable[[], None]) -> None:
 
 
 def request() -> str:
-    """Who asked, once this rank has heard it, which may be a beat after it agreed to leave."""
+    """The request, once this rank has heard of it, which may be a beat after it agreed to leave."""
     for _ in range(30):
         if preemption.wanted:
             break
@@ -164,7 +164,7 @@ def request() -> str:
 
 
 def mark(request: Request | None, step: int) -> None:
-    """RUN/PREEMPTED: that the run ended by request, and where it goes on. The next start removes it."""
+    """Write RUN/PREEMPTED: the run ended by request, and goes on from this step. The next start removes it."""
     assert here.folder is not None
     request = request or Request("a signal", -1, time.time(), 0.0)
     path = here.folder / "PREEMPTED"
@@ -173,7 +173,7 @@ def mark(request: Request | None, step: int) -> None:
 
 
 def _stands_still(idle: float, before_exit: Callable[[], None]) -> None:
-    """A thread saw no progress of the main one for longer than `--run.timeout`."""
+    """A thread saw no progress of the main one for longer than `--run.timeout`: end this rank."""
     if speaking.is_set():
         return
     waiting = briefly(hearts[0].missing, "") if hearts and hearts[0].size > 1 else ""
@@ -196,7 +196,7 @@ def watch(
     saved: Callable[[], int],
     before_exit: Callable[[], None] = lambda: None,
 ) -> Heart:
-    """Start this rank's heartbeat. Before the first step it watches over nothing.
+    """Start this rank's heartbeat. Before the first step it does not look for ranks that stand still.
 
     Args:
         store: shared by all ranks.
@@ -239,10 +239,10 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
         raise
     except BaseException as error:
         message = last_words(error)
-        # Every rank keeps its own story; the console gets one.
+        # Every rank logs its own error; the console gets one.
         _note(logging.ERROR, f"{message}\n{traceback.format_exc()}")
         if lost_peer(error) or speaking.is_set():
-            # The cause stands elsewhere. Where torchrun saw it, SIGTERM is on its way, and that has the last word; a
-            # rank that left before that would be named as the root cause.
+            # The cause is on another rank. Where torchrun saw it, SIGTERM is on its way, and its handler ends this one;
+            # a rank that left before that would be named as the root cause.
             time.sleep(2)
         _leave(message, 1, before_exit, error=error)

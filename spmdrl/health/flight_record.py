@@ -21,7 +21,7 @@ import torch.distributed as dist
 from spmdrl.health.status import here, short, stack, telling
 
 LAST = 50
-"""Collectives that are written of each group."""
+"""Collectives that are written for each group."""
 POINT_TO_POINT = ("send", "recv")
 sent: dict[str, int] = defaultdict(int)
 """Sends and receives by the name of their group: gloo counts them among its collectives, and ranks differ in them."""
@@ -49,13 +49,13 @@ def collectives_of(group: dist.ProcessGroup) -> int:
 
 
 def _entries(frames: bool) -> list[dict]:
-    """What torch recorded, oldest first. It comes as a pickle of bytes that this process makes at this moment."""
+    """Entries of torch's recorder, oldest first, read from a pickle that this process makes at this moment."""
     dump = torch._C._distributed_c10d._dump_fr_trace(True, frames, False)  # type: ignore[attr-defined]
     return _Plain(io.BytesIO(dump)).load().get("entries", [])
 
 
 def _place(frames: list[dict]) -> str:
-    """Line that called, behind helpers of ours: those through which everybody goes tell nothing apart."""
+    """Line that called the collective, with helpers of this project passed over: all calls go through those."""
     for frame in frames:
         if telling(frame["filename"]) and not frame["filename"].startswith("<"):
             return short(frame["filename"], frame["line"])
@@ -63,13 +63,13 @@ def _place(frames: list[dict]) -> str:
 
 
 def warm() -> None:
-    """Have torch import what names frames: 1.5 s of a core, which a rank that fails may not have."""
+    """Have torch import the modules that name frames: 1.5 s of a core, which a rank that fails may not have."""
     with suppress(Exception):
         _entries(True)
 
 
 def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
-    """By group name: its ranks, how many collectives were begun, and the last ones, oldest first.
+    """Record by group name: its ranks, how many collectives were begun, and the last ones, oldest first.
 
     Without frames their places are `?`.
     """
@@ -103,15 +103,15 @@ def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
 def write(
     why: str, others: dict[int, dict] | None = None, error: BaseException | None = None, frames: bool = True
 ) -> Path | None:
-    """This rank's record into the run folder; None where there is no folder or nothing can be written.
+    """Write this rank's record into the run folder; None where there is no folder or nothing can be written.
 
     May be called by any thread.
 
     Args:
-        why: its last words.
-        others: last heartbeat of every rank; of one that was killed there is nothing else.
-        error: whose stack is told; None: the main thread's.
-        frames: tell where each collective was begun.
+        why: the last line of this rank.
+        others: last heartbeat of every rank; a rank that was killed leaves nothing else.
+        error: error whose stack is written; None for the main thread's stack.
+        frames: also write where each collective was begun.
     """
     folder = here.folder
     if folder is None:

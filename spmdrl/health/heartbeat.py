@@ -1,7 +1,7 @@
-"""A thread of every rank that tells the others where it is, sees when it stands still, and hears of requests to leave.
+"""A thread of every rank that tells the others where it is, notices when it stands still, and hears requests to leave.
 
 Once a second it writes one key to the rendezvous store and looks for another, over a connection of its own, whatever
-the main thread does. So a rank whose collective timed out can say who did not come and where that one is.
+the main thread does. So a rank whose collective timed out can say which rank did not come and where that one is.
 """
 
 import json
@@ -32,13 +32,13 @@ RETRY = 5.0
 """Seconds after an answer of the store that did not come until it is asked again; twice as many after each more."""
 LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
-"""Own beats by which those of others are timed."""
+"""Own beats that are kept, by which those of others are timed."""
 STALE = 6.0
-"""Seconds without a beat after which a rank is not heard of."""
+"""Seconds without a beat after which a rank counts as silent."""
 SHOWN = 4
 """Ranks that a message names."""
 PATIENCE = 3.0
-"""Seconds beyond the time-out for a collective before a rank that stands still is ended: others may tell more."""
+"""Seconds beyond a collective's time-out until a rank that stands still is ended: others may know the cause."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def identity() -> Identity:
-    """Of this process. Machine: one boot, one name space of process numbers."""
+    """Identity of this process. Its machine is one boot and one name space of process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = socket.gethostname()
     with suppress(OSError):
@@ -107,7 +107,7 @@ class Heart(threading.Thread):
         self.store.set(f"who/{rank}", json.dumps(asdict(self.me)))
 
     def run(self) -> None:
-        """Until the process ends or `ended` is set."""
+        """Beat until the process ends or `ended` is set."""
         clock = Clock(3 * EVERY)
         since, before, beats = time.monotonic(), "", 0
         while not self.ended.is_set():
@@ -126,11 +126,11 @@ class Heart(threading.Thread):
 
     @property
     def deaf(self) -> bool:
-        """The store did not answer when it was last asked."""
+        """True where the store did not answer when it was last asked."""
         return self.failures > 0
 
     def _beat(self, where: str, since: float) -> None:
-        """Tell and hear. A store that did not answer is asked again after a while; the watch goes on without it."""
+        """Write this rank's key and read another's. A store that did not answer is asked later; the watch goes on."""
         try:
             self._tell(where, since)
             self._hear()
@@ -163,17 +163,17 @@ class Heart(threading.Thread):
         with suppress(Exception):
             self.asking.set("leave", json.dumps(asdict(request)))
 
-    # ── what is known of others ──────────────────────────────────────────────
+    # ── the other ranks ──────────────────────────────────────────────────────
 
     def lost(self) -> str:
-        """Why a SIGTERM means the end at once: torchrun is gone, or a rank of this machine; empty where all live."""
+        """Reason to end at once on SIGTERM: torchrun is gone, or a rank of this machine; empty where all live."""
         if os.getppid() != self.me.parent:
             return "torchrun is gone"
         gone = [rank for rank, who in sorted(self.siblings.items()) if not state_of(who)]
         return f"rank {', '.join(map(str, gone))} is lost" if gone else ""
 
     def beats(self) -> dict[int, dict]:
-        """The last beat of every rank that has told one."""
+        """The last beat of every rank that has written one."""
         keys = [f"at/{rank}" for rank in range(self.size)]
         with suppress(Exception):
             return dict(enumerate(map(json.loads, self.asking.multi_get(keys))))
@@ -182,11 +182,11 @@ class Heart(threading.Thread):
     def age(self, beat: dict) -> float:
         """Seconds since a beat of any rank, by this rank's clock: clocks of two machines may differ by more."""
         at = bisect_left(seen := list(self.seen), (beat["count"], 0.0))
-        # One that came after the last own one is of this moment.
+        # A beat that came after the last own one is of this moment.
         return time.monotonic() - seen[at][1] if at < len(seen) else 0.0
 
     def missing(self) -> str:
-        """Who a collective of this rank waits for, in words; empty where nobody stands out."""
+        """Ranks that a collective of this rank waits for, in words; empty where none stands out."""
         said = []
         mine = place()
         for rank, beat in self.beats().items():
@@ -209,9 +209,9 @@ class Heart(threading.Thread):
         return ", ".join(said[:SHOWN]) + more
 
     def end_stuck_siblings(self) -> None:
-        """SIGKILL to ranks of this machine that will not hear torchrun's SIGTERM: stopped, or without a beat.
+        """Send SIGKILL to ranks of this machine that will not react to torchrun's SIGTERM: stopped, or without a beat.
 
-        torchrun itself does that only after 30 s.
+        torchrun itself sends it only after 30 s.
         """
         beats = self.beats() if self.siblings and not self.deaf else {}
         for rank, who in self.siblings.items():

@@ -15,7 +15,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int:
-    """What the allocator was asked for, as its message tells it; 0 if it does not."""
+    """Bytes that the allocator was asked for, read from its message; 0 if the message does not say."""
     text = str(error)
     if found := re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE):
         return int(found[1])

@@ -1,7 +1,7 @@
 """Preemption: a signal asks the run to end well. The step is finished, or abandoned while it samples, and saved.
 
-SIGUSR1, or a SIGTERM that nobody sent because of a lost rank, to any one rank is a request to all. Law 1: what a rank
-has heard decides nothing by itself; `Agreement` and the sampling ask all ranks.
+SIGUSR1 to any one rank is a request to all, and so is a SIGTERM that was not sent because of a lost rank. By law 1 a
+request that one rank has heard decides nothing by itself; `Agreement` and the sampling ask all ranks.
 """
 
 import os
@@ -19,7 +19,7 @@ AGENT_WAITS = 25.0
 SAMPLING = 0.5
 """Share of the grace that a step may go on to sample; the rest is for the save."""
 ECHO = 3.0
-"""Seconds in which a second SIGTERM under torchrun is torchrun's own: what ends a job may signal all its processes."""
+"""Seconds in which a second SIGTERM counts as torchrun's own: a job's end may be signalled to all its processes."""
 
 
 class PreemptedError(Exception):
@@ -37,25 +37,25 @@ class AbandonedError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """Somebody wants the run to end."""
+    """A request to end the run."""
 
     signal: str
     rank: int
-    """That was told."""
+    """Rank that received the signal."""
     at: float
-    """time.time() of the signal, by that rank's clock: to be told, not to be compared with another machine's."""
+    """time.time() of the signal by that rank's clock: for messages, not for comparison with another machine's clock."""
     grace: float
-    """Seconds until the job must be gone, which every rank counts from when it heard."""
+    """Seconds until the job must be gone, which every rank counts from the moment it heard of the request."""
 
     def __str__(self) -> str:
         return f"{self.signal} at rank {self.rank}"
 
 
 class Preemption:
-    """What this rank has heard; one per process."""
+    """Requests to leave that this rank has heard; one per process."""
 
     def __init__(self) -> None:
-        """Nothing heard."""
+        """Start without a request."""
         self.request: Request | None = None
         self.heard = 0.0
         """time.monotonic() when this rank heard of it."""
@@ -68,8 +68,8 @@ class Preemption:
     def again(self, number: int) -> bool:
         """Take note of a signal to this process; True where it is one too many, which ends the job at once.
 
-        Under torchrun two SIGTERM within `ECHO` are one: who signals all processes of a job (the time limit of SLURM,
-        systemd) reaches a rank himself and by way of torchrun.
+        Under torchrun two SIGTERM within `ECHO` are one: a signal to all processes of a job (the time limit of SLURM,
+        systemd) reaches a rank directly and by way of torchrun.
         """
         self.own.append((number, time.monotonic()))
         echo = (
@@ -81,13 +81,13 @@ class Preemption:
         return len(self.own) > 1 and not echo
 
     def asked(self, number: int) -> Request:
-        """The request that a signal to this process makes."""
+        """Make a request from a signal to this process."""
         under_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
         grace = min(self.grace, AGENT_WAITS) if under_agent else self.grace
         return Request(signal.Signals(number).name, int(os.environ.get("RANK", "0")), time.time(), grace)
 
     def heed(self, request: Request) -> bool:
-        """Take up the first request; False for a further one."""
+        """Take up the first request; returns False for a further one."""
         if self.request is not None:
             return False
         self.request, self.heard = request, time.monotonic()
@@ -98,12 +98,12 @@ class Preemption:
 
     @property
     def wanted(self) -> bool:
-        """This rank has heard of a request."""
+        """True where this rank has heard of a request."""
         return self.request is not None
 
     @property
     def sampling_over(self) -> bool:
-        """And for so long that sampling should stop."""
+        """True where this rank heard of a request so long ago that sampling should stop."""
         return self.request is not None and time.monotonic() > self.heard + SAMPLING * self.request.grace
 
 
@@ -111,17 +111,17 @@ preemption = Preemption()
 
 
 def agreed(mine: bool, group: dist.ProcessGroup) -> bool:
-    """True on every rank if it is so on one. Collective."""
+    """True on every rank if `mine` is true on one. Collective."""
     flag = torch.tensor([int(mine)])
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
 def listen(told: Callable[[int], None]) -> Callable[[], None]:
-    """From here on `told(number)` is called in a thread for SIGTERM and SIGUSR1. Returns what ends that.
+    """Have `told(number)` called in a thread for SIGTERM and SIGUSR1. Returns a function that ends that.
 
-    A thread: the main one may sit in a collective, where Python runs no handler. Main thread only; forked processes
-    have what was there before.
+    It takes a thread, as the main one may wait in a collective, where Python runs no handler. Call it in the main
+    thread only; forked processes get back the handlers that were there before.
     """
     numbers = (signal.SIGTERM, signal.SIGUSR1)
     read, write = os.pipe()

@@ -1,6 +1,6 @@
-"""Where this rank is at this moment: what a heartbeat tells the others, and the last line of a failed job.
+"""Position of this rank: phase, step and line, for its heartbeat and for the last line of a failed job.
 
-One per process. Whoever works for long calls `alive()` now and then; a change of phase counts as well.
+There is one per process. Code that works for long calls `alive()` at times; a change of phase counts as well.
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 _QUIET = ("/torch/", "/spmdrl/spmd/", "/site-packages/", "/spmdrl/tracking/metrics.py", "<frozen")
-"""Parts of file names that tell nothing of where the program is."""
+"""Parts of names of files whose lines do not show where the program is."""
 _STANDARD = sysconfig.get_path("stdlib").replace("\\", "/") + "/"
 _OWN = ("spmdrl/health/status.py", "spmdrl/health/flight_record.py")
 _DEBUGGERS = ("pdb.py", "bdb.py")
@@ -25,17 +25,17 @@ _MAIN = threading.main_thread().ident
 
 @dataclass
 class Here:
-    """What a rank knows of itself."""
+    """Position and folder of this rank."""
 
     phase: Callable[[], str] = lambda: ""
     step: int = 0
-    """The step in course, counted from 1; 0 before the first."""
+    """The step in progress, counted from 1; 0 before the first."""
     done: int = 0
-    """Steps that are in the weights and came to their end."""
+    """Finished steps, which are in the weights."""
     count: int = 0
     """Goes up with every sign of life of the main thread."""
     beside: int = 0
-    """Goes up with those of other threads: who waits for one passes them on."""
+    """Goes up with signs of life of other threads; a thread that waits for one passes them on."""
     folder: Path | None = None
     """The run folder."""
     saved: Callable[[], int] = lambda: 0
@@ -45,7 +45,7 @@ class Here:
 
     @property
     def name(self) -> str:
-        """The phase in course, or `start`; `step` between phases."""
+        """The phase in progress, or `start`; `step` between phases."""
         return self.phase() or ("step" if self.step else "start")
 
 
@@ -53,7 +53,7 @@ here = Here()
 
 
 def alive() -> None:
-    """A sign of life of this thread: 0.1 µs."""
+    """Give a sign of life of this thread; takes 0.1 µs."""
     if threading.get_ident() == _MAIN:
         here.count += 1
     else:
@@ -61,7 +61,7 @@ def alive() -> None:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The main thread's, innermost first."""
+    """Frames of the main thread, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         yield frame
@@ -69,18 +69,18 @@ def _frames() -> Iterator[FrameType]:
 
 
 def short(path: str, line: int) -> str:
-    """`folder/file.py:12`."""
+    """A frame in short: `folder/file.py:12`."""
     return f"{'/'.join(path.replace(os.sep, '/').split('/')[-2:])}:{line}"
 
 
 def telling(path: str) -> bool:
-    """A file that is neither torch's, the standard library's nor a helper that everybody goes through."""
+    """True for a file that is neither torch's, the standard library's nor a helper that all calls go through."""
     path = path.replace(os.sep, "/")
     return not any(part in path for part in _QUIET) and not path.startswith(_STANDARD)
 
 
 def place() -> str:
-    """file:line of the main thread's innermost frame that tells something, `?` where none does."""
+    """file:line of the main thread's innermost `telling` frame, `?` where there is none."""
     for frame in _frames():
         if telling(frame.f_code.co_filename):
             return short(frame.f_code.co_filename, frame.f_lineno)
@@ -98,12 +98,12 @@ def stack(error: BaseException | None = None) -> list[str]:
 
 
 def debugged() -> bool:
-    """A person sits in front of the main thread."""
+    """True where a person has stopped the main thread in a debugger."""
     return any(f.f_code.co_filename.endswith(_DEBUGGERS) for f in _frames())
 
 
 class Clock:
-    """Seconds that the main thread has shown no sign of life, as far as somebody looked.
+    """Seconds without a sign of life of the main thread, added up over the looks of another thread.
 
     Time in which the looking thread did not run either (the job was stopped and continued) counts for little.
     """
@@ -113,7 +113,7 @@ class Clock:
         self._seen, self._at = (-1, ""), time.monotonic()
 
     def look(self) -> float:
-        """Seconds without a sign, as of now."""
+        """Seconds without a sign of life at this moment."""
         now, seen = time.monotonic(), (here.count, here.phase())
         if seen != self._seen or debugged():
             self.idle = 0.0

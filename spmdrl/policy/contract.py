@@ -10,7 +10,7 @@ import torch
 from spmdrl.algos.aggregate import Totals
 from spmdrl.config.engines import Part
 from spmdrl.data.batch import Batch
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.reshard import Piece
 

@@ -19,7 +19,7 @@ from spmdrl.policy.heads import Second
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.reshard import Piece, catalogue
 

@@ -14,7 +14,8 @@ from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.backends import backend
 from spmdrl.policy.contract import Head, Policy
 from spmdrl.policy.remote import RemotePolicy
-from spmdrl.spmd.mesh import World, scoring_world
+from spmdrl.spmd.mesh import scoring_world
+from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
 

@@ -11,8 +11,8 @@ from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.heads import Second
 from spmdrl.spmd.exchange import Table, exchange, select
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.world import World
 
 HOST = torch.device("cpu")
 

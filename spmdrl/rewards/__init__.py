@@ -1,8 +1,9 @@
-"""Rewards: what a sample is worth.
+"""Rewards: how samples are scored.
 
-base.py        what a reward takes and returns; how a grader is driven
-load.py        from --reward.function to a grader
+base.py        types that a reward takes and returns; the interface of a grader
+load.py        makes a grader from --reward.function
 pool.py        graders in processes that can be killed
-worker.py      one such process
+process.py     one worker of the pool, as its parent sees it
+worker.py      the program of that worker
 gsm8k.py  math.py  reasoning.py  text.py    built-in rewards
 """

@@ -1,4 +1,4 @@
-"""What every reward takes and returns, and how a grader is driven."""
+"""Types that every reward takes and returns, and the interface of a grader."""
 
 import math
 import numbers
@@ -45,7 +45,7 @@ class Grader(Protocol):
         ...
 
     def submit(self, key: object, item: RewardInput) -> None:
-        """Take one response. Never blocks on the grading."""
+        """Take one response to grade. Never blocks on the grading."""
         ...
 
     def poll(self) -> list[tuple[object, Reward]]:
@@ -62,14 +62,14 @@ class Grader(Protocol):
 
 
 def describe(key: object) -> str:
-    """A key in words: an int is a prompt index, a tuple begins with (prompt, sample), anything else is shown."""
+    """A key in words: an int is a prompt index, a tuple begins with (prompt, sample), others are shown as they are."""
     if isinstance(key, tuple) and len(key) >= 2:
         return f"prompt {key[0]}, sample {key[1]}"
     return f"prompt {key}" if isinstance(key, int) else f"item {key}"
 
 
 def as_reward(value: object, finite: bool = True) -> Reward:
-    """What a reward function returned, checked: a number, `{"score": number, ...}` or a Reward.
+    """Check and convert the result of a reward function: a number, `{"score": number, ...}` or a Reward.
 
     Other numeric entries of a dict become parts; entries that are not finite numbers (verl's `pred` texts) are left
     out. Raises TypeError for another type, ValueError for a part named `score` beside the score, and for a score that

@@ -1,4 +1,4 @@
-"""From `--reward.function` to a grader."""
+"""Makes a grader from `--reward.function`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ QUICK: dict[str, Callable[[RewardInput], Reward]] = {
     "gsm8k_flexible": gsm8k_flexible,
     "none": none,
 }
-"""Ours, quick and certain to end: called in the process itself."""
+"""Built-in rewards that are quick and certain to end: called in the process itself."""
 DEFAULT_FUNCTION = "compute_score"
 
 
@@ -43,11 +43,11 @@ class Direct:
         return done
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """All is graded at submit."""
+        """Results since the last call; every response was graded at submit."""
         return self.poll()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 def load_reward(cfg: RewardConfig, finite: bool = True) -> Grader:
@@ -68,14 +68,14 @@ def load_reward(cfg: RewardConfig, finite: bool = True) -> Grader:
 
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
-    """A grading that takes too long scores 0; otherwise it ends the job, or takes no time."""
+    """True where a grading that takes too long scores 0; else it ends the job, or no grading can take long."""
     if cfg.function in QUICK:
         return False
     return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and cfg.function in POOLED)
 
 
 def check_cost(cfg: RewardConfig, cost: str) -> None:
-    """Refuse a cost (`--safety.cost`) among the parts of a reward whose stopped gradings have 0 in every part."""
+    """Refuse a cost (`--safety.cost`) from the parts of a reward whose stopped gradings have 0 in every part."""
     if cost and scores_timeouts(cfg):
         raise ValueError(
             f"--reward.on-timeout {cfg.on_timeout}: a grading by {cfg.function} that is stopped has 0 in every part, so"
@@ -84,7 +84,7 @@ def check_cost(cfg: RewardConfig, cost: str) -> None:
 
 
 def _file_function(spec: str) -> str:
-    """`/absolute/file.py:name` of `file.py[:name]`."""
+    """Complete `file.py[:name]` to `/absolute/file.py:name`."""
     if spec.endswith(".py"):
         file, name = spec, DEFAULT_FUNCTION
     elif ".py:" in spec:

@@ -54,7 +54,7 @@ def extract(solution: str) -> tuple[str, bool]:
 
 
 def plain(opened: str, text: str) -> str:
-    """An answer line without Markdown's emphasis and LaTeX's delimiters around all of it.
+    """An answer line without Markdown emphasis and LaTeX delimiters around the whole of it.
 
     opened: marks that stood before it, as in `**540**` and in `**Answer:** 540`.
     """
@@ -67,7 +67,7 @@ def plain(opened: str, text: str) -> str:
 
 
 def sides(text: str) -> list[str]:
-    """Sides of a chain of equations, `x = 2 * 270 = 540`; the text alone where it is none, or a list of several."""
+    """Sides of a chain of equations, `x = 2 * 270 = 540`; the text alone where it is no chain, or a list of several."""
     depth, parts = 0, [""]
     for before, char, after in zip(" " + text, text, text[1:] + " ", strict=False):
         depth += (char in "{([") - (char in "])}")
@@ -98,7 +98,7 @@ def contradicts(text: str) -> bool:
 
 
 def simplify(text: str) -> str:
-    r"""One way to write what is often written in several: no spaces, `$`, `\left`, `\dfrac`, `\text{}`, final dot."""
+    r"""Normal form of an answer with several spellings: no spaces, `$`, `\left`, `\dfrac`, `\text{}`, final dot."""
     text = text.strip().strip("$").strip()
     text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:|\s)", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
@@ -119,7 +119,7 @@ def to_number(text: str) -> Fraction | None:
 
 @lru_cache(maxsize=1024)  # the samples of a prompt share their truth, and often their answers
 def _parse(text: str, bare: bool) -> list:
-    """Expressions in a text. bare: it is one expression alone, not prose that holds some."""
+    """Expressions in a text. bare: the text is one expression alone, not prose that holds some."""
     from math_verify import parse
 
     # math-verify finds LaTeX by its delimiters: with them a bare `\frac{1}{2}` is read too
@@ -164,7 +164,7 @@ def math_reward(item: RewardInput) -> Reward:
 
 
 def load() -> Callable[[RewardInput], Reward]:
-    """The reward, after its imports and first parse: those must not count as time of the first grading."""
+    """Give the reward after its imports and first parse, which must not count as time of the first grading."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one warning a call that its limits are off
     _symbolically_equal(r"\frac{1}{2}", "x+1", bare=True)
     return math_reward

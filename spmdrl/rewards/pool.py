@@ -4,52 +4,21 @@ No threads and no pickle: each worker is a plain child process, spoken to in JSO
 caller. A grading's time is taken by its worker, from the moment it starts, so a caller that polls late changes nothing.
 """
 
-import contextlib
 import json
-import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, cast
 
 from spmdrl.health.status import alive
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe
+from spmdrl.rewards.process import Worker, spawn
 
 START_SECONDS = 120.0
 """Longest a worker may take to import its function (a cold file system is slow)."""
 PREFETCH = 8
 """Requests handed to a worker ahead of time, so that it works on while the caller is busy elsewhere."""
-_RANK_VARIABLES = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-}
-
-
-@dataclass(eq=False)
-class _Worker:
-    process: subprocess.Popen
-    spawned: float
-    ready: bool = False
-    queue: deque[int] = field(default_factory=deque)
-    """Requests sent and not yet answered, in order: the first may be under way."""
-    started: float | None = None
-    """When the first of them started (time.monotonic())."""
-    to_send: bytearray = field(default_factory=bytearray)
-    received: bytearray = field(default_factory=bytearray)
-
-    @property
-    def stdin(self) -> IO[bytes]:
-        return cast(IO[bytes], self.process.stdin)
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        return cast(IO[bytes], self.process.stdout)
 
 
 class Pool:
@@ -63,7 +32,7 @@ class Pool:
     ):
         """function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`.
 
-        finite: a score that is not is an error.
+        finite: a score that is not finite is an error.
 
         Waits until every worker has loaded the function. Raises ValueError when one cannot.
         """
@@ -75,11 +44,11 @@ class Pool:
         self._finite = finite
         self._function, self._timeout, self._on_timeout = function, timeout, on_timeout
         self._next = 0
-        self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all that is not answered
+        self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all unanswered requests
         self._waiting: deque[int] = deque()  # ids no worker has
         self._done: list[tuple[object, Reward]] = []
         self._selector = selectors.DefaultSelector()
-        self._workers = [self._spawn() for _ in range(workers)]
+        self._workers = [spawn(self._selector, self._function, self._finite) for _ in range(workers)]
         try:
             while not all(w.ready for w in self._workers):
                 self._turn(wait=True)
@@ -122,21 +91,21 @@ class Pool:
     def close(self) -> None:
         """Kill the workers. May be called twice."""
         for worker in self._workers:
-            self._kill(worker)
+            worker.kill()
         self._workers = []
         self._selector.close()
 
     # -- one turn: read, check clocks, hand out -------------------------------------------------------------------
 
     def _turn(self, wait: bool) -> None:
-        # Its own clocks end what hangs.
+        # A sign of life: a grading that hangs is ended by this pool's own clocks.
         alive()
         for key, events in self._selector.select(self._patience() if wait else 0):
-            worker: _Worker = key.data
+            worker: Worker = key.data
             if worker not in self._workers:  # killed earlier in this turn
                 continue
             if events & selectors.EVENT_WRITE:
-                self._flush(worker)
+                worker.flush()
             if events & selectors.EVENT_READ:
                 self._read(worker)
         for worker in list(self._workers):
@@ -147,12 +116,12 @@ class Pool:
         """Seconds until the next clock runs out, at most 1."""
         return min(1.0, max(0.0, min(self._deadline(w) for w in self._workers) - time.monotonic()))
 
-    def _deadline(self, worker: _Worker) -> float:
+    def _deadline(self, worker: Worker) -> float:
         if not worker.ready:
             return worker.spawned + START_SECONDS
         return float("inf") if worker.started is None else worker.started + self._timeout
 
-    def _check_clock(self, worker: _Worker) -> None:
+    def _check_clock(self, worker: Worker) -> None:
         if time.monotonic() < self._deadline(worker):
             return
         self._read(worker)  # the answer may lie in the pipe, when the caller comes late
@@ -165,7 +134,7 @@ class Pool:
         self._timed_out(request)
 
     def _hand_out(self) -> None:
-        """Waiting requests to the workers with the fewest."""
+        """Give waiting requests to the workers that have the fewest."""
         while self._waiting:
             open_to = [w for w in self._workers if w.ready and len(w.queue) < PREFETCH]
             if not open_to:
@@ -176,29 +145,18 @@ class Pool:
             worker.to_send += self._items[request][1]
         for worker in self._workers:
             if worker.to_send:
-                self._flush(worker)
+                worker.flush()
 
-    # -- what workers say -----------------------------------------------------------------------------------------
+    # -- messages of workers --------------------------------------------------------------------------------------
 
-    def _read(self, worker: _Worker) -> None:
-        ended = False
-        while True:
-            try:
-                data = os.read(worker.stdout.fileno(), 1 << 16)
-            except BlockingIOError:
-                break
-            worker.received += data
-            if not data:
-                ended = True
-                break
-        *lines, rest = bytes(worker.received).split(b"\n")
-        worker.received = bytearray(rest)
+    def _read(self, worker: Worker) -> None:
+        lines, ended = worker.read_lines()
         for line in lines:
             self._hear(worker, json.loads(line))
         if ended:
             self._died(worker)
 
-    def _hear(self, worker: _Worker, message: dict) -> None:
+    def _hear(self, worker: Worker, message: dict) -> None:
         if "ready" in message:
             worker.ready = True
         elif "failed" in message:
@@ -236,13 +194,8 @@ class Pool:
         self.timeouts += 1
         self._answer(request, Reward(0.0, timed_out=True))
 
-    def _died(self, worker: _Worker) -> None:
-        for _ in range(100):  # its pipe is closed: wait for the end itself, so that a kill does not hide the exit code
-            if os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
-                break
-            time.sleep(0.01)
-        self._kill(worker)
-        code = worker.process.returncode
+    def _died(self, worker: Worker) -> None:
+        code = worker.end()
         how = f"with exit code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}"
         hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
         if not worker.ready:
@@ -254,65 +207,8 @@ class Pool:
             "exit (--reward.function); its own output stands above, in this rank's log"
         )
 
-    # -- processes and pipes --------------------------------------------------------------------------------------
-
-    def _spawn(self) -> _Worker:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "spmdrl.rewards.worker", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-            bufsize=0,
-            start_new_session=True,  # a kill reaches its children too, and Ctrl-C is the caller's to handle
-        )
-        worker = _Worker(process, spawned=time.monotonic())
-        os.set_blocking(worker.stdin.fileno(), False)
-        os.set_blocking(worker.stdout.fileno(), False)
-        self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
-        worker.to_send += (json.dumps({"function": self._function, "finite": self._finite}) + "\n").encode()
-        self._flush(worker)
-        return worker
-
-    def _flush(self, worker: _Worker) -> None:
-        """Write what the pipe takes; ask to be woken for the rest."""
-        fd = worker.stdin.fileno()
-        try:
-            while worker.to_send:
-                del worker.to_send[: os.write(fd, worker.to_send)]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            worker.to_send.clear()  # it ended: reading tells how
-        watched = fd in self._selector.get_map()
-        if worker.to_send and not watched:
-            self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
-        elif watched and not worker.to_send:
-            self._selector.unregister(worker.stdin)
-
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: Worker) -> None:
         """Kill a worker, put a fresh one in its place, and give its untouched requests back."""
-        self._kill(worker)
+        worker.kill()
         self._waiting.extendleft(reversed(worker.queue))
-        self._workers[self._workers.index(worker)] = self._spawn()
-
-    def _kill(self, worker: _Worker) -> None:
-        for pipe in (worker.stdin, worker.stdout):
-            if not pipe.closed:
-                if pipe.fileno() in self._selector.get_map():
-                    self._selector.unregister(pipe)
-                pipe.close()
-        if worker.process.returncode is None:  # not reaped, so the id is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """The caller's environment without what makes a process a rank, with one thread and no GPU."""
-    env = {
-        k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
-    }
-    root = str(Path(__file__).resolve().parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
-    # the device's memory is accounted for elsewhere: a grader on it would be seen by nobody
-    return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        self._workers[self._workers.index(worker)] = spawn(self._selector, self._function, self._finite)

@@ -29,7 +29,7 @@ def _task(name: str, config: str):
 def reasoning_reward(item: RewardInput) -> Reward:
     """The task's score of the reply (in `<answer>` tags, or all of it). Part `format`: the tags are there.
 
-    `extra` is that of prompts from `reasoning-gym:<task>`: task, config, entry.
+    `extra` holds the columns of prompts from `reasoning-gym:<task>`: task, config, entry.
     """
     if not {"task", "config", "entry"} <= item.extra.keys():
         raise ValueError("the reward reasoning_gym grades prompts of --data.train reasoning-gym:<task> only")
@@ -42,7 +42,7 @@ def reasoning_reward(item: RewardInput) -> Reward:
 
 
 def load() -> Callable[[RewardInput], Reward]:
-    """The reward, after the import of reasoning-gym. Raises ValueError when it is not installed."""
+    """Give the reward after the import of reasoning-gym. Raises ValueError when it is not installed."""
     try:
         import reasoning_gym  # noqa: F401
     except ImportError as e:

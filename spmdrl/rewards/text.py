@@ -18,7 +18,7 @@ def to_decimal(text: str) -> Decimal | None:
 
 
 def none(item: RewardInput) -> Reward:
-    """0 for everything: where a model or a teacher says what a response is worth."""
+    """0 for every response, for runs in which a model or a teacher scores it."""
     return Reward(0.0)
 
 

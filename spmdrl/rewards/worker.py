@@ -70,7 +70,7 @@ def load_function(spec: str) -> Callable[[RewardInput], object]:
 
 
 def _place(e: BaseException) -> str:
-    """File and line where it was raised, of the innermost frame."""
+    """File and line of the innermost frame of an error."""
     frames = traceback.extract_tb(e.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no line known"
 
@@ -87,15 +87,15 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
 def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(0)
 
 
 def main() -> None:
     """Serve until stdin ends."""
     _die_with(int(sys.argv[1]))
-    # A cluster's notice to all processes of a job is the ranks' to follow. A handler, as children of user code would
-    # inherit a signal that is ignored.
+    # A cluster's notice to all processes of a job is for the ranks to follow. A handler is set, because children of
+    # user code would inherit an ignored signal.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}
     # A child that user code forks ends when it is told to.
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, old) for number, old in before.items()])
@@ -103,7 +103,7 @@ def main() -> None:
     answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # user code that reads stdin must not eat requests
-    os.dup2(2, 1)  # what it prints, at any level, goes to stderr
+    os.dup2(2, 1)  # all that user code prints, at any level, goes to stderr
 
     def send(message: dict) -> None:
         line = (json.dumps(message) + "\n").encode()

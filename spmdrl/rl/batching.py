@@ -10,9 +10,9 @@ from spmdrl.data.tree import prompt_lengths
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for, seed_for
+from spmdrl.spmd.world import World
 
 
 def pack(

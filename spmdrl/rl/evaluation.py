@@ -14,7 +14,7 @@ from spmdrl.rl.rollout_plan import RolloutPlan
 from spmdrl.rl.sampler import Sampler, may_end
 from spmdrl.rl.score import outcome_scores
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
 EVALUATION = 0x45564C

@@ -12,7 +12,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.episode import Episode
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, unbegun
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 

@@ -27,7 +27,7 @@ from spmdrl.rl.quota import Experience
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.trees import experience, experience_tree, fields_of, group, group_tree
 from spmdrl.session.generators import generator_states, set_generator_states
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 
 @dataclass

@@ -13,8 +13,8 @@ from spmdrl.rl.environment import Environment, SingleTurn
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, request_key
 from spmdrl.rollout.engine import Completion, Engine, StaleEngineError
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.queue import PromptQueue, Tally
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
 ASK_EVERY = 16

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.data.prompts import Prompt
 from spmdrl.rollout.engine import Key, Request
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.seeds import seed_for
+from spmdrl.spmd.world import World
 
 
 @dataclass

@@ -31,8 +31,8 @@ from spmdrl.session.device_table import Memory
 from spmdrl.session.journal import Journal, merge_roles
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics, Timer
 
 

@@ -13,7 +13,7 @@ from spmdrl.rl.quota import Experience, Quota
 from spmdrl.rl.rollout import collect, raise_if_abandoned
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult
 from spmdrl.rollout.engine import Engine
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
 

@@ -20,7 +20,7 @@ from spmdrl.policy.grad_guard import AnomalousStep, Guard
 from spmdrl.policy.models import Models
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 FILE = "spike.json"
 """Facts of the step, as JSON."""

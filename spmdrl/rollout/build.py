@@ -8,7 +8,7 @@ from pathlib import Path
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 GIB = 1 << 30
 VLLM_TEMPERATURE = (0.01, 2.0)

@@ -1,7 +1,7 @@
 """`--run.deterministic`: two runs of the same settings on the same layout are equal to the last bit.
 
 Without it a run of a static assignment is so on a CPU already; what this adds is certainty. torch refuses operations
-whose sums go in no fixed order, prompts have fixed engines (`config/load.py` sets the static assignment), engines on
+whose sums go in no fixed order, prompts have fixed engines (`config/layers.py` sets the static assignment), engines on
 GPUs take batch-invariant kernels, and what goes by the clock is named. It costs speed.
 """
 

@@ -24,8 +24,8 @@ from spmdrl.session.meter import Meter
 from spmdrl.session.room import Held, three_flags
 from spmdrl.session.transfer import PushReport, Transfer
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.storage import give_back
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
 
 log = logging.getLogger("spmdrl")

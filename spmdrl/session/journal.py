@@ -6,7 +6,7 @@ import logging
 from spmdrl.config.dump import to_dict
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.tracking.trackers import cut_lines, open_trackers
 
 log = logging.getLogger("spmdrl")

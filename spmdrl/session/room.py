@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.storage import moves
+from spmdrl.spmd.world import World
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from spmdrl.config.paths import run_folder
 from spmdrl.config.schema import Config
 from spmdrl.health.status import here
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.metrics import Timer
 

@@ -15,7 +15,7 @@ from spmdrl.rollout.engine import Engine
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.checksum import added, word_sums
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry, Piece, Reshard, catalogue, inside
 
 

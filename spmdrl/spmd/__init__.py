@@ -1,7 +1,10 @@
 """One program on many ranks: groups, collectives, the prompt queue, seeds.
 
-mesh.py        process groups, mesh axes, which rank has which role
-rendezvous.py  a start of all ranks gets names of its own in the store
+mesh.py        starts the job: process groups, mesh axes, worlds of frozen models and of threads
+world.py       groups, axes and roles of one rank
+roles.py       ranks that train, score and sample; sizes of axes
+groups.py      makes process groups and device meshes over some ranks
+rendezvous.py  each start of all ranks gets its own key prefix in the store
 devices.py     the device of each rank
 network.py     the network interface between nodes
 peers.py       a group of ranks and the device of its collectives
@@ -9,7 +12,7 @@ exchange.py    ragged tensors by one all_to_all, and small collectives
 balance.py     equal work for every rank (Karmarkar-Karp)
 queue.py       prompts handed out to engines
 seeds.py       random numbers keyed by data
-lockstep.py    debug mode: names the rank and line that ran another collective
+lockstep.py    debug mode: names the rank and line that runs another collective
 agreement.py   once a step: all ranks ran as many collectives and hold the same counters
 gloo.py        all-gather and reduce-scatter on gloo by direct sends
 checksum.py    checksums of tensors

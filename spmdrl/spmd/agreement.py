@@ -1,8 +1,8 @@
-"""Once a step all ranks compare how many collectives each group has seen, and what they hold alike (law 1).
+"""Once a step all ranks compare how many collectives each group has run, and the values that must be alike (law 1).
 
-One all_reduce of a few integers over a group of its own, which a rank that went elsewhere in another group does not
-disturb. A difference names groups, ranks and counts; the lines stand in the flight record. The same message carries
-whether a rank was asked to leave.
+The comparison is one all_reduce of a few integers over a group of its own, so a rank that ran another collective in
+another group does not disturb it. The error names groups, ranks and counts; the flight record has the lines. The same
+message carries whether a rank was asked to leave.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from spmdrl.health.flight_record import collectives_of
 from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
 from spmdrl.spmd.lockstep import LockstepError
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 NEVER = -(1 << 62)
 
@@ -37,7 +37,7 @@ def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
 
 
 def shown(ranks: list[int]) -> str:
-    """`0-7`, or the ranks one by one."""
+    """Ranks in words: `0-7`, or one by one."""
     whole = ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
 
@@ -49,7 +49,7 @@ def word(value: object) -> int:
 
 
 class Agreement:
-    """Make one on every rank when all groups stand, with the same world. Collective."""
+    """Compares the ranks once a step. Make one on every rank of the same world, once all groups exist. Collective."""
 
     def __init__(self, world: World, timeout: float):
         """timeout: seconds that a rank may come later than another."""
@@ -67,10 +67,10 @@ class Agreement:
 
         Args:
             values: JSON-able, the same names on every rank, and the same values if all is well.
-            leave: what this rank has heard.
+            leave: True where this rank was asked to leave.
 
         Raises:
-            LockstepError: on every rank, with what differs.
+            LockstepError: on every rank, naming the differences.
         """
         counts = {name: collectives_of(group) for name, group in self.groups.items()}
         facts = [word(value) for value in values.values()] + [counts.get(name, NEVER) for name in self.names]

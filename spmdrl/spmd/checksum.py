@@ -1,4 +1,4 @@
-"""Checksums of tensors: one that is taken on both sides of a journey, one that does not ask how tensors are fused."""
+"""Checksums of tensors: one to compare sender and receiver, one that does not depend on how tensors are fused."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -22,7 +22,7 @@ def words(tensor: torch.Tensor, widest: int = 8) -> torch.Tensor:
     if widest == 8 and tensor.is_contiguous() and tensor.numel() * tensor.itemsize % 8 == 0 and tensor.dim():
         flat = tensor.detach().view(-1)
         if tensor.numel() > 1 and flat.storage_offset() * tensor.itemsize % 8 == 0:
-            # What nearly every tensor of a model is, and every push asks for each twice.
+            # The case of nearly every tensor of a model; a push takes each twice.
             return flat.view(torch.int64)
     # Not view(-1): a single element may have any stride, and then its bytes cannot be viewed.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -67,17 +67,17 @@ def _odd(n: int, device: torch.device) -> torch.Tensor:
 def word_sum(tensors: Iterable[torch.Tensor]) -> int:
     """Sum of all words of all tensors modulo 2**64: the same for a model whose engine fuses q, k, v or gate and up.
 
-    A second check beside the digests: it is taken from what the engine holds, not from what it was handed. What only
-    changed places it does not see; that an engine puts tensors where they belong is shown once, by its logp.
+    A second check beside the digests: it is taken of the weights that the engine holds, not of those it was handed. It
+    does not see values that changed places; the engine's logp shows once that tensors are where they belong.
     """
     return added(word_sums(tensors))
 
 
 def word_sums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum of each tensor's words, on its device: what `added` makes one number of."""
+    """The sum of each tensor's words, on its device, for `added` to make one number of."""
     return [words(tensor).sum() for tensor in tensors if tensor.numel()]
 
 
 def added(sums: list[torch.Tensor]) -> int:
-    """The sum of all modulo 2**64. The device is waited for here; int64 wraps as the sum shall."""
+    """The sum of all modulo 2**64. Waits for the device; int64 wraps as the sum has to."""
     return int(torch.stack(sums).sum()) % (1 << 64) if sums else 0

@@ -26,7 +26,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def without_gpu() -> str:
-    """Why a torch that was built for GPUs may find none; empty for one that was not."""
+    """Reason why a torch that was built for GPUs may find none; empty for a build without GPUs."""
     if torch.version.cuda is None and torch.version.hip is None:
         return ""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -38,10 +38,10 @@ def without_gpu() -> str:
 
 
 def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
-    """All ranks are on devices of one kind, as rank 0 is.
+    """Check that this rank's device is of the same kind as rank 0's.
 
     Raises:
-        ValueError: this rank is not; a group of both would wait for ever.
+        ValueError: it is not; a group of both kinds would wait for ever.
     """
     store.set(f"device of rank {rank}", device.type)
     first = store.get("device of rank 0").decode()

@@ -50,9 +50,9 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
 
 
 def all_gather_shared(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The same where few ranks may have many rows, without padding each rank's to the longest. Collective.
+    """As `all_gather_rows`, where few ranks may have many rows: no rank's rows are padded to the longest. Collective.
 
-    An equal share of all rows goes to each rank first, and from each to all: nobody holds more than all rows once.
+    An equal share of all rows goes to each rank first, and from each to all: no rank holds more than all rows once.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]
@@ -63,7 +63,7 @@ def all_gather_shared(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) ->
     begins = [sum(counts[:r]) for r in range(world)]
 
     def common(rank: int, holder: int) -> int:
-        """Rows of a rank that belong to the share of another."""
+        """Number of rows that a rank sends to the share of another."""
         first, last = begins[rank], begins[rank] + counts[rank]
         return max(0, min(last, (holder + 1) * share) - max(first, holder * share))
 

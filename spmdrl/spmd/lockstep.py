@@ -1,4 +1,4 @@
-"""Debug mode: before a collective runs, ranks compare what they are about to run, and name the one that went elsewhere.
+"""Debug mode: before each collective the ranks compare it, and an error names the rank that is about to run another.
 
 Every c10d operation is intercepted by a dispatch mode. The rank writes (call site, operation, shapes) for its n-th
 collective of that group to the rendezvous store and waits for the other ranks' entries. Slow, and it needs no code at
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _QUIET = ("torch/", "spmdrl/spmd/lockstep.py", "contextlib.py", "typing_extensions.py")
 """Files whose frames are passed over; the last wraps what torch has deprecated."""
 _HELPERS = ("spmdrl/spmd/",)
-"""Everybody's collectives run here, so these lines alone tell nothing apart."""
+"""Files through which all collectives run, so their lines alone do not tell call sites apart."""
 
 
 class LockstepError(RuntimeError):
@@ -96,7 +96,7 @@ class Lockstep(TorchDispatchMode):
             lines = [f"  rank {r}: {e or late}" for r, e in sorted(entries.items())]
             raise LockstepError(f"ranks differ at collective {turn} of this group:\n" + "\n".join(lines))
         if turn >= 2:
-            # Everyone has read a turn once all have come to the next one.
+            # All ranks have read a turn once all have come to the next one.
             self.store.delete_key(f"{name}/{turn - 2}/{me}")
 
     def _read(self, key: str) -> str | None:
@@ -109,7 +109,7 @@ class Lockstep(TorchDispatchMode):
 
 
 def lockstep(enabled: bool, store: dist.Store, timeout: float) -> AbstractContextManager:
-    """The recorder, or nothing."""
+    """The recorder where it is on, else a context that does nothing."""
     from contextlib import nullcontext
 
     return Lockstep(store, timeout) if enabled else nullcontext()

@@ -1,4 +1,4 @@
-"""Which of a node's network interfaces ranks talk over, where they are on several nodes.
+"""Chooses the network interface that ranks on several nodes talk over.
 
 Without a choice gloo takes the address that the host's own name resolves to. On Debian and Ubuntu /etc/hosts gives that
 name 127.0.1.1, so each node waits for the others at itself.
@@ -12,11 +12,11 @@ import psutil
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 OUTSIDE = "192.0.2.1"
-"""An address of no machine (RFC 5737): the way to it is the way out of this one."""
+"""An address of no machine (RFC 5737): the route to it is the route out of this one."""
 
 
 def source_of(address: str) -> str:
-    """This node's own IPv4 address on the way to another; nothing is sent. Raises OSError: there is no way."""
+    """This node's own IPv4 address on the route to another; nothing is sent. Raises OSError: there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return probe.getsockname()[0]
@@ -35,10 +35,10 @@ def choose_interface(
 ) -> str:
     """Set NAMES for a job on several nodes, where a user has not, to the interface towards the first node.
 
-    Returns one line that tells it; empty on a single node, and where no way goes by IPv4.
+    Returns one line for the log; empty on a single node, and where no route is IPv4.
 
     Raises:
-        ValueError: every way leads to this node itself.
+        ValueError: every route leads to this node itself.
     """
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return ""
@@ -47,7 +47,7 @@ def choose_interface(
         return f"network: {given} (GLOO_SOCKET_IFNAME)"
     first = os.environ.get("MASTER_ADDR", "")
     ways = 0
-    # On the first node its name may be a loopback address; the others meet it by the way out.
+    # On the first node its own name may be a loopback address; the others reach it by the route out.
     for towards in (first, OUTSIDE):
         try:
             own = source(towards)

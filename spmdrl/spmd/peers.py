@@ -1,4 +1,4 @@
-"""Ranks that compute one thing together."""
+"""A group of ranks that compute one thing together."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Peers:
     """A group of ranks, and the device that its collectives want tensors on."""
 
     group: dist.ProcessGroup | None
-    """None: this rank alone."""
+    """The process group; None for this rank alone."""
     device: torch.device
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,13 @@
 import torch
 import torch.distributed as dist
 
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 
 class PromptQueue:
     """Positions 0..n-1 of one round, each handed to exactly one engine.
 
-    `queue`: whoever asks next gets the next positions, so an engine that ends early takes more.
+    `queue`: the engine that asks next gets the next positions, so an engine that ends early takes more.
     `static`: position i belongs to engine i mod engines, whatever the timing (bit-exact runs).
     All ranks of an engine call `take` together and get the same answer.
     """
@@ -43,18 +43,18 @@ class PromptQueue:
 
 
 class Tally:
-    """Counts what all engines have done, and says when it is enough; alike on all ranks of an engine.
+    """Counts the work of all engines, and says when it is enough; alike on all ranks of an engine.
 
     `queue`: an atomic counter for all engines. `static`: each engine counts its own (bit-exact runs).
     """
 
     def __init__(self, world: World, round_name: str, enough: int, assignment: str):
-        """enough: 0 for a tally that is never reached."""
+        """Start at 0. enough: the count to reach; 0 for a tally that is never reached."""
         self.world, self.enough, self.key = world, enough, f"tally/{round_name}"
         self.static, self.count = assignment == "static", 0
 
     def reached(self, more: int) -> bool:
-        """Add what was done since the last call. Collective over the ranks of an engine."""
+        """Add the work since the last call; True once it is enough. Collective over the ranks of an engine."""
         if not self.enough:
             return False
         if self.static:

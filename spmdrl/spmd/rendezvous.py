@@ -1,8 +1,8 @@
-"""A start of all ranks gets names of its own in a store that outlives it.
+"""Gives each start of all ranks its own key prefix in a store that outlives it.
 
-torchrun's agent keeps one store through all its restarts. What an earlier start wrote there (addresses of processes
-that are gone, counters) must not be found by the next one. Nothing that ranks know by themselves tells two starts
-apart: an agent counts only the restarts that its own node asked for.
+torchrun's agent keeps one store through all its restarts. Keys of an earlier start (addresses of processes that are
+gone, counters) must not be found by the next one. Nothing that ranks know by themselves tells two starts apart: an
+agent counts only the restarts that its own node asked for.
 """
 
 import secrets
@@ -18,9 +18,9 @@ EVERY = 0.02
 def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.Store:
     """The store under a prefix that no other start has. Collective over all ranks of this start.
 
-    Rank 0 makes the prefix up and gives it to whoever asks, under a name that only who asks knows, until all have it.
-    Questions of processes that are gone are answered too, which harms nobody. torchrun starts no process before all of
-    the start before have ended.
+    Rank 0 makes the prefix up and answers each rank that asks, under a key that only the asking rank knows, until all
+    have it. Requests of processes that are gone are answered too, which does no harm. torchrun starts no process before
+    all processes of the start before have ended.
 
     Raises:
         RuntimeError: a rank has not come within `wait`.

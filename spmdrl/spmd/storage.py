@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 
 Place = Literal["host", "disk", "gone"]
-"""Where parked bytes are. `host` is pinned memory beside a GPU; `disk` a file without a name, which ends with the
-process; `gone` keeps none, and what comes back is undefined."""
+"""Place of parked bytes. `host` is pinned memory beside a GPU; `disk` a file without a name, which ends with the
+process; `gone` keeps no bytes, and the content is undefined when the tensors come back."""
 
 PIECE = 64 << 20
 """Bytes of one host buffer. A power of two, to which torch would round pinned memory up anyway."""
@@ -43,7 +43,7 @@ def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> lis
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None], device_type: str) -> int:
-    """Bytes that these tensors hold on that type of device; what is parked counts as nothing."""
+    """Bytes that these tensors hold on that type of device; parked tensors count as nothing."""
     return sum(storage.nbytes() for storage in storages_of(tensors, device_type))
 
 
@@ -63,7 +63,7 @@ class Parked:
         """
         self.place, self.device = place, device
         storages = storages_of(tensors, device.type)
-        # From here on also what is still to be brought back, the last one first.
+        # From here on this is also the list of storages still to be brought back, the last one first.
         self.waiting: list[tuple[torch.UntypedStorage, int, int]] = []
         total = 0
         for storage in storages:
@@ -75,7 +75,7 @@ class Parked:
             for storage, _, offset in self.waiting:
                 self.tape.write(offset, _raw(storage))
         if device.type == "cuda":
-            # Copies are done, and FSDP's other streams with what they read.
+            # Copies are done, and FSDP's other streams have finished reading.
             torch.cuda.synchronize(device)
         for storage in storages:
             storage.resize_(0)
@@ -91,7 +91,8 @@ class Parked:
         """Allocate every storage again and fill it, unless its bytes are gone.
 
         Raises:
-            RuntimeError: the device has no room (torch's own error). What is back is back; call again for the rest.
+            RuntimeError: the device has no room (torch's own error). Storages that are back stay; call again for the
+                rest.
         """
         while self.waiting:
             storage, size, offset = self.waiting[-1]
@@ -133,7 +134,7 @@ def _memory(raw: torch.Tensor) -> memoryview:
 
 
 def _pieces(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """(buffer, place in it, place in the bytes, length) of each part of [offset, offset + size)."""
+    """Cut [offset, offset + size) by buffers: (buffer, place in it, place in the bytes, length) of each part."""
     done = 0
     while done < size:
         buffer, start = divmod(offset + done, PIECE)

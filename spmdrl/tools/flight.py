@@ -1,7 +1,7 @@
 """Compares the flight records of a failed run: `python -m spmdrl.flight RUN`.
 
-For every process group the first collective in which ranks differ, with file and line on each, and who has not come to
-the last one. Ranks that were killed have left no record and are named.
+For every process group it shows the first collective in which ranks differ, with file and line on each, and the ranks
+that have not come to the last one. Ranks that were killed have left no record and are named.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RAGGED = ("alltoall", "all_to_all", "gather", "scatter")
-"""Sizes differ between ranks by design."""
+"""Words in the names of collectives whose sizes differ between ranks by design."""
 
 
 NUMBER = (int, float)
@@ -20,11 +20,11 @@ SHAPE = {
     "groups": {None: {"ranks": [int], "begun": int, "last": [_ROW]}},
     "others": {None: {"phase": str, "step": int, "place": str, "time": NUMBER}},
 }
-"""What is read of a record; under None: of every entry."""
+"""Shape of a record's fields that are read; under None: of the fields of every entry."""
 
 
 def wrong(value: Any, shape: Any, name: str = "") -> str:
-    """What keeps a value from having a shape; empty where nothing does."""
+    """Reason why a value does not have a shape; empty where it does."""
     kind = type(shape) if isinstance(shape, dict | list) else shape
     if not isinstance(value, kind):
         return f"{name or 'the whole'} is no {getattr(kind, '__name__', 'number')}"
@@ -61,7 +61,7 @@ def read(folder: Path) -> list[dict]:
 
 
 def kind(row: dict) -> str:
-    """What must be alike on all ranks of one collective."""
+    """Operation and sizes, which must be alike on all ranks of one collective."""
     ragged = any(word in row["op"] for word in RAGGED)
     return row["op"] if ragged else f"{row['op']} {row['sizes']}"
 
@@ -103,7 +103,7 @@ def compare(records: list[dict]) -> list[str]:
 
 
 def report(folder: Path) -> list[str]:
-    """Everything there is to say."""
+    """The whole report on a run folder, in lines."""
     records = read(folder)
     lines = []
     for record in sorted(records, key=lambda record: record["time"]):

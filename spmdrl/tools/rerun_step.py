@@ -1,7 +1,7 @@
-"""Look at an optimizer step that stood out: `python -m spmdrl.replay runs/demo/spikes/step_000012`.
+"""Runs an optimizer step that stood out once more: `python -m spmdrl.replay runs/demo/spikes/step_000012`.
 
-On one process, with the batch that the run kept and the weights of the checkpoint before it: loss and gradient norm
-once more, and what the sequences add to them. Takes no optimizer step and writes nothing.
+One process, the batch that the run kept and the weights of the checkpoint before it give loss and gradient norm again,
+and the part of each sequence in them. Takes no optimizer step and writes nothing.
 
     --model PATH   weights of this folder or hub name instead (as --model.path)
     --top N        sequences shown (8)
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from spmdrl.rl.algorithm import Algorithm
 
 SAME = 1e-5
-"""Largest relative difference of a gradient norm that is the same one."""
+"""Largest relative difference of two gradient norms that count as the same."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Replay one folder."""
+    """Replay the step of one folder and print the report."""
     words = argparse.ArgumentParser("python -m spmdrl.replay", description=(__doc__ or "").splitlines()[0])
     words.add_argument("folder", type=Path, help="what a run has kept: RUN/spikes/step_000012")
     words.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
@@ -120,7 +120,7 @@ def settings(file: Path) -> Config:
 def weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | None, int]:
     """The newest checkpoint that verifies and is not behind the step, with its count of optimizer steps.
 
-    None and 0: what the run started from.
+    None and 0 stand for the model that the run started from.
     """
     import json
 
@@ -139,13 +139,13 @@ def weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | Non
 
 
 def build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
-    """The model that learnt, with weights of a verified checkpoint or those it started from; and where these are."""
+    """The model that learnt, with weights of a verified checkpoint or those it started from; and their place."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
 
     head = "value" if which in ("critic", "cost_critic") else "lm"
     replayed = which == "policy" and cfg.rollout.routing_replay
     model = FsdpPolicy(cfg, world, 1, True, path, head, routing_replay=replayed, adapt=which == "policy")
-    # There is nothing to step, and of a checkpoint only the weights are read.
+    # No optimizer step follows, so only the weights of a checkpoint are read.
     model.optimizer, optimizer = None, model.optimizer
     folder = checkpoint
     if folder is not None:
@@ -156,7 +156,7 @@ def build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | Non
 
 
 def objective_of(algo: "Algorithm", cfg: Config, policy: Any, told: dict, peers: Any) -> Any:
-    """The objective that the model of the step learnt by."""
+    """The objective by which the model of the step learnt."""
     from spmdrl.rl.objectives import CriticObjective, PolicyObjective, ProcessObjective
 
     columns = {"critic": ("returns", "values"), "cost_critic": ("cost_returns", "cost_values")}
@@ -169,7 +169,7 @@ def objective_of(algo: "Algorithm", cfg: Config, policy: Any, told: dict, peers:
 
 
 def verdict(norm: float, want: float) -> str:
-    """How it compares with what the run saw."""
+    """Compare the numbers with those that the run saw, in words."""
     if not (math.isfinite(norm) and math.isfinite(want)):
         return "as the run saw it" if math.isfinite(norm) == math.isfinite(want) else "not what the run saw"
     off = abs(norm - want) / max(abs(want), 1e-30)
@@ -177,7 +177,7 @@ def verdict(norm: float, want: float) -> str:
 
 
 def alone_loss(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
-    """What one sequence adds to the loss, and how far its logp moved from old_logp at most."""
+    """The part of one sequence in the loss, and the largest distance of its logp from old_logp."""
     import torch
 
     one = batch.select(torch.tensor([index]))

@@ -1,4 +1,4 @@
-"""What a run shows and keeps of its numbers.
+"""Metrics, trackers, console and logs of a run.
 
 metrics.py    numbers of one step, reduced over ranks; the clock of its phases
 trackers.py   metrics.jsonl, TensorBoard, wandb

@@ -1,4 +1,4 @@
-"""What rank 0 shows of a run: a live panel on a terminal, else one line a step.
+"""Output of rank 0 on the console: a live panel on a terminal, else one line a step.
 
 Text of the model is data, not layout: it is shown without markup and without control characters, so that a completion
 can neither colour the screen nor move the cursor.
@@ -99,11 +99,11 @@ class Console:
 
     @property
     def is_live(self) -> bool:
-        """Whether the panel is on the screen."""
+        """True while the panel is on the screen."""
         return self._live is not None
 
     def phase(self, name: str) -> None:
-        """Show which phase is in course; "" between phases. A plain console has no place for it."""
+        """Show the phase in progress; "" between phases. A plain console has no place for it."""
         self._phase, self._phase_since = name, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -131,7 +131,7 @@ class Console:
                 self._print(f"  {number(sample.get('reward')):>6}  {prompt} -> {completion}")
 
     def note(self, text: str) -> None:
-        """Show a line above the panel, or in its turn."""
+        """Show a line above the panel, or between the lines of steps."""
         text = redact_text(text)
         if self._live is not None:
             self._live.console.print(Text(text))
@@ -145,7 +145,7 @@ class Console:
             self._print(line)
 
     def close(self) -> None:
-        """Give the terminal back; what follows is shown as plain lines. May be called twice."""
+        """Give the terminal back; later output is shown as plain lines. May be called twice."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()

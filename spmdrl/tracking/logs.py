@@ -50,14 +50,14 @@ def setup_logging(run_dir: str | os.PathLike[str], rank: int) -> logging.Logger:
 
 
 class _Redacting(logging.Formatter):
-    """Tracebacks too may show a URL with its password."""
+    """Formatter that removes secrets, from tracebacks too: they may show a URL with its password."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact_text(super().format(record))
 
 
 class _Stderr(logging.Handler):
-    """Writes to the sys.stderr of the moment, as the live panel puts its own in place while it is on.
+    """Writes to the sys.stderr that is set at the moment, as the live panel puts its own in place while it is on.
 
     Records made with `extra={"file_only": True}` are left to the log file.
     """

@@ -70,17 +70,17 @@ class Metrics:
                 self._entries[name] = (kind, mine + total, my_weight + weight)
 
     def dump(self) -> list[tuple[str, str, float, float]]:
-        """(name, kind, total, weight) of all entries, read off the device: what `load` takes."""
+        """(name, kind, total, weight) of all entries, read off the device, for `load`."""
         return [(name, kind, float(total), float(weight)) for name, (kind, total, weight) in self._entries.items()]
 
     def load(self, rows: list[tuple[str, str, float, float]]) -> None:
-        """Merge what `dump` gave."""
+        """Merge entries of `dump`."""
         other = Metrics()
         other._entries = {name: (kind, total, weight) for name, kind, total, weight in rows}
         self.merge(other)
 
     def scale_sum(self, name: str, factor: float) -> None:
-        """Multiply what was added to a sum so far; nothing where nothing was."""
+        """Multiply a sum as far as it is added up; does nothing where nothing was added."""
         if name in self._entries:
             _, total, _ = self._entry(name, "sum", 0.0)
             self._entries[name] = ("sum", total * factor, 0.0)
@@ -166,7 +166,7 @@ class Timer:
         """Start empty.
 
         Args:
-            on_phase: called with the phase in course whenever it changes, "" for none (a console shows it).
+            on_phase: called with the phase in progress whenever it changes, "" for none (a console shows it).
         """
         self.phase = ""
         self._on_phase = on_phase

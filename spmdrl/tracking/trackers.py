@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl, TensorBoard, wandb. Opened by rank 0 only.
+"""Trackers that keep the numbers of a run: metrics.jsonl, TensorBoard, wandb. Rank 0 alone opens them.
 
 A tracker has `log(step, metrics)` and `close()`; steps count from 1. TensorBoard and wandb are imported when they are
 asked for.
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """What a run needs of a tracker."""
+    """Interface of a tracker."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the numbers of one step."""
@@ -46,7 +46,7 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
 
 
 def _free_name(path: Path) -> str:
-    """Numbers that were set aside before stay."""
+    """A free name to set a file aside under; files that were set aside before keep theirs."""
     taken, name = 0, f"{path}.old"
     while os.path.lexists(name):
         taken += 1
@@ -57,8 +57,8 @@ def _free_name(path: Path) -> str:
 class JsonlTracker:
     """One JSON object a line and step: `{"step": 3, "reward/mean": 0.5, ...}`. A number that is not finite is null.
 
-    Each line is written whole and flushed, so a reader of a running or killed job sees complete steps. What is logged
-    for the step of the last line (the evaluation at the end) joins that line, so that no step stands twice.
+    Each line is written whole and flushed, so a reader of a running or killed job sees complete steps. Numbers logged
+    for the step of the last line (the evaluation at the end) join that line, so that no step stands twice.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
@@ -226,7 +226,7 @@ def open_trackers(
 
 
 def _plain(value: Any) -> Any:
-    # JSON has no nan; what reads the file is not only Python.
+    # JSON has no nan, and the file is not read by Python alone.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Piece, Reshard, catalogue
 from spmdrl.weights.shards import local, pieces_of

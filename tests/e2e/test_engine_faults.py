@@ -18,7 +18,7 @@ from spmdrl.hub.folder import TINY
 from spmdrl.rollout.build import check_engine
 from spmdrl.rollout.engine import Request, kv_bytes_per_token
 from spmdrl.rollout.hf.engine import HFEngine
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv, metrics
 from tests.e2e.warm import run, succeed
 from tests.ranks.cases import config

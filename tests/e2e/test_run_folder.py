@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 
-from spmdrl.checkpoint.files import problems, steps_saved
+from spmdrl.checkpoint.manifest import problems
+from spmdrl.checkpoint.published import steps_saved
 from tests.e2e.runner import GONE_WITHIN, Job, argv, metrics
 from tests.e2e.warm import run, succeed
 

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from spmdrl.checkpoint.files import problems, steps_saved
+from spmdrl.checkpoint.manifest import problems
+from spmdrl.checkpoint.published import steps_saved
 from tests.e2e.runner import Job, argv, metrics, run, succeed
 
 pytestmark = pytest.mark.timeout(300)

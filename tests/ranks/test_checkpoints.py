@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from spmdrl import checkpoint
 from spmdrl.checkpoint import files, store
 from spmdrl.checkpoint.background import Saver
+from spmdrl.checkpoint.keep import Keep
+from spmdrl.checkpoint.manifest import contents, problems, write_manifest
 from spmdrl.data import treefile
 from spmdrl.hub.folder import TINY
 from spmdrl.policy import model_files as fixed
@@ -59,7 +61,7 @@ def three_steps(world, root):
     for done in (1, 2, 3):
         step(cfg, world, policy)
         mine = {"rank": world.rank, "of": torch.arange(world.rank + 2)}
-        keep = files.Keep(3)
+        keep = Keep(3)
         checkpoint.save(Path(root), done, Models(policy), state_of(policy), mine, world, keep, cfg)
     return step(cfg, world, policy), full_weights(policy)
 
@@ -159,12 +161,12 @@ def test_resume_30_random_corruptions_30_detected_0_loaded(saved, tmp_path):
     for seed in range(CORRUPTIONS):
         copy = tmp_path / str(seed)
         shutil.copytree(root, copy, symlinks=True)
-        assert files.problems(copy / "step_3") == []
+        assert problems(copy / "step_3") == []
         done, left = corrupt(copy, KINDS[seed % len(KINDS)], random.Random(seed))
         roots.append(str(copy))
         told.append(done)
         whole_ones.append(left)
-    detected = [bool(files.problems(Path(r) / "step_3")) for r in roots]
+    detected = [bool(problems(Path(r) / "step_3")) for r in roots]
     assert detected == [True] * CORRUPTIONS, [t for t, d in zip(told, detected, strict=True) if not d]
     for found in run_ranks(resume_all, 2, roots):
         assert found == whole_ones, list(zip(told, found, whole_ones, strict=True))
@@ -268,7 +270,7 @@ def test_resume_between_types_takes_the_float32_weights_there_are(saved, saved_i
     shutil.copytree(saved[0] / "step_3", tmp_path / "step_3")
     save_file({n: w.bfloat16() for n, w in plain.items()}, tmp_path / "step_3" / "model" / "model.safetensors")
     manifest = json.loads((tmp_path / "step_3" / "MANIFEST.json").read_text())
-    files.write_manifest(tmp_path / "step_3", 3, manifest["world_size"])
+    write_manifest(tmp_path / "step_3", 3, manifest["world_size"])
     said = run_ranks(weights_of, 1, str(tmp_path), "bfloat16")[0]
     assert "is torch.bfloat16, and the checkpoint holds no torch.float32 weights to go on from" in said
 
@@ -406,9 +408,9 @@ def test_background_checkpoint_is_of_the_moment_it_was_taken(tmp_path):
         assert unfinished and moved > 1e-4 and went_on > 0
         assert numbers == ["time/checkpoint_write"] and again == {}
     one, other = tmp_path / "step" / "step_2", tmp_path / "beside" / "step_2"
-    assert files.problems(one) == [] and files.problems(other) == []
-    names = files.contents(one)
-    assert names.keys() == files.contents(other).keys() and "model/model.safetensors" in names
+    assert problems(one) == [] and problems(other) == []
+    names = contents(one)
+    assert names.keys() == contents(other).keys() and "model/model.safetensors" in names
     assert sum(name.endswith(".distcp") for name in names) == 2 and len(checkpoint.rank_files(other)) == 2
     # torch numbers storages in its own metadata at random; tensors are in the .distcp files.
     for name in names:
@@ -438,7 +440,7 @@ def two_in_a_row(world, root):
 def test_background_at_most_one_is_in_flight(tmp_path):
     for alone, waited, there, most, begun in run_ranks(two_in_a_row, 2, str(tmp_path)):
         assert alone == ["checkpoint step_1"] and waited > 0.25 and there and most == 1 and begun == [0, 1]
-    assert checkpoint.steps_saved(tmp_path) == [2] and files.problems(tmp_path / "step_2") == []
+    assert checkpoint.steps_saved(tmp_path) == [2] and problems(tmp_path / "step_2") == []
 
 
 def fail_beside(world, root):
@@ -463,7 +465,7 @@ def test_background_an_error_ends_the_job_on_every_rank_and_what_was_there_stays
     said = "checkpoint step_2 could not be written in the background: "
     assert first.startswith(said) and "rank 1: " in first
     assert second.startswith(said + "TypeError")
-    assert checkpoint.steps_saved(tmp_path) == [1] and files.problems(tmp_path / "step_1") == []
+    assert checkpoint.steps_saved(tmp_path) == [1] and problems(tmp_path / "step_1") == []
     assert not list(tmp_path.glob(".incomplete*"))
 
 
@@ -484,5 +486,5 @@ def room(world, root, dtype):
 def test_free_disk_is_asked_for_what_a_checkpoint_takes(tmp_path, dtype):
     (thought, took, warned), (other, _, _) = run_ranks(room, 2, str(tmp_path), dtype)
     assert thought == other and warned == []
-    assert took == sum(files.contents(tmp_path / "step_1").values())
+    assert took == sum(contents(tmp_path / "step_1").values())
     assert abs(thought - took) / took < 0.1

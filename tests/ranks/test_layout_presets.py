@@ -33,8 +33,9 @@ from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
 from spmdrl.rl.objectives import PolicyObjective
 from spmdrl.spmd.exchange import all_gather_rows
-from spmdrl.spmd.mesh import World, world_from_group
+from spmdrl.spmd.mesh import world_from_group
 from spmdrl.spmd.seeds import generator_for
+from spmdrl.spmd.world import World
 from tests.ranks.cases import (
     Rewind,
     config,

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 from spmdrl import checkpoint
 from spmdrl.checkpoint import disk_space as room
-from spmdrl.checkpoint import files, store
+from spmdrl.checkpoint import files, published, store
 from spmdrl.checkpoint.__main__ import main
-from spmdrl.checkpoint.files import Keep
+from spmdrl.checkpoint.keep import Keep, best_of, measured, value_of
 from spmdrl.policy.models import Models
 
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
@@ -182,29 +182,29 @@ def test_keep_the_newest_every_nth_and_the_best(save, tmp_path):
         save(step, 2, metrics={"eval/accuracy": value}, every=3, best="eval/accuracy")
     # The two newest, multiples of 3, and of the two best the newer one.
     assert checkpoint.steps_saved(tmp_path) == [8, 7, 6, 4, 3]
-    assert files.best_of(tmp_path, [8, 7, 6, 4, 3], "eval/accuracy") == 4
-    assert files.best_of(tmp_path, [8, 7, 6, 4, 3], "-eval/accuracy") == 8
-    assert files.best_of(tmp_path, [8, 7], "loss") is None
+    assert best_of(tmp_path, [8, 7, 6, 4, 3], "eval/accuracy") == 4
+    assert best_of(tmp_path, [8, 7, 6, 4, 3], "-eval/accuracy") == 8
+    assert best_of(tmp_path, [8, 7], "loss") is None
 
 
 def test_keep_what_was_measured_of_the_weights_themselves_counts_before_what_was_known_at_the_time(save, tmp_path):
     """The evaluation of a checkpoint's weights comes after it was saved, at the beginning of the next step."""
     rules = dict(keep=1, best="acc")
     save(1, metrics={"acc": 0.9}, **rules)
-    files.measured(tmp_path, 1, {"acc": 0.2})
+    measured(tmp_path, 1, {"acc": 0.2})
     save(2, metrics={"acc": 0.2}, **rules)
-    files.measured(tmp_path, 2, {"acc": 0.6})
+    measured(tmp_path, 2, {"acc": 0.6})
     save(3, metrics={"acc": 0.6}, **rules)
-    files.measured(tmp_path, 3, {"acc": 0.3})
+    measured(tmp_path, 3, {"acc": 0.3})
     save(4, metrics={"acc": 0.3}, **rules)
     assert checkpoint.steps_saved(tmp_path) == [4, 2], "3 was told 0.6 when it was saved, and had 0.3"
-    assert files.best_of(tmp_path, [4, 2], "acc") == 2
-    files.measured(tmp_path, 4, {"acc": 0.7})
-    assert files.best_of(tmp_path, [4, 2], "acc") == 4
-    files.measured(tmp_path, 2, {"acc": 0.1})  # the run fell back to 2: what stands there of later steps is void
-    assert files.value_of(tmp_path, 2, "acc") == 0.1 and files.value_of(tmp_path, 4, "acc") == 0.3
+    assert best_of(tmp_path, [4, 2], "acc") == 2
+    measured(tmp_path, 4, {"acc": 0.7})
+    assert best_of(tmp_path, [4, 2], "acc") == 4
+    measured(tmp_path, 2, {"acc": 0.1})  # the run fell back to 2: what stands there of later steps is void
+    assert value_of(tmp_path, 2, "acc") == 0.1 and value_of(tmp_path, 4, "acc") == 0.3
     (tmp_path / "measured.json").write_text("{")
-    assert files.value_of(tmp_path, 2, "acc") == 0.2, "a damaged file of measurements is none"
+    assert value_of(tmp_path, 2, "acc") == 0.2, "a damaged file of measurements is none"
 
 
 def test_keep_a_checkpoint_that_reads_back_wrong_takes_nothing_away(save, tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_keep_a_kill_between_the_renames_loses_nothing(save, tmp_path):
     os.rename(tmp_path / "step_2", tmp_path / ".replaced-step_2")
     shutil.copytree(tmp_path / "step_1", tmp_path / ".incomplete-step_2")
     shutil.copytree(tmp_path / "step_1", tmp_path / ".replaced-step_1")
-    files.clean(tmp_path)
+    published.clean(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
     assert checkpoint.problems(tmp_path / "step_2") == []
 

@@ -10,7 +10,7 @@ from spmdrl.hub.routing import FREE, Routers, experts_of
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.fsdp.sharding import recompute
 from spmdrl.policy.heads import PackedLM
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout, whole
 
 SMALL = dict(

@@ -9,8 +9,8 @@ from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
 from spmdrl.rollout.engine import Request, StaleEngineError
 from spmdrl.rollout.hf.engine import Group, HFEngine, nucleus, sample
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.seeds import seed_for
+from spmdrl.spmd.world import World
 from tests.ranks.cases import config, small_model
 
 CPU = torch.device("cpu")

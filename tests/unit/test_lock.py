@@ -158,13 +158,13 @@ def test_malformed_lock_files_count_as_nothing(folder, text):
 
 def robbed(world, folder: str, when: str) -> list[str]:
     """A run whose folder another job moves aside and begins in anew, before or in the middle of a checkpoint."""
-    from spmdrl.checkpoint import files
+    from spmdrl.checkpoint import manifest
     from spmdrl.train import train
     from tests.ranks.demo import open_demo
 
     checkpoint.take_folder(Path(folder), False, world)
     run = open_demo(world, folder, {"run": {"steps": 2}, "eval": {"every": 0}, "checkpoint": {"every": 1}})
-    save, write_manifest = run.checkpoint, files.write_manifest
+    save, write_manifest = run.checkpoint, manifest.write_manifest
 
     def rob() -> None:
         os.rename(folder, f"{folder}.old-1")
@@ -183,7 +183,7 @@ def robbed(world, folder: str, when: str) -> list[str]:
         if step == 2 and when == "in the middle":
             rob()
 
-    run.checkpoint, files.write_manifest = checkpoint_, write_manifest_
+    run.checkpoint, manifest.write_manifest = checkpoint_, write_manifest_
     try:
         train(run)
     except Exception as error:

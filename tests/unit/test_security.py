@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from spmdrl import checkpoint
-from spmdrl.checkpoint.files import write_manifest
+from spmdrl.checkpoint.manifest import write_manifest
 from spmdrl.config import checks
 from spmdrl.config.dump import REDACTED, redact_text, to_dict, to_yaml
 from spmdrl.config.fields import ConfigError

@@ -10,7 +10,7 @@ from spmdrl.policy.fsdp import lora
 from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.safe_pickle import vet
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.weights.safetensors import MASTERS, has_masters, on_first, on_host, read_into, save_model, tree_on_host
 
 

@@ -17,7 +17,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.hub.lora import PREFIX, partner
 from spmdrl.policy.heads import Second
 from spmdrl.spmd.exchange import all_gather_rows
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout, Slot
 from spmdrl.weights.reshard import Piece
 from spmdrl.weights.shards import local, shard_box, shard_rows

@@ -35,8 +35,8 @@ from spmdrl.policy.heads import Second
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Piece

@@ -14,7 +14,7 @@ from spmdrl.hub.build import decoder_layers
 from spmdrl.policy.contract import Head
 from spmdrl.policy.heads import PackedLM, PackedScalar
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 GATHERED_WHOLE = {"cpu": 512 << 20, "cuda": 64 << 20}
 """Models of up to this many bytes (in the compute type) are sharded as one group: gathering each layer by itself would

@@ -18,7 +18,7 @@ from spmdrl.policy.contract import Head
 from spmdrl.policy.megatron import cpu, repairs
 from spmdrl.policy.megatron.families import Architecture, describe
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks
-from spmdrl.spmd.mesh import apart_from_default
+from spmdrl.spmd.groups import apart_from_default
 
 log = logging.getLogger("spmdrl")
 SEED = 1

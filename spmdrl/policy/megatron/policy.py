@@ -23,8 +23,8 @@ from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout
 from spmdrl.policy.megatron.model import build, initialize, require
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 from spmdrl.weights.reshard import Piece
 from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_model, stored

@@ -22,9 +22,9 @@ from spmdrl.rollout.hf.quantize import quantize
 from spmdrl.rollout.hf.tp import divide
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.checksum import word_sum
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.seeds import uniform
 from spmdrl.spmd.storage import Parked, Place, moves, storage_bytes
+from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Box, Entry, inside, size
 from spmdrl_kernels.host import use_host_linear

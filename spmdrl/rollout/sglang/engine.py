@@ -33,7 +33,8 @@ from spmdrl.rollout.needs import Needs
 from spmdrl.rollout.sglang.options import options
 from spmdrl.rollout.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World, apart_from_default
+from spmdrl.spmd.groups import apart_from_default
+from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry
 
 NOT_TAKEN = "; the engine keeps no version and will not sample"

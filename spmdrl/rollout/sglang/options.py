@@ -6,7 +6,7 @@ from typing import Any
 from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import kv_bytes_per_token, longest_sequence
-from spmdrl.spmd.mesh import World
+from spmdrl.spmd.world import World
 
 CPU_KV_BYTES = 256 << 20
 """Largest KV cache of an engine on a CPU, in bytes, unless the settings say otherwise."""

@@ -39,8 +39,8 @@ from spmdrl.rollout.vllm.options import build_llm, refusals_as_warnings, set_env
 from spmdrl.rollout.vllm.world import world_of
 from spmdrl.spmd.checksum import word_sum
 from spmdrl.spmd.exchange import all_gather_text
-from spmdrl.spmd.mesh import World
 from spmdrl.spmd.storage import Parked, storage_bytes
+from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Entry
 
 log = logging.getLogger("spmdrl")

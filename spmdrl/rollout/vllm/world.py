@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.spmd.mesh import apart_from_default
+from spmdrl.spmd.groups import apart_from_default
 
 
 class _Shown:

@@ -1,0 +1,143 @@
+"""The manifest of a checkpoint: written, read and held against the files. No communication."""
+
+import datetime
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from spmdrl.checkpoint.files import file_hash, flush, flushed_hash, rank_name
+
+MANIFEST = "MANIFEST.json"
+NEEDED = ("state/run.json", "model/config.json")
+"""Files without which a folder is no checkpoint, whatever its manifest lists."""
+UNSIGNED = "0" * 32
+"""Placeholder for the manifest's own hash while that hash is taken."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint that was just written reads back damaged."""
+
+
+def contents(folder: Path) -> dict[str, int]:
+    """Name (with `/`) -> bytes of everything in a folder but folders and the manifest; -1 for no plain file."""
+    found = {}
+    for where, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
+        for name in [*names, *links]:
+            path = Path(where, name)
+            plain = path.is_file() and not path.is_symlink()
+            found[path.relative_to(folder).as_posix()] = path.stat().st_size if plain else -1
+    found.pop(MANIFEST, None)
+    return dict(sorted(found.items()))
+
+
+def write_manifest(
+    folder: Path, step: int, world: int, facts: Mapping[str, Any] | None = None, hashes: Mapping[str, str] | None = None
+) -> dict:
+    """List all files of a checkpoint with size and hash, and flush what is not yet on the disk; returns the manifest.
+
+    Args:
+        folder: the checkpoint as written so far.
+        step: steps done.
+        world: ranks that wrote it.
+        facts: further entries (layout, config_hash, versions, metric).
+        hashes: of all files, where they are known and the files are flushed already.
+    """
+    files = {}
+    for name, size in contents(folder).items():
+        files[name] = {"bytes": size, "xxh3_128": hashes[name] if hashes else flushed_hash(folder / name)}
+    manifest = {
+        "step": step,
+        "world_size": world,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "bytes": sum(entry["bytes"] for entry in files.values()),
+        **(facts or {}),
+        "files": files,
+        "xxh3_128": UNSIGNED,
+    }
+    text = json.dumps(manifest, indent=1)
+    (folder / MANIFEST).write_text(_signed(text, xxhash.xxh3_128_hexdigest(text.encode())))
+    flush(folder / MANIFEST)
+    for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
+        flush(path)
+    return manifest
+
+
+def _signed(text: str, own: str) -> str:
+    """The manifest's text with its own hash in the last place; with `UNSIGNED`, the text that was hashed."""
+    return re.sub(r'("xxh3_128": )"[0-9a-f]{32}"(\n\})$', rf'\g<1>"{own}"\g<2>', text)
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a checkpoint, itself verified.
+
+    Raises:
+        ValueError: it is missing or damaged, or lists names that no checkpoint has.
+    """
+    try:
+        text = (folder / MANIFEST).read_bytes().decode()
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise ValueError("lists no files")
+        missing = [name for name in NEEDED if name not in manifest["files"]]
+        if missing:
+            raise ValueError(f"does not list {', '.join(missing)}")
+        if xxhash.xxh3_128_hexdigest(_signed(text, UNSIGNED).encode()) != manifest.get("xxh3_128"):
+            raise ValueError("its hash is not the one it says")
+        for name, entry in manifest["files"].items():
+            pure = PurePosixPath(name)
+            if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or str(pure) != name:
+                raise ValueError(f"names {name!r}, which does not lie in the checkpoint")
+            if not isinstance(entry.get("bytes"), int) or not isinstance(entry.get("xxh3_128"), str):
+                raise ValueError(f"says no size and hash of {name}")
+        if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("world_size"), int):
+            raise ValueError("says no step and number of ranks")
+    except OSError as error:
+        raise ValueError(f"{MANIFEST}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST}: {error}") from error
+    return manifest
+
+
+def problems(folder: Path, hashes: Mapping[str, str] | None = None) -> list[str]:
+    """Problems of a checkpoint; an empty list when it is whole. Nothing in the folder can make it raise.
+
+    A checkpoint is whole if every file that the manifest lists is there with its size and hash, no other file is, the
+    folder's name is of the manifest's step, and where ranks left files of their own there is one of each rank.
+
+    hashes: name -> hash of all files, where others have read them.
+    """
+    try:
+        manifest = read_manifest(folder)
+        found = _other_problems(folder, manifest)
+        here = contents(folder)
+        for name, want in manifest["files"].items():
+            if name not in here:
+                found.append(f"{name}: missing")
+            elif here[name] < 0:
+                found.append(f"{name}: is no plain file")
+            elif here[name] != want["bytes"]:
+                found.append(f"{name}: {here[name]} bytes, the manifest says {want['bytes']}")
+            elif (hashes.get(name) if hashes is not None else file_hash(folder / name)) != want["xxh3_128"]:
+                found.append(f"{name}: its hash is not the manifest's")
+        return found + [f"{name}: is not in the manifest" for name in here if name not in manifest["files"]]
+    except (OSError, ValueError) as error:
+        return [str(error)]
+
+
+def _other_problems(folder: Path, manifest: dict) -> list[str]:
+    """Problems of names: the folder's step, and the files of ranks."""
+    found, world = [], manifest["world_size"]
+    named = re.search(r"step_(\d+)$", folder.resolve().name)
+    if named and int(named[1]) != manifest["step"]:
+        found.append(f"{MANIFEST}: is of step {manifest['step']}")
+    for place in sorted({str(PurePosixPath(name).parent) for name in manifest["files"] if "/ranks/" in f"/{name}"}):
+        inside = {name for name in manifest["files"] if name.startswith(place + "/")}
+        if inside != {f"{place}/{rank_name(rank)}" for rank in range(world)}:
+            found.append(f"{place}: holds files of {len(inside)} ranks, the manifest says {world}")
+    return found

@@ -1,0 +1,83 @@
+"""Layers of settings below those of files and flags: the values of a preset, and those that another setting implies."""
+
+from typing import Any
+
+from spmdrl.config.fields import flag, get, leaves, nearest
+from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Given
+from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS, settings_of_preset
+
+
+def preset_layer(given: list[tuple[str, Given]], schema: type, problems: list[str]) -> list[tuple[str, Given]]:
+    """The settings of the preset that was named last, as text."""
+    named = [found for name, found in given if name == "algo.preset" and found.values]
+    name = named[-1].values[0] if named and named[-1].values else "grpo"
+    if "algo.preset" not in leaves(schema):
+        return []
+    if name not in PRESETS:
+        near = nearest(name, PRESETS)
+        hint = f"did you mean {near[0]}? " if near else ""
+        where = "" if named[-1].origin == COMMAND_LINE else f"{named[-1].origin}: "
+        problems.append(f"{where}--algo.preset {name}: unknown; {hint}Valid: {', '.join(PRESETS)}")
+        return []
+    chosen = {leaf: found[-1] for leaf in ("algo.loss", "algo.advantage") if (found := _words(given, leaf))}
+    settings = settings_of_preset(name, **{leaf.partition(".")[2]: word for leaf, word in chosen.items()})
+    return [(leaf, Given([str(value)], f"preset {name}")) for leaf, value in settings.items()]
+
+
+METHOD = ("algo.preset", "algo.loss", "algo.advantage")
+"""Settings that decide which others a preset sets."""
+
+
+def implied_by_preset(found: list[tuple[str, Given]], every: list[tuple[str, Given]], schema: type) -> list:
+    """Entries of a resolved file that repeat its preset's values, where another method is chosen over the file's.
+
+    found: the file's entries; every: those of all files and flags.
+    """
+    theirs, chosen = ({name: _words(given, name)[-1:] for name in METHOD} for given in (found, every))
+    if "algo.preset" not in leaves(schema) or theirs == chosen or not all(theirs.values()):
+        return []
+    (preset,), (loss,), (advantage,) = theirs.values()
+    if preset not in PRESETS:
+        return []
+    own = settings_of_preset(preset, loss, advantage)
+    names = {*own, *METHOD, *(f"algo.{leaf}" for leaf in (*OF_LOSS, *OF_ADVANTAGE))}
+    if chosen["algo.preset"] and chosen["algo.preset"][0] in PRESETS:
+        names |= PRESETS[chosen["algo.preset"][0]].settings.keys()
+    plain = schema()
+    return [
+        entry
+        for entry in found
+        if entry[0] in names and entry[0] != "algo.preset" and _says(entry[1], own.get(entry[0], get(plain, entry[0])))
+    ]
+
+
+def _says(given: Given, value: Any) -> bool:
+    """True where the text stands for the value."""
+    if given.values is None or value is None:
+        return given.values is None and value is None
+    if isinstance(value, tuple):
+        return given.values == [str(item) for item in value]
+    word = given.values[0] if len(given.values) == 1 else ""
+    if isinstance(value, bool):
+        return word.lower() in (TRUE if value else FALSE)
+    try:
+        return float(word) == float(value)
+    except ValueError:
+        return word == value
+
+
+def _words(given: list[tuple[str, Given]], name: str) -> list[str]:
+    """The single words given for a setting, in their order."""
+    return [found.values[0] for leaf, found in given if leaf == name and found.values]
+
+
+def implied_layer(given: list[tuple[str, Given]], schema: type) -> list[tuple[str, Given]]:
+    """Settings that `--run.deterministic` implies. Files and flags beat them, which `checks.py` refuses."""
+    on = False
+    for name, found in given:
+        if name in ("run.deterministic", "run.no_deterministic"):
+            yes = (found.values or ["true"])[0].lower() in TRUE
+            on = yes if name == "run.deterministic" else not yes
+    if not on or "rollout.assignment" not in leaves(schema):
+        return []
+    return [("rollout.assignment", Given(["static"], flag("run.deterministic")))]

@@ -1,0 +1,66 @@
+"""Roles of ranks and sizes of axes, computed from the settings; no communication."""
+
+from dataclasses import dataclass
+
+from spmdrl.config.schema import ParallelConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
+"""Axes of the training mesh, outermost first. `sp` divides a pack's tokens: Ulysses, or context parallelism. Expert
+parallelism is folded out of the other axes inside a policy."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which ranks train, score and sample. `colocated`: all do all three; `split`: disjoint sets, in this order.
+
+    Scorers hold the frozen models; without ranks of their own these live with the trainers.
+    """
+
+    trainers: tuple[int, ...]
+    scorers: tuple[int, ...]
+    samplers: tuple[int, ...]
+
+    @property
+    def split(self) -> bool:
+        """True where the ranks that sample are others than those that train."""
+        return self.samplers != self.trainers
+
+
+def axis_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
+    """Size of each axis with dp_shard = -1 filled in.
+
+    Raises:
+        ValueError: the axes do not multiply to world_size.
+    """
+    sizes = {axis: getattr(parallel, axis) for axis in AXES}
+    sizes["sp"] *= parallel.cp
+    rest = 1
+    for axis, size in sizes.items():
+        rest *= size if axis != "dp_shard" else 1
+    if sizes["dp_shard"] == -1:
+        if world_size % rest:
+            raise ValueError(f"the other parallel axes multiply to {rest}, which does not divide {world_size} ranks")
+        sizes["dp_shard"] = world_size // rest
+    if rest * sizes["dp_shard"] != world_size:
+        raise ValueError(f"parallel axes {sizes} multiply to {rest * sizes['dp_shard']}, not to {world_size} ranks")
+    return sizes
+
+
+def roles_of(parallel: ParallelConfig, world_size: int) -> Roles:
+    """Roles of all ranks by the settings.
+
+    Raises:
+        ValueError: no rank is left to train.
+    """
+    everyone = tuple(range(world_size))
+    if parallel.placement == "colocated":
+        return Roles(everyone, everyone, everyone)
+    trainers = world_size - parallel.rollout_ranks - parallel.scoring_ranks
+    if trainers < 1 or parallel.rollout_ranks < 1:
+        raise ValueError(
+            f"--parallel.placement split: {parallel.rollout_ranks} of {world_size} ranks sample and "
+            f"{parallel.scoring_ranks} score, which leaves {max(trainers, 0)} to train; every role needs a rank"
+        )
+    first = world_size - parallel.rollout_ranks
+    scorers = everyone[trainers:first] or everyone[:trainers]
+    return Roles(everyone[:trainers], scorers, everyone[first:])

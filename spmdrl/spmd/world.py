@@ -1,0 +1,123 @@
+"""The groups, axes and roles of one rank."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.roles import AXES, Roles
+
+
+@dataclass
+class World:
+    """Device, groups and axes of one rank, and the roles of all ranks.
+
+    On a rank that does not train, the training axes are those of other ranks: it has no place on them.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    host_group: dist.ProcessGroup
+    store: dist.Store
+    roles: Roles
+    rollout_group: dist.ProcessGroup
+    """Host-side group of all ranks that sample (on other ranks: of those that do not)."""
+    training_group: dist.ProcessGroup
+    """Host-side group of all ranks that train (on other ranks: of those that do not)."""
+    role_group: dist.ProcessGroup
+    """Host-side group of the ranks with this rank's role: all of them unless the placement is `split`."""
+    mesh: DeviceMesh
+    """Training axes, over the ranks that train."""
+    rollout_mesh: DeviceMesh
+    """[engine, tp], over the ranks that sample."""
+    shard_mesh: DeviceMesh
+    """Axes that parameters are sharded over: dp_shard x sp flattened, behind dp_replicate where that is above one."""
+    data_group: dist.ProcessGroup | None = None
+    """Ranks over which samples are divided: one of each data position, all at this rank's place in the other axes. None
+    for a single position. Group rank = data position."""
+    holders: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int64))
+    """int64 [data positions, copies]: the ranks that hold the samples of each position."""
+    apart: bool = False
+    """True for a twin of another world (`mesh.twin`), whose communication goes over host-side groups of its own."""
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0; guards output only, never anything that communicates (law 1)."""
+        return self.rank == 0
+
+    @property
+    def trains(self) -> bool:
+        """True where this rank holds a part of the models that learn."""
+        return self.rank in self.roles.trainers
+
+    @property
+    def scores(self) -> bool:
+        """True where this rank holds a part of the frozen models."""
+        return self.rank in self.roles.scorers
+
+    @property
+    def samples(self) -> bool:
+        """True where this rank is part of an engine."""
+        return self.rank in self.roles.samplers
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks, with the device's backend; None for a world of one."""
+        return dist.group.WORLD if self.size > 1 else None
+
+    @property
+    def data_peers(self) -> Peers:
+        """Ranks that hold the other data positions."""
+        return Peers(self.data_group, self.device)
+
+    @property
+    def data_size(self) -> int:
+        """Number of data positions, which is the number of shares that samples are divided into."""
+        return len(self.holders)
+
+    @cached_property
+    def sp_group(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the tokens of one pack; None without sequence parallelism."""
+        return self.mesh.get_group("sp") if self.sp_size > 1 else None
+
+    @cached_property
+    def sp_size(self) -> int:
+        """Ranks that divide the tokens of one pack."""
+        return self.mesh.size(AXES.index("sp"))
+
+    @cached_property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Ranks that together hold every parameter once."""
+        return self.shard_mesh.get_group(self.shard_mesh.ndim - 1)
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        """Axes over which samples are divided: [dp_replicate, dp_shard]."""
+        return self.mesh["dp_replicate", "dp_shard"]
+
+    # Cached: they are read at every step of an engine, and each time a mesh would make a mesh of its part.
+    @cached_property
+    def engine_index(self) -> int:
+        """Number of the engine (rollout TP group) that this rank belongs to."""
+        return self.rollout_mesh["engine"].get_local_rank()
+
+    @cached_property
+    def engine_count(self) -> int:
+        """Number of engines."""
+        return self.rollout_mesh["engine"].size()
+
+    @cached_property
+    def engine_tp_rank(self) -> int:
+        """This rank's place inside its engine; 0 holds the episodes."""
+        return self.rollout_mesh["tp"].get_local_rank()
+
+    @cached_property
+    def engine_group(self) -> dist.ProcessGroup | None:
+        """Ranks of this rank's engine; None for an engine of one."""
+        tp = self.rollout_mesh["tp"]
+        return tp.get_group() if tp.size() > 1 else None
