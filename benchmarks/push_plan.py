@@ -50,7 +50,7 @@ def checkpoint_of(model: str, layers: int | None = None) -> Checkpoint:
 
     from benchmarks._models import published
     from spmdrl.weights.boxes import Entry
-    from spmdrl.weights.experts import Layout, whole
+    from spmdrl.weights.experts import Layout, full_box
 
     more = dict(num_hidden_layers=layers, first_k_dense_replace=1) if layers else {}
     config = published(MODELS[model], **more)
@@ -58,7 +58,7 @@ def checkpoint_of(model: str, layers: int | None = None) -> Checkpoint:
         hf = AutoModelForCausalLM.from_config(config)
     layout, entries, parameters = Layout(hf), [], []
     for name, p in hf.named_parameters():
-        slots = layout.slots(name, tuple(p.shape), whole(p.shape))
+        slots = layout.slots(name, tuple(p.shape), full_box(p.shape))
         parameters.append((p.shape[0], list(range(len(entries), len(entries) + len(slots)))))
         entries += [Entry(slot.name, slot.shape) for slot in slots]
     return Checkpoint(entries, parameters, config)

@@ -11,7 +11,7 @@ from typing import Any
 from spmdrl.checkpoint import disk_space, manifest, published, store
 from spmdrl.checkpoint.keep import Keep, measured, value_of
 from spmdrl.config.schema import Config
-from spmdrl.health.status import alive, here
+from spmdrl.health.status import rank_status, tick
 from spmdrl.policy.models import Models
 from spmdrl.spmd.mesh import twin
 from spmdrl.spmd.world import World
@@ -124,11 +124,11 @@ class Saver:
         if self._thread is None:
             return
         while self._thread.is_alive():
-            before = here.beside
+            before = rank_status.beside
             self._thread.join(1.0)
-            if here.beside != before:
+            if rank_status.beside != before:
                 # The thread that waits passes on the writer's signs of life as its own.
-                alive()
+                tick()
         self._thread = None
         error, self._error = self._error, None
         if isinstance(error, ValueError):

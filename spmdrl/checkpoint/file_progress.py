@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from spmdrl.health.status import here
+from spmdrl.health.status import rank_status
 
 EVERY = 3.0
 """Seconds between two looks."""
@@ -36,7 +36,7 @@ def growth_counts(folder: Path) -> Iterator[None]:
         while not ended.wait(EVERY):
             found = size_of(folder)
             if found != before:
-                setattr(here, field, getattr(here, field) + 1)
+                setattr(rank_status, field, getattr(rank_status, field) + 1)
             before = found
 
     threading.Thread(target=look, daemon=True, name="growth").start()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from spmdrl.health.status import alive
+from spmdrl.health.status import tick
 
 
 def file_hash(path: Path) -> str:
@@ -14,7 +14,7 @@ def file_hash(path: Path) -> str:
     with open(path, "rb") as f:
         while block := f.read(16 << 20):
             state.update(block)
-            alive()
+            tick()
     return state.hexdigest()
 
 
@@ -35,7 +35,7 @@ def flush(path: Path) -> None:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(handle)
-    alive()
+    tick()
 
 
 def write_text(path: Path, text: str) -> None:

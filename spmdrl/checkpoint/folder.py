@@ -10,7 +10,7 @@ from spmdrl.checkpoint.published import steps_saved
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import Config
-from spmdrl.health.status import here
+from spmdrl.health.status import rank_status
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.world import World
 
@@ -94,7 +94,7 @@ def still_ours(world: World) -> None:
     said = lock.problem() if world.is_first else ""
     said = all_gather_text(said, world.host_group)[0]
     if said:
-        here.folder = None
+        rank_status.folder = None
         raise lock.TakenError(said)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from spmdrl.checkpoint.files import write_text
 from spmdrl.checkpoint.manifest import MANIFEST
 from spmdrl.checkpoint.published import steps_saved
-from spmdrl.health.status import alive
+from spmdrl.health.status import tick
 
 
 @dataclass(frozen=True)
@@ -72,5 +72,5 @@ def prune(root: Path, step: int, keep: Keep) -> list[int]:
         away = root / f".incomplete-step_{old}"
         os.replace(root / f"step_{old}", away)
         shutil.rmtree(away, ignore_errors=True)
-        alive()
+        tick()
     return gone

@@ -14,7 +14,7 @@ from typing import TypeVar
 from spmdrl.config.dump import redact_text
 from spmdrl.health.heartbeat import hearts
 from spmdrl.health.oom import out_of_memory
-from spmdrl.health.status import here
+from spmdrl.health.status import rank_status
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def advice(error: BaseException) -> str:
         )
     if out_of_memory(error):
         return f"{_less_memory(here.name)}. {resume()}"
-    log_file = f"{here.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if here.folder else "the log"
+    log_file = f"{here.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if rank_status.folder else "the log"
     return f"its traceback stands in {log_file}. {resume()}"
 
 
@@ -111,18 +111,18 @@ def _less_memory(phase: str) -> str:
 
 def resume() -> str:
     """Words on the step from which the same command goes on."""
-    saved = briefly(here.saved, -1, 1.0)
+    saved = briefly(rank_status.saved, -1, 1.0)
     if saved > 0:
         return f"The same command resumes from step {saved}"
     if saved < 0:
         return "The same command resumes from the newest checkpoint"
-    return "No checkpoint is there yet (--checkpoint.every)" if here.step else "Nothing was learnt yet"
+    return "No checkpoint is there yet (--checkpoint.every)" if rank_status.step else "Nothing was learnt yet"
 
 
 def lost_steps() -> str:
     """Words on the steps that are lost if a rank leaves at this moment: those since the newest checkpoint."""
-    last = max(here.step, here.done)
-    saved = briefly(here.saved, -1, 1.0)
+    last = max(rank_status.step, rank_status.done)
+    saved = briefly(rank_status.saved, -1, 1.0)
     if saved < 0:
         return "what no checkpoint has is lost"
     if last <= saved:
@@ -138,10 +138,10 @@ def last_words(error: BaseException) -> str:
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
     text = one_line(text)[:LONGEST]
     what = advice(error)
-    return told(f"failed in phase {here.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")
+    return last_line(f"failed in phase {here.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")
 
 
-def told(what: str) -> str:
+def last_line(what: str) -> str:
     """The last line of this rank: where it was, then the text."""
     return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from spmdrl.config.dump import redact_text
 from spmdrl.health import flight_record
-from spmdrl.health.exit_message import USER_MISTAKES, briefly, last_words, lost_peer, lost_steps, resume, told
+from spmdrl.health.exit_message import USER_MISTAKES, briefly, last_line, last_words, lost_peer, lost_steps, resume
 from spmdrl.health.heartbeat import Heart, hearts
 from spmdrl.health.preempt import Request, listen, preemption
-from spmdrl.health.status import here, place
+from spmdrl.health.status import place, rank_status
 
 log = logging.getLogger("spmdrl")
 speaking = threading.Event()
@@ -118,12 +118,12 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
         why = "another rank is lost (torchrun names it below; a SIGKILL is often the system's, out of memory)"
         if lost == "torchrun is gone":
             why = "torchrun, which started it, is gone"
-        message, code = told(f"was ended by {name} in phase {here.name}: {why}. {resume()}"), 143
+        message, code = last_line(f"was ended by {name} in phase {here.name}: {why}. {resume()}"), 143
     elif again:
-        message = told(f"was ended by a second signal, {name}, in phase {here.name}. {resume()}")
+        message = last_line(f"was ended by a second signal, {name}, in phase {here.name}. {resume()}")
         code = 128 + number
-    elif heart is None or not here.step:
-        message = told(
+    elif heart is None or not rank_status.step:
+        message = last_line(
             f"was ended by {name} in phase {here.name}: another rank is lost (torchrun names it below), or the job was "
             f"cancelled. {resume()}"
         )
@@ -144,13 +144,13 @@ def _too_late(before_exit: Callable[[], None]) -> None:
     request = preemption.request
     if speaking.is_set() or request is None:
         return
-    message = told(
+    message = last_line(
         f"left in phase {here.name} of step {here.step}: not done {request.grace:.0f} s after {request} "
         f"(--run.grace), so {lost_steps()}. {resume()}"
     )
     _note(logging.WARNING, message)
     if os.environ.get("RANK", "0") == "0":
-        briefly(lambda: mark(request, here.saved()), None)
+        briefly(lambda: mark(request, rank_status.saved()), None)
     _leave(message, 0, before_exit, "late")
 
 
@@ -165,9 +165,9 @@ def request() -> str:
 
 def mark(request: Request | None, step: int) -> None:
     """Write RUN/PREEMPTED: the run ended by request, and goes on from this step. The next start removes it."""
-    assert here.folder is not None
+    assert rank_status.folder is not None
     request = request or Request("a signal", -1, time.time(), 0.0)
-    path = here.folder / "PREEMPTED"
+    path = rank_status.folder / "PREEMPTED"
     what = {"step": step, "checkpoint": f"checkpoints/step_{step}" if step else "", "signal": request.signal}
     path.write_text(json.dumps(what | {"rank": request.rank, "time": request.at}) + "\n")
 
@@ -177,7 +177,7 @@ def _stands_still(idle: float, before_exit: Callable[[], None]) -> None:
     if speaking.is_set():
         return
     waiting = briefly(hearts[0].missing, "") if hearts and hearts[0].size > 1 else ""
-    message = told(
+    message = last_line(
         f"failed in phase {here.name}: TimeoutError: no progress for {idle:.0f} s at {place()}"
         f"{f' ({waiting})' if waiting else ''}; its stack stands in {here.folder}/flight; raise --run.timeout if that "
         f"takes so long. {resume()}"
@@ -208,9 +208,9 @@ def watch(
         saved: the step of the newest checkpoint, 0 for none.
         before_exit: as in `named_exit`.
     """
-    here.folder, here.saved, preemption.grace = folder, saved, grace
+    rank_status.folder, rank_status.saved, preemption.grace = folder, saved, grace
     preemption.late = lambda: _too_late(before_exit)
-    here.job = store.compare_set("job", "", secrets.token_hex(8)).decode()
+    rank_status.job = store.compare_set("job", "", secrets.token_hex(8)).decode()
     heart = Heart(store, rank, size, timeout, lambda idle: _stands_still(idle, before_exit))
     hearts[:] = [heart]
     heart.start()
@@ -224,7 +224,7 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
     The process leaves without cleaning up: destructors of a broken group may wait for ranks that are gone. torchrun
     then ends the other ranks. Exit code 1, 130 for Ctrl-C, 143 for SIGTERM because of a lost rank.
     """
-    here.phase = phase
+    rank_status.phase = phase
     in_main = threading.current_thread() is threading.main_thread()
     give_back = listen(lambda number: _signalled(number, before_exit)) if in_main else lambda: None
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.health.status import here, short, stack, telling
+from spmdrl.health.status import rank_status, short, stack, telling
 
 LAST = 50
 """Collectives that are written for each group."""
@@ -113,17 +113,17 @@ def write(
         error: error whose stack is written; None for the main thread's stack.
         frames: also write where each collective was begun.
     """
-    folder = here.folder
+    folder = rank_status.folder
     if folder is None:
         return None
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     record = {
-        "job": here.job,
+        "job": rank_status.job,
         "rank": rank,
         "host": socket.gethostname(),
         "time": time.time(),
-        "phase": here.name,
-        "step": here.step,
+        "phase": rank_status.name,
+        "step": rank_status.step,
         "why": why,
         "stack": stack(error),
         "groups": {},

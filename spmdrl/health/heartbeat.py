@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from spmdrl.health import flight_record
 from spmdrl.health.preempt import Request, preemption
-from spmdrl.health.status import Clock, here, place
+from spmdrl.health.status import Clock, place, rank_status
 
 EVERY = 1.0
 """Seconds between two beats."""
@@ -117,10 +117,10 @@ class Heart(threading.Thread):
                 since, before = time.monotonic(), where
             if time.monotonic() >= self.again_at:
                 self._beat(where, since)
-            beats += here.step > 0
+            beats += rank_status.step > 0
             if beats == WARM:
                 flight_record.warm()
-            if here.step and idle > self.timeout + PATIENCE:
+            if rank_status.step and idle > self.timeout + PATIENCE:
                 self.stuck(idle)
             self.ended.wait(EVERY)
 
@@ -143,7 +143,7 @@ class Heart(threading.Thread):
         now = time.monotonic()
         count = self.store.add("beats", 1)
         self.seen.append((count, now))
-        beat = {"time": time.time(), "phase": here.name, "step": here.step, "place": where}
+        beat = {"time": time.time(), "phase": rank_status.name, "step": rank_status.step, "place": where}
         self.store.set(f"at/{self.rank}", json.dumps(beat | {"count": count, "stood": now - since}))
 
     def _hear(self) -> None:

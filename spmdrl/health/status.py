@@ -1,6 +1,6 @@
 """Position of this rank: phase, step and line, for its heartbeat and for the last line of a failed job.
 
-There is one per process. Code that works for long calls `alive()` at times; a change of phase counts as well.
+There is one per process. Code that works for long calls `tick()` at times; a change of phase counts as well.
 """
 
 import os
@@ -24,7 +24,7 @@ _MAIN = threading.main_thread().ident
 
 
 @dataclass
-class Here:
+class RankStatus:
     """Position and folder of this rank."""
 
     phase: Callable[[], str] = lambda: ""
@@ -49,15 +49,15 @@ class Here:
         return self.phase() or ("step" if self.step else "start")
 
 
-here = Here()
+rank_status = RankStatus()
 
 
-def alive() -> None:
+def tick() -> None:
     """Give a sign of life of this thread; takes 0.1 µs."""
     if threading.get_ident() == _MAIN:
-        here.count += 1
+        rank_status.count += 1
     else:
-        here.beside += 1
+        rank_status.beside += 1
 
 
 def _frames() -> Iterator[FrameType]:
@@ -114,7 +114,7 @@ class Clock:
 
     def look(self) -> float:
         """Seconds without a sign of life at this moment."""
-        now, seen = time.monotonic(), (here.count, here.phase())
+        now, seen = time.monotonic(), (rank_status.count, rank_status.phase())
         if seen != self._seen or debugged():
             self.idle = 0.0
         else:

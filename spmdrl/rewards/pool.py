@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from spmdrl.health.status import alive
+from spmdrl.health.status import tick
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe
 from spmdrl.rewards.process import Worker, spawn
 
@@ -99,7 +99,7 @@ class Pool:
 
     def _turn(self, wait: bool) -> None:
         # A sign of life: a grading that hangs is ended by this pool's own clocks.
-        alive()
+        tick()
         for key, events in self._selector.select(self._patience() if wait else 0):
             worker: Worker = key.data
             if worker not in self._workers:  # killed earlier in this turn

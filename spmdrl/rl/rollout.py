@@ -7,7 +7,7 @@ import torch
 
 from spmdrl.data.episode import Episode
 from spmdrl.health.preempt import AbandonedError, agreed
-from spmdrl.health.status import alive
+from spmdrl.health.status import tick
 from spmdrl.rewards.base import Grader, Reward, RewardInput
 from spmdrl.rl.environment import Environment, SingleTurn
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, request_key
@@ -149,7 +149,7 @@ class Rollout:
     def advance(self) -> int:
         """One step of the engine; how many groups it ended."""
         ended = 0
-        alive()
+        tick()
         for completion in self.engine.poll():
             self.running -= 1
             group = self.groups[completion.key[0]]

@@ -12,7 +12,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, to_episodes
 from spmdrl.data.episode import Episode
 from spmdrl.health.preempt import AbandonedError, PreemptedError, agreed
-from spmdrl.health.status import here
+from spmdrl.health.status import rank_status
 from spmdrl.policy.models import Models
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.rl.batching import pack
@@ -235,7 +235,7 @@ class Run:
         """Evaluate what was learnt, and say where everything is. Collective."""
         lines, saver, folder = [], self.checkpoints.saver, self.session.folder
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
-        here.step = here.done = done
+        rank_status.step = rank_status.done = done
         if self.evaluation.is_due(done, force=True):
             with self.memory.rollout_phase():
                 self.evaluate(done, force=True)

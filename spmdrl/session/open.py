@@ -18,7 +18,7 @@ from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
 from spmdrl.health.failure import named_exit, watch
 from spmdrl.health.preempt import PreemptedError
-from spmdrl.health.status import here
+from spmdrl.health.status import rank_status
 from spmdrl.session.determinism import make_deterministic
 from spmdrl.session.environ import keep_freed_memory, share_cores
 from spmdrl.session.session import Session
@@ -76,7 +76,7 @@ def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J 
         newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
             # For whoever fails before the watch begins.
-            here.saved = newest
+            rank_status.saved = newest
         notes.append(choose_interface())
         # The group first: from here on one rank alone speaks for all when something fails.
         world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)

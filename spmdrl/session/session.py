@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spmdrl.config.paths import run_folder
 from spmdrl.config.schema import Config
-from spmdrl.health.status import here
+from spmdrl.health.status import rank_status
 from spmdrl.spmd.world import World
 from spmdrl.tracking.console import Console
 from spmdrl.tracking.metrics import Timer
@@ -45,6 +45,6 @@ class Session:
     def steps(self, first: int) -> Iterator[int]:
         """The steps still to do, counted from 0; others see which one is under way."""
         for step in range(first, self.cfg.run.steps):
-            here.step = step + 1
+            rank_status.step = step + 1
             yield step
-            here.done = step + 1
+            rank_status.done = step + 1

@@ -31,7 +31,7 @@ class Slot:
     """`shard[index]` is a view of the shard with the box's shape: read from it, or copy into it."""
 
 
-def whole(shape: Iterable[int]) -> Box:
+def full_box(shape: Iterable[int]) -> Box:
     """Return the box of an undivided tensor."""
     return tuple((0, n) for n in shape)
 
@@ -81,7 +81,7 @@ class Layout:
         shapes: name and shape of its parameters.
         """
         return {
-            slot.name: (name, slot.index) for name, shape in shapes for slot in self.slots(name, shape, whole(shape))
+            slot.name: (name, slot.index) for name, shape in shapes for slot in self.slots(name, shape, full_box(shape))
         }
 
 

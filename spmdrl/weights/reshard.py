@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.health.flight_record import send_and_receive
-from spmdrl.health.status import alive
+from spmdrl.health.status import tick
 from spmdrl.spmd.checksum import digest
 from spmdrl.spmd.exchange import all_gather_distinct
 from spmdrl.weights.boxes import Box, Entry, Piece, inside, merged, most_dims, runs, size, sizes, to_rows
@@ -158,7 +158,7 @@ class Reshard:
 
     @torch.no_grad()
     def _finish(self, flight: Flight, pieces: list[Piece]) -> dict[str, torch.Tensor]:
-        alive()
+        tick()
         for work in flight.works:
             work.wait()
         bucket, whole = flight.bucket, {}

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from spmdrl.weights.experts import Layout, whole
+from spmdrl.weights.experts import Layout, full_box
 from spmdrl.weights.reshard import Box, Piece
 
 
@@ -20,7 +20,7 @@ def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
 def shard_box(param: torch.Tensor) -> Box:
     """Return this rank's box of a Shard(0) parameter; the whole box of a plain tensor."""
     if not isinstance(param, DTensor):
-        return whole(param.shape)
+        return full_box(param.shape)
     return _shard_box(param.device_mesh, tuple(param.shape))
 
 
@@ -28,7 +28,7 @@ def shard_box(param: torch.Tensor) -> Box:
 def _shard_box(mesh: DeviceMesh, shape: tuple[int, ...]) -> Box:
     # The last mesh dimension shards; under HSDP the one before it replicates.
     rows = shard_rows(shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
-    return (rows, *whole(shape[1:]))
+    return (rows, *full_box(shape[1:]))
 
 
 def local(param: torch.Tensor) -> torch.Tensor:

@@ -253,7 +253,7 @@ def plant(plan: dict) -> None:
     """Wrap what every phase passes through."""
     import torch.distributed as dist
 
-    from spmdrl.health.status import here
+    from spmdrl.health.status import rank_status
     from spmdrl.session.session import Session
     from spmdrl.tracking.metrics import Timer
 
@@ -274,7 +274,7 @@ def plant(plan: dict) -> None:
 
     def entered(self, name: str) -> None:
         enter(self, name)
-        happen(name, here.step)
+        happen(name, rank_status.step)
 
     def noted(self, text: str) -> None:
         note(self, text)

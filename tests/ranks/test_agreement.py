@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.health import flight_record as flight
-from spmdrl.health.status import here
+from spmdrl.health.status import rank_status
 from spmdrl.spmd.agreement import Agreement, shown
 from spmdrl.spmd.gloo import swap
 from spmdrl.spmd.lockstep import LockstepError
@@ -18,7 +18,7 @@ from tests.ranks.harness import run_ranks
 
 def steps(world, plant, folder):
     """Three agreements, with `plant` before the last: what it said, and this rank's record in `folder`."""
-    here.folder, here.job, here.step = Path(folder), "a job", 3
+    rank_status.folder, rank_status.job, rank_status.step = Path(folder), "a job", 3
     agree = Agreement(world, 20.0)
     x = torch.ones(3)
     said = [agree({"step": 0, "draws": 4}), agree({"step": 1, "draws": 4}, leave=world.rank == 1)]
@@ -66,7 +66,7 @@ def test_lockstep_agreement_names_the_group_of_a_planted_collective(tmp_path):
 
 def planted(world, folder):
     """Every rank's record after rank 0 ran a collective that the others did not."""
-    here.folder, here.job, here.step = Path(folder), "a job", 1
+    rank_status.folder, rank_status.job, rank_status.step = Path(folder), "a job", 1
     x = torch.ones(3)
     dist.all_reduce(x)
     if world.rank == 0:

@@ -199,7 +199,7 @@ def reference(folder):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from spmdrl.weights.experts import Layout as Packing
-    from spmdrl.weights.experts import whole
+    from spmdrl.weights.experts import full_box
 
     kind = AutoModelForImageTextToText if folder.name == "qwen2_5_vl" else AutoModelForCausalLM
     hf = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -210,7 +210,7 @@ def reference(folder):
         slot.name: p.grad[slot.index]
         for name, p in hf.named_parameters()
         if p.grad is not None
-        for slot in packing.slots(name, tuple(p.shape), whole(p.shape))
+        for slot in packing.slots(name, tuple(p.shape), full_box(p.shape))
     }
     return hf.config, load_file(folder / "model.safetensors"), [x.detach() for x in logits], gradients
 

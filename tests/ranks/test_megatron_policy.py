@@ -353,7 +353,7 @@ def even_update(folder: str, rate: float) -> tuple[float, float, dict[str, torch
     from transformers import AutoModelForCausalLM
 
     from spmdrl.hub.routing import Routers, _is_router
-    from spmdrl.weights.experts import Layout, whole
+    from spmdrl.weights.experts import Layout, full_box
 
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     # A padding token is read like any other.
@@ -388,7 +388,7 @@ def even_update(folder: str, rate: float) -> tuple[float, float, dict[str, torch
             gate.e_score_correction_bias += rate * torch.sign(load.mean() - load)
     kept = hf.state_dict()
     for name, x in [*hf.named_parameters(), *((n, b) for n, b in hf.named_buffers() if n in kept)]:
-        for slot in layout.slots(name, tuple(x.shape), whole(x.shape)):
+        for slot in layout.slots(name, tuple(x.shape), full_box(x.shape)):
             out[f"policy/{slot.name}"] = x.detach()[slot.index]
     return loss.item() / total / len(gates), norm, out
 

@@ -11,7 +11,7 @@ from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.fsdp.sharding import recompute
 from spmdrl.policy.heads import PackedLM
 from spmdrl.spmd.world import World
-from spmdrl.weights.experts import Layout, whole
+from spmdrl.weights.experts import Layout, full_box
 
 SMALL = dict(
     vocab_size=61,
@@ -100,7 +100,7 @@ def test_layout_of_shards_puts_the_same_tensors_together(family, dim, tmp_path):
         along = min(dim, p.dim() - 1)
         for shard in torch.arange(p.shape[along]).tensor_split(5):
             lo = int(shard[0]) if len(shard) else 0
-            box = tuple((lo, lo + len(shard)) if d == along else pair for d, pair in enumerate(whole(p.shape)))
+            box = tuple((lo, lo + len(shard)) if d == along else pair for d, pair in enumerate(full_box(p.shape)))
             local = p.detach().narrow(along, lo, len(shard))
             filled = torch.full_like(local, torch.nan)
             for slot in layout.slots(name, tuple(p.shape), box):

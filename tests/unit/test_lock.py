@@ -17,7 +17,7 @@ import pytest
 from spmdrl import checkpoint
 from spmdrl.checkpoint import lock
 from spmdrl.checkpoint.folder import still_ours
-from spmdrl.health.status import here
+from spmdrl.health.status import rank_status
 from tests.ranks.harness import run_ranks
 
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
@@ -42,7 +42,7 @@ def nothing_held(monkeypatch):
     yield
     while lock.held:
         lock.held.pop().release()
-    here.folder = None
+    rank_status.folder = None
 
 
 @pytest.fixture
@@ -114,12 +114,12 @@ def test_without_locks_the_job_goes_on_with_a_warning_and_sees_another_come(fold
     notes = checkpoint.take_folder(folder, False, ALONE)
     assert len(notes) == 1 and notes[0].startswith(f"warning: {folder} is on a file system without locks")
     still_ours(ALONE)
-    here.folder = folder
+    rank_status.folder = folder
     other = lock.take(folder, 0)
     other.sign([])
     with pytest.raises(lock.TakenError, match=f"another job's by now, process {os.getpid()} on .*--run.dir"):
         still_ours(ALONE)
-    assert here.folder is None, "the flight record would go to the other's folder"
+    assert rank_status.folder is None, "the flight record would go to the other's folder"
     other.release()
 
 

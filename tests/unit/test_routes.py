@@ -256,7 +256,7 @@ def test_simulated_fsdp_is_that_of_the_policy():
     import torch
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.weights.experts import Layout, whole
+    from spmdrl.weights.experts import Layout, full_box
     from spmdrl.weights.shards import shard_rows
 
     model = push_plan.checkpoint_of("qwen3-30b", layers=1)
@@ -270,7 +270,7 @@ def test_simulated_fsdp_is_that_of_the_policy():
                 slot
                 for name, p in hf.named_parameters()
                 for slot in layout.slots(
-                    name, tuple(p.shape), (shard_rows(p.shape[0], ranks, rank), *whole(p.shape[1:]))
+                    name, tuple(p.shape), (shard_rows(p.shape[0], ranks, rank), *full_box(p.shape[1:]))
                 )
             ]
             want = sorted((index[slot.name], slot.box) for slot in slots)

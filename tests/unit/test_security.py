@@ -395,7 +395,7 @@ def names_written(world, folder: str) -> list[str]:
     from spmdrl.checkpoint import lock
     from spmdrl.health import failure
     from spmdrl.health import flight_record as flight
-    from spmdrl.health.status import here
+    from spmdrl.health.status import rank_status
     from spmdrl.tracking.logs import setup_logging
     from tests.ranks.demo import demo, train_demo
 
@@ -415,7 +415,7 @@ def names_written(world, folder: str) -> list[str]:
     Path(folder).mkdir()
     sys.addaudithook(hook)
     checkpoint.take_folder(Path(folder), False, world)
-    here.folder = Path(folder)
+    rank_status.folder = Path(folder)
     setup_logging(folder, world.rank)
     sections = {"run": {"steps": 1}, "eval": {"every": 0}, "checkpoint": {"every": 1}}
     sections |= {"tracking": {"trackers": ("jsonl", "tensorboard"), "samples": 1}}

@@ -15,7 +15,7 @@ from spmdrl.health import heartbeat
 from spmdrl.health.exit_message import lost_steps, resume
 from spmdrl.health.heartbeat import Heart
 from spmdrl.health.preempt import ECHO, Preemption, Request
-from spmdrl.health.status import Clock, alive, here
+from spmdrl.health.status import Clock, rank_status, tick
 from spmdrl.spmd.rendezvous import own_names
 
 
@@ -27,7 +27,7 @@ def store():
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch):
     for name in ("step", "done", "count", "beside", "saved"):
-        monkeypatch.setattr(here, name, getattr(here, name))
+        monkeypatch.setattr(rank_status, name, getattr(rank_status, name))
 
 
 def hearts(store, size=2) -> list[Heart]:
@@ -150,16 +150,16 @@ def test_preemption_a_signal_to_the_whole_job_is_one(monkeypatch, signals, secon
     ],
 )
 def test_last_words_count_what_is_lost(monkeypatch, step, done, saved, lost):
-    here.step, here.done, here.saved = step, done, lambda: saved
+    rank_status.step, rank_status.done, rank_status.saved = step, done, lambda: saved
     assert lost_steps() == lost
 
 
 def test_last_words_wait_for_no_disk():
-    here.step, here.saved = 3, lambda: time.sleep(60) or 2
+    rank_status.step, rank_status.saved = 3, lambda: time.sleep(60) or 2
     began = time.monotonic()
     assert resume() == "The same command resumes from the newest checkpoint"
     assert lost_steps() == "what no checkpoint has is lost" and time.monotonic() - began < 10
-    here.saved = lambda: 2
+    rank_status.saved = lambda: 2
     assert resume() == "The same command resumes from step 2"
 
 
@@ -168,14 +168,14 @@ def test_last_words_wait_for_no_disk():
 
 def test_signs_of_other_threads_are_not_the_main_ones():
     clock = Clock(10.0)
-    thread = threading.Thread(target=alive)
-    beside = here.beside
+    thread = threading.Thread(target=tick)
+    beside = rank_status.beside
     clock.look()
     time.sleep(0.05)
     thread.start()
     thread.join()
-    assert here.beside == beside + 1 and clock.look() > 0.04
-    alive()
+    assert rank_status.beside == beside + 1 and clock.look() > 0.04
+    tick()
     assert clock.look() == 0.0
 
 
@@ -183,13 +183,13 @@ def test_signs_of_a_library_are_the_files_it_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(growth, "EVERY", 0.05)
     with growth.growth_counts(tmp_path / "step"):
         time.sleep(0.3)
-        count = here.count
+        count = rank_status.count
         (tmp_path / "step").mkdir()
         (tmp_path / "step" / "x").write_bytes(b"x")
         time.sleep(0.3)
-        assert here.count == count + 1
+        assert rank_status.count == count + 1
         time.sleep(0.3)
-        assert here.count == count + 1, "it hangs"
+        assert rank_status.count == count + 1, "it hangs"
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -199,14 +199,14 @@ def test_signs_of_the_background_are_passed_on_while_it_is_waited_for(works):
     def write() -> None:
         while not ended.wait(0.1):
             if works:
-                alive()
+                tick()
 
     saver._thread, saver._error, saver._seconds = threading.Thread(target=write, daemon=True), None, 0.0
     saver._thread.start()
     threading.Timer(2.5, ended.set).start()
-    count = here.count
+    count = rank_status.count
     saver.finish()
-    assert (here.count >= count + 2) if works else (here.count == count)
+    assert (rank_status.count >= count + 2) if works else (rank_status.count == count)
 
 
 # ── a start in a store with leftovers ────────────────────────────────────────

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.config.engines import Part
 from spmdrl.config.schema import Config, OptimizerConfig
 from spmdrl.data.batch import Batch
-from spmdrl.health.status import alive
+from spmdrl.health.status import tick
 from spmdrl.hub.build import DTYPES, build_model
 from spmdrl.hub.lora import attach, is_adapter, plain_name, without_adapters
 from spmdrl.hub.resolve import resolve
@@ -122,7 +122,7 @@ class FsdpPolicy(Learner):
     ) -> tuple[torch.Tensor, ...]:
         """Return the head's tensors; a rank without sequences runs a stand-in, because others gather its shards."""
         assert not self.away, "offloaded: memory.training_phase brings it back"
-        alive()
+        tick()
         device, real = self.world.device, len(batch) > 0
         tokens_T = batch.token["tokens"] if real else torch.zeros(2, dtype=torch.int64)
         lengths_B = batch.lengths if real else torch.tensor([2])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from spmdrl.policy.megatron.names import OUTSIDE
-from spmdrl.weights.experts import whole
+from spmdrl.weights.experts import full_box
 from spmdrl.weights.reshard import Box, Piece
 from spmdrl.weights.safetensors import fill
 
@@ -148,7 +148,7 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
         for hf, part in zip(names, data.unflatten(0, (2, -1)), strict=True):
             rows, mine = tp.rows(len(part))
             rest = part.shape[1:]
-            yield hf, (rows, *rest), (mine, *whole(rest)), part
+            yield hf, (rows, *rest), (mine, *full_box(rest)), part
     elif inside.endswith(ROW):
         columns, mine = tp.rows(data.shape[1])
         yield names[0], (len(data), columns), ((0, len(data)), mine), data
@@ -156,16 +156,16 @@ def _cut(model: Any, name: str, data: torch.Tensor) -> Cut:
         rows, mine = tp.rows(len(data))
         yield names[0], (rows, data.shape[1]), (mine, (0, data.shape[1])), data
     else:
-        yield names[0], tuple(data.shape), whole(data.shape), data
+        yield names[0], tuple(data.shape), full_box(data.shape), data
 
 
 def _outside(model: Any, name: str, data: torch.Tensor, tp: Shards) -> Cut:
-    hf, hidden = OUTSIDE[name], whole(data.shape[1:])
+    hf, hidden = OUTSIDE[name], full_box(data.shape[1:])
     if data.ndim == 1:
-        yield hf, tuple(data.shape), whole(data.shape), data
+        yield hf, tuple(data.shape), full_box(data.shape), data
         return
     if name == "output_layer.weight" and model.head != "lm":
-        yield "score.weight", tuple(data.shape), whole(data.shape), data
+        yield "score.weight", tuple(data.shape), full_box(data.shape), data
         return
     if name == "output_layer.weight" and model.arch.tied:
         hf = OUTSIDE["embedding.word_embeddings.weight"]
@@ -185,4 +185,4 @@ def _qkv(model: Any, names: list[str], data: torch.Tensor, tp: Shards) -> Cut:
     for g, group in enumerate(grouped, first):
         for hf, part, heads in zip(names, (group[:r], group[r : r + 1], group[r + 1 :]), (r, 1, 1), strict=True):
             rows = (g * heads * head, (g + 1) * heads * head)
-            yield hf, (groups * heads * head, *rest), (rows, *whole(rest)), part.flatten(0, 1)
+            yield hf, (groups * heads * head, *rest), (rows, *full_box(rest)), part.flatten(0, 1)

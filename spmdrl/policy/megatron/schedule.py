@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.data.batch import Batch
-from spmdrl.health.status import alive
+from spmdrl.health.status import tick
 from spmdrl.policy.attention.ulysses import total
 from spmdrl.policy.contract import Objective, Shared
 from spmdrl.policy.heads import Second, at_rows
@@ -122,7 +122,7 @@ class Pipeline:
 
         def step(iterator, model):
             micro, run, pack = next(iterator)
-            alive()
+            tick()
             states = model(pack.tokens, pack.positions, None, packed_seq_params=pack.params)
             return states, partial(finish, micro, run, pack, model)
 
