@@ -71,10 +71,10 @@ def advice(error: BaseException) -> str:
     """Advice on an error; empty where its own message has it, as the messages of this program do."""
     if timed_out(error):
         missing = briefly(hearts[0].missing, "") if hearts else ""
-        record = f"`python -m spmdrl.flight {here.folder}` compares the last collectives of all ranks, "
+        record = f"`python -m spmdrl.flight {rank_status.folder}` compares the last collectives of all ranks, "
         missing = missing or "another rank did not come, and it is not known where it is"
         return (
-            f"{missing}; {record if here.folder else ''}"
+            f"{missing}; {record if rank_status.folder else ''}"
             "--run.lockstep-debug names the line that differs, and a higher --run.timeout helps if one was slow only"
         )
     if lost_peer(error):
@@ -84,12 +84,12 @@ def advice(error: BaseException) -> str:
         return ""
     if disk_full(error):
         return (
-            f"make room on the disk of {here.folder or 'the run folder'} (--checkpoint.keep keeps fewer), or choose "
+            f"make room on the disk of {rank_status.folder or 'the run folder'} (--checkpoint.keep keeps fewer), or choose "
             f"another --run.dir. {resume()}"
         )
     if out_of_memory(error):
         return f"{_less_memory(here.name)}. {resume()}"
-    log_file = f"{here.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if rank_status.folder else "the log"
+    log_file = f"{rank_status.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if rank_status.folder else "the log"
     return f"its traceback stands in {log_file}. {resume()}"
 
 
@@ -138,7 +138,7 @@ def last_words(error: BaseException) -> str:
         text = re.sub(r"^\[\S+:\d+\] ", "", text).partition("Exception raised from")[0]
     text = one_line(text)[:LONGEST]
     what = advice(error)
-    return last_line(f"failed in phase {here.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")
+    return last_line(f"failed in phase {rank_status.name}: {type(error).__name__}: {text}{f'; {what}' if what else ''}")
 
 
 def last_line(what: str) -> str:

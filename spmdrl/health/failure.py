@@ -118,13 +118,13 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
         why = "another rank is lost (torchrun names it below; a SIGKILL is often the system's, out of memory)"
         if lost == "torchrun is gone":
             why = "torchrun, which started it, is gone"
-        message, code = last_line(f"was ended by {name} in phase {here.name}: {why}. {resume()}"), 143
+        message, code = last_line(f"was ended by {name} in phase {rank_status.name}: {why}. {resume()}"), 143
     elif again:
-        message = last_line(f"was ended by a second signal, {name}, in phase {here.name}. {resume()}")
+        message = last_line(f"was ended by a second signal, {name}, in phase {rank_status.name}. {resume()}")
         code = 128 + number
     elif heart is None or not rank_status.step:
         message = last_line(
-            f"was ended by {name} in phase {here.name}: another rank is lost (torchrun names it below), or the job was "
+            f"was ended by {name} in phase {rank_status.name}: another rank is lost (torchrun names it below), or the job was "
             f"cancelled. {resume()}"
         )
         code = 128 + number
@@ -145,7 +145,7 @@ def _too_late(before_exit: Callable[[], None]) -> None:
     if speaking.is_set() or request is None:
         return
     message = last_line(
-        f"left in phase {here.name} of step {here.step}: not done {request.grace:.0f} s after {request} "
+        f"left in phase {rank_status.name} of step {rank_status.step}: not done {request.grace:.0f} s after {request} "
         f"(--run.grace), so {lost_steps()}. {resume()}"
     )
     _note(logging.WARNING, message)
@@ -178,8 +178,8 @@ def _stands_still(idle: float, before_exit: Callable[[], None]) -> None:
         return
     waiting = briefly(hearts[0].missing, "") if hearts and hearts[0].size > 1 else ""
     message = last_line(
-        f"failed in phase {here.name}: TimeoutError: no progress for {idle:.0f} s at {place()}"
-        f"{f' ({waiting})' if waiting else ''}; its stack stands in {here.folder}/flight; raise --run.timeout if that "
+        f"failed in phase {rank_status.name}: TimeoutError: no progress for {idle:.0f} s at {place()}"
+        f"{f' ({waiting})' if waiting else ''}; its stack stands in {rank_status.folder}/flight; raise --run.timeout if that "
         f"takes so long. {resume()}"
     )
     _note(logging.ERROR, message)
