@@ -84,11 +84,11 @@ def advice(error: BaseException) -> str:
         return ""
     if disk_full(error):
         return (
-            f"make room on the disk of {rank_status.folder or 'the run folder'} (--checkpoint.keep keeps fewer), or choose "
-            f"another --run.dir. {resume()}"
+            f"make room on the disk of {rank_status.folder or 'the run folder'} (--checkpoint.keep keeps fewer), or "
+            f"choose another --run.dir. {resume()}"
         )
     if out_of_memory(error):
-        return f"{_less_memory(here.name)}. {resume()}"
+        return f"{_less_memory(rank_status.name)}. {resume()}"
     log_file = f"{rank_status.folder}/logs/rank_{os.environ.get('RANK', '0')}.log" if rank_status.folder else "the log"
     return f"its traceback stands in {log_file}. {resume()}"
 

@@ -124,8 +124,8 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
         code = 128 + number
     elif heart is None or not rank_status.step:
         message = last_line(
-            f"was ended by {name} in phase {rank_status.name}: another rank is lost (torchrun names it below), or the job was "
-            f"cancelled. {resume()}"
+            f"was ended by {name} in phase {rank_status.name}: another rank is lost (torchrun names it below), or the "
+            f"job was cancelled. {resume()}"
         )
         code = 128 + number
     else:
@@ -179,8 +179,8 @@ def _stands_still(idle: float, before_exit: Callable[[], None]) -> None:
     waiting = briefly(hearts[0].missing, "") if hearts and hearts[0].size > 1 else ""
     message = last_line(
         f"failed in phase {rank_status.name}: TimeoutError: no progress for {idle:.0f} s at {place()}"
-        f"{f' ({waiting})' if waiting else ''}; its stack stands in {rank_status.folder}/flight; raise --run.timeout if that "
-        f"takes so long. {resume()}"
+        f"{f' ({waiting})' if waiting else ''}; its stack stands in {rank_status.folder}/flight; raise --run.timeout "
+        f"if that takes so long. {resume()}"
     )
     _note(logging.ERROR, message)
     _leave(message, 1, before_exit)
