@@ -88,7 +88,7 @@ class Watched:
     def submit(self, request) -> None:
         """Submit a request with its drawn length, less the tokens that a continued response has already."""
         before = self.longest - request.max_new_tokens
-        request.max_new_tokens = length(*request.key, self.longest, self.spread) - before
+        request.max_new_tokens = length(*request.key[:2], self.longest, self.spread) - before
         assert request.max_new_tokens > 0, "what is complete is not asked for again"
         self.running += 1
         self.submit_(request)

@@ -9,9 +9,9 @@ from spmdrl.config import resume
 from spmdrl.config.dump import to_dict
 from spmdrl.config.load import from_command_line
 from spmdrl.config.watch import watch
-from spmdrl.rl import journal
 from spmdrl.rl.build import build_run
 from spmdrl.rl.rehearsal import is_judged, settings_read
+from spmdrl.session import journal
 from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
