@@ -99,12 +99,12 @@ def test_bad_column_is_named_on_one_of_two_ranks(tmp_path):
         (
             [{"prompt": "abcde=", "answer": "x"}],
             ["--data.answer_column", "truth"],
-            ["no column 'truth'", "--data.answer_column"],
+            ["no column 'truth'", "--data.answer-column"],
         ),
         (
             [{"prompt": "a" * 60, "answer": "x"}],
             ["--rollout.max_prompt_tokens", "32"],
-            ["every one of 1 prompts is longer", "--rollout.max_prompt_tokens"],
+            ["every one of 1 prompts is longer", "--rollout.max-prompt-tokens"],
         ),
     ],
     ids=["empty dataset", "no such answer column", "all prompts too long"],
@@ -167,7 +167,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     ("body", "ranks", "engine", "grace", "words"),
     [
         ("raise KeyError('boom')", 2, "hf", 0.0, ["KeyError: 'boom'", "prompt ", "--reward.function"]),
-        ("time.sleep(1000)", 2, "auto", 1.0, ["took longer than 1 s", "--reward.timeout", "--reward.on_timeout zero"]),
+        ("time.sleep(1000)", 2, "auto", 1.0, ["took longer than 1 s", "--reward.timeout", "--reward.on-timeout zero"]),
         ("return float('nan')", 0, "hf", 0.0, ["nan", "not finite", "--reward.function"]),
         ("import os; os._exit(3)", 0, "hf", 0.0, ["exit code 3", "must return, not exit"]),
     ],
