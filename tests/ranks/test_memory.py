@@ -459,7 +459,7 @@ def frozen(world, folder):
 
 def at_start(world, folder, place):
     """Bytes of the models on the device while the engine is built and after it, and how the engine was left."""
-    from spmdrl.rl import run as module
+    from spmdrl.rl import build as module
 
     models, engines, seen = [], [], []
 
