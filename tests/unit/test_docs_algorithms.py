@@ -28,7 +28,7 @@ DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = ("engines", "megatron", "performance", "placement", "reliability")
 """Pages whose settings and commands other tests hold: test_docs_engines.py, test_docs_megatron.py."""
-METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "gpu", "learning", "usage")]
+METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "usage")]
 """Pages of the algorithms."""
 DOC = "\n".join(DOCS[name] for name in METHOD_PAGES)
 GOLDEN = ROOT / "tests" / "golden" / "verl_0.9.1.json"
@@ -319,7 +319,7 @@ def test_measured_figures_of_the_comparison_are_those_of_performance():
 @each_doc
 def test_pages_are_short(name):
     lines = DOCS[name].splitlines()
-    assert len(lines) <= 350
+    assert len(lines) <= 380
     long = [line for line in lines if len(line) > 130]
     # A row of a table cannot be broken.
     tables = name == "reliability" or name in METHOD_PAGES
