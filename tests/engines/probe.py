@@ -397,7 +397,7 @@ def abort(p: Probe) -> dict:
     done: dict = {}
     for request in requests:
         p.engine.submit(request)
-    while min(len(p.engine.partial[f"{i}.0"][1]) for i in range(2)) < 3:
+    while min(len(p.engine.partial[f"{i}.0."][1]) for i in range(2)) < 3:
         done |= {c.key: c for c in p.engine.poll()}
     cut = {c.key: c for c in p.engine.abort([(0, 0), (1, 0), (9, 9)])}
     for _ in range(20):
