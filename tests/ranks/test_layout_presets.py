@@ -26,7 +26,7 @@ from spmdrl.algos.selection import Selecting, select_kl_cov
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, OptimizerConfig, ParallelConfig
 from spmdrl.data.batch import Batch
-from spmdrl.data.episode import Episode
+from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.packing import microbatch_count, microbatches
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
@@ -222,9 +222,13 @@ def experience(folder: str) -> list[Episode]:
         # Groups that agree stay as they are; the others have rewards of 0, of 1, and others, some of them negative.
         reward = t.reward if t.position % 3 == 2 else (0.0, 1.0, round(rng.uniform(-0.3, 1.0), 2))[rng.randrange(3)]
         out.append(
-            dataclasses.replace(
-                t,
-                rollout_logp=logp.float(),
+            episode_of(
+                t.prompt,
+                t.sample,
+                t.position,
+                t.tokens,
+                t.mask,
+                logp.float(),
                 reward=reward,
                 parts={
                     "answer": reward,
