@@ -3,6 +3,7 @@
 A job and all that it starts carry a mark in their environment: that is how a leftover process is found and ended.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -166,11 +167,9 @@ class Job:
     def rank(self, rank: int) -> psutil.Process:
         """The process of one rank."""
         for process in self.family():
-            try:
+            with contextlib.suppress(psutil.Error):
                 if process.environ().get("RANK") == str(rank) and "--nproc-per-node" not in process.cmdline():
                     return process
-            except psutil.Error:
-                continue
         raise LookupError(f"no process of rank {rank}")
 
     def wait_for(self, condition, limit: float, what: str):
@@ -188,11 +187,7 @@ class Job:
 
     def wait(self, limit: float) -> Ended:
         """Wait for the end; at the limit, end it."""
-        timed_out = False
-        try:
-            self.process.wait(limit)
-        except subprocess.TimeoutExpired:
-            timed_out = True
+        timed_out = not self._ends_within(limit)
         ended = time.time()
         # Workers of a reward pool die with their parent, by signal: a moment later.
         for _ in range(20):
@@ -202,31 +197,47 @@ class Job:
             time.sleep(0.1)
         shown = []
         for process in left:
-            try:
+            with contextlib.suppress(psutil.Error):
                 shown.append(" ".join(process.cmdline())[:200])
-            except psutil.Error:
-                continue
         self.kill()
-        for reader in self._readers:
-            reader.join(5)
-        return Ended(self.process.returncode, self.out, self.err, self.stamps, self.began, ended, shown, timed_out)
+        self._read_all()
+        return Ended(self._exit_code(), self.out, self.err, self.stamps, self.began, ended, shown, timed_out)
 
     def kill(self) -> None:
         """End every process of the job that still lives."""
         for _ in range(3):
             family = self.family()
             for process in family:
-                try:
+                with contextlib.suppress(psutil.Error):
                     process.kill()
-                except psutil.Error:
-                    continue
             psutil.wait_procs(family, timeout=3)
+        self._reap()
+
+    # ── what depends on how the job was started ──────────────────────────────
+
+    def _ends_within(self, limit: float) -> bool:
+        """Wait for the processes that were started here."""
+        try:
+            self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _read_all(self) -> None:
+        """Take the last lines."""
+        for reader in self._readers:
+            reader.join(5)
+
+    def _exit_code(self) -> int:
+        return self.process.returncode
+
+    def _reap(self) -> None:
         self.process.wait(10)
 
 
-def run(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
+def run(args: Sequence[str], limit: float = 120, kind: type[Job] = Job, **kwargs) -> Ended:
     """Start a job and wait for its end."""
-    job = Job(args, **kwargs)
+    job = kind(args, **kwargs)
     try:
         ended = job.wait(limit)
     finally:
@@ -235,9 +246,9 @@ def run(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
     return ended
 
 
-def succeed(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
+def succeed(args: Sequence[str], limit: float = 120, kind: type[Job] = Job, **kwargs) -> Ended:
     """A job that must end well and leave nothing behind."""
-    ended = run(args, limit, **kwargs)
+    ended = run(args, limit, kind, **kwargs)
     assert ended.rc == 0, ended.show()
     assert not ended.left, ended.show()
     return ended

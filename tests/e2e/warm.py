@@ -57,8 +57,8 @@ def _child(folder: str, module: str, args: list[str], env: dict, cwd: str) -> No
         atexit._run_exitfuncs()
 
 
-class WarmJob:
-    """A running job; as `runner.Job`, as far as a test looks at one that it leaves alone."""
+class WarmJob(Job):
+    """A running job whose ranks are forked."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class WarmJob:
             process.start()
             self.processes.append(process)
         self.over = threading.Event()
-        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader = threading.Thread(target=self._follow, daemon=True)
         self.reader.start()
 
     @staticmethod
@@ -100,7 +100,7 @@ class WarmJob:
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
 
-    def _read(self) -> None:
+    def _follow(self) -> None:
         """Take lines as they come, and when they came."""
         rest, at = {"out": "", "err": ""}, {"out": 0, "err": 0}
         last = False
@@ -119,10 +119,9 @@ class WarmJob:
     def family(self) -> list[psutil.Process]:
         """All living processes of the job: its ranks, and what they started, which carries the mark."""
         pids = {p.pid for p in self.processes if p.is_alive()}
-        return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)] + Job.family(self)  # type: ignore[arg-type]
+        return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)] + super().family()
 
-    def wait(self, limit: float) -> Ended:
-        """Wait for the end; at the limit, end it."""
+    def _ends_within(self, limit: float) -> bool:
         until = time.time() + limit
         running = list(self.processes)
         while running and time.time() < until:
@@ -132,48 +131,31 @@ class WarmJob:
                 # As torchrun does when a rank fails.
                 for process in running:
                     process.terminate()
-        timed_out, ended = bool(running), time.time()
-        for _ in range(20):
-            left = [] if timed_out else self.family()
-            if not left:
-                break
-            time.sleep(0.1)
-        shown = []
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                shown.append(" ".join(process.cmdline())[:200])
-        self.kill()
+        return not running
+
+    def _read_all(self) -> None:
         self.over.set()
         self.reader.join(5)
-        codes = [p.exitcode or 0 for p in self.processes]
-        rc = next((code for code in codes if code), 0)
-        return Ended(rc, self.out, self.err, self.stamps, self.began, ended, shown, timed_out)
 
-    def kill(self) -> None:
-        """End every process of the job that still lives."""
-        for process in self.family():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+    def _exit_code(self) -> int:
+        return next((p.exitcode for p in self.processes if p.exitcode), 0)
+
+    def _reap(self) -> None:
         for process in self.processes:
             process.join(10)
 
 
+def _kind(kwargs: dict) -> type[Job]:
+    """Jobs that take input, torchrun or imports of their own start as a user starts them."""
+    own = kwargs.keys() & {"stdin", "launch"} or "PYTHONPATH" in (kwargs.get("env") or {})
+    return Job if own else WarmJob
+
+
 def run(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
-    """Start a job and wait for its end; `runner.run` does, where it takes input, torchrun or imports of its own."""
-    if kwargs.keys() & {"stdin", "launch"} or "PYTHONPATH" in (kwargs.get("env") or {}):
-        return runner.run(args, limit, **kwargs)
-    job = WarmJob(args, **kwargs)
-    try:
-        ended = job.wait(limit)
-    finally:
-        job.kill()
-    assert not ended.timed_out, f"still running after {limit} s\n{ended.show()}"
-    return ended
+    """Start a job and wait for its end."""
+    return runner.run(args, limit, _kind(kwargs), **kwargs)
 
 
 def succeed(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
     """A job that must end well and leave nothing behind."""
-    ended = run(args, limit, **kwargs)
-    assert ended.rc == 0, ended.show()
-    assert not ended.left, ended.show()
-    return ended
+    return runner.succeed(args, limit, _kind(kwargs), **kwargs)

@@ -89,8 +89,8 @@ def commands(text: str) -> list[tuple[int, list[str]]]:
 
 COMMANDS = [
     pytest.param(ranks, flags, id=f"{page.name}:{i}")
-    for page in PAGES
-    for i, (ranks, flags) in enumerate(commands(TEXT[page]))
+    for page in (*PAGES, ROOT / "docs" / "policy.md")
+    for i, (ranks, flags) in enumerate(commands(page.read_text(encoding="utf-8")))
 ]
 
 
