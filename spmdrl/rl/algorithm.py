@@ -14,7 +14,7 @@ from spmdrl.algos.credit import lagrangian
 from spmdrl.algos.kl import kl_estimate
 from spmdrl.algos.samples import Samples
 from spmdrl.algos.shaping import overlong_mask, token_rewards
-from spmdrl.config.schema import Config
+from spmdrl.config.learning import AlgoConfig, CorrectionConfig
 from spmdrl.data.batch import Batch, gather_rows
 from spmdrl.data.episode import FINISH_REASONS
 from spmdrl.spmd.peers import Peers
@@ -25,7 +25,8 @@ from spmdrl.tracking.metrics import Metrics
 class Algorithm:
     """Advantage estimator + per-token loss + aggregation + KL + correction, with their settings."""
 
-    cfg: Config
+    settings: AlgoConfig
+    """Coefficients and kinds of the terms beside the loss: KL, entropy bonus, likelihood of good responses."""
     advantage: Callable
     advantage_settings: dict
     loss: Callable
@@ -39,6 +40,14 @@ class Algorithm:
     """`update`: the update's own first pass; `policy`: a pass before; `rollout`: the engine's."""
     correction: str
     """Kind of importance weights of engine against trainer, see `algos/correction.py`."""
+    limits: CorrectionConfig
+    """Bounds of those weights, and of the sequences that are left out."""
+    mask_cut: bool
+    """Responses that were cut at the longest length teach nothing; their rewards count in their groups."""
+    staleness: int
+    """Versions that sampling runs ahead of training."""
+    chunked: bool
+    """A loss of which no token depends on another may be taken chunk by chunk."""
     skip_zero_advantage: bool
     needs: frozenset[str]
     """Inputs of a step beside the samples: reference, critic, cost, cost_critic, process, greedy, logp,
@@ -55,7 +64,7 @@ class Algorithm:
             cost_T, batch.token["cost_returns"] = self.advantage(costs, **self.advantage_settings)
             advantages_T = lagrangian(advantages_T, cost_T, self.state["multiplier"])
         batch.token["advantages"] = advantages_T
-        if self.cfg.shaping.mask_cut:
+        if self.mask_cut:
             # From here on: its reward has counted in the statistics of its group.
             cut_B = batch.seq["finish"] == FINISH_REASONS.index("length")
             batch.token["sampled"] = batch.token["mask"]
@@ -68,8 +77,8 @@ class Algorithm:
         """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward."""
         token, mask_T, seq_T = batch.token, batch.token["mask"], batch.seq_index
         kl_T = None
-        if outcome == "shaped" and self.cfg.algo.kl_in == "reward" and self.state["kl_coef"]:
-            kl_T = kl_estimate(self.cfg.algo.kl_estimator, token["old_logp"], token["ref_logp"], mask_T).double()
+        if outcome == "shaped" and self.settings.kl_in == "reward" and self.state["kl_coef"]:
+            kl_T = kl_estimate(self.settings.kl_estimator, token["old_logp"], token["ref_logp"], mask_T).double()
         optional = {name: token[key].double() for name, key in OPTIONAL.items() if key in token}
         if values in token:
             optional["values"] = token[values].double()
@@ -90,7 +99,7 @@ class Algorithm:
 
         Carried over and replayed tokens are older. version: of the policy where the update begins.
         """
-        return batch.token["version"] >= version - self.cfg.rollout.staleness
+        return batch.token["version"] >= version - self.staleness
 
     @property
     def entropy_before(self) -> bool:

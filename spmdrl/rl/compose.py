@@ -29,7 +29,7 @@ def compose(cfg: Config) -> Algorithm:
     elsewhere = {"kl_coef": lambda: algo.cov_kl_coef, "weights": lambda: part_weights(algo.part_weights)}
     for_advantage = elsewhere | {name: partial(getattr, process, name) for name in ("process_coef", "outcome_coef")}
     return Algorithm(
-        cfg=cfg,
+        settings=algo,
         advantage=advantage,
         advantage_settings=settings_of(advantage, algo, for_advantage),
         loss=loss,
@@ -39,6 +39,10 @@ def compose(cfg: Config) -> Algorithm:
         horizon=float(cfg.rollout.max_new_tokens),
         old_logp=source,
         correction=correction(cfg, source),
+        limits=cfg.correction,
+        mask_cut=cfg.shaping.mask_cut,
+        staleness=cfg.rollout.staleness,
+        chunked=cfg.policy.chunked_loss,
         skip_zero_advantage=advantage_alone(cfg) and algo.skip_zero_advantage,
         needs=wanted,
         state={"kl_coef": algo.kl_coef, "multiplier": cfg.safety.multiplier if "cost" in wanted else 1.0}

@@ -45,7 +45,7 @@ class PolicyObjective(Objective):
 
     def __init__(self, algo: Algorithm, policy: Policy, temperature: float, peers: Peers, start: int | None = None):
         """peers: data positions. start: the policy's `updates_done` when the update began; None: as it stands."""
-        self.algo, self.cfg, self.policy, self.temperature, self.peers = algo, algo.cfg, policy, temperature, peers
+        self.algo, self.policy, self.temperature, self.peers = algo, policy, temperature, peers
         self.start = policy.updates_done if start is None else start
         wanted = {"token/advantages", "token/rollout_logp", "token/version", "seq/reward", "seq/advantage"}
         wanted |= {"token/old_logp"} if algo.old_logp == "policy" or algo.select is not None else set()
@@ -97,15 +97,15 @@ class PolicyObjective(Objective):
 
     def token_loss(self, micro: Batch, shared: PolicyShared, device: torch.device) -> TokenLoss | None:
         """See the contract."""
-        if not (self.cfg.policy.chunked_loss and self.separable):
+        if not (self.algo.chunked and self.separable):
             return None
         return partial(self.token_losses, shared), self.inputs(micro, shared, device)
 
     @property
     def separable(self) -> bool:
         """No token's loss depends on another's logp. A user's own loss says so by an attribute `token_separable`."""
-        cfg = self.cfg.correction
-        rejects = cfg.reject_low is not None or cfg.reject_high is not None
+        limits = self.algo.limits
+        rejects = limits.reject_low is not None or limits.reject_high is not None
         if self.algo.old_logp != "policy" and (rejects or self.algo.correction.endswith("sequence")):
             return False
         return self.algo.loss in TOKEN_LOSSES or getattr(self.algo.loss, "token_separable", False)
@@ -118,7 +118,7 @@ class PolicyObjective(Objective):
         if self.algo.old_logp == "policy":
             correction_T = self.weights(x["old_logp"], x["rollout_logp"], mask, seq)
             x |= {} if correction_T is None else {"correction": correction_T}
-        if self.cfg.algo.positive_coef:
+        if self.algo.settings.positive_coef:
             x["good"] = micro.per_token(micro.seq["reward"] > 0).to(device)
         return x
 
@@ -126,7 +126,7 @@ class PolicyObjective(Objective):
         self, shared: PolicyShared, logp: torch.Tensor, entropy: torch.Tensor, x: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss of each token with its final weight, fp64, and detached stats; all [n], the rows that x has."""
-        algo, cfg, mask, current = self.algo, self.cfg.algo, x["mask"], logp.detach()
+        algo, terms, mask, current = self.algo, self.algo.settings, x["mask"], logp.detach()
         old_logp = current if algo.old_logp == "update" else x[OLD_LOGP[algo.old_logp]].to(logp.dtype)
         correction = x.get("correction")
         if algo.old_logp != "policy":
@@ -154,29 +154,29 @@ class PolicyObjective(Objective):
                 f"the loss must return [T] tensors ({len(mask)} tokens here), see algos/losses.py; "
                 f"it returned {tuple(per_token.shape)}, { ({k: tuple(v.shape) for k, v in stats.items()}) }"
             )
-        if "reference" in algo.needs and cfg.kl_in == "loss":
-            kl_T = kl_estimate(cfg.kl_estimator, logp, x["ref_logp"].to(logp.dtype), mask)
+        if "reference" in algo.needs and terms.kl_in == "loss":
+            kl_T = kl_estimate(terms.kl_estimator, logp, x["ref_logp"].to(logp.dtype), mask)
             if algo.state["kl_coef"]:
                 per_token = per_token + algo.state["kl_coef"] * kl_T
             stats = {**stats, "kl/mean": kl_T.detach()}
-        if cfg.entropy_coef:
-            per_token = per_token - cfg.entropy_coef * entropy
+        if terms.entropy_coef:
+            per_token = per_token - terms.entropy_coef * entropy
         loss = per_token.double() * x["weight"]
-        if cfg.positive_coef:
+        if terms.positive_coef:
             likelihood = positive_nll(logp, mask, x["good"]).double()
-            loss = loss + cfg.positive_coef * likelihood / max(1.0, shared.good_tokens)
+            loss = loss + terms.positive_coef * likelihood / max(1.0, shared.good_tokens)
         return loss, stats
 
     def weights(self, trainer_T, rollout_T, mask_T, seq_T) -> torch.Tensor | None:
         """Importance weights of engine against trainer, [T]; None where none are asked for."""
-        cfg = self.cfg.correction
+        limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":
             weights_T = correction_weights_T(
-                self.algo.correction, trainer_T, rollout_T, mask_T, seq_T, cfg.low, cfg.high
+                self.algo.correction, trainer_T, rollout_T, mask_T, seq_T, limits.low, limits.high
             )
-        if cfg.reject_low is not None or cfg.reject_high is not None:
-            kept_B = reject_sequences(trainer_T, rollout_T, mask_T, seq_T, cfg.reject_low, cfg.reject_high)
+        if limits.reject_low is not None or limits.reject_high is not None:
+            kept_B = reject_sequences(trainer_T, rollout_T, mask_T, seq_T, limits.reject_low, limits.reject_high)
             kept_T = kept_B[seq_T].to(trainer_T.dtype)
             weights_T = kept_T if weights_T is None else weights_T * kept_T
         return weights_T

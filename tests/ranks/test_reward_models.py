@@ -128,17 +128,17 @@ def test_a_reference_is_refreshed_every_second_step(folders):
 
 
 def test_what_steers_moves_by_the_papers_formulas():
-    algo = compose(
-        config(
-            algo={"kl_coef": 0.2, "kl_controller": "adaptive", "kl_target": 0.1, "kl_horizon": 1000.0},
-            safety={"cost": "cost", "limit": 0.5, "lr": 0.1, "multiplier": 2.0},
-        )
+    cfg = config(
+        algo={"kl_coef": 0.2, "kl_controller": "adaptive", "kl_target": 0.1, "kl_horizon": 1000.0},
+        safety={"cost": "cost", "limit": 0.5, "lr": 0.1, "multiplier": 2.0},
     )
-    steer(algo, algo.cfg, {"kl/mean": 0.11, "safety/cost": 1.5}, 100)
+    algo = compose(cfg)
+    steer(algo, cfg, {"kl/mean": 0.11, "safety/cost": 1.5}, 100)
     assert algo.state["kl_coef"] == pytest.approx(0.2 * (1 + 0.1 * 100 / 1000))  # 10% above the target
     assert algo.state["multiplier"] == pytest.approx(2.0 * math.exp(0.1 * 2.0))  # a cost of 1 above the limit
-    steer(algo, algo.cfg, {"kl/mean": 9.0, "safety/cost": 0.5}, 100)
+    steer(algo, cfg, {"kl/mean": 9.0, "safety/cost": 0.5}, 100)
     assert algo.state["kl_coef"] == pytest.approx(0.2 * 1.01 * 1.02)  # the error is bounded to 20%
-    fixed = compose(config(algo={"kl_coef": 0.2}))
-    steer(fixed, fixed.cfg, {"kl/mean": 9.0}, 100)
+    constant = config(algo={"kl_coef": 0.2})
+    fixed = compose(constant)
+    steer(fixed, constant, {"kl/mean": 9.0}, 100)
     assert fixed.state["kl_coef"] == 0.2
