@@ -117,6 +117,7 @@ def side(folder: Path, args) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
+    from spmdrl.config.plan import plan_lines
     from spmdrl.rl.build import build_run
     from spmdrl.rl.prefetch import RolloutPrefetcher
     from spmdrl.session.open import open_run
@@ -143,7 +144,7 @@ def side(folder: Path, args) -> None:
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
     rows = []
-    with open_run(Loaded(config), build_run) as run:
+    with open_run(Loaded(config), build_run, plan_lines) as run:
         run.memory.engine.stop = torch.zeros(0, dtype=torch.int64, device=run.world.device)
         run.memory.engine.stop_tokens = []
         watched, experience = Watched(run.memory.engine, args.longest, args.spread), run.experience

@@ -160,6 +160,7 @@ def ours(job: Job, folder: Path) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
+    from spmdrl.config.plan import plan_lines
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
     from spmdrl.train import train
@@ -184,7 +185,7 @@ def ours(job: Job, folder: Path) -> None:
         "tracking.console": "plain",
     }
     config = from_command_line([word for name, value in flags.items() for word in (f"--{name}", str(value))]).config
-    with open_run(Loaded(config), build_run) as run:
+    with open_run(Loaded(config), build_run, plan_lines) as run:
         assert run is not None, "no dry run was asked for"
         # Fixed length on both sides: nothing ends a response early.
         run.memory.engine.stop, run.memory.engine.stop_tokens = torch.zeros(0, dtype=torch.int64), []

@@ -8,6 +8,7 @@ score do meanwhile (`Run.stand_by`).
 """
 
 from spmdrl.config.load import load_or_exit
+from spmdrl.config.plan import plan_lines
 from spmdrl.rl.rehearsal import check_use
 from spmdrl.session.environ import prepare
 
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
 
-    with open_run(loaded, build_run) as run:
+    with open_run(loaded, build_run, plan_lines) as run:
         if run is not None:
             train(run)
 

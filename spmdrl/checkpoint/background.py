@@ -10,7 +10,7 @@ from typing import Any
 
 from spmdrl.checkpoint import disk_space, manifest, published, store
 from spmdrl.checkpoint.keep import Keep, measured, value_of
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status, tick
 from spmdrl.policy.models import Models
 from spmdrl.spmd.mesh import twin
@@ -22,7 +22,7 @@ log = logging.getLogger("spmdrl")
 class Saver:
     """Writes the checkpoints of a run, at most one at a time. Every rank has one and makes the same calls."""
 
-    def __init__(self, cfg: Config, root: Path, world: World):
+    def __init__(self, cfg: TrainingConfig, root: Path, world: World):
         """Make room and, with `--checkpoint.background`, groups that a thread communicates over. Collective.
 
         root: the run's `checkpoints/`.

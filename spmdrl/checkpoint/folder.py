@@ -9,7 +9,7 @@ from spmdrl.checkpoint.files import write_text
 from spmdrl.checkpoint.published import steps_saved
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import differences, lasting
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.world import World
@@ -112,7 +112,7 @@ def check_evaluation(folder: Path, world: World) -> None:
         )
 
 
-def check_settings(folder: Path, cfg: Config, world: World) -> list[str]:
+def check_settings(folder: Path, cfg: TrainingConfig, world: World) -> list[str]:
     """Check that a run which goes on from its folder has the settings it began with. Collective; returns notes.
 
     Raises:
@@ -138,6 +138,6 @@ def check_settings(folder: Path, cfg: Config, world: World) -> list[str]:
     return told["notes"]
 
 
-def write_config(folder: Path, cfg: Config) -> None:
+def write_config(folder: Path, cfg: TrainingConfig) -> None:
     """Write `config.yaml`, whole or not at all."""
     write_text(folder / "config.yaml", to_yaml(lasting(cfg)))

@@ -19,7 +19,7 @@ from spmdrl.checkpoint.keep import Keep, prune
 from spmdrl.checkpoint.lock import TakenError
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import lasting, settled
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.data import treefile
 from spmdrl.policy.contract import Policy, Write
 from spmdrl.policy.models import Models
@@ -43,7 +43,7 @@ class Content:
     """JSON-able state of the run; rank 0's is written."""
     mine: Any = None
     """This rank's own tree (`data/treefile.py`); None on all ranks or on none."""
-    config: Config | None = None
+    config: TrainingConfig | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Further entries of the manifest."""
     wanted: int = 0
@@ -51,7 +51,7 @@ class Content:
 
 
 def content_of(
-    step: int, models: Models, state: dict | None, mine: Any, copy: bool = False, config: Config | None = None
+    step: int, models: Models, state: dict | None, mine: Any, copy: bool = False, config: TrainingConfig | None = None
 ) -> Content:
     """Collect the content of a checkpoint of this moment. Collective over the ranks that train.
 
@@ -81,7 +81,7 @@ def save(
     mine: Any,
     world: World,
     keep: Keep | None = None,
-    config: Config | None = None,
+    config: TrainingConfig | None = None,
 ) -> Path:
     """Write `root/step_<step>`, point `latest` at it and make room as `keep` says. Collective.
 
@@ -239,7 +239,7 @@ def load(folder: Path, models: Models) -> dict:
 # ── further entries of a manifest ────────────────────────────────────────────
 
 
-def facts_of(config: Config | None, world: World) -> dict[str, Any]:
+def facts_of(config: TrainingConfig | None, world: World) -> dict[str, Any]:
     """Entries of a manifest: layout, hash of the settings that a resume must keep, and versions."""
     facts: dict[str, Any] = {"versions": versions()}
     if config is not None:

@@ -87,6 +87,11 @@ def engine_problems(config: Config, world_size: int) -> list[str]:
             f"--rollout.assignment {rollout.assignment}: goes by the clock; leave it out, or take static, for "
             "--run.deterministic"
         )
+    if config.run.deterministic and rollout.engine == "sglang" and rollout.oversample > 1:
+        problems.append(
+            f"--rollout.oversample {rollout.oversample:g}: which groups are cut goes by the clock with sglang, a "
+            "process of its own; take 1, or another --rollout.engine, for --run.deterministic"
+        )
     if config.shaping.overlong_buffer > rollout.max_new_tokens:
         problems.append(
             f"--shaping.overlong-buffer {config.shaping.overlong_buffer}: must not be above max_new_tokens "

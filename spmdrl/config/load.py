@@ -20,7 +20,7 @@ import tyro
 
 from spmdrl.config import checks
 from spmdrl.config.dump import redact_text
-from spmdrl.config.fields import ConfigError, leaves
+from spmdrl.config.fields import ConfigError, flag, leaves
 from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Given, is_resolved, read_flags, read_yaml
 from spmdrl.config.layers import implied_by_preset, implied_layer, preset_layer
 from spmdrl.config.parse import parse, tokens_of, unknown_name
@@ -57,14 +57,18 @@ _EXTRA = [
 
 
 def from_command_line(
-    argv: Sequence[str] | None = None, prog: str = "python -m spmdrl.train", schema: type[C] = Config
+    argv: Sequence[str] | None = None,
+    prog: str = "python -m spmdrl.train",
+    schema: type[C] = Config,
+    also: type | None = None,
 ) -> Loaded[C]:
     """Read `--config` files and dotted flags (`--run.steps 5`, `_` or `-` in names) into a schema.
 
     Args:
         argv: words after the program name; None takes sys.argv.
         prog: name shown by `--help`.
-        schema: a dataclass of dataclasses; an entry point with settings of its own may derive one from Config.
+        schema: a dataclass of dataclasses: the sections that the entry point reads.
+        also: the schema of another entry point, whose files are read too; what this one does not read is passed over.
 
     Raises:
         ConfigError: unknown names (all of them together), a value of the wrong type, or a file that cannot be read.
@@ -92,6 +96,7 @@ def from_command_line(
         from_files = [entry for entry in from_files if not any(entry is other for other in implied)]
 
     hints = leaves(schema) | {"dry_run": bool}
+    passed_over = leaves(also).keys() - hints.keys() if also else set()
     tokens: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
     named: set[str] = set()
@@ -100,8 +105,12 @@ def from_command_line(
         positive = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name)
         if name not in hints and hints.get(positive) is bool and given.origin == COMMAND_LINE:
             name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
-        if given.values is None and any(leaf.startswith(name + ".") for leaf in hints):
+        if given.values is None and any(leaf.startswith(name + ".") for leaf in (*hints, *passed_over)):
             continue  # a section with nothing under it
+        if {name, positive} & passed_over:
+            if given.origin == COMMAND_LINE:
+                problems.append(f"{flag(name)}: {prog} does not read it; leave it out")
+            continue
         if name not in hints or (name == "dry_run" and given.origin != COMMAND_LINE):
             problems.append(unknown_name(name, given, [leaf for leaf in hints if leaf != "dry_run"]))
             continue
@@ -125,6 +134,7 @@ def load_or_exit(
     schema: type[C] = Config,
     check: Callable[[C, int], None] | None = checks.check,  # type: ignore[assignment]
     check_use: Callable[[Loaded[C]], list[str]] | None = None,
+    also: type | None = None,
 ) -> Loaded[C]:
     """`from_command_line` and `check` for an entry point: a mistake is one message from rank 0 and exit code 2 on all.
 
@@ -132,7 +142,7 @@ def load_or_exit(
     check_use: called last, to find valid settings that are of no use together; rank 0 prints the lines it returns.
     """
     try:
-        loaded = from_command_line(argv, prog, schema)
+        loaded = from_command_line(argv, prog, schema, also)
         if check is not None:
             check(loaded.config, int(os.environ.get("WORLD_SIZE", "1")))
         for line in check_use(loaded) if check_use is not None else ():

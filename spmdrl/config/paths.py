@@ -3,7 +3,7 @@
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import TrainingConfig
 
 FOLDERS = ("logs", "checkpoints", "spikes", "flight", "tensorboard", "wandb")
 WRITTEN = (
@@ -21,7 +21,7 @@ WRITTEN = (
 """Names that a run writes at the top of its folder; `*` stands for any letters."""
 
 
-def run_folder(cfg: Config) -> Path:
+def run_folder(cfg: TrainingConfig) -> Path:
     """`--run.dir`, or `runs/<name>`."""
     return Path(cfg.run.dir or Path("runs") / cfg.run.name)
 

@@ -2,7 +2,7 @@
 
 import os
 
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import Config, TrainingConfig
 
 
 def trainers(config: Config, world_size: int) -> int:
@@ -16,6 +16,11 @@ def trainers(config: Config, world_size: int) -> int:
 def samplers(config: Config, world_size: int) -> int:
     """Ranks that sample."""
     return world_size if config.parallel.placement == "colocated" else config.parallel.rollout_ranks
+
+
+def engine_tp(config: TrainingConfig) -> int:
+    """Ranks that share one engine."""
+    return config.rollout.tp if isinstance(config, Config) else 1
 
 
 def shown(config: Config, count: int, verb: str) -> str:

@@ -15,7 +15,7 @@ from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag, leaves, shown
 from spmdrl.config.presets import with_preset
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import Config, TrainingConfig
 
 FREE: dict[str, tuple[str, ...]] = {
     "where a run is, how long it goes on, how it is watched": (
@@ -79,12 +79,12 @@ def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name, value in nested.items() for k, v in flat(value, f"{prefix}{name}.").items()}
 
 
-def settled(cfg: Config) -> dict[str, Any]:
+def settled(cfg: TrainingConfig) -> dict[str, Any]:
     """The settings that a resume must keep, redacted; the engine is the one that runs."""
     return {k: v for k, v in flat(to_dict(lasting(cfg))).items() if not may_change(k, cfg.optimizer.schedule)}
 
 
-def file_digests(cfg: Config) -> dict[str, list[str]]:
+def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     """Setting -> [file, hash of its content] where a setting that a resume must keep names a file of the user's own.
 
     Such are functions in Python (`path/to/file.py:function`) and templates in jinja; what they import is not looked at.
@@ -114,7 +114,7 @@ class Differences:
     """Further lines for the user."""
 
 
-def differences(path: Path, cfg: Config) -> Differences:
+def differences(path: Path, cfg: TrainingConfig) -> Differences:
     """Compare a run folder's `config.yaml` with the settings of this run; problems with the file become notes.
 
     A setting that the file lacks (it may be older than the setting) counts as its default.
@@ -131,11 +131,12 @@ def differences(path: Path, cfg: Config) -> Differences:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, AttributeError, TypeError) as error:
         what = " ".join(str(error).split())
         out.notes.append(f"{path} cannot be read ({what}): its settings are taken to be the defaults")
-    defaults = flat(to_dict(with_preset(Config(), cfg.algo.preset)))
+    plain = with_preset(Config(), cfg.algo.preset) if isinstance(cfg, Config) else type(cfg)()
+    defaults = flat(to_dict(plain))
     for name, here in settled(cfg).items():
         then = there.get(name, defaults.get(name))
         why = ""
-        if name == "rollout.engine":
+        if name == "rollout.engine" and isinstance(cfg, Config):
             # A file by another hand may say auto, which is taken for what it is here.
             then = then if then != "auto" else engine_name(replace(cfg, rollout=replace(cfg.rollout, engine="auto")))
             why = " (by auto)" if cfg.rollout.engine == "auto" else ""
@@ -144,7 +145,9 @@ def differences(path: Path, cfg: Config) -> Differences:
     return out
 
 
-def lasting(cfg: Config) -> Config:
+def lasting(cfg: TrainingConfig) -> TrainingConfig:
     """The settings without those meant for this start alone, and with the engine that `auto` resolves to."""
-    rollout = replace(cfg.rollout, engine=engine_name(cfg))
-    return replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False), rollout=rollout)
+    cfg = replace(cfg, run=replace(cfg.run, fresh=False, allow_changes=False))
+    if isinstance(cfg, Config):
+        cfg = replace(cfg, rollout=replace(cfg.rollout, engine=engine_name(cfg)))
+    return cfg

@@ -360,8 +360,8 @@ class TrackingConfig:
 
 
 @dataclass
-class Config:
-    """Reinforcement learning of a language model. Every rank runs this same program."""
+class TrainingConfig:
+    """Sections of every job that trains a model. Each entry point adds its own."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -369,6 +369,15 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+@dataclass
+class Config(TrainingConfig):
+    """Reinforcement learning of a language model. Every rank runs this same program."""
+
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
@@ -378,8 +387,5 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     safety: SafetyConfig = field(default_factory=SafetyConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spmdrl.config.engines import Part
-from spmdrl.config.schema import Config, OptimizerConfig
+from spmdrl.config.schema import OptimizerConfig, TrainingConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
 from spmdrl.hub.build import DTYPES
@@ -53,7 +53,7 @@ class Learner:
     keeps_masters = False
     """The optimizer state holds the weights even if `model/` stores them without rounding."""
 
-    def __init__(self, cfg: Config, world: World, total_updates: int, optimizer: OptimizerConfig | None):
+    def __init__(self, cfg: TrainingConfig, world: World, total_updates: int, optimizer: OptimizerConfig | None):
         """total_updates: optimizer steps that will be due. optimizer: None takes the policy's, `cfg.optimizer`."""
         self.cfg, self.world = cfg, world
         self.settings = optimizer or cfg.optimizer

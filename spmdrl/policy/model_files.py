@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.data.chat import template_text
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
@@ -16,7 +16,7 @@ COPIED = ("generation_config.json", "*processor_config.json")
 """Files of a language model that are copied byte for byte: transformers may refuse to write what it could read."""
 
 
-def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: Config, head: str) -> dict[str, bytes]:
+def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
     """Return name -> content of the configuration, the tokenizer and the files copied from the model's folder.
 
     The tokenizer has the chat template that `--data.chat-template` gives. A critic or reward model without a tokenizer

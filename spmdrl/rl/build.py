@@ -2,13 +2,14 @@
 
 from spmdrl.algos.filters import FILTERS
 from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.models import Models, build_models
-from spmdrl.rewards.load import check_cost, load_reward
+from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.evaluation import Evaluation, is_evaluated
 from spmdrl.rl.prefetch import RolloutPrefetcher
@@ -28,7 +29,7 @@ from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.storage import scratch_folder
 
 
-def build_run(session: Session) -> Run:
+def build_run(session: Session[Config]) -> Run:
     """Everything that one run is made of. Collective over all ranks."""
     cfg, world = session.cfg, session.world
     algo = compose(cfg)
@@ -47,6 +48,11 @@ def build_run(session: Session) -> Run:
     if is_evaluated(cfg):
         asked = same_prompts(session, tokenizer, cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
     check_cost(cfg.reward, cfg.safety.cost)
+    if cfg.run.deterministic and scores_timeouts(cfg.reward):
+        session.warn(
+            f"--run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
+            "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
+        )
     grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop") if world.samples else None
     # Of every rank: one without samples needs the column too.
     experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
@@ -97,7 +103,7 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
     return prompts
 
 
-def sleeping_engine(session: Session, models: Models, stop: set[int]) -> Engine:
+def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) -> Engine:
     """The engine of this rank, asleep where the models of the same rank need its memory first."""
     cfg, world = session.cfg, session.world
     with room_for_engine(models, cfg):

@@ -40,7 +40,7 @@ from spmdrl.tracking.metrics import Metrics, Timer
 class Run:
     """Parts of a run on this rank."""
 
-    session: Session
+    session: Session[Config]
     algo: Algorithm
     models: Models
     spikes: Spikes

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl import checkpoint
-from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag
-from spmdrl.config.resume import file_digests
-from spmdrl.config.schema import Config
+from spmdrl.config.resume import file_digests, settled
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.failure import mark, request
 from spmdrl.health.preempt import PreemptedError, preemption
 from spmdrl.policy.models import Models
@@ -170,7 +169,7 @@ class Checkpoints:
             self.saver.save(done, state, self.ranks.tree(), self.models)
 
 
-def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
+def unlike(cfg: TrainingConfig, found: Path, before: dict, now: dict) -> list[str]:
     """Names what has changed since the checkpoint `found` was made, one line each.
 
     before, now: digest of the `prompts`, `files` as of `file_digests`, type of the `device`. What an older checkpoint
@@ -185,7 +184,7 @@ def unlike(cfg: Config, found: Path, before: dict, now: dict) -> list[str]:
     if before.get("prompts", now["prompts"]) != now["prompts"]:
         lines.append(f"{found} was trained on other prompts than {cfg.data.train} holds")
     device = before.get("device", now["device"])
-    if device != now["device"] and engine_name(cfg) == "vllm":
+    if device != now["device"] and settled(cfg).get("rollout.engine") == "vllm":
         # Its generators are the device's; those of the other engines are not.
         lines.append(f"{found} was made on {device}; on {now['device']} vllm draws other tokens from the same seeds")
     return lines

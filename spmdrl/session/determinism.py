@@ -2,7 +2,8 @@
 
 Without it a run of a static assignment is so on a CPU already; what this adds is certainty. torch refuses operations
 whose sums go in no fixed order, prompts have fixed engines (`config/layers.py` sets the static assignment), engines on
-GPUs take batch-invariant kernels, and what goes by the clock is named. It costs speed.
+GPUs take batch-invariant kernels, and settings by which the clock decides are refused or named
+(`config/engines.py`, `rl/build.py`). It costs speed.
 """
 
 import os
@@ -11,9 +12,7 @@ import random
 import numpy
 import torch
 
-from spmdrl.config.engines import engine_name
-from spmdrl.config.schema import Config
-from spmdrl.rewards.load import scores_timeouts
+from spmdrl.config.schema import RunConfig
 from spmdrl.spmd.seeds import seed_for
 
 ENVIRONMENT = {
@@ -30,35 +29,20 @@ ENVIRONMENT = {
 """A user's own values stay."""
 
 
-def make_deterministic(cfg: Config) -> list[str]:
-    """Set torch and its libraries so, before the first of them starts; returns what may still differ, for the user.
+def make_deterministic(run: RunConfig) -> None:
+    """Set torch and its libraries so, before the first of them starts.
 
     Without `--run.deterministic` the generators of this process are seeded, and that is all.
-
-    Raises:
-        ValueError: an engine whose samples depend on the clock.
     """
     # The run's own draws are keyed by data; a user's loss may draw from these. Alike on every rank (law 3): those that
     # hold the same tokens (--parallel.sp) take the same loss from them.
-    seed = seed_for(cfg.run.seed)
+    seed = seed_for(run.seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if not cfg.run.deterministic:
-        return []
+    if not run.deterministic:
+        return
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    notes = []
-    if scores_timeouts(cfg.reward):
-        notes.append(
-            f"warning: --run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
-            "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
-        )
-    if engine_name(cfg) == "sglang" and cfg.rollout.oversample > 1:
-        raise ValueError(
-            f"--rollout.oversample {cfg.rollout.oversample:g}: which groups are cut goes by the clock with sglang, a "
-            "process of its own; take 1, or another --rollout.engine, for --run.deterministic"
-        )
-    return notes

@@ -14,8 +14,8 @@ from spmdrl import checkpoint
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.load import Loaded
 from spmdrl.config.paths import check_run_folder, run_folder
-from spmdrl.config.plan import plan_lines
-from spmdrl.config.schema import Config
+from spmdrl.config.placement import engine_tp
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.failure import named_exit, watch
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
@@ -43,21 +43,25 @@ class Job(Protocol):
         ...
 
 
+C = TypeVar("C", bound=TrainingConfig)
 J = TypeVar("J", bound=Job)
-Build = Callable[[Session], J]
+Plan = Callable[[C, int], list[str]]
+"""Lines on how the counts of the settings multiply out on so many ranks."""
+Build = Callable[[Session[C]], J]
 """Builds the job once the ranks have met and the run folder is taken. Collective."""
 
 
 @contextmanager
-def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J | None]:
+def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool = True) -> Iterator[J | None]:
     """Opens the job on this rank; gives None for a dry run. A failure inside ends the whole job by name. Collective.
 
     Args:
         loaded: settings, and whether this is a dry run.
-        build: what the job is.
+        build: makes the job.
+        plan: printed at the start; a dry run prints it and stops.
         keeps: the run folder belongs to this job alone and records its settings. An evaluation only leaves its log.
     """
-    cfg: Config = loaded.config
+    cfg = loaded.config
     timer, console, run = Timer(), None, None
 
     def give_terminal_back() -> None:
@@ -68,18 +72,18 @@ def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J 
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if loaded.dry_run:
             if rank == 0:
-                print(to_yaml(cfg) + "\n" + "\n".join(plan_lines(cfg, size)))
+                print(to_yaml(cfg) + "\n" + "\n".join(plan(cfg, size)))
             yield None
             return
-        notes = make_deterministic(cfg)
+        make_deterministic(cfg.run)
         folder = run_folder(cfg)
         newest = lambda: next(iter(checkpoint.steps_saved(folder / "checkpoints")), 0)  # noqa: E731
         if not cfg.run.fresh:
             # For whoever fails before the watch begins.
             rank_status.saved = newest
-        notes.append(choose_interface())
+        notes = [choose_interface()]
         # The group first: from here on one rank alone speaks for all when something fails.
-        world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, cfg.run.timeout)
+        world = start(cfg.parallel, engine_tp(cfg), cfg.run.device, cfg.run.timeout)
         if world.device.type == "cuda":
             notes.append(share_cores())
         # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.
@@ -98,7 +102,7 @@ def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J 
         if world.is_first:
             console = Console(cfg.tracking.console, cfg.run.steps, newest())
             timer = Timer(console.phase)
-            for line in [*filter(None, notes), *plan_lines(cfg, size)]:
+            for line in [*filter(None, notes), *plan(cfg, size)]:
                 console.note(line)
         with lockstep(cfg.run.lockstep_debug, world.store, cfg.run.timeout):
             run = build(Session(cfg, world, timer, console))
@@ -119,7 +123,7 @@ def open_run(loaded: Loaded, build: Build[J], keeps: bool = True) -> Iterator[J 
         os._exit(0)
 
 
-def settle_on(device: str, cfg: Config) -> str:
+def settle_on(device: str, cfg: TrainingConfig) -> str:
     """Prepare the process for the kind of its device; returns a warning, or nothing."""
     if device == "cpu":
         keep_freed_memory()

@@ -4,9 +4,10 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from spmdrl.config.paths import run_folder
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status
 from spmdrl.spmd.world import World
 from spmdrl.tracking.console import Console
@@ -15,11 +16,14 @@ from spmdrl.tracking.metrics import Timer
 log = logging.getLogger("spmdrl")
 
 
+C = TypeVar("C", bound=TrainingConfig, covariant=True)
+
+
 @dataclass
-class Session:
+class Session(Generic[C]):
     """One job on one rank, before it is known what it does. `open_run` makes it."""
 
-    cfg: Config
+    cfg: C
     world: World
     timer: Timer
     console: Console | None = None

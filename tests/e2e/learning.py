@@ -171,13 +171,14 @@ def _child(words: list[str], folder: str, target: float) -> None:
     import torch
 
     from spmdrl.config.load import load_or_exit
+    from spmdrl.config.plan import plan_lines
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
     from spmdrl.train import train
 
     torch.set_num_threads(1)
     seen: list[tuple[int, float]] = []
-    with open_run(load_or_exit(words), build_run) as run:
+    with open_run(load_or_exit(words), build_run, plan_lines) as run:
         assert run is not None
         evaluate = run.evaluate
 

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from spmdrl.session.determinism import make_deterministic
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError
 from tests.builds import no_sglang, no_vllm
 from tests.e2e.kills import differences, untimed
 from tests.e2e.runner import argv
@@ -51,5 +52,6 @@ def test_deterministic_runs_are_bit_equal(engine, tmp_path):
 def test_deterministic_refuses_what_goes_by_the_clock():
     said = run([*FLAGS, "--run.deterministic", "--rollout.assignment", "queue", "--dry-run"])
     assert said.rc == 2 and "--rollout.assignment queue: goes by the clock" in "\n".join(said.err), said.show()
-    with pytest.raises(ValueError, match="--rollout.oversample 1.5: which groups are cut goes by the clock"):
-        make_deterministic(config(run={"deterministic": True}, rollout={"engine": "sglang", "oversample": 1.5}))
+    cfg = config(run={"deterministic": True}, rollout={"engine": "sglang", "assignment": "static", "oversample": 1.5})
+    with pytest.raises(ConfigError, match="--rollout.oversample 1.5: which groups are cut goes by the clock"):
+        check(cfg, 1)

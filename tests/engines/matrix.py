@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from spmdrl.config.load import load_or_exit
+from spmdrl.config.plan import plan_lines
 from spmdrl.session.environ import prepare
 
 SHORTER = 2
@@ -84,7 +85,7 @@ def main() -> None:
     with ExitStack() as inside:
         several = int(os.environ["WORLD_SIZE"]) > 1 and loaded.config.rollout.engine != "hf"
         recorders = as_nccl(inside) if several else []
-        with open_run(loaded, build_run) as run:
+        with open_run(loaded, build_run, plan_lines) as run:
             train(run)
             for recorder in recorders:
                 torch.save(recorder.record, run.session.folder / f"record_{run.world.rank}.pt")

@@ -116,8 +116,8 @@ def test_resume_every_other_change_is_listed(folder):
         "--run.seed: 0 there, 1 here",
         "--optimizer.lr: 0.001 there, 0.0002 here",
         "--lora.targets: q_proj v_proj there, q_proj here",
-        "--algo.clip-low: 0.2 there, 0.1 here",
         "--data.system: '' there, be_brief here",
+        "--algo.clip-low: 0.2 there, 0.1 here",
     ]
 
 

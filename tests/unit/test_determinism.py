@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
+from spmdrl.config.schema import RunConfig
 from spmdrl.session.determinism import make_deterministic
-from tests.ranks.cases import config
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def generators_stay():
 def test_generators_are_alike_on_all_ranks_and_differ_by_seed(generators_stay, monkeypatch):
     def draws(rank: int, seed: int) -> tuple:
         monkeypatch.setenv("RANK", str(rank))
-        make_deterministic(config(run={"seed": seed}))
+        make_deterministic(RunConfig(seed=seed))
         return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
     assert draws(0, 5) == draws(1, 5)

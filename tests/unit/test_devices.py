@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
+from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import ParallelConfig
 from spmdrl.rollout.build import check_engine
 from spmdrl.rollout.engine import StaleEngineError, check_device
@@ -165,7 +166,7 @@ def test_a_run_on_gpus_shares_the_cores_and_one_on_a_cpu_does_not(monkeypatch, t
     monkeypatch.setattr(opening, "share_cores", lambda: asked.append(device) or "")
     monkeypatch.setattr(opening, "check_run_folder", ends)
     loaded = SimpleNamespace(config=config(run={"dir": str(tmp_path / "run")}), dry_run=False)
-    with pytest.raises(InterruptedError), opening.open_run(loaded, lambda *_: None):  # type: ignore[arg-type]
+    with pytest.raises(InterruptedError), opening.open_run(loaded, lambda *_: None, plan_lines):  # type: ignore[arg-type]
         pass
     assert asked == [CUDA] * (device == CUDA)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.resolve import resolve
@@ -126,7 +126,7 @@ def _attend(q, k, v, packing: Packing, scale: float, window: int | None, softcap
     return torch.cat(parts).index_select(0, packing.order)
 
 
-def check_attention(cfg: Config, device: torch.device) -> None:
+def check_attention(cfg: TrainingConfig, device: torch.device) -> None:
     """Raise ValueError if the kernel of `--policy.attention` cannot compute the model's layers; builds no model."""
     if cfg.policy.attention not in KERNELS:
         return

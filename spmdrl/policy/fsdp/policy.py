@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from spmdrl.config.engines import Part
-from spmdrl.config.schema import Config, OptimizerConfig
+from spmdrl.config.schema import OptimizerConfig, TrainingConfig
 from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
 from spmdrl.hub.build import DTYPES, build_model
@@ -50,7 +50,7 @@ class FsdpPolicy(Learner):
 
     def __init__(
         self,
-        cfg: Config,
+        cfg: TrainingConfig,
         world: World,
         total_updates: int,
         trainable: bool = True,

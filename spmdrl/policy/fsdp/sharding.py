@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from spmdrl.config.schema import Config
+from spmdrl.config.schema import TrainingConfig
 from spmdrl.hub.build import decoder_layers
 from spmdrl.policy.contract import Head
 from spmdrl.policy.heads import PackedLM, PackedScalar
@@ -60,7 +60,13 @@ def recompute(hf: Any) -> None:
 
 
 def sharded(
-    hf: Any, cfg: Config, world: World, head: Head, compute: torch.dtype, share: bool, trained: Callable[[str], bool]
+    hf: Any,
+    cfg: TrainingConfig,
+    world: World,
+    head: Head,
+    compute: torch.dtype,
+    share: bool,
+    trained: Callable[[str], bool],
 ) -> Any:
     """Wrap, freeze and shard a HF model, and move it to this rank's device. Collective.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from spmdrl.config.engines import Part
-from spmdrl.config.schema import Config, OptimizerConfig, PolicyConfig
+from spmdrl.config.schema import OptimizerConfig, PolicyConfig, TrainingConfig
 from spmdrl.data.batch import Batch
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import plain_errors
@@ -30,7 +30,7 @@ from spmdrl.weights.reshard import Piece
 from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_model, stored
 
 
-def layout_of(cfg: Config) -> Layout:
+def layout_of(cfg: TrainingConfig) -> Layout:
     """Return the layout that the settings ask for."""
     axes = cfg.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
@@ -61,7 +61,7 @@ class MegatronPolicy(Learner):
 
     def __init__(
         self,
-        cfg: Config,
+        cfg: TrainingConfig,
         world: World,
         total_updates: int,
         trainable: bool = True,
