@@ -60,6 +60,7 @@ def build_engine(cfg: Config, world: World, stop: set[int]) -> Engine:
         from spmdrl.rollout.sglang.engine import SGLangEngine
 
         return SGLangEngine(cfg, world, stop)
+    assert name == "hf", f"no engine is built for --rollout.engine {name}"
     from spmdrl.rollout.hf.engine import HFEngine
 
     return HFEngine(cfg, world, stop)

@@ -1,4 +1,4 @@
-"""DESIGN.md, section 1, and what can be read off the source of its laws: imports run downwards, and more."""
+"""The rooms of CONTRIBUTING.md and what sources show of its laws: imports run downwards, and more."""
 
 import ast
 import inspect
