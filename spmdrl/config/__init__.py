@@ -1,7 +1,8 @@
 """Settings: dataclasses, the files and flags that fill them, and the rules that they keep.
 
-schema.py      every setting of a run, one dataclass a section; the text under a field is its --help
+schema.py      every setting of a run, one dataclass for each section; the text under a field is its --help
 learning.py    the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
+evaluation.py  settings of an evaluation, and the run that they make
 presets.py     published methods by name, as settings
 load.py        makes one Config from files and flags
 given.py       text given for settings: words of the command line, entries of YAML files
