@@ -276,8 +276,8 @@ def measure(args) -> dict[str, dict]:
 NUMBERS = ("ranks", "prompts", "samples", "sequences", "longest", "steps", "skip", "rounds", "spread")
 
 
-def main() -> None:
-    """Print a table and the target; write JSON."""
+def arguments() -> argparse.Namespace:
+    """Words of the command line, with the defaults of `--quick` or of a full run filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="responses of up to 256 tokens, one turn of 8 steps")
     parser.add_argument("--json", type=Path)
@@ -294,12 +294,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="turns of each setting. 0: 2, quick 1")
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
     args.engine, args.ranks = engine_of(args.engine), args.ranks or default_ranks()
     for name, full, quick in (("longest", 512, 256), ("steps", 16, 8), ("rounds", 2, 1)):
         setattr(args, name, getattr(args, name) or (quick if args.quick else full))
-    if args.side:
-        return side(args.side, args)
+    return args
+
+
+def show_lengths(args: argparse.Namespace) -> dict[int, int]:
+    """Print the job and its lengths; returns percentile -> tokens."""
     drawn = sorted(
         length(p, s, args.longest, args.spread) for p in range(args.prompts * args.steps) for s in range(args.samples)
     )
@@ -310,7 +312,11 @@ def main() -> None:
         + ", ".join(f"{q}% up to {n}" for q, n in share.items())
         + f", {sum(n == args.longest for n in drawn) / len(drawn):.1%} cut at {args.longest}"
     )
-    rows = measure(args)
+    return share
+
+
+def show(rows: dict[str, dict]) -> None:
+    """Print the table of the settings."""
     print(
         f"{'setting':<33}{'step s':>8}{'rollout s':>10}{'update s':>9}{'tokens/s':>9}{'length':>8}{'stale':>7}"
         f"{'dropped':>9}{'engine steps':>13}{'ms few/full':>13}"
@@ -322,22 +328,39 @@ def main() -> None:
             f"{row['dropped_share']:>9.1%}{row['engine_steps']:>13.0f}"
             f"{row['engine_step_ms_few']:>7.1f}/{row['engine_step_ms_full']:.1f}"
         )
+
+
+def show_ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
+    """Print every setting against `static`; returns the ratios."""
+    ratios = {}
+    for name in [name for name in rows if name != "static"] if "static" in rows else []:
+        ratios[name] = {
+            "step_time": rows["static"]["step_s"] / rows[name]["step_s"],
+            "trained_tokens_per_s": rows[name]["trained_tokens_per_s"] / rows["static"]["trained_tokens_per_s"],
+        }
+        print(
+            f"static against {name}: step {ratios[name]['step_time']:.2f} times as fast, "
+            f"{ratios[name]['trained_tokens_per_s']:.2f} times the trained tokens a second"
+        )
+    return ratios
+
+
+def main() -> None:
+    """Print a table and the target; write JSON."""
+    args = arguments()
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    if args.side:
+        return side(args.side, args)
+    share = show_lengths(args)
+    rows = measure(args)
+    show(rows)
     polls = [poll for row in rows.values() for poll in row.pop("polls")]
     model, most = fit(polls), None
     print(f"a step of the engine: {1000 * model[0]:.2f} ms + {1000 * model[1]:.3f} ms for each sequence")
-    ratios = {}
     if "static" in rows:
         most = bound(rows["static"], model, args)
         print(f"bound on the speed-up, with engines that are full to the end: {most['ratio']:.2f}")
-        for name in [name for name in rows if name != "static"]:
-            ratios[name] = {
-                "step_time": rows["static"]["step_s"] / rows[name]["step_s"],
-                "trained_tokens_per_s": rows[name]["trained_tokens_per_s"] / rows["static"]["trained_tokens_per_s"],
-            }
-            print(
-                f"static against {name}: step {ratios[name]['step_time']:.2f} times as fast, "
-                f"{ratios[name]['trained_tokens_per_s']:.2f} times the trained tokens a second"
-            )
+    ratios = show_ratios(rows)
     if "partial" in ratios:
         ratio = ratios["partial"]["step_time"]
         print(f"target longtail-step-time {ratio:.2f} {GOAL} {'ok' if ratio >= GOAL else 'miss'}")

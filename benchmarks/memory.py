@@ -45,6 +45,37 @@ def make_model(folder: Path, quick: bool) -> str:
     return str(folder)
 
 
+def changed(cfg, **sections: dict):
+    """The settings with some of their sections changed."""
+    return dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
+
+
+def cycle(memory, level: int) -> None:
+    """One step: eight samples are begun, then an update by a gradient of ones."""
+    import torch
+
+    from spmdrl.rollout.engine import Request
+    from spmdrl.spmd.storage import WORTH_TRIMMING, give_back
+
+    policy, engine, device = memory.policy, memory.engine, memory.world.device
+    memory.cfg = changed(memory.cfg, rollout={"sleep_level": level})
+    with memory.rollout_phase():
+        for i in range(8):
+            prompt = [(7 * i + j) % 31000 + 3 for j in range(32)]
+            engine.submit(Request((i, 0, 0), prompt, i, policy.version, 8))
+        for _ in range(4):
+            engine.poll()
+        # Memory that the allocator only keeps for later has no owner, and sleep must not claim it.
+        give_back(device, WORTH_TRIMMING)
+    with memory.training_phase():
+        for p in policy.shards:
+            p.grad = torch.ones_like(p)
+        policy.optimizer.step()
+        policy.optimizer.zero_grad(set_to_none=True)
+        policy.version += 1
+        give_back(device, WORTH_TRIMMING)
+
+
 def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
     """One engine: two cycles at each level, the second of which counts; writes its phases as JSON."""
     import torch
@@ -53,20 +84,14 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
     from spmdrl.policy.fsdp.policy import FsdpPolicy
     from spmdrl.policy.models import Models
     from spmdrl.rollout.build import build_engine
-    from spmdrl.rollout.engine import Request
     from spmdrl.session.device_table import Memory
     from spmdrl.session.environ import keep_freed_memory, prepare
     from spmdrl.spmd.mesh import start
-    from spmdrl.spmd.storage import WORTH_TRIMMING, give_back
     from spmdrl.tracking.metrics import Timer
 
     prepare()
     logging.getLogger("spmdrl").addHandler(logging.NullHandler())
     cfg = Config()
-
-    def changed(cfg: Config, **sections: dict) -> Config:
-        return dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
-
     world = start(cfg.parallel, 1, "auto", 120.0)
     on_gpu = world.device.type == "cuda"
     if not on_gpu:
@@ -81,30 +106,11 @@ def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
     engine = build_engine(cfg, world, {2})
     memory = Memory(cfg, Models(policy), engine, Timer(), world)
     rows, seconds = {}, {}
-
-    def cycle(level: int) -> None:
-        memory.cfg = changed(cfg, rollout={"sleep_level": level})
-        with memory.rollout_phase():
-            for i in range(8):
-                prompt = [(7 * i + j) % 31000 + 3 for j in range(32)]
-                engine.submit(Request((i, 0), prompt, i, policy.version, 8))
-            for _ in range(4):
-                engine.poll()
-            # Memory that the allocator only keeps for later has no owner, and sleep must not claim it.
-            give_back(world.device, WORTH_TRIMMING)
-        with memory.training_phase():
-            for p in policy.shards:
-                p.grad = torch.ones_like(p)
-            policy.optimizer.step()
-            policy.optimizer.zero_grad(set_to_none=True)
-            policy.version += 1
-            give_back(world.device, WORTH_TRIMMING)
-
     for level in (1, 2):
         # The second follows a sleep at its own level.
-        cycle(level)
+        cycle(memory, level)
         timer = memory.timer = Timer()
-        cycle(level)
+        cycle(memory, level)
         seconds[level] = timer.flush()
         rows[level] = {
             name: {

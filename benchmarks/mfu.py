@@ -267,8 +267,8 @@ def measure(sides: dict[str, Any], config: Any, lengths: list[int], times: int, 
     return list(rows.values())
 
 
-def main() -> None:
-    """Print the table and one line per target; write JSON."""
+def arguments() -> argparse.Namespace:
+    """Words of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model, two repetitions")
     parser.add_argument("--json", type=Path)
@@ -278,7 +278,22 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="of the longest sequence; default 4096 on a GPU, 256 on a CPU")
     parser.add_argument("--tokens-per-microbatch", type=int, help="default 8192 on a GPU, 1024 on a CPU")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing on every side")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def show(case: str, row: dict) -> None:
+    """Print one line of the table."""
+    cells = [f"{row[k]:.2f}" if row[k] else "-" for k in ("mfu_maker", "ratio")]
+    print(
+        f"{case:7} {row['side']:9} {row['seconds']:9.3f} {row['tokens_per_s']:9.0f} "
+        f"{row['flops_per_s'] / 1e12:8.3g} {row['mfu']:6.2f} {cells[0]:>10} {cells[1]:>8} "
+        f"{row['step_gib']:6.1f}"
+    )
+
+
+def main() -> None:
+    """Print the table and one line per target; write JSON."""
+    args = arguments()
     from transformers.utils.logging import disable_progress_bar
 
     from spmdrl.config.schema import ParallelConfig
@@ -318,12 +333,7 @@ def main() -> None:
                 row["mfu_maker"] = row["flops_per_s"] / maker if maker else None
                 row["ratio"] = base / row["seconds"] if base else None
                 rows.append(row)
-                cells = [f"{row[k]:.2f}" if row[k] else "-" for k in ("mfu_maker", "ratio")]
-                print(
-                    f"{case:7} {row['side']:9} {row['seconds']:9.3f} {row['tokens_per_s']:9.0f} "
-                    f"{row['flops_per_s'] / 1e12:8.3g} {row['mfu']:6.2f} {cells[0]:>10} {cells[1]:>8} "
-                    f"{row['step_gib']:6.1f}"
-                )
+                show(case, row)
     print()
     for row in rows:
         if row["side"] != "plain" and row["ratio"]:
