@@ -102,7 +102,7 @@ def arguments_of(kernel) -> list[str]:
 
 
 def specialised(launch: Launch, device: int) -> str:
-    """How Triton specialises a launch, besides constants: types, D for a multiple of 16, S for below 2 GiB."""
+    """Specialisation of a launch by Triton, besides constants: types, D for a multiple of 16, S for below 2 GiB."""
     driver.active.device = device
     kernel, constants = kernel_of(launch.kernel), dict(launch.constants)
     *_, bind = kernel.device_caches[device]
