@@ -1,9 +1,9 @@
-"""Bytes that an update of a Megatron policy sends on each axis: counted, and worked out from the model's shapes.
+"""Bytes that an update of a Megatron policy sends on each axis: counted, and derived from the model's shapes.
 
-Both are what a bandwidth-optimal algorithm sends from one rank, n ranks in the group: an all-gather (n - 1) times its
-own part, a reduce-scatter (n - 1) times the part it keeps, an all-reduce one of each, a broadcast (n - 1) / n of the
-tensor (the mean over ranks), an all-to-all the rows for others, a send its tensor. What a library sends beyond that is
-not in it; gloo's all-reduce and NCCL's ring are close to it.
+Both are the bytes that a bandwidth-optimal algorithm sends from one rank of a group of n ranks: for an all-gather
+(n - 1) times its own part, for a reduce-scatter (n - 1) times the part it keeps, for an all-reduce one of each, for a
+broadcast (n - 1) / n of the tensor (the mean over ranks), for an all-to-all the rows for others, for a send its tensor.
+They leave out anything that a library sends beyond that; gloo's all-reduce and NCCL's ring come close to them.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Describes a machine in JSON for `first_gpu_run.py`: devices, links between them, versions, models that are there.
+"""Describes a machine in JSON for `first_gpu_run.py`: devices, links between them, versions, models on disk.
 
-    python -m benchmarks._gpu_facts FILE [--matmul]      with --matmul also a product on every device, against the CPU's
+    python -m benchmarks._gpu_facts FILE [--matmul]      --matmul: compares a product on every device with the CPU's
 
-As a module: in the path of a script of this folder benchmarks/megatron.py would be Megatron.
+Run it as a module: for a script in this folder `import megatron` would find benchmarks/megatron.py.
 """
 
 import json

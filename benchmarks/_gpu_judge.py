@@ -1,4 +1,4 @@
-"""Judges a run of a stage by the metrics and logs in its folder. Standard library only."""
+"""Judges a run of a stage by the metrics and logs in its folder. It uses the standard library only."""
 
 import json
 import math

@@ -1,6 +1,7 @@
-"""The stages of `first_gpu_run.py`, in order: what each needs, what it runs on GPUs and on a CPU, and what that proves.
+"""The stages of `first_gpu_run.py`, in order: the needs of each, its programs on GPUs and on a CPU, and its proof.
 
-Standard library only. The limits are seconds on GPUs, starts included, and add up to at most half an hour.
+This module uses the standard library only. The limits are seconds on GPUs, starts included, and add up to at most half
+an hour.
 """
 
 import shlex

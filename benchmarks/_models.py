@@ -1,6 +1,6 @@
-"""Models for benchmarks and tests: small random ones, made where they are needed, and the sizes of published ones.
+"""Models for benchmarks and tests: small random ones, made on demand, and the sizes of published ones.
 
-python -m benchmarks._models FOLDER    a mixture of experts in FOLDER, and FOLDER/reward.py for its random text
+python -m benchmarks._models FOLDER    makes a mixture of experts in FOLDER, and FOLDER/reward.py for its random text
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Learning curves of finished runs: one picture and one small JSON line file a run, fit to be kept in docs/results.
+"""Learning curves of finished runs: one picture, and a small JSON line file for each run, to keep in docs/results.
 
 python benchmarks/curves.py --out docs/results/smollm2_addition runs/seed0 runs/seed1 runs/seed2
 """

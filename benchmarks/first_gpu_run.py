@@ -1,14 +1,14 @@
-"""A first run on a machine's GPUs, of half an hour: stages that go on after a failure, and one report.
+"""A first run on a machine's GPUs in half an hour: stages that continue after a failure, and one report.
 
     ./benchmarks/gpu.sh [options]                 this program with the project's interpreter and the wheels it lacks
     python benchmarks/first_gpu_run.py [options]
 
-The stages, what each needs and what it proves: `--dry-run`, or `_gpu_stages.py`. One whose needs the machine does not
-meet is skipped, with the reason; one that fails, hangs or leaves processes behind does not keep the others from
-running. A training stage is a run of the program whose metrics and logs are judged (`_gpu_judge.py`). The report is
-written X Exit code: 0 if no stage failed, 1 if one did, 2 without a GPU.
+`--dry-run` and `_gpu_stages.py` list the stages with their needs and proofs. If the machine lacks the needs of a stage,
+the stage is skipped with the reason; if a stage fails, hangs or leaves processes behind, the others still run. A
+training stage runs the program and judges its metrics and logs (`_gpu_judge.py`). The report is written after every
+stage. Exit code: 0 if no stage failed, 1 if one did, 2 without a GPU.
 
-Standard library only; what imports torch is a process of its own.
+This program uses the standard library only; programs that import torch run as processes of their own.
 """
 
 import argparse

@@ -2,22 +2,22 @@
 
     python benchmarks/longtail.py [--quick] [--json FILE] [--engine vllm] [--ranks 2] [--settings static partial]
 
-The program itself trains (`spmdrl.train.train`, one engine a rank, real updates and pushes); only the length of each
-response is imposed, as a random policy does not end by itself in any way that could be chosen: a stop token ends
-nothing, and sample s of the prompt drawn p-th may have `length(p, s)` tokens, over as many steps as it takes. So every
-setting meets the same prompts with the same lengths. They are log-normal: their natural logarithm has standard
-deviation `--spread`, half of the variance the prompt's and half the sample's own, and the median is a twelfth of
-`max_new_tokens`. Most are short, and a few are cut at the limit, as some of DAPO's are at 20,480 tokens
+The program itself trains (`spmdrl.train.train`, one engine per rank, real updates and pushes). Only the length of each
+response is imposed, because a random policy ends at lengths that nobody can choose: a stop token ends nothing, and
+sample s of the p-th prompt has up to `length(p, s)` tokens, over as many steps as it takes. So every setting gets the
+same prompts with the same lengths. They are log-normal: their natural logarithm has standard deviation `--spread`, half
+of the variance comes from the prompt and half from the sample, and the median is a twelfth of `max_new_tokens`. Most
+responses are short, and a few are cut at the limit, as some of DAPO's are at 20,480 tokens
 (https://arxiv.org/abs/2503.14476).
 
 All settings run in one call, one after the other on the same engine and policy, in turns over `--rounds`. The first
-steps of a setting fill what is carried, and are not counted. That short responses end first makes over-sampling alone
-train on shorter ones: what counts is tokens trained on per second, which stands beside the step's time. vLLM batches
-continuously; the HF engine samples one prompt length at a time, so that carried responses stand in line.
+steps of a setting fill the carried samples, and are not counted. Short responses end first, so over-sampling alone
+trains on shorter ones; the figure to compare is therefore trained tokens per second, shown beside the step's time. vLLM
+batches continuously; the HF engine samples one prompt length at a time, so carried responses wait in line.
 
-The seconds of an engine's step are fitted as a + b n over the n sequences that ran in it. A step of training whose
-engines were full to the end would take tokens / sequences x (a + b sequences) beside what is not sampling: static over
-that is the bound on what any order of the same work can gain here.
+The seconds of an engine's step are fitted as a + b n over the n sequences that ran in it. A training step whose engines
+stayed full to the end would take tokens / sequences x (a + b sequences), besides the time that is not sampling. The
+time of `static` over that time bounds the gain of any order of the same work.
 """
 
 import argparse

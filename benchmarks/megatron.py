@@ -2,12 +2,12 @@
 
     python benchmarks/megatron.py [--quick] [--json FILE] [--only speed bytes]
 
-*Speed*: a random Qwen2 in float32, GRPO (with an entropy bonus, so that its loss is not 0) on one synthetic batch of
-ragged lengths, one thread a rank. On one rank both policies are in one process and take turns; medians of the CPU
-seconds of the process, so that a machine that does other things too gives the same figures. Before anything is timed
-their logp and two updates must agree. Neither shares prompts, which Megatron cannot: what that gives FSDP is a row of
-its own. Two ranks, for information: one layout after the other in the same processes, by the clock. *Bytes*: what one
-update sends per rank, see `_axis_bytes.py`.
+*Speed* trains a random Qwen2 in float32 by GRPO (with an entropy bonus, so that the loss is not 0) on one synthetic
+batch of ragged lengths, with one thread per rank. On one rank both policies are in one process and take turns; the
+figures are medians of the CPU seconds of the process, so that a busy machine gives the same figures. Before anything is
+timed, logp and two updates of both must agree. Neither shares prompts, which Megatron cannot do; a separate row shows
+the gain of FSDP with shared prompts. Figures on two ranks are for information: one layout after the other in the same
+processes, by the clock. *Bytes* counts the bytes that one update sends per rank, see `_axis_bytes.py`.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Bytes by owner in each phase, and the bytes that the system really gets back: one rank, every engine, each level.
+"""Bytes by owner in each phase, and the bytes that the system really gets back, for one rank, every engine and level.
 
     python benchmarks/memory.py [--quick] [--json FILE] [--engines hf vllm sglang]
 
-A random Qwen2-shaped model of 300M parameters (quick: 75M), float32 masters with AdamW, a bfloat16 engine, trainer and
-engine taking turns as in a run: offload to a file on a CPU, to pinned host memory on a GPU. Measured is resident memory
-of the process on a CPU, what the device says is taken on a GPU. One process per engine. SGLang's CPU build is a process
-of its own, whose memory is not in the figures.
+The models are a random Qwen2-shaped policy of 315M parameters (quick: 75M) with float32 masters and AdamW, and a
+bfloat16 engine. Trainer and engine take turns as in a run: offload goes to a file on a CPU, to pinned host memory on a
+GPU. The measured memory is the resident memory of the process on a CPU, and the device's own count on a GPU. Each
+engine runs in one process. SGLang's CPU build has a process of its own, whose memory is not in the figures.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def show(engine: str, result: dict) -> None:
 def main() -> None:
     """Print a table per engine and level, one line per target, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="75M parameters instead of 300M, engines hf and vllm")
+    parser.add_argument("--quick", action="store_true", help="75M parameters instead of 315M, engines hf and vllm")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engines", nargs="+")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)

@@ -2,18 +2,19 @@
 
     python benchmarks/mfu.py [--quick] [--json FILE] [--only fsdp megatron plain] [--tokens N] [--length N]
 
-One device: a GPU with a random Qwen2 of Qwen2.5-1.5B's shapes in bfloat16 over float32 masters (Megatron: bfloat16 with
-float32 gradients), or a CPU with a small one in float32. `fsdp` and `megatron` are the policies as a run has them:
-packed sequences, logp and entropy without logits. `plain` is what one writes with transformers and FSDP2: padded rows,
-logits, `F.cross_entropy`. All sides take turns on `--tokens` tokens of two kinds: sequences of one length, and ragged
-ones, where padding costs. Their losses must agree before anything is timed. What does not fit is named and left out.
+The script uses one device: a GPU with a random Qwen2 of Qwen2.5-1.5B's shapes in bfloat16 over float32 masters
+(Megatron: bfloat16 with float32 gradients), or a CPU with a small one in float32. `fsdp` and `megatron` are the
+policies as a run has them: packed sequences, logp and entropy without logits. `plain` is the usual code with
+transformers and FSDP2: padded rows, logits, `F.cross_entropy`. All sides take turns on `--tokens` tokens of two kinds:
+sequences of one length, and ragged ones, for which padding costs time. Their losses must agree before anything is
+timed. A side that does not fit is named and left out.
 
-Flops of a step (PaLM, https://arxiv.org/abs/2204.02311, appendix B, with the causal half of attention): 6 N T for the
-matrices, N parameters without the embedding that is looked up, T real tokens; 12 L H d sum(s^2) / 2 for attention, L
-layers, H heads of width d, s the length of each sequence. What is padded or computed twice does not count. Peak: the
-best of some matmuls in the same run, and the maker's figure where it is known. On a CPU time is that of the process, on
-one thread, so that a machine that does other things too gives the same figures. GiB: what a step takes on the device
-above what all sides hold.
+The flops of a step follow PaLM (https://arxiv.org/abs/2204.02311, appendix B, with the causal half of attention): 6 N T
+for the matrices, with N parameters without the input embedding and T real tokens, and 12 L H d sum(s^2) / 2 for
+attention, with L layers, H heads of width d, and s the length of each sequence. Padded or recomputed tokens do not
+count. The peak is the best of some matmuls in the same run, and the maker's figure if it is known. On a CPU the time is
+that of the process on one thread, so that a busy machine gives the same figures. GiB is the memory that a step takes on
+the device above the memory that all sides hold.
 """
 
 import argparse

@@ -2,12 +2,12 @@
 
     python benchmarks/push_plan.py [--quick] [--ranks 512] [--json FILE]
 
-No rank but this process exists and no weight either. Names and shapes are those of a HF model on the meta device; which
-boxes each rank holds and needs is made up from the layouts, in the form in which a plan gets it from the other ranks:
-*fsdp*, rows of every parameter and the experts as `weights/experts.py` cuts them; *megatron*, tp 4, pp 8, ep 16 as
-`policy/megatron/convert.py` says it; engines of vLLM with tp 8 and, with *ep*, whole experts. The plan is the program's
-own (`weights/plan.py`), for two ranks of which one holds experts and one, where ranks are many, does not. Memory
-is that of Python's and numpy's allocations (tracemalloc), the boxes of all ranks included.
+Only this process exists, and no weights. Names and shapes are those of a HF model on the meta device; the boxes that
+each rank holds and needs are derived from the layouts, in the form in which a plan gets them from the other ranks:
+*fsdp* has rows of every parameter, and the experts as `weights/experts.py` cuts them; *megatron* has tp 4, pp 8, ep 16
+as in `policy/megatron/convert.py`; engines are vLLM with tp 8 and, with *ep*, whole experts. The plan is the program's
+own (`weights/plan.py`), for two ranks: if there are many ranks, one of the two holds experts and one does not. Memory
+counts the allocations of Python and numpy (tracemalloc), including the boxes of all ranks.
 """
 
 import argparse

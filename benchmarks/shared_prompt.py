@@ -1,11 +1,11 @@
-"""Forward and backward with the prompt of a group's samples run once, against the plain packing.
+"""Forward and backward of a group whose prompt is run once, against the plain packing.
 
     python benchmarks/shared_prompt.py [--quick] [--json FILE] [--model FOLDER_OR_NAME] [--dtype float32]
 
-One process, one thread on a CPU (the whole GPU where there is one). Groups of 8 and 16 samples, prompt to response
-lengths of 4:1, 1:1 and 1:4; both sides run the same sequences in the same call, in turns, and the median of each is
-compared. The default model is a random Llama of 12 million parameters: large enough that its layers, not Python, take
-the time.
+It runs in one process, on one thread of a CPU (or on the whole GPU if there is one), on groups of 8 and 16 samples with
+prompt to response lengths of 4:1, 1:1 and 1:4. Both sides run the same sequences in the same call, in turns, and their
+medians are compared. The default model is a random Llama of 12 million parameters, which is large enough that its
+layers, not Python, take the time.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Weight push: its time against a plain copy of the same bytes, and bytes that reach a rank against those it needs.
+"""Weight push: its time against a plain copy of the same bytes, and the bytes that a rank gets and needs.
 
     python benchmarks/transfer.py [--quick] [--json FILE]
 
-Two tables. *Colocated, one rank*: a real policy (SmolLM2-135M's shapes, float32 master weights) and a real HF engine,
-bfloat16 and float32; the copy is `tensor.copy_` of the policy's tensors into others of the engine's type.
-*Resharding*: FSDP 2 and 4 to engines of TP 1, 2 and 4 over gloo. The shards are of the right shapes and sizes and the
+It prints two tables. *Colocated, one rank*: a real policy (SmolLM2-135M's shapes, float32 master weights) and a real HF
+engine, bfloat16 and float32; the copy is `tensor.copy_` of the policy's tensors into others of the engine's type.
+*Resharding*: FSDP 2 and 4 to engines of TP 1, 2 and 4 over gloo. The shards have the right shapes and sizes and the
 transfer is the program's own; the trainer and the engine around it are stand-ins (no optimizer, no forward), so that
 a 1B model fits a small machine: q, k, v, gate, up and the vocabulary are cut by rows, o and down by columns.
 """

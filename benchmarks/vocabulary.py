@@ -2,9 +2,10 @@
 
     python benchmarks/vocabulary.py [--quick] [--json FILE]
 
-`FsdpPolicy.update` (GRPO, one AdamW step) on one rank and a random Qwen2 (D=128, 2 layers; on a GPU D=1024, 8 layers,
-bfloat16), in one micro-batch. `all logits` puts plain torch in the kernel's place. Each way runs in a process of its
-own; the peak is what the update adds to model and batch, with gradients and moments (which are the same for all).
+The script runs `FsdpPolicy.update` (GRPO, one AdamW step) on one rank and a random Qwen2 (D=128, 2 layers; on a GPU
+D=1024, 8 layers, bfloat16), in one micro-batch. `all logits` replaces the kernel by plain torch. Each way runs in a
+process of its own; the peak is the memory that the update adds to model and batch, with gradients and moments (which
+are the same for all).
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""Seconds of a GRPO step: spmdrl and TRL on the same model, prompts, lengths and cores, one thread a rank.
+"""Seconds of a GRPO step: spmdrl and TRL on the same model, prompts, lengths and cores, with one thread per rank.
 
     python benchmarks/vs_trl.py [--quick] [--json FILE] [--only real-fp32 ...] [--data gsm8k/train.jsonl]
 
-Toy jobs: the 0.74M policy that ships here, 8 prompts x 8 samples of exactly 32 tokens, float32, HF engine on both
-sides. Real jobs: SmolLM2-135M on 4 prompts of GSM8K x 8 samples of exactly 64 tokens, in float32 on one rank and in
-bfloat16 on two; spmdrl with its default engine (vLLM) and, in the jobs that end in `-hf`, with the HF engine, so that
-what vLLM brings and what spmdrl brings stand apart. TRL samples with transformers' generate, its default: its vLLM does
-not run on a CPU. No KL, one optimizer update a step, nothing ends a response early, and every step of a real job has
-the same four prompts on both sides, so that both train on the same number of tokens.
+Toy jobs train the 0.74M policy that ships here on 8 prompts x 8 samples of exactly 32 tokens, in float32, with the HF
+engine on both sides. Real jobs train SmolLM2-135M on 4 prompts of GSM8K x 8 samples of exactly 64 tokens, in float32 on
+one rank and in bfloat16 on two. There spmdrl uses its default engine (vLLM), or the HF engine in the jobs that end in
+`-hf`, so that the gains of vLLM and of spmdrl can be told apart. TRL samples with transformers' generate, its default:
+its vLLM does not run on a CPU. There is no KL and one optimizer update a step, nothing ends a response early, and every
+step of a real job has the same four prompts on both sides, so that both train on the same number of tokens.
 
-The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; a step counts
-after the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use), whose torch and transformers are
-this one's. With `--json`, jobs join those that the file has already.
+The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; steps count after
+the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use), with the torch and transformers of
+this one. With `--json`, jobs are added to those in the file.
 """
 
 import argparse

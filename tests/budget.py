@@ -1,6 +1,6 @@
-"""Seconds that each level of tests takes, told at the end of a run and held to a budget in CI.
+"""Adds up the seconds of each level of tests, prints them at the end of a run, and holds them to a budget in CI.
 
-SPMDRL_TEST_BUDGET=1 pytest ...     fails where a level takes longer than its budget
+SPMDRL_TEST_BUDGET=1 pytest ...     fails if a level takes longer than its budget
 """
 
 import os
@@ -8,19 +8,19 @@ from collections import defaultdict
 from pathlib import Path
 
 BUDGET = {"unit": 900, "ranks": 2700, "engines": 1500, "e2e": 3600, "contract": 700}
-"""Level -> seconds. About three times what two quiet cores with AVX-512 take, and twice what AVX2 takes."""
+"""Level -> seconds: about three times the time on two idle cores with AVX-512, and twice the time with AVX2."""
 
 seconds: dict[str, float] = defaultdict(float)
 
 
 def level_of(nodeid: str) -> str:
-    """`unit` of tests/unit/test_x.py::test_y."""
+    """Level of a test: `unit` for tests/unit/test_x.py::test_y."""
     parts = Path(nodeid.split("::")[0]).parts
     return parts[parts.index("tests") + 1] if "tests" in parts[:-1] else "other"
 
 
 def over() -> list[str]:
-    """What is above its budget, in words."""
+    """A line for each level above its budget."""
     return [
         f"tests/{level} took {taken:.0f} s, its budget is {BUDGET[level]} s: see the slowest tests above"
         for level, taken in seconds.items()
@@ -29,18 +29,18 @@ def over() -> list[str]:
 
 
 def pytest_runtest_logreport(report):
-    """Add up setup, call and teardown."""
+    """Add the time of a test's setup, call or teardown to its level."""
     seconds[level_of(report.nodeid)] += report.duration
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Fail a run that was fine but for its length."""
+    """Fail a run that passed but took too long."""
     if os.environ.get("SPMDRL_TEST_BUDGET") and over() and not exitstatus:
         session.exitstatus = 1
 
 
 def pytest_terminal_summary(terminalreporter):
-    """One line for all levels, and one for each that is over."""
+    """Print one line for all levels, and one for each level above its budget."""
     told = ", ".join(f"{level} {taken:.0f} s" for level, taken in sorted(seconds.items()))
     terminalreporter.write_line(f"levels: {told}")
     for line in over() if os.environ.get("SPMDRL_TEST_BUDGET") else []:

@@ -1,4 +1,4 @@
-"""Inputs, one call on them, and how far its results and gradients are from those of fp64."""
+"""Makes inputs, calls a contender on them, and measures the error of its results and gradients against fp64."""
 
 from typing import Any
 
@@ -7,29 +7,32 @@ from _contenders import Contender, ours, ours_loss, plain, told_logp
 from _measure import reason, target
 
 SHAPE = (48, 128, 1112)
-"""Small; kernels of others want D and V in multiples of 8 or 64."""
+"""T, D, V: small. Some contenders need D and V in multiples of 8 or 64."""
 KINDS = ("random", "certain")
 LIMITS = {
-    # fp32 knows a logit of 30 and the logsumexp to 4e-6 together, so what p leaves of 1, 0.001 and more, to 4e-3.
+    # fp32 rounds a logit of 30 and the logsumexp by 4e-6 together, which is 4e-3 of 1 - p, as that is 0.001 or more.
     (torch.float32, "random"): 2e-4,
     (torch.float32, "certain"): 4e-3,
     (torch.bfloat16, "random"): 2e-2,
 }
-"""Of results and gradients, as a share of their norm. (bf16, certain) is the contender's own."""
+"""Largest errors of results and gradients, as a share of their norm. A contender sets its own for (bf16, certain)."""
 GOALS = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
-"""Of the largest error of a logp, see TARGETS."""
+"""Largest error of a logp; the targets are in kernels/NOTES.md."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def make(shape, device, dtype, seed, what="random"):
-    """hidden, weight, targets, upstream gradients [2, T]. `certain`: targets have p > 0.99, at logits of 29 to 30."""
+    """Make hidden, weight, targets and upstream gradients [2, T].
+
+    what: `random`, or `certain`: targets have p > 0.99, at logits of 29 to 30.
+    """
     T, D, V = shape
     torch.manual_seed(seed)
     h, w = torch.randn(T, D, device=device), torch.randn(V, D, device=device).div_(D**0.5)
     t, upstream = torch.randint(V, (T,), device=device), torch.randn(2, T, device=device)
     if what == "certain":
         t = torch.arange(T, device=device)
-        # 16 to all logits, and 12.7 to 14.5 to the target's: p of 0.994 to 0.999, and bf16 rounds each another way.
+        # All logits get 16, and the target's 12.7 to 14.5 more: p is 0.994 to 0.999, and bf16 rounds each differently.
         w[:T] = 0
         h[:, T], w[:, T] = 4.0, 4.0
         h[:, :T] = 3.625 * torch.eye(T, device=device)
@@ -38,7 +41,7 @@ def make(shape, device, dtype, seed, what="random"):
 
 
 def work(contender: Contender, kind: str, inputs) -> tuple[Any, Any]:
-    """One forward (no gradients), or forward and backward with upstream gradients that differ by token."""
+    """Run one forward (no gradients), or forward and backward with upstream gradients that differ by token."""
     h, w, t, (g, e) = inputs
     if kind == "forward":
         with torch.no_grad():
@@ -53,7 +56,7 @@ def work(contender: Contender, kind: str, inputs) -> tuple[Any, Any]:
 
 
 def errors(contender: Contender, device: str, dtype: torch.dtype, what: str) -> dict[str, float]:
-    """Of results (norm taken as 1 if less) and gradients, as a share of their norm; `max dlogp` is absolute."""
+    """Errors of results and gradients, as a share of their norm (results: at least 1); `max dlogp` is absolute."""
     inputs = make(SHAPE, device, dtype, 7, what)
     wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
     got, got_grads = work(contender, "backward", inputs)
@@ -76,18 +79,18 @@ def errors(contender: Contender, device: str, dtype: torch.dtype, what: str) -> 
 
 
 def share(got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float:
-    """Norm of the difference over that of what is wanted."""
+    """Norm of the difference over the norm of the expected tensor, which counts as `least` if it is smaller."""
     return (got.double() - want).norm().item() / max(want.norm().item(), least)
 
 
 def too_far(off: dict[str, float], limit: float, what: str) -> str:
-    """Names what is off by more than the limit, nan too; empty if nothing is."""
+    """Names of results that are off by more than the limit, or by nan; empty if none is."""
     wrong = [f"{name} is off by {x:.1e} for {what} tokens" for name, x in off.items() if not x <= limit]
     return "; ".join(x for x in wrong if not x.startswith("max dlogp"))
 
 
 def check(contender: Contender, device: str, dtype: torch.dtype) -> str:
-    """Empty if its results and gradients are those of fp64 on a small shape; else what is wrong."""
+    """Compare results and gradients with fp64 on a small shape; returns the problem, empty if they agree."""
     for what in KINDS:
         try:
             off = errors(contender, device, dtype, what)
@@ -99,7 +102,7 @@ def check(contender: Contender, device: str, dtype: torch.dtype) -> str:
 
 
 def precision(backend: str, device: str) -> dict[str, dict[str, float]]:
-    """Errors of ours in bf16 and fp32; prints the targets."""
+    """Errors of our functions in bf16 and fp32; prints the targets."""
     found = {}
     mine = {
         "": Contender("linear_logprob", "both", ours(backend), 4, certain=2e-2),

@@ -1,7 +1,8 @@
-"""What is compared: each gives logp (and entropy, if it has that) of every token, or a mean loss, from (h, w, t).
+"""Contenders of the benchmarks: each gives logp (and entropy, if it has it) of every token, or a mean loss.
 
-All are called as their own documentation says. One that cannot be imported or does not run here is named with the
-reason. None is a dependency: `pip install --target DIR liger-kernel cut-cross-entropy quack-kernels verl`, PYTHONPATH.
+All take (hidden, weight, targets) and are called as their own documentation says. If one cannot be imported or does not
+run here, the benchmark names it with the reason. None is a dependency: install them with `pip install --target DIR
+liger-kernel cut-cross-entropy quack-kernels verl` and put DIR into PYTHONPATH.
 """
 
 import os
@@ -24,11 +25,11 @@ class Contender:
     gives: str
     call: Any
     matmuls: int
-    """Of forward and backward together."""
+    """Matmuls of forward and backward together."""
     certain: float = 0.1
-    """How far a bf16 gradient of nearly certain tokens may be off: what rounding logits of 30 does to 1 - p."""
+    """Largest error of a bf16 gradient of nearly certain tokens: rounding logits of 30 changes 1 - p by as much."""
     logp: Any = None
-    """Tells the logp that a loss is made of."""
+    """Gives the logp that a loss is made of."""
 
 
 def plain(h, w, t):
@@ -61,7 +62,7 @@ def told_logp(backend):
 
 
 def compiled(function, backend="inductor"):
-    # As one graph: at dynamo's limit of recompilations it raises then, where it would go on uncompiled.
+    # With fullgraph, dynamo raises at its limit of recompilations; without, it would go on uncompiled.
     return torch.compile(function, dynamic=False, fullgraph=True, backend=backend)
 
 
@@ -112,7 +113,7 @@ def quack():
 
 
 def contenders(device: str) -> tuple[list[Contender], dict[str, str]]:
-    """Those that can be imported, and why the others cannot."""
+    """Contenders that can be imported, and the reasons why the others cannot."""
     mine = "triton" if device == "cuda" else "torch"
     out = [
         Contender(f"spmdrl ({mine})", "both", ours(mine), 4, certain=2e-2),

@@ -1,9 +1,9 @@
 """The launches that the kernels' Python code makes for a shape, recorded without a GPU.
 
-Tensors are on torch's meta device, which has shapes, dtypes and strides and no numbers, and which the code takes for a
-GPU. What cannot exist there is stood in for: the kernels themselves (they record), matmuls into what exists already
-(nothing; whether they write fp32 from narrower inputs is given), and looks at values (targets out of range, a loss that
-is not per token).
+Tensors are on torch's meta device, which has shapes, dtypes and strides but no numbers; the code treats it as a GPU.
+Stand-ins replace everything that cannot run there. The kernels record their launches. Matmuls into existing tensors do
+nothing; the caller says whether they write fp32 from narrower inputs. Checks of values (targets out of range, a loss
+that is not per token) do nothing either.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from spmdrl_kernels import blocks, chunked, gradients, linear, logits, triton_ro
 KERNELS = {"stats": "_stats_kernel", "gradient": "_gradient_kernel"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 ALIGNED = 512
-"""Bytes at whose multiples torch's allocator for GPUs begins every tensor."""
+"""torch's allocator for GPUs begins every tensor at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """What Triton looks at in a tensor: its dtype, whether it begins at a multiple of 16, whether it is below 2 GiB."""
+    """Stands for a tensor in Triton: its dtype, and whether it begins at a multiple of 16 and is below 2 GiB."""
 
     dtype: torch.dtype
     aligned: bool
@@ -41,7 +41,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel with its arguments: pointers, whole numbers, None, and constants (the block and the warps too)."""
+    """A kernel with its arguments: pointers, whole numbers, None, and constants (block sizes and warps included)."""
 
     kernel: str
     arguments: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Launch:
 
 
 class Recorder:
-    """Stands for a kernel."""
+    """Stands for a kernel and records its launches."""
 
     def __init__(self, kernel: str, launches: list[Launch]):
         self.kernel, self.launches = kernel, launches
@@ -64,13 +64,16 @@ class Recorder:
 
 def pointer(tensor: torch.Tensor) -> Pointer:
     begins = tensor.storage_offset() * tensor.element_size()
-    # As Triton's backend for AMD: the whole storage counts, and no more than 2 GiB - 1 of it.
+    # Triton's backend for AMD counts the whole storage, and takes at most 2 GiB - 1 as small.
     return Pointer(tensor.dtype, begins % 16 == 0, tensor.untyped_storage().nbytes() < 2**31)
 
 
 @contextmanager
 def recording(widens: bool) -> Iterator[list[Launch]]:
-    """widens: whether the device multiplies narrow matrices into fp32, as NVIDIA's do through torch."""
+    """Record launches into the list that it yields.
+
+    widens: whether the device multiplies narrow matrices into fp32, as NVIDIA's do through torch.
+    """
     launches: list[Launch] = []
     with ExitStack() as stack:
         for kernel, name in KERNELS.items():
@@ -90,9 +93,9 @@ def make(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def calls(T: int, V: int, dtype: torch.dtype, quick: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every public function with every setting that changes what is launched, forward and backward; D changes nothing.
+    """Calls of every public function, forward and backward, with every setting that changes launches; D changes none.
 
-    quick: most and least work alone.
+    quick: only the settings with most and with least work.
     """
     hidden, weight = make(T, 8, dtype=dtype), make(V, 8, dtype=dtype)
     targets = make(T, dtype=torch.int64)
@@ -131,7 +134,7 @@ def calls(T: int, V: int, dtype: torch.dtype, quick: bool) -> Iterator[tuple[str
 
 
 def of_logp(through: bool, function: Callable, *given, **options) -> None:
-    """through: the gradient goes through the entropy too."""
+    """Run forward and backward of the sum of logp; through: the gradient goes through the entropy too."""
     logp, entropy = function(*given, **options)
     (logp + entropy if through else logp).sum().backward()
 
@@ -144,7 +147,7 @@ def in_chunks(*given, **options) -> None:
 
 
 def launches_of(shapes: list[tuple[int, int]], dtypes: list[str], widens: bool, quick: bool) -> dict[Launch, str]:
-    """Distinct launches of all calls, each with the first call that makes it."""
+    """Distinct launches of all calls -> the first call that makes each."""
     found: dict[Launch, str] = {}
     for (T, V), name in itertools.product(shapes, dtypes):
         for what, call in calls(T, V, DTYPES[name], quick):

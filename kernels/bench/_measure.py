@@ -1,4 +1,4 @@
-"""What the benchmarks share: the clock, the peak, turns of all contenders, tables, targets, files."""
+"""Parts that the benchmarks share: clock, memory peak, turns of all contenders, tables, targets, files."""
 
 import argparse
 import ctypes
@@ -25,23 +25,23 @@ MIB = 2**20
 
 @dataclass
 class Job:
-    """One contender doing one thing. What is measured goes into `row`, or why it could not be: `error`."""
+    """One contender at one task. `row` receives the measurements, or as `error` the reason for their absence."""
 
     row: dict[str, Any]
-    """who, kind, gives, shape."""
+    """Keys at first: who, kind, gives, shape."""
     run: Callable[[int], Any]
-    """One call on inputs number i, any i."""
+    """Makes one call on inputs number i, for any i."""
     least: float
-    """How often the bare work has to be done at best."""
+    """Fewest times that the bare work has to be done."""
     returned: int = 0
-    """Bytes of the gradients that a call returns, which are no extra."""
+    """Bytes of the gradients that a call returns, which do not count as extra memory."""
     ready: Callable[[int], Any] = lambda i: None
-    """Before every call, not timed."""
+    """Runs before every call, untimed."""
 
 
 def measure(jobs: list[Job], device: str, seconds: float, bare_ms: float) -> list[dict]:
-    """Time and peak memory of one shape, all in turn for so many seconds, at least three rounds."""
-    # Dynamo keeps 8 graphs of a function: each shape compiles afresh, or most would be timed as they are written.
+    """Measure time and peak memory for one shape: all jobs take turns for so many seconds, at least three rounds."""
+    # Dynamo keeps 8 graphs of a function; without a reset most shapes would run uncompiled.
     torch.compiler.reset()
     alive: list[tuple[Job, list[float]]] = []
     for job in jobs:
@@ -93,17 +93,17 @@ def clock(device: str, function: Callable[[], Any]) -> float:
 
 
 def resident(name: str) -> int:
-    """KiB of this process: VmRSS, or VmHWM, the most it was."""
+    """Resident memory of this process in KiB; name: VmRSS, or VmHWM for the peak."""
     found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found
     return int(found[1])
 
 
 def peak_mib(device: str, function: Callable[[], Any]) -> float:
-    """Peak of what one call holds beyond what stood before, what it returns included; nan where no one tells it.
+    """Peak memory in MiB of one call beyond the memory held before, its results included; nan if the system hides it.
 
-    Call the function once before: libraries load on the first call. On a CPU the peak of the resident process counts,
-    which Linux starts again at /proc/self/clear_refs, after what is free has gone back to the system.
+    Call the function once before: libraries load on the first call. On a CPU this is the peak of resident memory, which
+    Linux resets at a write to /proc/self/clear_refs; freed memory is returned to the system before that.
     """
     gc.collect()
     if device == "cuda":
@@ -124,7 +124,7 @@ def peak_mib(device: str, function: Callable[[], Any]) -> float:
 
 
 def show(rows: list[dict], sizes: str) -> None:
-    """A table; `sizes` names the numbers of a shape, a letter each."""
+    """Print a table; `sizes` names the numbers of a shape by one letter each."""
     print(
         " ".join(f"{s:>7}" for s in sizes),
         f" {'what':9} {'who':32} {'gives':6} {'ms':>9} {'% roofline':>10} {'MiB':>7}",
@@ -137,13 +137,13 @@ def show(rows: list[dict], sizes: str) -> None:
 
 
 def target(name: str, value: float | None, goal: float, form: str = ".2f") -> None:
-    """One line: met if at most the goal. A value that is missing, or nan, is a miss."""
+    """Print one line: the target is met if the value is at most the goal. A missing value or nan is a miss."""
     met = "ok" if value is not None and value <= goal else "miss"
     print(f"target {name} {'none' if value is None else format(value, form)} {goal:g} {met}", flush=True)
 
 
 def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
-    """(kind, gives) -> the largest time of ours over that of another that gives as much for the same shape."""
+    """(kind, gives) -> the largest ratio of our time to that of another contender with the same results and shape."""
     done, out = [row for row in rows if "ms" in row], {}
     for mine, other in itertools.product(done, done):
         same = all(mine[k] == other[k] for k in ("kind", "gives", "shape"))
@@ -154,14 +154,14 @@ def worst_ratios(rows: list[dict]) -> dict[tuple[str, str], float]:
 
 
 def save(path: str | None, facts: dict, rows: list[dict]) -> None:
-    """The whole file after every shape, in one step: one that is stopped leaves what it has."""
+    """Write the whole file in one step, after every shape, so that a run that is stopped leaves its results so far."""
     if path:
         Path(path + ".part").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
         os.replace(path + ".part", path)
 
 
 def plot(rows: list[dict], path: str | None) -> None:
-    """Time and memory of each kind over the shapes."""
+    """Plot time and memory of each kind over the shapes."""
     if not path:
         return
     try:
@@ -190,7 +190,7 @@ def plot(rows: list[dict], path: str | None) -> None:
 
 
 def options(doc: str | None, sizes: str) -> argparse.Namespace:
-    """The command line, with `device`, and `shapes` as tuples of as many numbers as `sizes` has."""
+    """Parse the command line; adds `device`, and makes `shapes` tuples with a number for each letter of `sizes`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json")

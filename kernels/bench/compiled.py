@@ -1,13 +1,13 @@
-"""What the Triton kernels compile to: registers, shared memory and spills, on a machine without a GPU.
+"""Compiles the Triton kernels on a machine without a GPU: registers, shared memory and spills of each.
 
     python kernels/bench/compiled.py [--quick] [--targets NAME ...] [--json FILE]
 
 Every launch that the public functions make for the shapes below (whole vocabularies and a rank's part of them, every
 dtype and setting; `_launches.py` records them) is compiled by the triton that Python imports here, specialised as at a
-launch: pointers and numbers at multiples of 16, constants, and on AMD tensors below 2 GiB. The figures are those of the
-compilers: `ptxas -v` for NVIDIA, the metadata of the assembly for AMD. Exits with 1 where something does not compile,
-does not fit, or spills. --quick: two shapes in bf16, the settings with most and with least work. PYTHONPATH can hold a
-triton of another version.
+launch: pointers and numbers at multiples of 16, constants, and on AMD tensors below 2 GiB. The figures come from the
+compilers: `ptxas -v` for NVIDIA, the metadata of the assembly for AMD. The program exits with 1 if a kernel does not
+compile, does not fit, or spills. --quick: two shapes in bf16, the settings with most and with least work. PYTHONPATH
+can name another version of triton.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("TRITON_INTERPRET", None)  # there is nothing to compile under it
+os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
@@ -40,17 +40,17 @@ from spmdrl_kernels import triton_rows  # noqa: E402
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU, and the most that one block of threads may take of it."""
+    """A GPU, and the limits of one block of threads on it."""
 
     gpu: GPUTarget
     shared: int
-    """Bytes."""
+    """Bytes of shared memory of a block."""
     registers: int
-    """Of one thread."""
+    """Registers of one thread."""
 
     @property
     def widens(self) -> bool:
-        """Whether torch's matmuls write fp32 from narrower inputs there."""
+        """True if torch's matmuls can write fp32 from narrower inputs on it."""
         return self.gpu.backend == "cuda"
 
 
@@ -58,14 +58,14 @@ TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, 255),
     "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, 255),
     "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, 255),
-    # 512 a lane of a SIMD, of which 8 warps have two each.
+    # Each SIMD has 512 registers per lane, and two of a block's 8 warps share them.
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, 256),
 }
 QWEN, LLAMA = 151_936, 32_000
 SHAPES = [
     *((8192, vocabulary // parts) for vocabulary in (QWEN, LLAMA) for parts in (1, 2, 4, 8)),
     (8192, 128_256),
-    # Nothing a multiple of 16; a row of blocks more than there is room for; one token.
+    # No multiples of 16; more rows than fit into one block; one token.
     (5003, 50_257),
     (5003, 32_003),
     (70_000, LLAMA),
@@ -73,11 +73,11 @@ SHAPES = [
 ]
 QUICK = [(8192, QWEN), (5003, 50_257)]
 FIGURES = ("registers", "shared", "spilled", "stack")
-"""Of a thread, but `shared` bytes of a block; see `of_nvidia` and `of_amd`."""
+"""Figures of a thread, except `shared`, bytes of a block; see `of_nvidia` and `of_amd`."""
 
 
 class Elsewhere:
-    """Stands for the driver of a GPU that is not here: says which it is. Device number i is the i-th target."""
+    """Stands for the driver of an absent GPU and names it. Device number i is the i-th target."""
 
     def __init__(self):
         self.device = 0
@@ -97,12 +97,12 @@ def kernel_of(name: str):
 
 
 def arguments_of(kernel) -> list[str]:
-    """Names of the arguments that are no constants: those in lower case."""
+    """Names of the arguments that are not constants: the ones in lower case."""
     return [name for name in kernel.arg_names if name.islower()]
 
 
 def specialised(launch: Launch, device: int) -> str:
-    """What Triton compiles a launch for, beside its constants: types, D for a multiple of 16, S for below 2 GiB."""
+    """Specialisation of a launch by Triton, besides constants: types, D for a multiple of 16, S for below 2 GiB."""
     driver.active.device = device
     kernel, constants = kernel_of(launch.kernel), dict(launch.constants)
     *_, bind = kernel.device_caches[device]
@@ -115,10 +115,10 @@ def specialised(launch: Launch, device: int) -> str:
 
 
 def compile_launch(launch: Launch, device: int) -> dict[str, int]:
-    """Compiles a launch for the target and gives what a thread and a block take; nothing is loaded or run.
+    """Compile a launch for the target, without loading or running it; returns the figures of a thread and a block.
 
     Raises:
-        Exception: whatever the compiler does.
+        Exception: any error of the compiler.
     """
     driver.active.device = device
     kernel = kernel_of(launch.kernel)
@@ -131,7 +131,7 @@ def compile_launch(launch: Launch, device: int) -> dict[str, int]:
 
 
 def of_nvidia(said: str, shared: int) -> dict[str, int]:
-    """From what `ptxas -v` says. spilled: bytes of a thread that are stored to memory and loaded from it."""
+    """Read the figures from the output of `ptxas -v`. spilled: bytes that a thread stores to memory and loads."""
     (used,) = re.findall(r"Used (\d+) registers", said)
     ((stack, stored, loaded),) = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said
@@ -140,7 +140,7 @@ def of_nvidia(said: str, shared: int) -> dict[str, int]:
 
 
 def of_amd(assembly: str, shared: int) -> dict[str, int]:
-    """From the metadata at the end of the assembly. spilled: registers, of lanes and of warps."""
+    """Read the figures from the metadata at the end of the assembly. spilled: vector and scalar registers."""
     told = {name: int(value) for name, value in re.findall(r"^\s*\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
     return {
         "registers": told["vgpr_count"],
@@ -151,7 +151,7 @@ def of_amd(assembly: str, shared: int) -> dict[str, int]:
 
 
 def problem(row: dict[str, Any]) -> str:
-    """Why a row is not as it should be, or nothing."""
+    """Problem of a row, empty if it has none."""
     if "error" in row:
         return row["error"]
     limits = TARGETS[row["target"]]
@@ -160,7 +160,7 @@ def problem(row: dict[str, Any]) -> str:
 
 
 def compile_all(names: list[str], quick: bool) -> list[dict[str, Any]]:
-    """A row for each target and each way to compile a kernel."""
+    """Compile everything: a row for each target and each way to compile a kernel."""
     launches: dict[bool, dict[Launch, str]] = {}
     rows: dict[tuple, dict[str, Any]] = {}
     for name in names:
@@ -182,7 +182,7 @@ def compile_all(names: list[str], quick: bool) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The range over all ways to compile a kernel for logits of one dtype, then every row with a problem."""
+    """Print the range over all ways to compile a kernel for logits of one dtype, then every row with a problem."""
     groups = defaultdict(list)
     for row in rows:
         # The first argument is *bf16:D or the like.
@@ -203,7 +203,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def write(path: str, rows: list[dict[str, Any]]) -> None:
-    """Facts, then a line for each way to compile, with the figures on every target that it is for."""
+    """Write facts, then a line for each way to compile a kernel, with the figures on each of its targets."""
     versions = {module.__name__: module.__version__ for module in (torch, triton)}
     facts: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "versions": versions, "figures": FIGURES}
     facts["arguments"] = {name: arguments_of(kernel_of(name)) for name in KERNELS}
@@ -227,7 +227,7 @@ def main() -> None:
     driver.set_active(Elsewhere())
     triton.knobs.nvidia.dump_ptxas_log = True
     with tempfile.TemporaryDirectory() as folder:
-        # What was compiled before says nothing again.
+        # ptxas prints nothing for a kernel that is in the cache.
         triton.knobs.cache.dir = folder
         rows = compile_all(args.targets, args.quick)
     print(f"triton {triton.__version__}, torch {torch.__version__}, {len(rows)} compiled")

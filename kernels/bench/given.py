@@ -1,10 +1,11 @@
-"""logp and entropy where the logits exist: `token_logprob` and others, checked first, then time and peak memory.
+"""Times logp and entropy of given logits, after a check: `token_logprob` and others, with peak memory.
 
     python kernels/bench/given.py [--quick] [--json FILE] [--plot FILE] [--shapes T,V ...] [--seconds S]
 
-As linear.py, from logits [T, V]. `backward` is forward and backward; ours writes the gradient over the logits, which
-are filled again before every call (not timed). Time is given next to that of copying the logits: half of it is the one
-pass of a forward, one and a half are those of both. Memory is the peak above the logits, the gradient included.
+It works like linear.py, from logits [T, V]. `backward` is forward and backward; ours writes the gradient over the
+logits, which are filled again before every call (untimed). The time is compared with that of copying the logits: a
+forward makes one pass, which takes half of a copy, and both together take one and a half. Memory is the peak above the
+logits, with the gradient included.
 """
 
 import os
@@ -32,12 +33,15 @@ SHAPES = {
     "cpu quick": [(128, 32768), (128, 151936)],
 }
 GOAL_MS = 0.75
-"""Forward at TARGET on an H200, see TARGETS."""
+"""Milliseconds of a forward at TARGET on an H200; the targets are in kernels/NOTES.md."""
 LEAST = {"forward": 0.5, "backward": 1.5}
 
 
 def make(shape, device, dtype, seed, what="random"):
-    """logits, targets, upstream gradients [2, T]. `certain`: targets have p > 0.99, at logits of 31."""
+    """Make logits, targets and upstream gradients [2, T].
+
+    what: `random`, or `certain`: targets have p > 0.99, at logits of 31.
+    """
     T, V = shape
     torch.manual_seed(seed)
     logits = torch.randn(T, V, device=device)
@@ -67,7 +71,7 @@ def contenders(device: str) -> list[Contender]:
 
 
 def work(contender: Contender, kind: str, logits, t, upstream) -> tuple[Any, Any]:
-    """Results, and the gradient of the logits, which are a leaf here."""
+    """Run a contender; returns its results and the gradient of the logits, which are a leaf."""
     if kind == "forward":
         with torch.no_grad():
             return contender.call(logits, t), None
@@ -77,7 +81,7 @@ def work(contender: Contender, kind: str, logits, t, upstream) -> tuple[Any, Any
 
 
 def errors(contender: Contender, device, dtype, what) -> dict[str, float]:
-    """As _check.errors."""
+    """Errors of results and gradients, as in `_check.errors`."""
     logits, t, upstream = make((48, 1112), device, dtype, 7, what)
     wide = logits.double().requires_grad_()
     want = plain(wide, t)
@@ -89,7 +93,10 @@ def errors(contender: Contender, device, dtype, what) -> dict[str, float]:
 
 
 def check(contender: Contender, device, dtype) -> str:
-    """Empty, or what is wrong. Logits are given: in bf16 too, certain tokens are as exact as random ones."""
+    """Problem of a contender, empty if none.
+
+    The logits are given, so certain tokens are as exact as random ones in bf16 too.
+    """
     for what in KINDS:
         try:
             off = errors(contender, device, dtype, what)

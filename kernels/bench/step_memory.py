@@ -1,10 +1,10 @@
-"""Peak memory of a training step at V = 151936: a transformer with all logits, linear_logprob, chunked_loss.
+"""Measures the peak memory of a training step at V = 151936: with all logits, linear_logprob, chunked_loss.
 
     python kernels/bench/step_memory.py [--quick] [--json FILE]
 
 A random Qwen2 (D=128, 2 layers; on a GPU D=1024, 8 layers, bfloat16) takes one AdamW step on a policy-gradient loss
-with an entropy bonus. Each way runs in a process of its own; the peak is what the step adds to the model
-and its inputs, gradients and optimizer state included. Needs transformers.
+with an entropy bonus. Each way runs in a process of its own; the peak is the memory that the step adds to the model
+and its inputs, with gradients and optimizer state included. The script needs transformers.
 """
 
 import argparse

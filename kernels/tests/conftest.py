@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton's interpreter runs the kernels. It has to be chosen before triton is imported."""
+"""Chooses Triton's interpreter on machines without a GPU, before anything imports triton."""
 
 import os
 

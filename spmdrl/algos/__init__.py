@@ -1,25 +1,25 @@
 """The science: pure functions on tensors. No process groups, no configuration, nothing from the rooms above.
 
-Advantages and losses are reached through their dicts, as `reinforce` names one of each.
+Call advantages and losses through their dicts, because one of each is named `reinforce`.
 
 advantages.py         outcome advantages: one number for each sequence
 credit.py             advantages by token or turn; reward and cost combined
-estimators.py         all advantage estimators by name
+estimators.py         the dict of all advantage estimators
 samples.py            inputs of an estimator
 losses.py             policy losses token by token
 sequence_losses.py    policy losses of whole sequences
 covariance_losses.py  KL-Cov, Clip-Cov
 divergence_losses.py  DPPO
 loss_inputs.py        inputs and results of a loss
-selection.py          tokens that KL-Cov and Clip-Cov hold back, over all ranks
-aggregate.py          from per-token losses to one number
+selection.py          selects the tokens that KL-Cov and Clip-Cov hold back, over all ranks
+aggregate.py          reduces per-token losses to one number
 kl.py                 estimates of KL to the reference
-correction.py         importance weights of engine against trainer
-filters.py            groups that a step learns from
-resample.py           learning more from samples whose reward is likely right
-shaping.py            from a score to the reward that advantages see
+correction.py         importance weights for the difference between engine and trainer
+filters.py            chooses the groups that a step learns from
+resample.py           learns more from samples whose reward is likely right
+shaping.py            turns a score into the reward that advantages use
 value.py              critic, implicit process rewards, imitation of good samples
-notebook.py           the same on padded tensors
+notebook.py           the same functions on padded tensors
 """
 
 from spmdrl.algos.aggregate import AGGREGATIONS, Totals, count_totals, token_weights

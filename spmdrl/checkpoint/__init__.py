@@ -1,22 +1,22 @@
-"""Checkpoints: written beside, verified by a manifest, published by one rename.
+"""Checkpoints: written under another name, verified by a manifest, published by one rename.
 
-checkpoints/step_<N>/model/         HF safetensors in the run's type, config, tokenizer: opens in transformers and vLLM
+checkpoints/step_<N>/model/         HF safetensors in the run's type, config, tokenizer; opens in transformers and vLLM
 checkpoints/step_<N>/state/         run.json, config.yaml, ranks/, optimizer (torch.distributed.checkpoint: moments, and
                                     the float32 weights of a run in bfloat16)
-checkpoints/step_<N>/<name>/        model/ and state/ of a critic or another model that learns
-checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, layout, versions; none: no checkpoint
+checkpoints/step_<N>/<name>/        model/ and state/ of a critic or another model that trains
+checkpoints/step_<N>/MANIFEST.json  size and hash of every file, step, ranks, layout, versions; without it no checkpoint
 checkpoints/latest                  link to the newest
-checkpoints/measured.json           what was measured of each (--checkpoint.best), after it was saved
+checkpoints/measured.json           metrics of each checkpoint, measured after it was saved (--checkpoint.best)
 
-files.py          hashes, flushes and names of files; with the next three, needs no torch
-manifest.py       the manifest of a checkpoint: written, read, held against the files
-published.py      checkpoints of a run: which are there, the newest whole one, publishing one
-keep.py           which checkpoints stay: the newest, of some steps, the best by a metric
-store.py          checkpoints written and read by all ranks together
-background.py     checkpoints written in the step, or in a thread while training goes on
+files.py          hashes, flushes and names of files; this and the next three need no torch
+manifest.py       writes and reads manifests, and compares them with the files
+published.py      lists a run's checkpoints, finds the newest whole one, publishes one
+keep.py           chooses the checkpoints that stay: the newest, of some steps, the best by a metric
+store.py          all ranks together write and read a checkpoint
+background.py     writes checkpoints in the step, or in a thread while training continues
 folder.py         the run folder at the start of a run
-lock.py           one job at a time in a run folder
-disk_space.py     room on the disk: checked before a write, reported when it ran out
+lock.py           keeps a run folder to one job at a time
+disk_space.py     checks disk space before a write, reports when it ran out
 file_progress.py  growth of files as a sign of life
 compare.py        differences of two checkpoints
 __main__.py       python -m spmdrl.checkpoint list, verify, diff
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Modules that communicate import torch, for which the command line would wait.
+    # Modules that communicate import torch, which would delay the command line.
     from importlib import import_module
 
     for module in ("store", "background", "folder") if name in __all__ else ():

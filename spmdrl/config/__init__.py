@@ -1,24 +1,24 @@
-"""Settings: dataclasses, the files and flags that fill them, and the rules that they keep.
+"""Settings: dataclasses, the files and flags that fill them, and the rules that they obey.
 
 schema.py      every setting of a run, one dataclass for each section; the text under a field is its --help
 learning.py    the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
-evaluation.py  settings of an evaluation, and the run that they make
+evaluation.py  settings of an evaluation
 presets.py     published methods by name, as settings
 load.py        makes one Config from files and flags
-given.py       text given for settings: words of the command line, entries of YAML files
-layers.py      settings of a preset, and those that another setting implies
-parse.py       the text of each setting against its type; parsed by tyro
+given.py       the user's text for settings: words of the command line, entries of YAML files
+layers.py      settings of a preset, and settings that another setting implies
+parse.py       parses the text of each setting by its type, with tyro
 fields.py      settings as flat dotted names; ConfigError
-watch.py       settings that note which of them are read
-checks.py      all values together: calls the six below
-rules.py       each number by itself
+watch.py       notes which settings are read
+checks.py      checks all values together: calls the six below
+rules.py       each number on its own
 named.py       settings that name a function, built-in or in a user's file
 methods.py     settings of a method: advantage, loss, correction, filters, critic
 placement.py   which ranks train, sample and score
 backends.py    axes of the mesh and each policy backend
 engines.py     each engine, adapters included
-plan.py        ranks, sequences, tokens and updates of a run, for --dry-run
+plan.py        numbers of ranks, sequences, tokens and updates of a run, for --dry-run
 resume.py      which settings may change on resume
 paths.py       paths that a run may write to
-dump.py        a Config as YAML, as a dict, as the difference of two; secrets removed
+dump.py        a Config as YAML or dict, and the difference of two; secrets removed
 """

@@ -1,10 +1,10 @@
 """Signs of life, failures, and the last line of a job (law 6).
 
 status.py         position of this rank: phase, step, file and line
-heartbeat.py      a thread that tells the other ranks, and notices a rank that stands still
+heartbeat.py      a thread that reports this position to the other ranks, and notices a rank without progress
 failure.py        ends the whole job when one rank fails; one rank prints the cause
 exit_message.py   the last line: an error, its place and advice
-preempt.py        a signal asks the run to finish its step and save
+preempt.py        on a signal, the run finishes its step and saves
 flight_record.py  the last collectives of every rank, written when a job fails
 oom.py            recognises an allocator that ran out of memory
 """

@@ -1,10 +1,10 @@
 """Hugging Face models: folders on disk, building a model, adapters and routers in it.
 
 resolve.py    the folder that --model.path names
-folder.py     checks a folder; errors of libraries in plain words
+folder.py     checks a folder; explains errors of libraries in plain words
 gguf.py       converts a GGUF file into a folder, once
 tokenizer.py  the tokenizer of a folder
 build.py      the model of a folder
 lora.py       low-rank adapters in a model
-routing.py    routers of a mixture of experts: record and replay their choices
+routing.py    records and replays the choices of routers in a mixture of experts
 """

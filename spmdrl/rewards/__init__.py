@@ -1,9 +1,9 @@
-"""Rewards: how samples are scored.
+"""Rewards: functions that score samples, and the processes that run them.
 
-base.py        types that a reward takes and returns; the interface of a grader
+base.py        types of a reward's inputs and result; the interface of a grader
 load.py        makes a grader from --reward.function
 pool.py        graders in processes that can be killed
-process.py     one worker of the pool, as its parent sees it
-worker.py      the program of that worker
+process.py     one worker of the pool, from the parent's side
+worker.py      the program that a worker runs
 gsm8k.py  math.py  reasoning.py  text.py    built-in rewards
 """

@@ -1,25 +1,25 @@
-"""Reinforcement learning: a step, where its samples come from, and what is learnt from them.
+"""Reinforcement learning: a step, the sources of its samples, and the updates that learn from them.
 
-run.py           what one run does, step by step
-build.py         builds it: prompts, models, checkpoints, engine
-sampler.py       where a step's experience comes from: plan, rollout, quota
-rollout_plan.py  what a rollout is asked for and what comes of it
+run.py           runs the steps of one run
+build.py         builds a run: prompts, models, checkpoints, engine
+sampler.py       samples a step's experience: plan, rollout, quota
+rollout_plan.py  plans and results of rollouts
 rollout.py       one rollout: prompts, samples of the engine, observations, rewards
-environment.py   what the policy acts in
-quota.py         rollouts until a step has its prompts
-prefetch.py      steps sampled ahead
+environment.py   environments that the policy acts in
+quota.py         runs rollouts until a step has its prompts
+prefetch.py      samples steps ahead
 replay_buffer.py sequences of earlier steps, and resampling
-batching.py      episodes as the batch that a step learns from
-evaluation.py    how good the policy is on a prompt set
-score.py         what has to be known before the update: shaped rewards, old and reference logp, values
+batching.py      makes the batch that a step learns from out of episodes
+evaluation.py    measures the policy on a prompt set
+score.py         computes inputs of the update: shaped rewards, old and reference logp, values
 update.py        updates every model that learns
-objectives.py    what they learn by: losses of the policy, a critic, a process reward model
+objectives.py    losses of the policy, a critic, a process reward model
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
-compose.py       from settings to an Algorithm
-spikes.py        keeps the batch of a step that stands out
-describe.py      numbers that a step tells of itself, samples as text
-run_state.py     state alike on all ranks, for checkpoints
+compose.py       makes an Algorithm from settings
+spikes.py        keeps the batch of an anomalous optimizer step
+describe.py      metrics of a step, and a few of its samples as text
+run_state.py     state that is equal on all ranks, for checkpoints
 rank_state.py    state of each rank, for checkpoints
 trees.py         episodes as trees for a checkpoint
-rehearsal.py     one step on made-up tokens: refuses settings that nothing reads
+rehearsal.py     runs one step on made-up tokens, refuses settings that nothing reads
 """

@@ -2,19 +2,19 @@
 
 mesh.py        starts the job: process groups, mesh axes, worlds of frozen models and of threads
 world.py       groups, axes and roles of one rank
-roles.py       ranks that train, score and sample; sizes of axes
+roles.py       the ranks that train, score and sample; sizes of axes
 groups.py      makes process groups and device meshes over some ranks
-rendezvous.py  each start of all ranks gets its own key prefix in the store
+rendezvous.py  gives each start of all ranks its own key prefix in the store
 devices.py     the device of each rank
 network.py     the network interface between nodes
 peers.py       a group of ranks and the device of its collectives
-exchange.py    ragged tensors by one all_to_all, and small collectives
-balance.py     equal work for every rank (Karmarkar-Karp)
-queue.py       prompts handed out to engines
+exchange.py    exchanges ragged tensors by one all_to_all; small collectives
+balance.py     gives every rank equal work (Karmarkar-Karp)
+queue.py       hands prompts out to engines
 seeds.py       random numbers keyed by data
-lockstep.py    debug mode: names the rank and line that runs another collective
-agreement.py   once a step: all ranks ran as many collectives and hold the same counters
+lockstep.py    debug mode: names the rank and line that runs a different collective
+agreement.py   checks once a step that all ranks ran as many collectives and have the same counters
 gloo.py        all-gather and reduce-scatter on gloo by direct sends
 checksum.py    checksums of tensors
-storage.py     tensors off their device and back
+storage.py     moves tensors off their device and back
 """

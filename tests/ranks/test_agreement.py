@@ -78,7 +78,7 @@ def planted(world, folder):
 
 
 def test_lockstep_flight_record_names_the_line_on_every_rank(tmp_path):
-    """torch's recorder is on, as in a run (`environment.prepare`)."""
+    """torch's recorder is on, as in a run (`session/environ.py`)."""
     run_ranks(planted, 2, str(tmp_path))
     record = json.loads((tmp_path / "flight" / "rank_00000.json").read_text())
     told = reader.report(tmp_path)
