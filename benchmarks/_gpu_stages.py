@@ -74,11 +74,11 @@ class Training:
             place = form.work / "mixture"
             flags = f"--model.path {place} --reward.function {place}/reward.py"
         elif self.model == "smollm2" and "smollm2" in form.modules and not form.small:
-            return "--config configs/smollm2_addition.yaml --rollout.prompts_per_step 16 --algo.no-skip_zero_advantage"
+            return "--config configs/smollm2_addition.yaml --rollout.prompts-per-step 16 --algo.no-skip-zero-advantage"
         else:
             flags = "--model.path tiny"
         kind = "float32" if form.small else "bfloat16"
-        return f"{flags} --model.dtype {kind} --rollout.prompts_per_step 16 --rollout.samples_per_prompt 4"
+        return f"{flags} --model.dtype {kind} --rollout.prompts-per-step 16 --rollout.samples-per-prompt 4"
 
     def words(self, stage: str, form: Form) -> list[str]:
         ranks = self.size(form)
@@ -89,7 +89,7 @@ class Training:
             "--checkpoint.no-at-end --tracking.trackers jsonl --tracking.console plain --rollout.assignment static "
             f"--rollout.engine {self.engine} {self.flags} --run.dir {self.folder(stage, form)}"
         )
-        halves = f" --parallel.placement split --parallel.rollout_ranks {ranks // 2}" if self.split else ""
+        halves = f" --parallel.placement split --parallel.rollout-ranks {ranks // 2}" if self.split else ""
         return [form.python, *flags.split(), *halves.split()]
 
 
@@ -166,8 +166,8 @@ TP = "tests/engines/test_vllm_tp.py::test_parity_of_engine_and_trainer"
 LARGE_FLAGS = (
     "-m spmdrl.train --config configs/qwen3_30b_a3b.yaml --run.steps 1 --data.train builtin:addition-2 "
     "--data.eval builtin:addition-2:eval --reward.function first_integer --eval.every 0 --checkpoint.no-at-end "
-    "--tracking.trackers jsonl --rollout.prompts_per_step 16 --rollout.samples_per_prompt 4 "
-    "--rollout.max_new_tokens 64 --shaping.overlong_buffer 0 --run.timeout 200"
+    "--tracking.trackers jsonl --rollout.prompts-per-step 16 --rollout.samples-per-prompt 4 "
+    "--rollout.max-new-tokens 64 --shaping.overlong-buffer 0 --run.timeout 200"
 )
 
 
@@ -236,7 +236,7 @@ STAGES: list[Stage] = [
         "vllm_sleep",
         "vLLM's sleep at level 1 and 2: right weights after every wake, no memory lost from wake to wake",
         160,
-        tuple(Training(f"level {n}", "vllm", f"--rollout.sleep_level {n}") for n in (1, 2)),
+        tuple(Training(f"level {n}", "vllm", f"--rollout.sleep-level {n}") for n in (1, 2)),
         modules=("vllm",),
     ),
     Stage(
@@ -295,7 +295,7 @@ STAGES: list[Stage] = [
             # Routers round apart, so single tokens are off by more than in a dense model.
             *(
                 Training(name, "hf", f"--policy.backend megatron {flag}", "mixture", limit=0.1)
-                for name, flag in (("device", ""), ("host", "--policy.host_optimizer"))
+                for name, flag in (("device", ""), ("host", "--policy.host-optimizer"))
             ),
         ),
         modules=("megatron",),
@@ -304,7 +304,7 @@ STAGES: list[Stage] = [
         "sglang",
         "SGLang beside the trainer: sleep at level 2, right weights after every wake",
         110,
-        (Training("level 2", "sglang", "--rollout.sleep_level 2"),),
+        (Training("level 2", "sglang", "--rollout.sleep-level 2"),),
         modules=("sglang",),
     ),
     Stage(

@@ -7,38 +7,42 @@ unless a flag or a file written by hand sets `--eval.prompts`. The last line on 
 how many prompts and samples, and the numbers. Its log goes to a folder of its own, `<run folder>-eval`.
 """
 
+import dataclasses
 import json
+import os
 from typing import Any
 
-from spmdrl.config.evaluation import EvaluateConfig, as_run, check_evaluation
+from spmdrl.config.evaluation import EvaluationConfig, as_run, check_settings, evaluation_lines
 from spmdrl.config.load import Loaded, load_or_exit
-from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
 from spmdrl.session.environ import prepare
 
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluate `--model.path` on `--data.eval`."""
-    asked = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluateConfig, check_evaluation, also=Config)
+    asked = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluationConfig, check_settings, also=Config)
     # A run folder's config.yaml tells how many the run looked at while it trained.
     prompts = asked.config.eval.prompts if "eval.prompts" in asked.given else 0
-    loaded = Loaded(as_run(asked.config, prompts), asked.dry_run)
+    cfg = as_run(asked.config, prompts)
     prepare()
     from spmdrl.rl.build import build_run
-    from spmdrl.session.open import open_run
+    from spmdrl.session.open import open_run, show
 
-    with open_run(loaded, build_run, plan_lines, keeps=False) as run:
-        if run is not None:
-            with run.memory.rollout_phase():
-                run.evaluate(0)
-            with run.memory.training_phase():
-                run.judge()
-            if run.world.is_first:
-                assert run.evaluation.prompts is not None
-                prompts = len(run.evaluation.prompts)
-                what: dict[str, Any] = {"model": loaded.config.model.path, "data": loaded.config.data.eval}
-                what |= {"prompts": prompts, "samples": prompts * run.cfg.eval.samples}
-                print(json.dumps(what | run.evaluation.numbers), flush=True)
+    if asked.dry_run:
+        settings = dataclasses.replace(asked.config, eval=dataclasses.replace(asked.config.eval, prompts=prompts))
+        return show(settings, evaluation_lines(cfg, int(os.environ.get("WORLD_SIZE", "1"))))
+    with open_run(Loaded(cfg), build_run, evaluation_lines, keeps=False) as run:
+        assert run is not None
+        with run.memory.rollout_phase():
+            run.evaluate(0)
+        with run.memory.training_phase():
+            run.judge()
+        if run.world.is_first:
+            assert run.evaluation.prompts is not None
+            prompts = len(run.evaluation.prompts)
+            what: dict[str, Any] = {"model": cfg.model.path, "data": cfg.data.eval}
+            what |= {"prompts": prompts, "samples": prompts * cfg.eval.samples}
+            print(json.dumps(what | run.evaluation.numbers), flush=True)
 
 
 if __name__ == "__main__":

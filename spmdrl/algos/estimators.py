@@ -35,6 +35,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "prime": ("process",),
 }
 """Fields of Samples without which an estimator raises; one that is not here needs none."""
+READS: dict[str, tuple[str, ...]] = {"gigpo": ("turn", "state")}
+"""Fields that an estimator reads where there are any."""
 
 GROUPLESS = frozenset({"gae", "remax", "reinforce", "reinforce_plus_plus", "per_token"})
 """Estimators that do not look at `group`."""

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the newest, those of some steps, the best by a metric. No communication."""
+"""Chooses the checkpoints that stay: the newest, those of some steps, the best by a metric. No communication."""
 
 import json
 import os

@@ -1,13 +1,20 @@
-"""Settings of an evaluation, and the run that they make."""
+"""Settings of an evaluation, its plan, and the run that they make.
+
+A setting of a shared section that an evaluation does not read is suppressed here: files may hold it, flags may not.
+"""
 
 import dataclasses
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from tyro.conf import Suppress
+
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
+from spmdrl.config.placement import samplers
+from spmdrl.config.plan import count, ranks
 from spmdrl.config.schema import (
     CheckpointConfig,
     Config,
@@ -25,6 +32,32 @@ from spmdrl.config.schema import (
 
 
 @dataclass
+class EvaluationRunConfig(RunConfig):
+    """The evaluation as a whole."""
+
+    steps: Suppress[int] = RunConfig.steps
+    fresh: Suppress[bool] = RunConfig.fresh
+    allow_changes: Suppress[bool] = RunConfig.allow_changes
+    spike_factor: Suppress[float] = RunConfig.spike_factor
+
+
+@dataclass
+class EvaluationRolloutConfig(RolloutConfig):
+    """The engine."""
+
+    prompts_per_step: Suppress[int] = RolloutConfig.prompts_per_step
+    samples_per_prompt: Suppress[int] = RolloutConfig.samples_per_prompt
+    temperature: Suppress[float] = RolloutConfig.temperature
+    top_p: Suppress[float] = RolloutConfig.top_p
+    oversample: Suppress[float] = RolloutConfig.oversample
+    partial_steps: Suppress[int] = RolloutConfig.partial_steps
+    staleness: Suppress[int] = RolloutConfig.staleness
+    routing_replay: Suppress[bool] = RolloutConfig.routing_replay
+    logp_diff_warn: Suppress[float] = RolloutConfig.logp_diff_warn
+    logp_diff_stop: Suppress[float] = RolloutConfig.logp_diff_stop
+
+
+@dataclass
 class BadSampleConfig:
     """Samples that cannot be graded."""
 
@@ -34,29 +67,53 @@ class BadSampleConfig:
 
 
 @dataclass
-class EvaluateConfig:
-    """Accuracy and pass@k of a model, by the sections that an evaluation reads."""
+class EvaluationDataConfig(DataConfig):
+    """Prompts."""
 
-    run: RunConfig = field(default_factory=RunConfig)
+    train: Suppress[str] = DataConfig.train
+    limit: Suppress[int] = DataConfig.limit
+
+
+@dataclass
+class EvaluationEvalConfig(EvalConfig):
+    """Prompts, and how they are sampled."""
+
+    every: Suppress[int] = EvalConfig.every
+
+
+@dataclass
+class EvaluationTrackingConfig(TrackingConfig):
+    """Numbers that are shown."""
+
+    trackers: Suppress[tuple[str, ...]] = ()
+    project: Suppress[str] = TrackingConfig.project
+    samples: Suppress[int] = TrackingConfig.samples
+
+
+@dataclass
+class EvaluationConfig:
+    """Accuracy and pass@k of a model, by the settings that an evaluation reads."""
+
+    run: EvaluationRunConfig = field(default_factory=EvaluationRunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: EvaluationRolloutConfig = field(default_factory=EvaluationRolloutConfig)
     filter: BadSampleConfig = field(default_factory=BadSampleConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    eval: EvalConfig = field(default_factory=partial(EvalConfig, prompts=0))
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    eval: EvaluationEvalConfig = field(default_factory=partial(EvaluationEvalConfig, prompts=0))
+    tracking: EvaluationTrackingConfig = field(default_factory=EvaluationTrackingConfig)
 
 
-def as_run(cfg: EvaluateConfig, prompts: int) -> Config:
+def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
     """The run that only evaluates: no training prompts, no models but policy and reward model, nothing kept.
 
-    prompts: as `--eval.prompts`.
+    prompts: as `--eval.prompts`. steps: 0, so that no model trains.
     """
     folder = f"{cfg.run.dir.rstrip('/')}-eval" if cfg.run.dir else ""
     return Config(
-        run=dataclasses.replace(cfg.run, name=f"{cfg.run.name}-eval", dir=folder),
+        run=dataclasses.replace(cfg.run, name=f"{cfg.run.name}-eval", dir=folder, steps=steps),
         model=cfg.model,
         parallel=cfg.parallel,
         policy=cfg.policy,
@@ -71,7 +128,7 @@ def as_run(cfg: EvaluateConfig, prompts: int) -> Config:
     )
 
 
-def check_evaluation(cfg: EvaluateConfig, world_size: int) -> None:
+def check_settings(cfg: EvaluationConfig, world_size: int) -> None:
     """Check all values together.
 
     Raises:
@@ -79,4 +136,16 @@ def check_evaluation(cfg: EvaluateConfig, world_size: int) -> None:
     """
     if not cfg.data.eval:
         raise ConfigError("--data.eval '': name the prompts to evaluate on")
-    check(as_run(cfg, cfg.eval.prompts), world_size)
+    check(as_run(cfg, cfg.eval.prompts, steps=1), world_size)
+
+
+def evaluation_lines(cfg: Config, world_size: int) -> list[str]:
+    """The plan of an evaluation. cfg: as `as_run` makes it."""
+    tp, longest = cfg.rollout.tp, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"
+    engines = f"{count(samplers(cfg, world_size) // tp, 'engine')} of {count(tp, 'rank')}"
+    return [
+        f"ranks    {ranks(cfg, world_size)}",
+        f"eval     {prompts} of {cfg.data.eval}, {count(cfg.eval.samples, 'sample')} of each; {engines}",
+        f"tokens   at most {longest:,} a sequence",
+    ]

@@ -5,7 +5,7 @@ import difflib
 import functools
 import types
 from collections.abc import Iterable
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -14,11 +14,16 @@ class ConfigError(ValueError):
 
 @functools.cache
 def leaves(schema: type) -> dict[str, Any]:
-    """Dotted name -> type of every setting of a dataclass of dataclasses, in the order of the schema."""
-    hints = get_type_hints(schema)
+    """Dotted name -> type of every setting of a dataclass of dataclasses, in the order of the schema.
+
+    A field with an annotation (`tyro.conf.Suppress[int]`) is no setting of that schema.
+    """
+    hints = get_type_hints(schema, include_extras=True)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(schema):
         hint = hints[field.name]
+        if get_origin(hint) is Annotated:
+            continue
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             found |= {f"{field.name}.{name}": leaf for name, leaf in leaves(hint).items()}
         else:

@@ -127,7 +127,7 @@ class ShapingConfig:
 
 @dataclass
 class FilterConfig:
-    """Which samples are learned from."""
+    """Choice of the samples that the policy learns from."""
 
     keep: str = ""
     """Prompts whose group is kept: `mixed` (its rewards differ), `accuracy_range`, or path/to/file.py:function. Others

@@ -107,12 +107,12 @@ def from_command_line(
             name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
         if given.values is None and any(leaf.startswith(name + ".") for leaf in (*hints, *passed_over)):
             continue  # a section with nothing under it
-        if {name, positive} & passed_over:
+        if name in passed_over or (given.origin == COMMAND_LINE and positive in passed_over):
             if given.origin == COMMAND_LINE:
                 problems.append(f"{flag(name)}: {prog} does not read it; leave it out")
             continue
         if name not in hints or (name == "dry_run" and given.origin != COMMAND_LINE):
-            problems.append(unknown_name(name, given, [leaf for leaf in hints if leaf != "dry_run"]))
+            problems.append(unknown_name(name, given, [n for n in (*hints, *passed_over) if n != "dry_run"]))
             continue
         try:
             tokens[name] = tokens_of(name, hints[name], given)

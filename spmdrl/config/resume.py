@@ -1,4 +1,4 @@
-"""Which settings may change when a run goes on from its folder, and how two of them differ.
+"""Tells which settings may change when a run goes on from its folder, and how two sets of them differ.
 
 Laws 2 and 3 say which: layout, machine and pace do not change the answer. All other settings do, and a run that went
 on with others would be neither the first run nor the second.

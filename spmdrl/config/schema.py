@@ -189,7 +189,7 @@ class ReferenceConfig:
     enabled: Literal["auto", "on", "off"] = "auto"
     """Frozen model for KL. `auto`: on when a KL coefficient is not zero."""
     path: str = ""
-    """Which model, as `--model.path`; a teacher, for distillation. Empty: the starting model."""
+    """The model, as `--model.path`; a teacher, for distillation. Empty: the starting model."""
     refresh_every: int = 0
     """Take over the policy's weights every N steps. 0: never."""
     offload: Literal["none", "host", "disk"] = "none"

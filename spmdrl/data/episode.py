@@ -31,7 +31,7 @@ class Segment:
     turn: int = 0
     """The prompt and the first response are turn 0; each answer of the environment begins another turn."""
     state: int = 0
-    """Number of the state that the turn responds to; equal numbers mean equal states of one prompt."""
+    """Number of the state that the turn responds to; equal numbers mean equal states of one prompt. 0: the prompt."""
 
     @property
     def sampled(self) -> bool:
@@ -132,7 +132,14 @@ class Episode:
         """Append an answer of the environment, which begins a turn.
 
         state: number of the state that it shows; None: the tokens so far are the state.
+
+        Raises:
+            ValueError: there are no tokens, a token is negative, or the number is not in its range.
         """
+        if not tokens or min(tokens) < 0:
+            raise ValueError(f"an observation needs one token or more, none of them negative; it is {tokens}")
+        if state is not None and not 0 <= state < STATES:
+            raise ValueError(f"the number of a state must be from 0 to 2^52 - 1; it is {state}")
         observed, turn = torch.tensor(tokens, dtype=torch.int64), self.turns
         if state is None:
             path = torch.cat([self.tokens, observed]).numpy().tobytes()

@@ -104,6 +104,8 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
 def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     """Build the models that an algorithm needs (`compose.needs`) and that belong on this rank. Collective.
 
+    In a run of no steps the policy is frozen, too.
+
     Raises:
         ValueError: a folder that is missing or does not fit its role.
     """
@@ -144,7 +146,9 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         if each.path:
             check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
-    models = Models(make(cfg, world, total - warmup, routing_replay=replay, adapt=True) if world.trains else None)
+    models = Models(None)
+    if world.trains:
+        models.policy = make(cfg, world, total - warmup, trainable=total > 0, routing_replay=replay, adapt=bool(total))
     models.keep_reference = "reference" in wanted and cfg.reference.refresh_every > 0
     start = cfg.model.path
     for name, each in wanted.items():

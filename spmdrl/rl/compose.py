@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spmdrl.algos.estimators import ADVANTAGES, NEEDS
+from spmdrl.algos.estimators import ADVANTAGES, NEEDS, READS
 from spmdrl.algos.losses import AGGREGATION_OF, LOSSES, SEQUENCE_LOSSES
 from spmdrl.algos.selection import SELECTIONS
 from spmdrl.config.learning import AlgoConfig
@@ -71,9 +71,17 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
     """Inputs of a step beside the samples.
 
     A user's own estimator names the fields of `Samples` that it cannot do without in an attribute `needs`.
+
+    Raises:
+        ValueError: there is no such field.
     """
     algo, safety = cfg.algo, cfg.safety
-    fields = NEEDS.get(algo.advantage) or getattr(advantage, "needs", ())
+    tables = NEEDS | READS
+    fields = tables.get(algo.advantage) or getattr(advantage, "needs", ())
+    known = [name for names in tables.values() for name in names]
+    if isinstance(fields, str) or (unknown := [name for name in fields if name not in known]):
+        given = repr(fields) if isinstance(fields, str) else ", ".join(map(repr, unknown))
+        raise ValueError(f"{algo.advantage}: its `needs` must be a tuple of names from {', '.join(known)}, not {given}")
     critic = "values" in fields
     cost = bool(safety.cost or safety.cost_model)
     wanted = {
@@ -85,7 +93,7 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
         "greedy": "baseline" in fields,
         "collision": "collision" in fields,
         "logp": "logp" in fields,
-        "turns": algo.advantage == "gigpo" or "turn" in fields or "state" in fields,
+        "turns": "turn" in fields or "state" in fields,
     }
     return frozenset(name for name, value in wanted.items() if value)
 

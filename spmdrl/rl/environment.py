@@ -12,9 +12,10 @@ class Observation:
     """An environment's answer to a response."""
 
     tokens: list[int]
-    """Appended to the episode as they are; the policy goes on after them."""
+    """Appended to the episode as they are, one at least; the policy goes on after them."""
     state: int | None = None
-    """Number of the state that they show, below `data.episode.STATES`; None: the whole episode so far is the state."""
+    """Number of the state that they show, below `data.episode.STATES`; 0 is the state that the prompt shows. None: the
+    whole episode so far is the state."""
 
 
 class Environment(Protocol):

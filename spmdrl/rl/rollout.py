@@ -176,7 +176,10 @@ class Rollout:
             episode.finish = "length"
             return False
         episode.finish = ""
-        episode.add_observed(observed.tokens, observed.state)
+        try:
+            episode.add_observed(observed.tokens, observed.state)
+        except ValueError as error:
+            raise ValueError(f"{type(self.environment).__name__}.reply: {error}") from error
         return True
 
     def is_abandoned(self) -> bool:
@@ -201,7 +204,7 @@ class Rollout:
 def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
     """Add what the engine made of an episode's request."""
     if completion.tokens and completion.version != plan.version:
-        raise StaleEngineError(f"a sample of weight version {completion.version} came into a round of {plan.version}")
+        raise StaleEngineError(f"a sample of weight version {completion.version} came into a rollout of {plan.version}")
     over = completion.finish != "abort"
     if completion.tokens or over:
         episode.add_sampled(completion.tokens, completion.logp, plan.version)

@@ -1,4 +1,7 @@
-"""Parts that every job has, whatever it trains. Nothing here knows about reinforcement learning.
+"""Parts that every job has, whatever it trains.
+
+Jobs with an engine have a device table, too: it, its flags and the push read the sections of rollout and reference. The
+other files read only the sections that every training has (`config.schema.TrainingConfig`).
 
 open.py          opens and closes a job on this rank
 session.py       settings, ranks, clock, console and folder of a job

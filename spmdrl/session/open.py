@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
@@ -71,8 +71,7 @@ def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool =
     with named_exit(lambda: timer.phase, give_terminal_back):
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if loaded.dry_run:
-            if rank == 0:
-                print(to_yaml(cfg) + "\n" + "\n".join(plan(cfg, size)))
+            show(cfg, plan(cfg, size))
             yield None
             return
         make_deterministic(cfg.run)
@@ -121,6 +120,12 @@ def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool =
         # Engines tear the process group down; leave before they can complain.
         sys.stdout.flush()
         os._exit(0)
+
+
+def show(settings: Any, plan: list[str]) -> None:
+    """Print on rank 0 what `--dry-run` asks for."""
+    if os.environ.get("RANK", "0") == "0":
+        print(to_yaml(settings) + "\n" + "\n".join(plan))
 
 
 def settle_on(device: str, cfg: TrainingConfig) -> str:

@@ -11,7 +11,7 @@ parallelism is folded out of the other axes inside a policy."""
 
 @dataclass(frozen=True)
 class Roles:
-    """Which ranks train, score and sample. `colocated`: all do all three; `split`: disjoint sets, in this order.
+    """Ranks that train, score and sample. `colocated`: all do all three; `split`: disjoint sets, in this order.
 
     Scorers hold the frozen models; without ranks of their own these live with the trainers.
     """

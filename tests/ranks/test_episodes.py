@@ -14,7 +14,7 @@ import torch
 from spmdrl.algos.credit import gigpo
 from spmdrl.algos.samples import Samples
 from spmdrl.data.batch import from_episodes, to_episodes
-from spmdrl.data.episode import Episode, Segment, prompt_segment, segments_of
+from spmdrl.data.episode import STATES, Episode, Segment, prompt_segment, segments_of
 from spmdrl.data.prompts import Prompt
 from spmdrl.rl.environment import Observation
 from spmdrl.rl.trees import experience, group
@@ -205,3 +205,12 @@ def test_resume_reads_groups_and_steps_that_were_held_as_columns():
     (e,) = done.episodes
     assert (e.version, e.finish, e.reward, e.parts, e.baseline) == (6, "length", 0.5, {"a": 1.0}, 0.25)
     assert e.segments[0].tokens.tolist() == [0] and isinstance(e.segments[1], Segment) and done.drawn == 3
+
+
+@pytest.mark.parametrize(("tokens", "state"), [([], None), ([-1], 2), ([5], -1), ([5], STATES)])
+def test_an_observation_that_no_column_can_hold_is_refused(tokens, state):
+    episode = Episode(0, 0, 0, [prompt_segment([1, 2])])
+    episode.add_sampled([3], [-0.5], 0)
+    with pytest.raises(ValueError, match="an observation needs one token|the number of a state must be from 0"):
+        episode.add_observed(tokens, state)
+    assert episode.turns == 1

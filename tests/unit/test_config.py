@@ -14,7 +14,7 @@ import yaml
 from spmdrl.config import schema
 from spmdrl.config.checks import RULES, TRACKERS, check
 from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
-from spmdrl.config.evaluation import EvaluateConfig, as_run, check_evaluation
+from spmdrl.config.evaluation import EvaluationConfig, as_run, check_settings
 from spmdrl.config.fields import ConfigError, get, leaves, nearest
 from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.plan import plan_lines
@@ -154,28 +154,48 @@ def test_a_schema_derived_by_an_entry_point_takes_its_own_section():
 # ── refusing ───────────────────────────────────────────────────────────────
 
 
-def test_an_evaluation_passes_over_what_files_say_of_training_and_refuses_it_as_a_flag(yaml_file):
+def asked(*argv: str):
+    return from_command_line(list(argv), "evaluate", EvaluationConfig, Config)
+
+
+def test_an_evaluation_passes_over_what_files_say_of_training(yaml_file):
     words = ["--run.dir", "runs/a/", "--algo.preset", "dapo", "--lora.rank", "8", "--filter.bad-sample", "skip"]
+    words += ["--rollout.partial-steps", "1", "--rollout.oversample", "2", "--rollout.temperature", "0.5"]
     run = load(*words, "--eval.every", "0", "--eval.top-p", "0.9", "--data.limit", "3", "--rollout.tp", "2")
     by_hand = "optimizer:\n  lr: 1e-3\ncheckpoint:\nfilter:\n  keep: ''\neval: {prompts: 7}\n"
-    files = ["--config", yaml_file(to_yaml(run), "config.yaml"), "--config", yaml_file(by_hand)]
-    loaded = from_command_line([*files, "--model.path", "m"], "evaluate", EvaluateConfig, Config)
-    check_evaluation(loaded.config, 2)
+    loaded = asked(
+        "--config", yaml_file(to_yaml(run), "config.yaml"), "--config", yaml_file(by_hand), "--model.path", "m"
+    )
+    check_settings(loaded.config, 2)
     cfg = as_run(loaded.config, 0)
     assert (cfg.run.dir, cfg.model.path, cfg.rollout.tp, cfg.eval.top_p) == ("runs/a-eval", "m", 2, 0.9)
-    assert (cfg.filter.bad_sample, cfg.data.limit, cfg.eval.every) == ("skip", 0, 1)
+    assert (cfg.filter.bad_sample, cfg.data.limit, cfg.eval.every, cfg.run.steps) == ("skip", 0, 1, 0)
     assert cfg.algo == Config().algo and cfg.lora.rank == 0 and cfg.filter.keep == "" and cfg.eval.prompts == 0
+    assert cfg.rollout.oversample == 1 and cfg.rollout.partial_steps == 0 and cfg.rollout.temperature == 1
     assert loaded.config.eval.prompts == 7 and "eval.prompts" in loaded.given
+    # What `--dry-run` prints is read back as it was.
+    assert asked("--config", yaml_file(to_yaml(loaded.config), "again.yaml")).config == loaded.config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_evaluation_reads_the_files_of_every_method(preset, yaml_file):
+    run = load("--algo.preset", preset, "--rollout.samples-per-prompt", "1")
+    check_settings(asked("--config", yaml_file(to_yaml(run))).config, 1)
+
+
+def test_an_evaluation_refuses_flags_that_it_does_not_read(yaml_file):
     with pytest.raises(ConfigError) as error:
-        words = ["--optimizer.lr", "1", "--checkpoint.no-at-end", "--optimizer.lrr", "1"]
-        from_command_line(words, "evaluate", EvaluateConfig, Config)
+        asked("--optimizer.lr", "1", "--checkpoint.no-at-end", "--rollout.temperature", "0.1", "--optimizer.lrr", "1")
     assert str(error.value).splitlines() == [
         "--optimizer.lr: evaluate does not read it; leave it out",
         "--checkpoint.no-at-end: evaluate does not read it; leave it out",
-        "unknown flag --optimizer.lrr; see --help for all settings",
+        "--rollout.temperature: evaluate does not read it; leave it out",
+        "unknown flag --optimizer.lrr; did you mean --optimizer.lr?",
     ]
+    with pytest.raises(ConfigError, match="unknown key checkpoint.no_at_end"):
+        asked("--config", yaml_file("checkpoint: {no_at_end: true}\n"))
     with pytest.raises(ConfigError, match="--data.eval '': name the prompts"):
-        check_evaluation(from_command_line(["--data.eval", ""], "evaluate", EvaluateConfig, Config).config, 1)
+        check_settings(asked("--data.eval", "").config, 1)
 
 
 def test_unknown_names_are_one_message_with_the_nearest_and_the_file(yaml_file):

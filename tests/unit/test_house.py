@@ -79,6 +79,21 @@ def test_imports_run_downwards(path):
     assert wrong == []
 
 
+READS_ALL_SETTINGS = {"session/device_table.py", "session/room.py", "policy/models.py"}
+"""Files of the rooms below that know the sections of reinforcement learning: engine, reference, reward models."""
+
+
+def test_rooms_of_every_job_read_the_settings_of_every_job():
+    """The others see a `TrainingConfig`, whose sections pyright holds them to."""
+    readers = {
+        str(path.relative_to(ROOT))
+        for room in ("session", "checkpoint", "policy", "weights", "hub")
+        for path in (ROOT / room).rglob("*.py")
+        if re.search(r"^from spmdrl\.config\.schema import .*\bConfig\b", path.read_text(), re.MULTILINE)
+    }
+    assert readers == READS_ALL_SETTINGS
+
+
 def test_exceptions_are_needed_and_late():
     for name, other in EXCEPTIONS:
         tree = ast.parse((ROOT / name).read_text())

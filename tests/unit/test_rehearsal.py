@@ -33,6 +33,15 @@ def refusal(*words: str) -> str:
     return ""
 
 
+@pytest.mark.parametrize("needs", ["('turns',)", "'turn'", "('values', 3)"])
+def test_an_estimator_that_needs_what_samples_do_not_have_is_refused(needs, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(f"def estimate(x):\n    return x.rewards, x.rewards\n\n\nestimate.needs = {needs}\n")
+    config = from_command_line(["--algo.advantage", f"{file}:estimate"]).config
+    with pytest.raises(ValueError, match="its `needs` must be a tuple of names from values, baseline, logp, collision"):
+        compose(config)
+
+
 @pytest.mark.parametrize(
     ("words", "unread", "reader"),
     [
