@@ -80,7 +80,7 @@ class Counter(TorchDispatchMode):
         self.calls: dict[str, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Count, then run."""
+        """Counts, then runs the operation."""
         if func.namespace == "c10d":
             group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
             if group.size() > 1:
@@ -115,7 +115,7 @@ class Shapes:
 
     @classmethod
     def of(cls, hf: Any) -> "Shapes":
-        """Make the shapes from a config of transformers: Qwen2 or Qwen3-MoE."""
+        """Makes the shapes from a config of transformers: Qwen2 or Qwen3-MoE."""
         experts = getattr(hf, "num_experts", 0) or 0
         return cls(
             hidden=hf.hidden_size,

@@ -24,7 +24,7 @@ SHOWN = (
 def judge(
     folder: Path, steps: int, samplers: list[int], engine: str, device: str, limit: float
 ) -> tuple[list[str], dict[str, float]]:
-    """Judge one run: (problems, figures).
+    """Judges one run: (problems, figures).
 
     samplers: ranks that have an engine. device: `cpu` or `cuda`. limit: of the mean |difference| of a step in bfloat16,
     which holds on GPUs; on a CPU, in float32, `FLOAT32` holds for every token.

@@ -133,7 +133,7 @@ class Stage:
     """GiB needed on each of them."""
     modules: tuple[str, ...] = ()
     large: bool = False
-    """Needs the folder of the 30B model."""
+    """True for a stage that needs the folder of the 30B model."""
     benchmark: bool = False
     """True for a stage that gets the time that the stages before it have left over."""
     tested: str = ""
@@ -333,7 +333,7 @@ STAGES: list[Stage] = [
 
 
 def chosen(names: str) -> list[Stage]:
-    """Stages by the names or groups of `--only`; all of them for an empty text.
+    """Returns the stages by the names or groups of `--only`; all of them for an empty text.
 
     Raises:
         ValueError: there is no such name.

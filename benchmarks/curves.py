@@ -28,7 +28,7 @@ KEPT = (
 
 
 def installed(name: str) -> str | None:
-    """Version of a package, None without it."""
+    """Returns the version of a package, None without it."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -63,7 +63,7 @@ def summary(name: str, rows: list[dict]) -> dict:
 
 
 def main() -> None:
-    """Write <out>/<run>.jsonl, <out>/summary.json and <out>/curves.png; print the summary."""
+    """Writes <out>/<run>.jsonl, <out>/summary.json and <out>/curves.png; prints the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)

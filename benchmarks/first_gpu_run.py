@@ -34,11 +34,11 @@ from benchmarks._gpu_judge import judge  # noqa: E402
 from benchmarks._gpu_stages import FACTS, ROOT, STEPS, Command, Form, Stage, Training, chosen, example  # noqa: E402
 
 GRACE = 5.0
-"""Seconds of a limit that a program has after it was asked to end."""
+"""Seconds of a limit that remain to a program after it was asked to end."""
 MARK = "SPMDRL_STAGE"
 """Variable in the environment of every process of a stage: torchrun puts its ranks into sessions of their own."""
 SLOWER = 4
-"""How many times as long a stage may take on a CPU."""
+"""Factor by which a stage may take longer on a CPU."""
 TAIL = 40
 """Last lines of a log that failed, in the report."""
 RESULTS = {False: Path("benchmarks/results"), True: Path("runs/first_run_cpu")}
@@ -68,7 +68,7 @@ class Result:
 
 
 def family(root: int, mark: str) -> list[int]:
-    """The living processes that a stage started: by its mark, or as children of those (a title may hide the mark)."""
+    """Living processes that a stage started: by its mark, or as children of those (a title may hide the mark)."""
     parents, found = {}, {root}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -92,7 +92,7 @@ def end(pids: list[int], number: int) -> None:
 
 
 def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Run a program; returns what was wrong with its end, or an empty text. At the limit its whole family ends."""
+    """Runs a program; returns what was wrong with its end, or an empty text. At the limit its whole family ends."""
     mark = secrets.token_hex(8)
     deadline = time.monotonic() + seconds
     with open(log, "a") as file:
@@ -133,7 +133,7 @@ def run(words: list[str], log: Path, seconds: float, environment: dict[str, str]
 
 
 def run_stage(stage: Stage, form: Form, limit: float, gib: float = 1e9) -> Result:
-    """Run a stage, or say why it cannot run. gib: memory of the smallest GPU."""
+    """Runs a stage, or says why it cannot run. gib: memory of the smallest GPU."""
     result = Result(stage.name, limit=limit, proves=stage.proves)
     if reason := stage.lacks(form, gib):
         result.status, result.reason = "skipped", reason
@@ -164,7 +164,7 @@ def run_stage(stage: Stage, form: Form, limit: float, gib: float = 1e9) -> Resul
 
 
 def judged(stage: Stage, part: Training, form: Form) -> tuple[list[str], dict[str, float]]:
-    """See `judge`."""
+    """Calls `judge`."""
     folder, device = part.folder(stage.name, form), "cpu" if form.small else "cuda"
     return judge(folder, STEPS, part.samplers(form), part.engine, device, part.limit)
 
@@ -176,7 +176,7 @@ def share(stages: list[Stage], i: int, spare: float) -> float:
 
 
 def look(python: str, work: Path) -> dict:
-    """Look up the facts of the machine in a process that imports torch.
+    """Looks up the facts of the machine in a process that imports torch.
 
     Raises:
         SystemExit: with the reason, where that fails.
@@ -192,7 +192,7 @@ def look(python: str, work: Path) -> dict:
 
 
 def write(base: Path, results: list[Result], facts: dict, began: datetime, seconds: float) -> None:
-    """The report so far, for programs and for people."""
+    """Writes the report so far, for programs and for people."""
     told = {"date": began.isoformat(timespec="seconds"), "seconds": round(seconds), "machine": facts}
     told["stages"] = [asdict(result) for result in results]
     base.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
@@ -230,7 +230,7 @@ def markdown(told: dict, facts: dict) -> str:
 
 
 def show(stages: list[Stage], form: Form) -> None:
-    """Print the stages for --dry-run."""
+    """Prints the stages for --dry-run."""
     for stage in stages:
         for part in stage.runs:
             print(f"{stage.name}: {shlex.join(part.words(stage.name, form))}")

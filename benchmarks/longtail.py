@@ -86,7 +86,7 @@ class Watched:
         engine.submit, engine.poll, engine.abort = self.submit, self.poll, self.abort
 
     def submit(self, request) -> None:
-        """Submit a request with its drawn length, less the tokens that a continued response has already."""
+        """Submits a request with its drawn length, less the tokens that a continued response has already."""
         before = self.longest - request.max_new_tokens
         request.max_new_tokens = length(*request.key[:2], self.longest, self.spread) - before
         assert request.max_new_tokens > 0, "what is complete is not asked for again"
@@ -94,14 +94,14 @@ class Watched:
         self.submit_(request)
 
     def poll(self) -> list:
-        """Poll the engine and note the time of its step."""
+        """Polls the engine and notes the time of its step."""
         began, running = time.perf_counter(), self.running
         done = self.poll_()
         self.polls.append((running, time.perf_counter() - began))
         return self._count(done)
 
     def abort(self, keys) -> list:
-        """Abort requests and count their tokens."""
+        """Aborts requests and counts their tokens."""
         return self._count(self.abort_(keys))
 
     def _count(self, done: list) -> list:
@@ -235,19 +235,19 @@ def summary(name: str, lines: list[dict], ranks: list[list[dict]], args) -> dict
 
 
 def engine_of(wanted: str) -> str:
-    """`auto` resolved, as the program does."""
+    """Resolves `auto` as the program does."""
     return ("vllm" if find_spec("vllm") else "hf") if wanted == "auto" else wanted
 
 
 def default_ranks() -> int:
-    """Two on a CPU, one for each GPU."""
+    """Returns two on a CPU, otherwise one for each GPU."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def measure(args) -> dict[str, dict]:
-    """Start the ranks, and read what they wrote."""
+    """Starts the ranks and reads what they wrote."""
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         random_model(folder / "model")
@@ -301,7 +301,7 @@ def arguments() -> argparse.Namespace:
 
 
 def show_lengths(args: argparse.Namespace) -> dict[int, int]:
-    """Print the job and its lengths; returns percentile -> tokens."""
+    """Prints the job and its lengths; returns percentile -> tokens."""
     drawn = sorted(
         length(p, s, args.longest, args.spread) for p in range(args.prompts * args.steps) for s in range(args.samples)
     )
@@ -316,7 +316,7 @@ def show_lengths(args: argparse.Namespace) -> dict[int, int]:
 
 
 def show(rows: dict[str, dict]) -> None:
-    """Print the table of the settings."""
+    """Prints the table of the settings."""
     print(
         f"{'setting':<33}{'step s':>8}{'rollout s':>10}{'update s':>9}{'tokens/s':>9}{'length':>8}{'stale':>7}"
         f"{'dropped':>9}{'engine steps':>13}{'ms few/full':>13}"
@@ -331,7 +331,7 @@ def show(rows: dict[str, dict]) -> None:
 
 
 def show_ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
-    """Print every setting against `static`; returns the ratios."""
+    """Prints every setting against `static`; returns the ratios."""
     ratios = {}
     for name in [name for name in rows if name != "static"] if "static" in rows else []:
         ratios[name] = {
@@ -346,7 +346,7 @@ def show_ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Print a table and the target; write JSON."""
+    """Prints a table and the target; writes JSON."""
     args = arguments()
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
     if args.side:

@@ -88,7 +88,7 @@ def make_model(folder: Path, size: str, mixture: bool = False) -> str:
 
 
 def open_group(rank: int, ranks: int, folder: str) -> None:
-    """Join the other forked ranks over gloo."""
+    """Joins the other forked ranks over gloo."""
     from spmdrl.session.environ import keep_freed_memory, prepare
 
     prepare()
@@ -99,7 +99,7 @@ def open_group(rank: int, ranks: int, folder: str) -> None:
 
 
 def open_policy(kind: str, model: str, axes: dict, share: bool = False):
-    """(config, world of these axes, policy); Megatron's groups are made anew. Collective."""
+    """Returns (config, world of these axes, policy) and makes Megatron's groups anew. Collective."""
     from spmdrl.config.presets import with_preset
     from spmdrl.config.schema import Config, ParallelConfig
     from spmdrl.policy.backends import backend
@@ -124,7 +124,7 @@ def open_policy(kind: str, model: str, axes: dict, share: bool = False):
 
 
 def episodes(batch: str) -> list:
-    """Random tokens, ragged replies, a reward of its own for every sample."""
+    """Random tokens with ragged replies and a different reward for every sample."""
     from spmdrl.data.episode import episode_of
     from spmdrl.spmd.seeds import generator_for
 
@@ -147,7 +147,7 @@ class Side:
     """A policy with its share of the batch, scored, whose actions are timed."""
 
     def __init__(self, kind: str, model: str, axes: dict, batch: str, share: bool = False):
-        """Open the policy and score its share. batch: one of BATCHES. Collective; see `open_policy`."""
+        """Opens the policy and scores its share. batch: one of BATCHES. Collective; see `open_policy`."""
         from spmdrl.data.batch import balance, from_episodes, share_out
         from spmdrl.policy.models import Models
         from spmdrl.rl.compose import compose
@@ -168,7 +168,7 @@ class Side:
         return self.policy.logprobs(self.batch, 1.0)[0]
 
     def update(self) -> dict[str, float]:
-        """One update; its metrics, alike on every rank."""
+        """Makes one update; returns its metrics, alike on every rank."""
         from spmdrl.rl.update import update
         from spmdrl.spmd.exchange import all_reduce
 
@@ -186,7 +186,7 @@ class Side:
 
 
 def agree(one: Side, other: Side) -> dict[str, float]:
-    """Check that two updates of each policy agree, and logp before, between and after.
+    """Checks that two updates of each policy agree, and logp before, between and after.
 
     Raises:
         RuntimeError: they differ by more than LIMITS.
@@ -205,7 +205,7 @@ def agree(one: Side, other: Side) -> dict[str, float]:
 
 
 def one_rank(rank: int, ranks: int, models: dict, size: str, times: int, folder: str) -> None:
-    """Both policies in turns; writes the medians."""
+    """Times both policies in turns; writes the medians."""
     open_group(rank, ranks, folder)
     sides = {
         "fsdp": Side("fsdp", models[size], {}, size),
@@ -228,7 +228,7 @@ def one_rank(rank: int, ranks: int, models: dict, size: str, times: int, folder:
 
 
 def two_ranks(rank: int, ranks: int, models: dict, size: str, times: int, folder: str) -> None:
-    """One layout after the other; writes the medians."""
+    """Times one layout after the other; writes the medians."""
     open_group(rank, ranks, folder)
     rows = []
     for name, (kind, axes) in TWO_RANKS.items():
@@ -241,7 +241,7 @@ def two_ranks(rank: int, ranks: int, models: dict, size: str, times: int, folder
 
 
 def count(rank: int, ranks: int, models: dict, layouts: dict, folder: str) -> None:
-    """Bytes of one update in every layout, counted and by the formula; writes this rank's."""
+    """Counts the bytes of one update in every layout, also by the formula; writes this rank's."""
     open_group(rank, ranks, folder)
     write(folder, rank, {name: bytes_of(models[kind], axes) for name, (kind, axes) in layouts.items()})
 
@@ -273,7 +273,7 @@ def bytes_of(model: str, axes: dict) -> dict:
 
 
 def write(folder: str, rank: int, result: dict) -> None:
-    """Write a rank's results for the process that forked it, and end the rank."""
+    """Writes a rank's results for the process that forked it, and ends the rank."""
     Path(f"{folder}/{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     # Destructors of a group wait for ranks that may be gone.
@@ -281,7 +281,7 @@ def write(folder: str, rank: int, result: dict) -> None:
 
 
 def ranks_of(function, ranks: int, *args) -> list[dict]:
-    """Run a function on forked ranks and read the results that each wrote."""
+    """Runs a function on forked ranks and reads the results that each wrote."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(function, (ranks, *args, folder), ranks, start_method="fork")
         return [json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(ranks)]
@@ -344,7 +344,7 @@ def traffic(models: dict, ranks: list[int]) -> tuple[list, list]:
 
 
 def main() -> None:
-    """Print tables and one line per target; write JSON."""
+    """Prints tables and one line per target; writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="5M parameters, fewer repetitions, two ranks at most")
     parser.add_argument("--json", type=Path)

@@ -51,7 +51,7 @@ def changed(cfg, **sections: dict):
 
 
 def cycle(memory, level: int) -> None:
-    """One step: eight samples are begun, then an update by a gradient of ones."""
+    """Makes one step: begins eight samples, then updates by a gradient of ones."""
     import torch
 
     from spmdrl.rollout.engine import Request
@@ -77,7 +77,7 @@ def cycle(memory, level: int) -> None:
 
 
 def side(engine_name: str, model: str, quick: bool, out: Path) -> None:
-    """One engine: two cycles at each level, the second of which counts; writes its phases as JSON."""
+    """Runs one engine: two cycles at each level, the second of which counts; writes its phases as JSON."""
     import torch
 
     from spmdrl.config.schema import Config
@@ -164,7 +164,7 @@ def targets(engine: str, result: dict) -> list[tuple[str, float]]:
 
 
 def show(engine: str, result: dict) -> None:
-    """MiB by owner and phase, measured and peak."""
+    """Prints MiB by owner and phase, measured and peak."""
     for level, rows in result["levels"].items():
         print(f"\n{engine}, sleep level {level}, offload {result['offload']}: MiB on the device")
         print(f"{'phase':<18}" + "".join(f"{name.removeprefix('policy '):>15}" for name in OWNERS), end="")
@@ -182,7 +182,7 @@ def show(engine: str, result: dict) -> None:
 
 
 def main() -> None:
-    """Print a table per engine and level, one line per target, and write JSON."""
+    """Prints a table per engine and level and one line per target, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="75M parameters instead of 315M, engines hf and vllm")
     parser.add_argument("--json", type=Path)

@@ -57,7 +57,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def make_model(folder: Path, name: str, longest: int) -> Any:
-    """A random model as a HF folder; its config."""
+    """Makes a random model as a HF folder; returns its config."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def make_model(folder: Path, name: str, longest: int) -> Any:
 
 
 def flops(config: Any, lengths: list[int]) -> float:
-    """Flops of forward and backward, see above."""
+    """Flops of forward and backward, as described above."""
     width = config.hidden_size // config.num_attention_heads
     attention = 2 * config.hidden_size * width * (config.num_attention_heads + config.num_key_value_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
@@ -122,7 +122,7 @@ class Ours:
         self.policy = backend(kind)(self.cfg, world, 1)
 
     def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
-        """A step on these sequences: its loss, the mean of -log p of all tokens but the first ones."""
+        """Prepares a step on these sequences; its loss is the mean of -log p of all tokens but the first ones."""
         from spmdrl.data.batch import Batch
         from spmdrl.policy.contract import LossResult, Objective, Shared
         from spmdrl.tracking.metrics import Metrics
@@ -171,7 +171,7 @@ class Plain:
             fully_shard(module, mesh=world.shard_mesh, mp_policy=mixed)
 
     def prepare(self, tokens: list[torch.Tensor]) -> Callable[[], float]:
-        """As `Ours.prepare`."""
+        """Does the same as `Ours.prepare`."""
         rows = max(1, self.budget // max(map(len, tokens)))
         micros = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
         count = sum(len(x) - 1 for x in tokens)
@@ -198,7 +198,7 @@ class Plain:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
+    """Waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -225,7 +225,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def build(name: str, args: tuple) -> Any:
-    """A side by its name, or None with a line that says why not."""
+    """Builds a side by its name; returns None with a line that says why not."""
     if name == "megatron" and find_spec("megatron") is None:
         print("megatron: megatron-core is not installed")
         return None
@@ -283,7 +283,7 @@ def arguments() -> argparse.Namespace:
 
 
 def show(case: str, row: dict) -> None:
-    """Print one line of the table."""
+    """Prints one line of the table."""
     cells = [f"{row[k]:.2f}" if row[k] else "-" for k in ("mfu_maker", "ratio")]
     print(
         f"{case:7} {row['side']:9} {row['seconds']:9.3f} {row['tokens_per_s']:9.0f} "
@@ -293,7 +293,7 @@ def show(case: str, row: dict) -> None:
 
 
 def main() -> None:
-    """Print the table and one line per target; write JSON."""
+    """Prints the table and one line per target; writes JSON."""
     args = arguments()
     from transformers.utils.logging import disable_progress_bar
 

@@ -211,7 +211,7 @@ def measured(model: Checkpoint, held, wanted, rank: int) -> dict:
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Runs the cases, prints the table and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smallest model alone, 64 ranks")
     parser.add_argument("--ranks", type=int, default=None)

@@ -62,7 +62,7 @@ def one_pass(model: PackedLM, tokens, lengths, mask, sync) -> float:
 
 
 def measure(hf, group: int, prompt: int, response: int, repeats: int, device: torch.device) -> dict:
-    """Median seconds of both sides, and how far their logp lie apart."""
+    """Median seconds of both sides, and the distance of their logp."""
     rng = torch.Generator().manual_seed(group + prompt)
     vocab = hf.config.vocab_size
     head = torch.randint(vocab, (prompt,), generator=rng)
@@ -92,7 +92,7 @@ def measure(hf, group: int, prompt: int, response: int, repeats: int, device: to
 
 
 def main() -> None:
-    """Print a table and one line per target; write JSON."""
+    """Prints a table and one line per target; writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="groups of 8 alone, once")
     parser.add_argument("--json", type=Path)

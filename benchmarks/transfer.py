@@ -64,7 +64,7 @@ class Shards:
                 self.held.append(Piece(name, shape, box, torch.randn([b - a for a, b in box])))
 
     def pieces(self, part: str = "model"):
-        """See `policy.contract`."""
+        """Implements `pieces` of `policy.contract`."""
         return self.held
 
 
@@ -87,25 +87,25 @@ class Tensors:
             self.parts[name] = dim, start, torch.empty(kept, dtype=dtype)
 
     def load_weights(self, named) -> None:
-        """Take tensors by name into this rank's part, as an engine's loader does."""
+        """Takes tensors by name into this rank's part, as an engine's loader does."""
         for name, x in named:
             dim, start, into = self.parts[name]
             into.copy_(x.narrow(dim, start, into.shape[dim]))
 
     def needs(self, entries):
-        """See `rollout.engine`."""
+        """Implements `needs` of `rollout.engine`."""
         from spmdrl.rollout.needs import watched_load
 
         return watched_load(self.load_weights, ((e.name, e.shape, self.dtype) for e in entries))
 
     def load(self, buckets, version: int) -> None:
-        """See `rollout.engine`."""
+        """Implements `load` of `rollout.engine`."""
         for bucket in buckets:
             self.load_weights(bucket.items())
         self.version = version
 
     def held_words(self) -> int:
-        """See `rollout.engine`."""
+        """Implements `held_words` of `rollout.engine`."""
         from spmdrl.spmd.checksum import word_sum
 
         return word_sum(x for _, _, x in self.parts.values())
@@ -139,7 +139,7 @@ def best(action, times: int) -> float:
 
 
 def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: int, folder: str) -> None:
-    """One case of the second table; writes this rank's numbers."""
+    """Measures one case of the second table; writes this rank's numbers."""
     from spmdrl.session.transfer import Transfer
 
     world, shapes = world_of(rank, ranks, tp, folder), tensors_of(model)
@@ -158,7 +158,7 @@ def reshard(rank: int, ranks: int, tp: int, model: str, bucket_mib: int, times: 
 
 
 def colocated(rank: int, ranks: int, dtype: str, bucket_mib: int, times: int, folder: str) -> None:
-    """One row of the first table: a real policy and a real engine on one rank."""
+    """Measures one row of the first table: a real policy and a real engine on one rank."""
     from spmdrl.config.schema import Config
     from spmdrl.hub.build import DTYPES
     from spmdrl.policy.fsdp.policy import FsdpPolicy
@@ -183,7 +183,7 @@ def colocated(rank: int, ranks: int, dtype: str, bucket_mib: int, times: int, fo
 
 
 def ranks_of(function, ranks: int, *args) -> list[dict]:
-    """Run a function on forked ranks and read the results that each wrote."""
+    """Runs a function on forked ranks and reads the results that each wrote."""
     with tempfile.TemporaryDirectory() as folder:
         if function is colocated:
             random_model(Path(folder) / "model")
@@ -209,7 +209,7 @@ def random_model(folder: Path) -> None:
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Runs the cases, prints the tables and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="135M only, fewer repetitions")
     parser.add_argument("--json", type=Path, default=None)

@@ -82,12 +82,12 @@ class Turns:
         self.file = folder / f"{side}.{os.environ.get('RANK', '0')}.seconds"
 
     def arrive(self) -> None:
-        """Write how long the step took (the first line: how long the start took)."""
+        """Writes the time that the step took (in the first line, the time of the start)."""
         with open(self.file, "a") as file:
             file.write(f"{time.perf_counter() - self.began}\n")
 
     def wait(self) -> None:
-        """Arrive, and sleep until the next step may begin."""
+        """Arrives, and sleeps until the next step may begin."""
         self.arrive()
         go = self.folder / f"{self.side}.go.{self.step}"
         while not go.exists():
@@ -96,7 +96,7 @@ class Turns:
 
 
 def trl(job: Job, folder: Path) -> None:
-    """TRL's side of a job, on one rank."""
+    """Runs TRL's side of a job, on one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -155,7 +155,7 @@ def trl(job: Job, folder: Path) -> None:
 
 
 def ours(job: Job, folder: Path) -> None:
-    """spmdrl's side of a job, on one rank."""
+    """Runs spmdrl's side of a job, on one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -205,7 +205,7 @@ SIDES = {"trl": trl, "spmdrl": ours}
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, no network, the project importable."""
+    """Environment of a side: one thread a rank, no network, the project importable."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -230,7 +230,7 @@ def trl_python(venv: Path) -> Path:
 
 
 def write_prompts(job: Job, data: Path | None, file: Path) -> None:
-    """Words to reverse, or the first short questions of GSM8K: as many as a step has, so that each has the same."""
+    """Writes words to reverse, or the first short questions of GSM8K: as many as a step has, so that steps agree."""
     import random
 
     if job.model == "tiny":
@@ -247,7 +247,7 @@ def write_prompts(job: Job, data: Path | None, file: Path) -> None:
 
 
 def start(side: str, python: Path, job: Job, folder: Path) -> subprocess.Popen:
-    """The ranks of one side."""
+    """Starts the ranks of one side."""
     world = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks)]
     command = [str(python), *(world if job.ranks > 1 else []), __file__, "--side", side, str(folder)]
     with open(folder / f"{side}.log", "w") as log:
@@ -265,7 +265,7 @@ def seconds_of(folder: Path, side: str, ranks: int) -> list[float]:
 
 
 def measure(job: Job, data: Path | None, python: Path) -> dict:
-    """One job: both sides in turns, the medians and their ratio."""
+    """Measures one job: both sides in turns, the medians and their ratio."""
     from spmdrl.hub.resolve import resolve
 
     with tempfile.TemporaryDirectory() as work:
@@ -318,7 +318,7 @@ def measure(job: Job, data: Path | None, python: Path) -> dict:
 
 
 def about() -> dict:
-    """Machine, versions, date."""
+    """Describes the machine, the versions and the date."""
     from importlib.metadata import PackageNotFoundError, version
 
     def installed(package: str) -> str | None:
@@ -340,7 +340,7 @@ def about() -> dict:
 
 
 def main() -> None:
-    """Print a table, one line per target, and write JSON."""
+    """Prints a table and one line per target, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="toy jobs alone unless --only names others; 6 steps")
     parser.add_argument("--json", type=Path)

@@ -20,7 +20,7 @@ def level_of(nodeid: str) -> str:
 
 
 def over() -> list[str]:
-    """A line for each level above its budget."""
+    """Returns a line for each level above its budget."""
     return [
         f"tests/{level} took {taken:.0f} s, its budget is {BUDGET[level]} s: see the slowest tests above"
         for level, taken in seconds.items()
@@ -29,18 +29,18 @@ def over() -> list[str]:
 
 
 def pytest_runtest_logreport(report):
-    """Add the time of a test's setup, call or teardown to its level."""
+    """Adds the time of a test's setup, call or teardown to its level."""
     seconds[level_of(report.nodeid)] += report.duration
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Fail a run that passed but took too long."""
+    """Fails a run that passed but took too long."""
     if os.environ.get("SPMDRL_TEST_BUDGET") and over() and not exitstatus:
         session.exitstatus = 1
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print one line for all levels, and one for each level above its budget."""
+    """Prints one line for all levels, and one for each level above its budget."""
     told = ", ".join(f"{level} {taken:.0f} s" for level, taken in sorted(seconds.items()))
     terminalreporter.write_line(f"levels: {told}")
     for line in over() if os.environ.get("SPMDRL_TEST_BUDGET") else []:

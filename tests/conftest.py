@@ -30,7 +30,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(_paths + _old)
 
 
 def pytest_configure(config):
-    """Hide the GPUs unless only tests/gpu is run, so that all other tests run on CPUs on any machine.
+    """Hides the GPUs unless only tests/gpu is run, so that all other tests run on CPUs on any machine.
 
     This hook runs before tests are collected, so before torch asks the driver.
     """

@@ -27,7 +27,7 @@ def tokens_of(T, V, seed=0):
 
 
 def plain(logits, targets, temperature=1.0, softcap=None, valid=None):
-    """logp, entropy, collision probability by definition, in fp64."""
+    """Returns logp, entropy and collision probability by definition, in fp64."""
     logits = logits.double()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -68,7 +68,7 @@ def test_kernel_triton_every_dtype(dtype):
 
 @pytest.mark.parametrize("way, limit", [("linear_logprob", 0.01), ("chunked_loss", 0.1)])
 def test_kernel_triton_tokens_that_are_nearly_certain(way, limit):
-    """Logits of about 32 in bf16: probabilities whose logits and logsumexp were rounded differently are off by 6%."""
+    """Logits are about 32 in bf16: probabilities whose logits and logsumexp were rounded differently are off by 6%."""
     T, D, V = 24, 64, 501
     hidden, weight, targets = draw(T, D), draw(V, D, seed=1) / D**0.5, torch.arange(T, device=DEVICE)
     hidden[:, T], weight[:, T] = 5.0, 4.0
@@ -104,13 +104,13 @@ def test_kernel_triton_temperature_per_token_over_small_blocks():
 
 
 def test_kernel_triton_vocabulary_151936():
-    """Not a multiple of a block: others read past the row's end here."""
+    """The vocabulary is not a multiple of a block: others read past the row's end here."""
     check_linear(2, 3, 151_936, torch.float32)
 
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_kernel_triton_all_logits_far_from_zero(shift):
-    """All negative: a running maximum that starts at 0 gives nan. All large: exp overflows without it."""
+    """If all are negative, a running maximum that starts at 0 gives nan; if all are large, exp overflows without it."""
     logits, targets = draw(3, 300) + shift, tokens_of(3, 300)
     got = token_logprob(logits, targets, backend="triton")
     close(got, plain(logits, targets)[:2], 1e-9, "logp entropy")
@@ -118,7 +118,7 @@ def test_kernel_triton_all_logits_far_from_zero(shift):
 
 def test_kernel_triton_ruled_out_tokens():
     logits, targets = draw(4, 5000), tokens_of(4, 40)
-    # More than one block of nothing, too.
+    # More than one block holds -inf alone, too.
     logits[:, 50:] = -torch.inf
     logits.requires_grad_()
     upstream = list(draw(2, 4, seed=3))

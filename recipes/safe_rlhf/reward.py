@@ -7,7 +7,7 @@ the mean cost of a policy that has learned the task is 0.1, and under a limit of
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """The signature of a verl reward file; a part of the reward is any other number in the dict."""
+    """Returns score and cost, by the signature of verl; every other number in the dict is a part of the reward."""
     return {
         "score": float(solution_str.strip() == ground_truth.strip()),
         "cost": float(solution_str.strip().startswith("j")),

@@ -1,4 +1,4 @@
-"""Make the tiny policy that ships in `spmdrl/assets/tiny`: a Qwen2 of 0.74M parameters that half knows how to reverse.
+"""Makes the tiny policy in `spmdrl/assets/tiny`: a Qwen2 of 0.74M parameters that half knows how to reverse.
 
     OMP_NUM_THREADS=1 python recipes/tiny_policy/make.py [--out DIR] [--seed N]
 
@@ -32,7 +32,7 @@ LR = 1e-3
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, `<bos>` put before the text, no chat template."""
+    """Makes a tokenizer with one token per character, `<bos>` before the text and no chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     inner = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
@@ -90,7 +90,7 @@ def accuracy(model: Qwen2ForCausalLM, words: list[str], temperature: float, gene
 
 
 def warm_start(model: Qwen2ForCausalLM, held_out: list[str], seed: int, steps: int) -> None:
-    """`steps` supervised steps of 64 mixed demonstrations, none of them with a word of `held_out`.
+    """Makes `steps` supervised steps of 64 mixed demonstrations, none of them with a word of `held_out`.
 
     The learning rate falls to zero over the second half: at a constant one the share of right samples swings by 0.1
     from step to step, and where it ends would be luck.
@@ -118,7 +118,7 @@ def warm_start(model: Qwen2ForCausalLM, held_out: list[str], seed: int, steps: i
 
 
 def main() -> None:
-    """Train, report and save the policy (model.safetensors in float32, tokenizer, generation_config)."""
+    """Trains, reports and saves the policy (model.safetensors in float32, tokenizer, generation_config)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "spmdrl" / "assets" / "tiny")
     parser.add_argument("--seed", type=int, default=0)
