@@ -55,11 +55,11 @@ from tests.contract.fake_streams import Copies, Event, Stream
 
 MAY_MIX = ("aten.copy_", "aten._to_copy", "aten.set_", "aten._local_scalar_dense", "aten.record_stream")
 INDEXED = ("aten.index.", "aten.index_put", "aten._index_put_impl_", "aten._unsafe_index")
-"""A tensor on the device may be indexed by one on the host, and not the other way round."""
+"""Operations in which a tensor on the device may be indexed by one on the host, but not the other way round."""
 STRICT_SCALARS = ("aten.cat", "aten.stack", "aten.gather", "aten.scatter", "aten.index_select", "aten.embedding")
-"""These want even a tensor of no dimension on their device."""
+"""Operations that want even a tensor of no dimension on their device."""
 WIDE = ("aten.mm.dtype_out", "aten.addmm.dtype_out")
-"""Products of narrow matrices into float32, which the CPU has not."""
+"""Products of narrow matrices into float32, which the CPU does not have."""
 NONDETERMINISTIC: dict[str, Any] = {
     "aten.cumsum": lambda args, more: (more.get("dtype") or args[0].dtype).is_floating_point,
     "aten.put": lambda args, more: True,
@@ -68,8 +68,8 @@ NONDETERMINISTIC: dict[str, Any] = {
     "aten.median.dim": lambda args, more: True,
     "aten.scatter_reduce": lambda args, more: args[4] == "prod",
 }
-"""What CUDA refuses under `torch.use_deterministic_algorithms(True)`, of that which works on plain tensors and without
-a backward (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html)."""
+"""Operations that CUDA refuses under `torch.use_deterministic_algorithms(True)` on plain tensors and without a backward
+(https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html)."""
 
 
 class MixedDevicesError(RuntimeError):
@@ -97,13 +97,13 @@ class FakeCuda(TorchDispatchMode):
     # ── every operation of torch ─────────────────────────────────────────────
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Check where the arguments are, run on the CPU, label what comes out."""
+        """Checks where the arguments are, runs the operation on the CPU and labels the results."""
         kwargs, name = dict(kwargs or {}), str(func)
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             # DTensor asks for shapes.
             return func(*args, **kwargs)
         if any(t not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for t in types):
-            # DTensor and its kind come again with the tensors they hold.
+            # DTensor and its like come again with the tensors they hold.
             return NotImplemented
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         labels = {place(x) for x in tensors} - {None}
@@ -150,7 +150,7 @@ class FakeCuda(TorchDispatchMode):
     # ── what Python sees ─────────────────────────────────────────────────────
 
     def __enter__(self):
-        """Give torch the GPU."""
+        """Gives torch the GPU."""
         # torch keeps a set of them for `with torch.device(...)`, made when it is first asked for.
         torch.utils._device._device_constructors()
         self.stack = ExitStack()
@@ -159,7 +159,7 @@ class FakeCuda(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error):
-        """Take it away again."""
+        """Takes the GPU away again."""
         super().__exit__(*error)
         self.stack.close()
 
@@ -201,7 +201,7 @@ class FakeCuda(TorchDispatchMode):
         yield dist, "batch_isend_irecv", lambda ops: [_post(op) for op in ops]
 
     def _module(self) -> dict[str, Any]:
-        """torch.cuda, as far as the program and FSDP2 ask it."""
+        """Functions of torch.cuda, as far as the program and FSDP2 call them."""
         return dict(
             is_available=lambda: True,
             is_initialized=lambda: True,
@@ -272,7 +272,7 @@ def _refuse_chance(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _wide(*args: Any, out: torch.Tensor, **scale: Any) -> torch.Tensor:
-    """`torch.mm` or `torch.addmm` with an `out_dtype`, under cuBLAS' conditions."""
+    """Computes `torch.mm` or `torch.addmm` with an `out_dtype`, under cuBLAS' conditions."""
     *added, a, b, dtype = args
     assert a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16), (a.dtype, b.dtype)
     assert out.dtype == dtype == torch.float32 and not scale, (out.dtype, dtype, scale)

@@ -17,12 +17,12 @@ NEW = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "
 
 
 def place(tensor: torch.Tensor) -> str | None:
-    """`cuda` or `cpu`; None for what torch made for itself, which suits either."""
+    """Returns `cuda` or `cpu`, or None for a tensor that torch made for itself, which suits either."""
     return label_of(storage_of(tensor))
 
 
 def on(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The same tensor, said to be on another device: no copy, for tests that build their inputs."""
+    """Labels a tensor with another device and returns it: no copy, for tests that build their inputs."""
     storage_of(tensor)._fake = torch.device(device).type
     return tensor
 
@@ -72,7 +72,7 @@ def _kind(device: Any) -> str:
 
 
 def factory(make: Callable, like: bool = False) -> Callable:
-    """A function that makes tensors, on the fake device where that is named (or is the first argument's)."""
+    """Makes a function that creates tensors, on the fake device where that is named (or is the first argument's)."""
 
     @functools.wraps(make)
     def made(*args, **kwargs):
@@ -101,7 +101,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """`Tensor.to`."""
+    """Replaces `Tensor.to`."""
     copy = kwargs.pop("copy", False)
     if args and isinstance(args[0], torch.Tensor):
         args, kwargs = args[1:], kwargs | {"device": args[0].device, "dtype": args[0].dtype}
@@ -141,7 +141,7 @@ def to_numpy(real: Callable) -> Callable:
 
 
 class HostGenerator(torch.Generator):
-    """A generator of the CPU, wherever it is wanted."""
+    """A CPU generator that is accepted for any device."""
 
     def __new__(cls, device: Any = "cpu"):
         return super().__new__(cls, "cpu")

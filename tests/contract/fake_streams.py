@@ -1,4 +1,4 @@
-"""Streams of the fake GPU (`fake_cuda.py`): copies that the host does not wait for, and what waits for them.
+"""Streams of the fake GPU (`fake_cuda.py`): copies that the host does not wait for, and the waits that complete them.
 
 A copy is done for the host once something has waited for it that stands behind it: the device, the stream that it was
 given to, a stream that waits for that one, an event recorded there afterwards. Work other than copies is done at once.
@@ -19,29 +19,29 @@ GARBAGE = 0xA5
 
 
 class RaceError(RuntimeError):
-    """Memory was used or freed while a copy that nobody waited for was at it."""
+    """Error for memory that was used or freed during a copy that nobody waited for."""
 
 
 @dataclass(eq=False)
 class Copy:
-    """One between pinned memory and the device."""
+    """One copy between pinned memory and the device."""
 
     into: torch.Tensor
     source: torch.Tensor
     value: torch.Tensor
-    """What the source was when the copy was asked for."""
+    """Content of the source at the moment when the copy was asked for."""
     size: int
     """Bytes of the source's whole storage."""
     streams: set["Stream"]
-    """Those on which later work comes after it."""
+    """Streams on which later work comes after the copy."""
 
     @property
     def host(self) -> torch.Tensor:
-        """The end in pinned memory."""
+        """Returns the tensor of the two that is in pinned memory."""
         return self.into if place(self.into) == "cpu" else self.source
 
     def finish(self) -> None:
-        """Do it. Raises RaceError."""
+        """Performs the copy. Raises RaceError."""
         if storage_of(self.source).nbytes() != self.size:
             raise RaceError("memory was given back while it was being copied")
         if place(self.into) == "cpu":
@@ -58,7 +58,7 @@ class Copies:
         self.current = self.default = Stream(copies=self)
 
     def give(self, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> bool:
-        """Leave a copy between pinned memory and the device for later; False where it is done at once."""
+        """Leaves a copy between pinned memory and the device for later; returns False for one that is done at once."""
         host = into if place(into) == "cpu" else source
         if not non_blocking or place(into) == place(source) or not getattr(storage_of(host), "_pinned", False):
             self.check(into, "aten.copy_")
@@ -78,13 +78,13 @@ class Copies:
         return True
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
-        """Raise RaceError where `tensor` is pinned memory to which a copy is under way."""
+        """Raises RaceError if `tensor` is pinned memory to which a copy is under way."""
         for copy in self.waiting:
             if copy.host is copy.into and overlap(copy.into, tensor):
                 raise RaceError(f"{name} uses pinned memory before the copy to it is done")
 
     def finish(self, some: Iterable[Copy]) -> None:
-        """Some of those that wait are done, in their order."""
+        """Performs some of the waiting copies, in their order."""
         some = list(some)
         self.waiting = [c for c in self.waiting if c not in some]
         with _disable_current_modes():
@@ -92,12 +92,12 @@ class Copies:
                 copy.finish()
 
     def synchronize(self, *_: Any) -> None:
-        """All of them are done (`torch.cuda.synchronize`)."""
+        """Performs all waiting copies (`torch.cuda.synchronize`)."""
         self.finish(self.waiting)
 
     @contextmanager
     def stream(self, stream: "Stream | None") -> Iterator[None]:
-        """`with torch.cuda.stream(stream)`."""
+        """Replaces `with torch.cuda.stream(stream)`."""
         before, self.current = self.current, stream or self.current
         try:
             yield
@@ -118,26 +118,26 @@ class Stream:
         return [c for c in self.copies.waiting if self in c.streams]
 
     def synchronize(self) -> None:
-        """What was given to it is done."""
+        """Performs all copies that this stream was given."""
         self.copies.finish(self._before())
 
     def query(self) -> bool:
-        """True: it is done when somebody asks."""
+        """Returns True: the work is done when somebody asks."""
         self.synchronize()
         return True
 
     def wait_stream(self, other: "Stream") -> None:
-        """What is given to it from here on comes after all of the other's."""
+        """Orders later work of this stream after all work of the other."""
         for copy in other._before():
             copy.streams.add(self)
 
     def wait_event(self, event: "Event") -> None:
-        """What is given to it from here on comes after the event."""
+        """Orders later work of this stream after the event."""
         for copy in event.before:
             copy.streams.add(self)
 
     def record_event(self, event: Any = None) -> Any:
-        """An event after all that was given to it."""
+        """Records an event after all work given to this stream."""
         event = event or torch.cuda.Event()
         event.record(self)
         return event
@@ -152,25 +152,25 @@ class Event:
         self.before: list[Copy] = []
 
     def record(self, stream: Stream | None = None) -> None:
-        """It stands for what was given to the stream until here."""
+        """Records the copies that the stream was given so far."""
         self.before = (stream or self.copies.current)._before()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What is given to the stream from here on comes after it."""
+        """Orders later work of the stream after this event."""
         (stream or self.copies.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """What it stands for is done."""
+        """Performs the copies that this event stands for."""
         self.copies.finish(c for c in self.copies.waiting if c in self.before)
 
     def query(self) -> bool:
-        """True: it is done when somebody asks."""
+        """Returns True: the work is done when somebody asks."""
         self.synchronize()
         return True
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have bytes in common, gaps between their elements counted as theirs."""
+    """Returns True if two tensors have bytes in common; gaps between their elements count as theirs."""
     (start, end), (start_, end_) = _span(a), _span(b)
     return start < end_ and start_ < end
 

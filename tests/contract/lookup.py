@@ -1,4 +1,4 @@
-"""What a tree of Python sources defines, read without importing it."""
+"""Names that a tree of Python sources defines, read without importing it."""
 
 import ast
 from dataclasses import dataclass, field
@@ -11,25 +11,25 @@ DEPTH = 12
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a call of something may name."""
+    """Parameters that a call of a function or class may name."""
 
     names: tuple[str, ...]
-    """In order, without self or cls; those that only go by keyword last."""
+    """Names in order, without self or cls; keyword-only ones come last."""
     positional: int
-    """How many may be given without a name; -1: any number."""
+    """Number of arguments that may be given without a name; -1: any number."""
     anything: bool
-    """It takes keywords that it does not name."""
+    """True if a call may have keywords that are not named here."""
 
 
 @dataclass
 class Found:
-    """A definition: the module it stands in and its node; a module itself has no node."""
+    """A definition: its module and its node; a module itself has no node."""
 
     tree: "Tree"
     module: str
     node: ast.AST | None
     path: Path | None = field(repr=False, default=None)
-    """None for what stands in another package's sources."""
+    """None for a definition in another package's sources."""
 
 
 class Tree:
@@ -51,7 +51,7 @@ class Tree:
         return {}
 
     def parse(self, path: Path) -> ast.Module:
-        """Syntax of a file."""
+        """Parses a file, once."""
         if path not in self._parsed:
             self._parsed[path] = ast.parse(path.read_text(errors="replace"))
         return self._parsed[path]
@@ -75,7 +75,7 @@ class Tree:
             node = members(found).get(name)
             return Found(self, found.module, node, found.path) if node is not None else None
         if found.path is None or isinstance(found.node, ast.Assign | ast.AnnAssign) or name.startswith("__"):
-            # Another package's, or a value whose type the source does not tell, or what every object has.
+            # It is another package's, or a value whose type the source does not show, or an attribute of every object.
             return found
         if found.node is not None:
             return None
@@ -84,7 +84,7 @@ class Tree:
                 target = imported(node, name, found.module, found.path.name == "__init__.py")
                 there = self.find(target, depth - 1) if depth and target else None
                 if there or (target and self.file(target.split(".")[0]) is None):
-                    # What another package defines is that package's to keep.
+                    # Definitions of another package are that package's to keep.
                     return there or Found(self, target or "", None)
             return Found(self, found.module, node, found.path)
         for node in _names(self.parse(found.path)).get("*", []):
@@ -114,7 +114,7 @@ def imported(node: ast.ImportFrom | ast.Import, name: str, module: str, package:
 
 
 def _names(tree: ast.Module) -> dict[str, list[ast.AST]]:
-    """What a module binds at its top, also under `if` and `try`."""
+    """Names that a module binds at its top, also under `if` and `try`."""
     found: dict[str, list[ast.AST]] = {}
 
     def walk(body: list[ast.stmt]) -> None:
@@ -148,7 +148,7 @@ def _bases(found: Found) -> list[Found]:
 
 
 def members(found: Found) -> dict[str, ast.AST]:
-    """What a class or one of its bases defines: methods, attributes, and what methods set on `self`."""
+    """Names that a class or one of its bases defines: methods, attributes, and those that methods set on `self`."""
     assert isinstance(found.node, ast.ClassDef)
     all_of: dict[str, ast.AST] = {}
     for base in reversed(_bases(found)):
@@ -176,7 +176,7 @@ def _set_on_self(method: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, as
 
 
 def parameters(found: Found) -> Parameters | None:
-    """What a call of a function or a class may name; None where the source does not tell."""
+    """Parameters that a call of a function or a class may name; None where the source does not show them."""
     node = found.node
     if isinstance(node, ast.ClassDef):
         own = members(found)

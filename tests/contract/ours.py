@@ -1,4 +1,4 @@
-"""What the project's own sources take from a package: imports, names inside what they import, and calls of those."""
+"""Names that the project's own sources take from a package: imports, names inside these, and calls of those."""
 
 import ast
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ class Use:
     """One place where a name of another package is used."""
 
     name: str
-    """Dotted, such as `vllm.LLM`."""
+    """Dotted name, such as `vllm.LLM`."""
     where: str
     """File and line."""
     keywords: tuple[str, ...] = ()
     placed: int = 0
-    """Arguments without a name, of a call."""
+    """Number of arguments without a name, for a call."""
     called: bool = False
 
 
 def uses(files: list[Path], root: Path, packages: tuple[str, ...]) -> Iterator[Use]:
-    """Every use in some files of names from `packages`. root: what places are told from."""
+    """Yields every use of names from `packages` in some files. root: folder to which places are relative."""
     for file in files:
         tree = ast.parse(file.read_text())
         bound = dict(_imports(tree, packages))

@@ -19,7 +19,7 @@ THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class UnreachableError(RuntimeError):
-    """No package index, or not this package in it."""
+    """Error for a missing package index, or one that lacks the package."""
 
 
 def locked(lock: str) -> dict[str, str]:
@@ -44,7 +44,7 @@ def unpacked(package: str, version: str) -> Path:
 
 
 def pinned_by(package: str, version: str, name: str) -> str:
-    """The version of `name` that a wheel as published for Linux with CUDA asks for exactly. Errors as `sources`."""
+    """Version of `name` that a wheel as published for Linux with CUDA asks for exactly. Errors as `sources`."""
     path = CACHE / f"{package}-{version}.json"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def _kept(package: str, version: str, whole: bool) -> Path:
                 source.extractall(out, members, filter="data")
             # An archive of sources has one folder around everything.
             out = next(out.iterdir())
-        # By rename, so that a test beside this one finds all of it or nothing.
+        # A rename lets a test beside this one find all of it or nothing.
         try:
             out.rename(folder)
         except OSError:
@@ -90,11 +90,11 @@ def _kept(package: str, version: str, whole: bool) -> Path:
 
 
 def _download(package: str, version: str, work: Path, whole: bool) -> Path:
-    """A wheel, which fits the Python that runs if `whole`; else an archive of sources where there is none."""
+    """Downloads a wheel, for the running Python if `whole`; otherwise an archive of sources where there is no wheel."""
     python = f"--python-version={THIS_PYTHON if whole else '3.11'}"
     ways = [["--only-binary=:all:", python, *(f"--platform={name}" for name in PLATFORMS)]]
     if not whole:
-        # What such a package says of itself must not need a compiler.
+        # Reading the metadata of such a package must not need a compiler.
         ways.append(["--no-binary", package, "--no-build-isolation"])
     for how in ways:
         try:

@@ -16,7 +16,7 @@ from tests.contract.sources import ROOT, UnreachableError, locked, sources
 
 pytestmark = pytest.mark.timeout(600)
 ON_CPU = {"spmdrl/rollout/vllm/cpu.py"}
-"""Files that only a CPU build meets."""
+"""Files that are used with a CPU build alone."""
 LOCKS = {
     "vllm": ("vllm", "gpu.txt"),
     "megatron": ("megatron-core", "gpu.txt"),
@@ -40,7 +40,7 @@ def our_uses(name: str) -> list[Use]:
 
 
 def misfits(tree: Tree, found: list[Use]) -> list[str]:
-    """What a package does not define, or does not take, of what we use."""
+    """Names that our code uses and a package does not define, or arguments that it does not take."""
     wrong = []
     for use in found:
         there = tree.find(use.name)
@@ -58,7 +58,7 @@ def misfits(tree: Tree, found: list[Use]) -> list[str]:
 
 
 def missing(tree: Tree, classes: dict[str, str]) -> list[str]:
-    """Attributes of the table that a package's classes lack."""
+    """Attributes of the table that the classes of a package lack."""
     wrong = []
     for name, attributes in classes.items():
         found = tree.find(name)
@@ -112,7 +112,7 @@ def test_vllm_calls_take_the_keywords_of_the_table():
 
 
 def test_an_older_vllm_fails_and_is_told_what_it_lacks():
-    """0.25.1 has no `get_rename_mapper`: what the contract is for."""
+    """Version 0.25.1 has no `get_rename_mapper`; the contract is there to find such gaps."""
     tree = tree_of("vllm", "0.25.1")
     assert "vllm.model_executor.models.utils.WeightsMapper.get_rename_mapper" in missing(tree, touched.VLLM)
 
@@ -125,7 +125,7 @@ OTHER_VERSIONS = {
     "module.base.get_workspace",
     "cpp_extensions.general_gemm",
 }
-"""What Megatron's adapter takes from TransformerEngine inside a `try` or for a version that is not pinned."""
+"""Names that Megatron's adapter takes from TransformerEngine inside a `try` or for a version that is not pinned."""
 
 
 def test_transformer_engine_defines_what_megatrons_adapter_takes():

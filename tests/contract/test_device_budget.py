@@ -1,4 +1,4 @@
-"""Every config's phases on a GPU that is a number of bytes: from the engine's start on nobody takes more than there is.
+"""Every config's phases on a GPU that is a number of bytes: from the engine's start on, nobody takes more than it has.
 
 The order is the run's own (`Run._engine`, `Memory`), the rule by which vLLM starts is vLLM's own `request_memory`. The
 sizes are sums over the real models. Fakes stand for models, engine and device. Fragments, activations of the trainer
@@ -28,7 +28,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GPU = torch.device("cuda", 0)
 OUTSIDE = 2e9
-"""CUDA's context and NCCL's buffers, which are there from the start: an assumption."""
+"""CUDA's context and NCCL's buffers, which take memory from the start: an assumption."""
 PROFILED = 3e9
 """Activations that vLLM finds by its dummy run and keeps room for: an assumption."""
 QWEN, SMOLLM2 = 0.494e9, 0.135e9
@@ -42,7 +42,7 @@ SMALL = {
 """Configs under FSDP -> parameters, and the fewest ranks that train, on GPUs of 40 GB."""
 SPLIT = "gsm8k_grpo_split.yaml"
 NODE = 1.5e12
-"""Host memory of a node of 8 GPUs: what deepseek_671b.yaml says that verl names."""
+"""Host memory of a node of 8 GPUs, as deepseek_671b.yaml quotes it from verl."""
 
 
 class Device:
@@ -66,7 +66,7 @@ class Device:
 
 
 class Model:
-    """A policy that holds what the config says; nothing of AdamW where the host has it."""
+    """A policy that holds the bytes of the config; AdamW takes none where the host holds it."""
 
     version = 0
 
@@ -126,7 +126,7 @@ class Engine:
 
 
 def sizes(name: str) -> tuple[Config, float, list[dict[str, dict[str, float]]], float]:
-    """Config, bytes of a GPU, what the models of each kind of rank hold by kind, bytes of an engine's weights.
+    """Config, bytes of a GPU, bytes that the models of each kind of rank hold by kind, bytes of an engine's weights.
 
     Kinds of ranks are the stages of a pipeline, or one; a rank that only samples has no models.
     """
@@ -153,10 +153,10 @@ def sizes(name: str) -> tuple[Config, float, list[dict[str, dict[str, float]]], 
 
 
 class Replay:
-    """A run of one rank from the start of its engine, with fakes in place of what is on the device."""
+    """A run of one rank from the start of its engine, with fakes in place of everything on the device."""
 
     def __init__(self, monkeypatch, cfg: Config, device: Device, models: dict, weights: float, beside: bool = False):
-        """beside: the engine is built while models are resident."""
+        """beside: True if the engine is built while models are resident."""
         self.device = device
         made = {name: Model(name, kinds, device) for name, kinds in models.items()}
         self.models = Models(made.get("policy"))  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ class Replay:
         monkeypatch.setattr(phases, "all_gather_text", lambda text, group: [text])
         monkeypatch.setattr(phases, "Meter", lambda device: SimpleNamespace(lap=lambda: (0, 0)))
         monkeypatch.setattr(phases, "give_back", lambda device, size: None)
-        # The other side's part of a version: every step has a push.
+        # This stands for the other side's part of a version, so that every step has a push.
         monkeypatch.setattr(phases, "all_reduce", lambda held, how, group: torch.ones_like(held))
         monkeypatch.setattr(phases, "Transfer", lambda *args: SimpleNamespace(push=self._push))
         self.memory = phases.Memory(cfg, self.models, self.engine, Timer(), world)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ class Replay:
         return SimpleNamespace(bytes=0, deep=True)
 
     def step(self) -> tuple[dict, dict]:
-        """What is on the device while it samples, and while it trains."""
+        """Runs one step; returns the bytes on the device while it samples, and while it trains."""
         with self.memory.rollout_phase():
             sampling = dict(self.device.held)
         with self.memory.training_phase():
@@ -229,7 +229,7 @@ def test_ranks_that_only_train_and_ranks_that_only_sample_fit_theirs(monkeypatch
         device = Device(size)
         run = Replay(monkeypatch, cfg, device, models, weights)
         for _ in range(2):
-            # Nothing moves: each phase has what the other has.
+            # Nothing moves: both phases hold the same.
             assert [set(held) for held in run.step()] == [own | {"outside"}] * 2
         assert device.peak <= (0.8 if models else 1) * size
         print(f"{SPLIT}: peak {device.peak / 1e9:.1f} of {size / 1e9:.0f} GB, {'trains' if models else 'samples'}")
@@ -239,7 +239,7 @@ def test_ranks_that_only_train_and_ranks_that_only_sample_fit_theirs(monkeypatch
 
 
 def bytes_on_host() -> float:
-    """Of one parameter in the real AdamW on the host: float32 weight and two moments."""
+    """Bytes of one parameter in the real AdamW on the host: float32 weight and two moments."""
     parameter = torch.nn.Parameter(torch.zeros(1000))
     adamw = HostAdamW([{"params": [parameter]}], lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
     adamw.fill()
@@ -248,7 +248,7 @@ def bytes_on_host() -> float:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_host_memory_of_a_node_is_what_the_comment_says_and_fits_it(name):
-    """While engines sample: AdamW and the weights of 8 ranks; a gradient on the device is let go."""
+    """While engines sample, the host holds AdamW and the weights of 8 ranks; gradients on the device are freed."""
     cfg, _, ranks, _ = sizes(name)
     model, gpus = RUNS[name]
     layout = layout_of(cfg)
@@ -285,7 +285,7 @@ def test_engine_that_is_built_beside_the_trainer_is_refused_by_vllm(monkeypatch)
 
 
 def test_replay_sees_an_order_that_does_not_fit(monkeypatch):
-    """Policy on the device while the KV cache comes back."""
+    """The policy is on the device while the KV cache comes back."""
     cfg, size, ranks, weights = sizes("qwen3_30b_a3b.yaml")
     run = Replay(monkeypatch, cfg, Device(size), ranks[0], weights)
     monkeypatch.setattr(phases.Memory, "_offload", lambda self, name, model, parameters: None)

@@ -1,4 +1,4 @@
-"""What the vLLM engine is built with on a GPU: this code's own branch, run with a stand-in for vLLM's LLM class."""
+"""Arguments with which the vLLM engine is built on a GPU: our own branch, run with a stand-in for vLLM's LLM class."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

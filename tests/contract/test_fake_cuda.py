@@ -1,4 +1,4 @@
-"""The fake GPU refuses what a GPU refuses; and GPU branches that no whole run takes, on it.
+"""The fake GPU refuses the same as a GPU; and GPU branches that no whole run takes are run on it.
 
 Whole runs are in tests/ranks/test_fake_gpu.py. What all of it proves and does not, `fake_cuda.py` says.
 """
@@ -104,7 +104,7 @@ def test_contract_of_the_fake_gpu_copies_are_not_done_before_a_wait(gpu):
 
 
 def copied():
-    """A tensor of the device, and pinned memory to which it is being copied."""
+    """Returns a tensor of the device, and pinned memory to which it is being copied."""
     x, pinned = torch.ones(4, device="cuda"), torch.empty(4, pin_memory=True)
     return x, pinned.copy_(x, non_blocking=True)
 
@@ -133,7 +133,7 @@ def test_contract_of_the_fake_gpu_streams_and_events_end_what_was_given_before_t
 
 
 def test_contract_of_the_fake_gpu_copies_of_one_stream_are_in_order(gpu):
-    """A buffer may be given to the next copy of its stream; each copies what there was at its turn."""
+    """A buffer may be given to the next copy of its stream; each copies the content of its turn."""
     x, pinned = copied()
     x.add_(1)
     y = torch.empty(4, device="cuda").copy_(pinned, non_blocking=True)
@@ -202,7 +202,7 @@ def test_parity_of_parked_tensors_fails_without_a_wait(gpu, monkeypatch):
 
 
 def test_parity_of_the_meter_on_a_fake_gpu(gpu, monkeypatch):
-    """Taken less what torch keeps unused, and the growth of torch's own sum on top of what was there before."""
+    """Memory in use is the system's count less what torch keeps unused, plus the growth of torch's own count."""
     meter = Meter(CUDA)
     assert meter.lap() == (18 << 30, 19 << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (75 << 30, 80 << 30))
@@ -225,7 +225,7 @@ def test_parity_of_random_states_on_a_fake_gpu(gpu):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_parity_of_sampling_on_a_fake_gpu(deterministic):
-    """The same tokens; under `--run.deterministic` by sums of integers, as torch refuses a GPU's others."""
+    """The tokens are the same; under `--run.deterministic` sums of integers replace those that torch refuses."""
     logits = torch.randn(5, 40, generator=seeded(), dtype=torch.float64)
 
     def draw(device: str):
@@ -247,7 +247,7 @@ def test_parity_of_sampling_on_a_fake_gpu(deterministic):
 
 
 def same(on_host: Any, on_gpu: Any) -> None:
-    """Values to rounding, types and shapes exactly; the second on the GPU."""
+    """Compares values to rounding, types and shapes exactly; the second one is on the GPU."""
     for a, b in zip(on_host, on_gpu, strict=True):
         assert place(b) == "cuda" and (a.dtype, a.shape) == (b.dtype, b.shape)
         torch.testing.assert_close(a, b.cpu(), atol=1e-6, rtol=1e-5)
@@ -305,14 +305,14 @@ def test_parity_of_losses_on_a_fake_gpu(name, dtype):
 
 
 def definition(hidden, weight, targets):
-    """log p of the targets and entropy, in float64."""
+    """Returns log p of the targets and entropy, in float64."""
     log_p = torch.log_softmax(hidden.double() @ weight.double().t(), -1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("dtype, slack", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
 def test_parity_of_the_kernels_host_code_on_a_fake_gpu(gpu, dtype, slack):
-    """The plan for GPUs: larger blocks, and products of narrow matrices straight into float32."""
+    """The plan for GPUs has larger blocks, and products of narrow matrices go straight into float32."""
     hidden = torch.randn(40, 16, device="cuda", dtype=dtype, generator=seeded()).requires_grad_()
     weight = torch.randn(300, 16, device="cuda", dtype=dtype, generator=seeded()).requires_grad_()
     targets = torch.arange(40, device="cuda") * 7

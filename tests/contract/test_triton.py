@@ -32,7 +32,7 @@ compiled.main()
 
 @pytest.fixture(scope="module")
 def triton() -> tuple[str, Path]:
-    """The version that torch's CUDA wheel asks for, and its files."""
+    """Returns the version of triton that torch's CUDA wheel asks for, and its files."""
     try:
         version = pinned_by("torch", locked("gpu.txt")["torch"], "triton")
         return version, unpacked("triton", version)
@@ -63,7 +63,7 @@ def test_kernel_compiled_code_fits_every_gpu(triton, tmp_path):
 
 
 def test_kernel_that_spills_is_named(triton):
-    """131072 columns by 256 threads: more numbers than registers, and what the test above is for."""
+    """131072 columns by 256 threads are more numbers than there are registers, which the test above must notice."""
     done = run(triton[1], "-c", SPILLS)
     lines = [line for line in done.stdout.splitlines() if "spilled, at most 0" in line]
     assert done.returncode == 1 and [line.split()[0] for line in lines] == ["sm_90", "gfx942"], (

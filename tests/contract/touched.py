@@ -1,4 +1,4 @@
-"""What our GPU paths use of other packages that no import of ours names: attributes of objects that they hand out.
+"""Attributes of other packages that our GPU paths use though no import of ours names them: those of returned objects.
 
 `test_contract.py` looks each up in the sources of the CUDA wheels that launch/locks pins. Who touches another attribute
 of a foreign object adds it here, and a test says so where the object has one of the names in ROOTS; imports, calls of
@@ -89,7 +89,7 @@ MEGATRON = {
     "megatron.core.optimizer.optimizer_config.OptimizerConfig": (
         "use_precision_aware_optimizer use_precision_aware_optimizer_no_fp8_or_ds_fp8"
     ),
-    # What our own in its place is called by.
+    # The names by which our own in its place is called.
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer": (
         "sub_optimizers dummy_step update_fp32_param_by_new_param _sync_hdo_state_to_sub_optimizers"
     ),
@@ -131,7 +131,7 @@ ROOTS = {
 """File of ours -> names of foreign objects there, whose attributes are all in the tables."""
 
 TORCHS = "parameters named_parameters state fill lengths runs"
-"""Attributes of those objects that are torch's, numpy's or our own."""
+"""Attributes of those objects that belong to torch, numpy or our own code."""
 
 CALLS = {
     "vllm.LLM.sleep": "level",
@@ -139,4 +139,4 @@ CALLS = {
     "vllm.v1.engine.llm_engine.LLMEngine.add_request": "lora_request",
     "vllm.v1.engine.llm_engine.LLMEngine.abort_request": "",
 }
-"""Method -> keywords that we give it."""
+"""Method -> keywords that we pass."""

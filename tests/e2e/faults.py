@@ -1,4 +1,4 @@
-"""`spmdrl.train` in which one thing goes wrong, on one rank, in one phase: `python -m tests.e2e.faults`.
+"""Runs `spmdrl.train` and makes one thing go wrong on one rank in one phase: `python -m tests.e2e.faults`.
 
 SPMDRL_FAULT holds {"fault", "phase", "rank", "step", "stamp"}; the moment of the fault goes into the file `stamp`.
 Nothing of the program knows of it: the clock of the phases, which every phase passes through, is wrapped. Also how a
@@ -30,49 +30,49 @@ VARIABLE = "SPMDRL_FAULT"
 
 
 def raise_error() -> None:
-    """An error that nobody foresaw."""
+    """Raises an error that nobody foresaw."""
     raise RuntimeError("the planted error")
 
 
 def fill_disk() -> None:
-    """The system's refusal of a write."""
+    """Raises the system's refusal of a write."""
     with open("/dev/full", "w") as full:
         full.write("x" * 10000)
         full.flush()
 
 
 def take_memory() -> None:
-    """More than any machine has."""
+    """Takes more memory than any machine has."""
     import torch
 
     torch.empty(1 << 58, dtype=torch.uint8)
 
 
 def hang() -> None:
-    """A call that never returns."""
+    """Makes a call that never returns."""
     time.sleep(3600)
 
 
 def write_hangs() -> None:
-    """As in a write to a file system that hangs: the log's lock is held, and never given back."""
+    """Holds the log's lock for ever, as a write to a file system that hangs does."""
     for handler in logging.getLogger("spmdrl").handlers:
         handler.acquire()
     time.sleep(3600)
 
 
 def busy() -> None:
-    """A call that never returns and holds Python's lock: no thread of this process runs."""
+    """Makes a call that never returns and holds Python's lock: no thread of this process runs."""
     import ctypes
 
     ctypes.PyDLL(None).sleep(3600)
 
 
 groups: list = []
-"""A group of all ranks that nobody else uses, once the run is being built."""
+"""A group of all ranks that nobody else uses, made while the run is built."""
 
 
 def stay_away() -> None:
-    """This rank waits in a collective of another group than the rest does."""
+    """Has this rank wait in a collective of another group than the other ranks do."""
     import torch
     import torch.distributed as dist
 
@@ -80,7 +80,7 @@ def stay_away() -> None:
 
 
 def mismatch() -> None:
-    """This rank alone runs one more collective, of another size than the next one: gloo ends a process by SIGABRT."""
+    """Has this rank alone run one more collective, of another size than the next: gloo ends a process by SIGABRT."""
     import torch
     import torch.distributed as dist
 
@@ -88,17 +88,17 @@ def mismatch() -> None:
 
 
 def kill() -> None:
-    """As the system does when memory runs out."""
+    """Kills this process, as the system does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop() -> None:
-    """A process that stands still with all its threads."""
+    """Stops this process with all its threads."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def poison() -> None:
-    """Gradients are not numbers from here on."""
+    """Makes all gradients nan from this call on."""
     from spmdrl.policy.learner import Learner
 
     gradient = Learner.gradient_norm
@@ -119,11 +119,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def reward_hangs() -> None:
-    """The stamp is all it takes."""
+    """Does nothing: the stamp of the fault is enough for the reward file to hang."""
 
 
 def engine_dies() -> None:
-    """The engine gives up at its next step."""
+    """Makes the engine fail at its next step."""
     from spmdrl.rollout.hf.engine import HFEngine
 
     def poll(self):
@@ -138,18 +138,18 @@ class Fault:
 
     do: Callable[[], None]
     words: tuple[str, ...]
-    """That the last line must hold, beside rank, host and phase; ` or ` stands between two of which one will do."""
+    """Words that the last line must hold, beside rank, host and phase; ` or ` separates two of which one is enough."""
     waits: bool = False
-    """Is noticed only when time is up."""
+    """True if the fault is noticed only when time is up."""
     rank: str = "1"
-    """Who speaks, as a regular expression: the victim is rank 1."""
+    """Rank that writes the last line, as a regular expression: the victim is rank 1."""
     everywhere: bool = False
-    """Planted on every rank."""
+    """True if the fault is planted on every rank."""
     phases: tuple[str, ...] = PHASES
     silent: bool = False
-    """The victim leaves no flight record."""
+    """True if the victim leaves no flight record."""
     reward: str = ""
-    """A reward file of the job's."""
+    """Reward file of the job."""
 
 
 OTHER = "0"
@@ -187,17 +187,17 @@ FAULTS = {
 
 @dataclass
 class Outcome:
-    """How a job with a fault ended."""
+    """End of a job with a fault."""
 
     fault: str
     phase: str
     seconds: float
-    """From the fault to the end of the job."""
+    """Seconds from the fault to the end of the job."""
     ended: Ended
     folder: Path
 
     def problems(self) -> list[str]:
-        """What is not as law 6 has it; empty where all is."""
+        """Differences from law 6; empty where there are none."""
         fault, ended, wrong = FAULTS[self.fault], self.ended, []
         limit = GONE_WITHIN + TIMEOUT * fault.waits
         if ended.timed_out or self.seconds > limit:
@@ -226,7 +226,7 @@ class Outcome:
 
 
 def run_fault(fault: str, phase: str, folder: Path, flags: list | None = None, step: int = 2) -> Outcome:
-    """A job of two ranks in which `fault` happens to rank 1 in `phase` of a step, and its end."""
+    """Runs a job of two ranks in which `fault` happens to rank 1 in `phase` of a step; returns its end."""
     folder.mkdir(parents=True)
     stamp = folder / "stamp"
     step = 0 if phase == "start" else step
@@ -250,7 +250,7 @@ def run_fault(fault: str, phase: str, folder: Path, flags: list | None = None, s
 
 
 def plant(plan: dict) -> None:
-    """Wrap what every phase passes through."""
+    """Wraps the clock that every phase passes through."""
     import torch.distributed as dist
 
     from spmdrl.health.status import rank_status
@@ -286,7 +286,7 @@ def plant(plan: dict) -> None:
 
 
 def main() -> None:
-    """Train with the fault of the environment."""
+    """Trains with the fault of the environment."""
     from spmdrl import train
     from spmdrl.session.environ import prepare
 

@@ -1,4 +1,4 @@
-"""SIGKILL at seeded moments: `spmdrl.train` in which one rank is killed in a phase, and the story of many such kills.
+"""Sends SIGKILL at seeded moments: one rank of `spmdrl.train` dies in a phase, and `story` strings many kills together.
 
 `python -m tests.e2e.kills` is `spmdrl.train`; SPMDRL_KILL holds {"rank", "phase", "time", "seconds", "note"}: which
 rank dies, in which phase, at its how-manieth time in this process, how many seconds after the phase begins (at the
@@ -29,7 +29,7 @@ UNTIMED = ("time/", "memory/", "tokens/s")
 
 
 def plant(kill: dict) -> None:
-    """Wrap the clock of this process."""
+    """Wraps the clock of this process."""
     from spmdrl.tracking.metrics import Timer
 
     plain, times = Timer.__call__, 0
@@ -59,7 +59,7 @@ def plant(kill: dict) -> None:
 
 
 def main() -> None:
-    """`spmdrl.train`, with what SPMDRL_KILL says."""
+    """Runs `spmdrl.train` with the kill of SPMDRL_KILL."""
     from spmdrl.train import main as train
 
     kill = json.loads(os.environ.get(VARIABLE, "null"))
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def untimed(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl without what the clock says."""
+    """Lines of metrics.jsonl without the columns that depend on the clock."""
     return [{k: v for k, v in row.items() if not k.startswith(UNTIMED)} for row in metrics(folder)]
 
 
@@ -86,7 +86,7 @@ def learnt(folder: Path) -> dict[str, str]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What the runs in two folders ended with and do not share, bit for bit; an empty list where nothing."""
+    """Differences between the ends of two runs, bit for bit; an empty list where there are none."""
     a, b = untimed(one), untimed(other)
     found = [f"{len(a)} and {len(b)} steps"] if len(a) != len(b) else []
     for x, y in zip(a, b, strict=False):
@@ -102,7 +102,7 @@ def kill_at(rng: random.Random, phase: str, longest: float, note: Path) -> dict:
 
 
 def story(root: Path, kills: int, steps: int, seed: int) -> dict:
-    """Runs that are killed and started again by the same command, each compared with one that was left alone.
+    """Kills runs, starts each again by the same command, and compares it with one that was left alone.
 
     A run that comes to its end before all kills are dealt out gives way to another one in a folder of its own. Every
     other start writes its checkpoints beside training.

@@ -40,26 +40,26 @@ QUICK = argv(
     "--rollout.engine hf --rollout.max_sequences 256 --eval.prompts 256 --checkpoint.no-at-end "
     "--tracking.trackers jsonl --tracking.samples 2"
 )
-"""Speed and records: nothing that has to do with what is learned."""
+"""Settings for speed and records, which have no effect on learning."""
 OFF_POLICY = argv("--algo.updates_per_step 2")
-"""More than one update a step: ratios leave 1, and what a loss does about them takes part. With 4, curves dip."""
+"""More than one update a step: ratios leave 1, so that a loss's handling of them matters. With 4, curves dip."""
 ON_POLICY = ("reinforce", "gpg")
 """Losses that are right for a single update only."""
 OWN: dict[str, str] = {
-    # A group with one right sample teaches, and with more than that does not: small groups, and many of them.
+    # A group with one right sample teaches, one with more does not: small groups, and many of them.
     "grpo_pass_k": "--rollout.samples_per_prompt 2 --rollout.prompts_per_step 128",
     "gdpo": "--reward.function recipes/own/reward.py --algo.part-weights match=1 place=0.5",
 }
-"""Flags of presets that need settings of their own here and have no recipe."""
+"""Flags of presets that have no recipe and need settings of their own here."""
 
 TEACHER = argv("--algo.updates_per_step 4 --run.steps 16 --eval.every 16 --checkpoint.at_end")
-"""As recipes/distill/README.md makes it."""
+"""Flags of the teacher, as recipes/distill/README.md has them."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to run: a preset, a seed, and further flags of spmdrl.train."""
+    """A run to make: a preset, a seed, and further flags of spmdrl.train."""
 
     preset: str
     seed: int = 0
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass
 class Curve:
-    """What became of a run."""
+    """Result of a run."""
 
     preset: str
     seed: int
@@ -81,7 +81,7 @@ class Curve:
     seconds: float
 
     def first(self, accuracy: float) -> int | None:
-        """Steps after which an evaluation showed this accuracy; None where none did."""
+        """Number of steps after which an evaluation showed this accuracy; None where none did."""
         return next((s for s, a in zip(self.steps, self.accuracy, strict=True) if a >= accuracy), None)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Curve:
 
 
 def has_learned(curve: Curve) -> None:
-    """What every preset must pass, and a wrong sign must not."""
+    """Condition that every preset must meet, and a wrong sign must not."""
     assert 0.25 < curve.accuracy[0] < 0.5, curve
     assert curve.first(TARGET) is not None, f"not {TARGET} in {STEPS} steps: {curve}"
 
@@ -99,7 +99,7 @@ def has_learned(curve: Curve) -> None:
 
 
 class Reached(Exception):  # noqa: N818 (nothing went wrong)
-    """Ends a run that is good enough."""
+    """Signals a run that is good enough, and ends it."""
 
 
 def demos() -> dict[str, Path]:
@@ -109,7 +109,7 @@ def demos() -> dict[str, Path]:
 
 
 def settings(preset: str) -> list[str]:
-    """Flags of a preset's run: its recipe's demo as it stands, or the preset with as little as it needs."""
+    """Flags of a preset's run: its recipe's demo as it stands, or the preset with as few settings as it needs."""
     demo = demos().get(preset)
     if demo:
         return ["--config", str(demo)]
@@ -118,7 +118,7 @@ def settings(preset: str) -> list[str]:
 
 
 def learn(preset: str, seed: int, folder: Path, more: Sequence[str] = (), target: float = TARGET) -> Curve:
-    """Run a preset on the demo task until `target` is seen, or for STEPS steps.
+    """Runs a preset on the demo task until `target` is reached, or for STEPS steps.
 
     Args:
         preset: its name.
@@ -199,7 +199,7 @@ def _child(words: list[str], folder: str, target: float) -> None:
 
 
 def teach(folder: Path) -> Path:
-    """A policy that knows the task, as distillation's teacher: its folder."""
+    """Trains a policy that knows the task, as distillation's teacher; returns its folder."""
     curve = learn("grpo", 0, folder, TEACHER, target=2.0)
     assert curve.accuracy[-1] >= 0.95, f"the teacher has to know the task: {curve}"
     return folder / "checkpoints" / "latest" / "model"
@@ -207,12 +207,12 @@ def teach(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def learning(runs: Mapping[str, Run], folder: Path, target: float = TARGET) -> Iterator[Callable[[str], Curve]]:
-    """All runs, AT_ONCE at a time and in their order; what it gives waits for the run of a name.
+    """Starts all runs, AT_ONCE at a time and in their order; the function that it returns waits for the run of a name.
 
     Distillation's teacher is trained first, where a run asks for it.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        # First in the queue, so that who waits for it in the pool waits for a run that is under way.
+        # This run is first in the queue, so that a wait for it in the pool is a wait for a run under way.
         wanted = any(run.preset == "distill" for run in runs.values())
         teacher = pool.submit(teach, folder / "teacher") if wanted else None
 
@@ -237,7 +237,7 @@ def loss(x):
 
 
 def wrong_sign(loss: str, file: Path) -> Run:
-    """A run that must fail: a user's file whose loss is a built-in one of the opposite advantages."""
+    """Returns a run that must fail: a user's file whose loss is a built-in one of the opposite advantages."""
     preset = next(name for name, preset in PRESETS.items() if preset.settings["algo.loss"] == loss)
     file.write_text(WRONG_SIGN.format(name=loss))
     return Run(preset, 0, ("--algo.loss", f"{file}:loss"))
@@ -247,7 +247,7 @@ def wrong_sign(loss: str, file: Path) -> Run:
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Markdown: a line for each preset."""
+    """Returns a Markdown table with a line for each preset."""
     seeds = sorted({curve.seed for curve in curves})
     lines = [
         f"| preset | steps to {TARGET}, seeds {', '.join(map(str, seeds))} | accuracy before | at the end (steps) |",
@@ -263,19 +263,19 @@ def table(curves: Sequence[Curve]) -> str:
 
 
 def read(path: Path) -> list[Curve]:
-    """The curves of a file that `write` made."""
+    """Reads the curves of a file that `write` made."""
     return [Curve(**row) for row in json.loads(path.read_text())["curves"]]
 
 
 def write(path: Path, about: dict, curves: Sequence[Curve]) -> None:
-    """Curves as JSON, one to a line."""
+    """Writes curves as JSON, one to a line."""
     rows = ",\n".join(json.dumps(asdict(curve)) for curve in curves)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"about": {json.dumps(about)},\n"curves": [\n{rows}\n]}}\n')
 
 
 def main() -> None:
-    """One curve, or the table of many."""
+    """Prints one curve, or the table of many."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", help="a preset, or a JSON file of curves")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Start a real job as a user does, watch it, and end it whatever it does.
+"""Starts a real job as a user does, watches it, and ends it whatever it does.
 
 A job and all that it starts carry a mark in their environment: that is how a leftover process is found and ended.
 """
@@ -26,19 +26,19 @@ GONE_WITHIN = 10.0
 
 
 def argv(text: str) -> list[str]:
-    """Words of a command line."""
+    """Splits a command line into words."""
     return text.split()
 
 
 @dataclass
 class Ended:
-    """What is left of a job: exit code, console, and when things happened (time.time)."""
+    """Result of a job: exit code, console, and the times (time.time) of what happened."""
 
     rc: int
     out: list[str]
     err: list[str]
     stamps: list[float]
-    """When each line of err arrived."""
+    """Time at which each line of err arrived."""
     began: float
     ended: float
     left: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Ended:
 
     @property
     def ours(self) -> str:
-        """stderr without what torchrun's agent adds when a worker fails."""
+        """stderr without the lines that torchrun's agent adds when a worker fails."""
         text = re.sub(
             r"^Traceback \(most recent call last\):\n(?:  [^\n]*\n)+"
             r"torch\.distributed\.elastic\S*ChildFailedError:.*?\n=+\n.*?\n=+$",
@@ -63,15 +63,15 @@ class Ended:
 
     @property
     def messages(self) -> list[str]:
-        """Last words: one line for the whole job is the rule."""
+        """Last lines of ranks: one for the whole job is the rule."""
         return [line for line in self.ours.splitlines() if re.match(r"spmdrl: rank |python -m spmdrl\.\w+: ", line)]
 
     def stamp(self, start: str) -> float:
-        """When the first line of stderr that begins so arrived."""
+        """Time at which the first line of stderr with this beginning arrived."""
         return next(at for line, at in zip(self.err, self.stamps, strict=True) if line.startswith(start))
 
     def show(self) -> str:
-        """Everything, for a failed assert."""
+        """Returns everything, for a failed assert."""
         return "\n".join(
             [
                 f"rc {self.rc} after {self.seconds:.1f} s; left: {self.left}",
@@ -114,7 +114,7 @@ class Job:
         cwd: Path = ROOT,
         launch: Sequence[str] = (),
     ):
-        """ranks 0: a plain process without torchrun. launch: more words for torchrun."""
+        """ranks: 0 for a plain process without torchrun. launch: more words for torchrun."""
         self.mark = secrets.token_hex(8)
         base = environment(self.mark)
         start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
@@ -173,7 +173,7 @@ class Job:
         raise LookupError(f"no process of rank {rank}")
 
     def wait_for(self, condition, limit: float, what: str):
-        """Poll until the condition gives something true; the job must live on meanwhile."""
+        """Polls until the condition gives something true; the job must live on meanwhile."""
         until = time.time() + limit
         while time.time() < until:
             value = condition()
@@ -186,7 +186,7 @@ class Job:
         raise AssertionError(f"never happened: {what}\n{ended.show()}")
 
     def wait(self, limit: float) -> Ended:
-        """Wait for the end; at the limit, end it."""
+        """Waits for the end; at the limit, ends the job."""
         timed_out = not self._ends_within(limit)
         ended = time.time()
         # Workers of a reward pool die with their parent, by signal: a moment later.
@@ -204,7 +204,7 @@ class Job:
         return Ended(self._exit_code(), self.out, self.err, self.stamps, self.began, ended, shown, timed_out)
 
     def kill(self) -> None:
-        """End every process of the job that still lives."""
+        """Ends every process of the job that still lives."""
         for _ in range(3):
             family = self.family()
             for process in family:
@@ -216,7 +216,7 @@ class Job:
     # ── what depends on how the job was started ──────────────────────────────
 
     def _ends_within(self, limit: float) -> bool:
-        """Wait for the processes that were started here."""
+        """Waits for the processes that were started here."""
         try:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -224,7 +224,7 @@ class Job:
         return True
 
     def _read_all(self) -> None:
-        """Take the last lines."""
+        """Reads the last lines."""
         for reader in self._readers:
             reader.join(5)
 
@@ -236,7 +236,7 @@ class Job:
 
 
 def run(args: Sequence[str], limit: float = 120, kind: type[Job] = Job, **kwargs) -> Ended:
-    """Start a job and wait for its end."""
+    """Starts a job and waits for its end."""
     job = kind(args, **kwargs)
     try:
         ended = job.wait(limit)
@@ -247,7 +247,7 @@ def run(args: Sequence[str], limit: float = 120, kind: type[Job] = Job, **kwargs
 
 
 def succeed(args: Sequence[str], limit: float = 120, kind: type[Job] = Job, **kwargs) -> Ended:
-    """A job that must end well and leave nothing behind."""
+    """Runs a job that must end well and leave nothing behind."""
     ended = run(args, limit, kind, **kwargs)
     assert ended.rc == 0, ended.show()
     assert not ended.left, ended.show()

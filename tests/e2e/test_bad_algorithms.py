@@ -1,4 +1,4 @@
-"""What an algorithm may meet: steps without signal, filters that never fill, samples that are not numbers."""
+"""Steps without signal, filters that never fill, samples that are not numbers: situations an algorithm may meet."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_bad_samples_are_left_out_and_counted_where_asked(tmp_path):
     refused(run([*QUICK, *flags], START), "nan", "not finite", "prompt ", "sample ")
     succeed([*QUICK, *flags, "--filter.bad_sample", "skip", "--run.steps", "1"], START, ranks=2)
     (row,) = metrics(tmp_path / "run")
-    # Not null, which is how the tracker writes what is no number.
+    # It is not null, which the tracker writes for what is no number.
     assert 1 <= row["filter/bad_samples"] <= 16 and 0.0 <= row["reward/mean"] <= 1.0
 
 

@@ -15,7 +15,7 @@ from tests.e2e.warm import run, succeed
 
 pytestmark = pytest.mark.timeout(240)
 START = 60.0
-"""Generous: import of torch and transformers on a loaded machine, and the mistake found after it."""
+"""Generous limit: seconds to import torch and transformers on a loaded machine and find the mistake."""
 TINY = Path(__file__).resolve().parents[2] / "spmdrl" / "assets" / "tiny"
 QUICK = argv(
     "--rollout.engine hf --run.steps 2 --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 0 "
@@ -24,7 +24,7 @@ QUICK = argv(
 
 
 def refused(ended: Ended, *words: str) -> str:
-    """What every mistake must look like; returns the one message."""
+    """Checks the form that every mistake must have; returns the one message."""
     assert ended.rc != 0, ended.show()
     assert len(ended.messages) == 1, ended.show()
     assert "Traceback" not in ended.ours, ended.show()
@@ -85,7 +85,7 @@ def test_bad_rollout_tp_does_not_divide_the_world(tmp_path):
 
 
 def test_bad_column_is_named_on_one_of_two_ranks(tmp_path):
-    """Both ranks meet it; the first one speaks, the log of each keeps the traceback."""
+    """Both ranks meet the bad column; the first one reports it, the log of each keeps the traceback."""
     data = rows(tmp_path / "data.jsonl", [{"question": "abcde=", "answer": "edcba"}])
     ended = run([*QUICK, "--data.train", data, "--run.dir", tmp_path / "run"], START, ranks=2)
     refused(ended, "no column 'prompt'", "question, answer", "--data.prompt-column")
@@ -174,7 +174,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     ids=["raises on two ranks", "hangs on two ranks beside vllm", "returns nan", "exits"],
 )
 def test_bad_reward_ends_the_job(body, ranks, engine, grace, words, tmp_path):
-    """grace: what a hanging reward is allowed (--reward.timeout) before it is a fault."""
+    """grace: seconds that a hanging reward may take (--reward.timeout) before it is a fault."""
     stamp, file = tmp_path / "stamp", tmp_path / "reward.py"
     file.write_text(REWARD.format(stamp=str(stamp), body=body))
     ended = run(

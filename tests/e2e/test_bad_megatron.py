@@ -1,4 +1,4 @@
-"""What `--policy.backend megatron` cannot do: one message for the whole job of two ranks, as in `test_bad_input.py`."""
+"""Requests that `--policy.backend megatron` refuses: one message for two ranks, as in `test_bad_input.py`."""
 
 import shutil
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ PathFinder.find_spec = without
 
 
 def test_bad_machine_without_megatron_core(tmp_path):
-    """And all else that flags alone show to be wrong."""
+    """The same message names everything else that flags alone show to be wrong."""
     (tmp_path / "sitecustomize.py").write_text(HIDDEN)
     paths = ":".join(map(str, (tmp_path, ROOT, ROOT / "kernels")))
     flags = [*MEGATRON, "--parallel.tp", "3", "--parallel.ep", "3", "--parallel.sp", "2"]

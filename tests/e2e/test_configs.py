@@ -40,7 +40,7 @@ RANKS = {
     "deepseek_671b.yaml": 96,
     "dapo_671b.yaml": 512,
 }
-"""Of a file that says of some ranks what they do, or how they divide a model; torchrun would tell each of them so."""
+"""Ranks of configs that give some ranks a role or divide a model; torchrun would pass the number to each rank."""
 ADDITION_SMALL = argv(
     "--config configs/smollm2_addition.yaml --run.steps 2 --rollout.prompts_per_step 2 --rollout.samples_per_prompt 4 "
     "--eval.every 0 --checkpoint.no-at-end"
@@ -74,7 +74,7 @@ def test_config_dry_run_shows_what_would_run_and_touches_nothing(name, tmp_path)
 @needs_smollm2
 @needs_gsm8k
 def test_config_gsm8k_runs_three_steps_on_a_cpu(tmp_path):
-    """The file meant for 8 GPUs: KL to a reference, two updates a step, a chat template, a greedy evaluation."""
+    """This file is meant for 8 GPUs: KL to a reference, two updates a step, a chat template, a greedy evaluation."""
     folder = tmp_path / "run"
     data = ["--data.train", GSM8K / "train.jsonl", "--data.eval", GSM8K / "test.jsonl"]
     ended = succeed([*GSM8K_SMALL, *data, "--run.dir", folder], 240)
@@ -91,7 +91,7 @@ def test_config_gsm8k_runs_three_steps_on_a_cpu(tmp_path):
 
 @needs_smollm2
 def test_config_smollm2_addition_runs_two_steps(tmp_path):
-    """The quickstart job on two ranks, few samples."""
+    """The quickstart job runs on two ranks with few samples."""
     folder = tmp_path / "run"
     ended = succeed([*ADDITION_SMALL, "--run.dir", folder], 240, ranks=2)
     rows = metrics(folder)
@@ -102,7 +102,7 @@ def test_config_smollm2_addition_runs_two_steps(tmp_path):
 
 
 def test_config_single_process_without_torchrun(tmp_path):
-    """No rank variables, no rendezvous: a world of one, beside any other."""
+    """No rank variables and no rendezvous are needed: a world of one runs beside any other."""
     folder = tmp_path / "run"
     ended = succeed([*SMALL, "--run.dir", folder], 60)
     assert ended.out[0].startswith("ranks    1 =") and len(metrics(folder)) == 2
@@ -120,7 +120,7 @@ def my_loss(inputs, **settings):
 
 
 def with_terminal(command: list[str], answers: list[tuple[str, str]], limit: float = 90) -> tuple[int, str]:
-    """Run a command on a terminal of its own and type each answer when its cue has been shown."""
+    """Runs a command on a terminal of its own and types each answer when its cue has been shown."""
     master, slave = pty.openpty()
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TERM": "xterm", "HF_HUB_OFFLINE": "1"}
     ends = {"stdin": slave, "stdout": slave, "stderr": slave}
@@ -148,7 +148,7 @@ def with_terminal(command: list[str], answers: list[tuple[str, str]], limit: flo
 
 
 def test_config_breakpoint_is_a_normal_pdb_on_a_terminal(tmp_path):
-    """In a user's loss, with the live panel on: the prompt comes, names can be printed, `c` goes on to the end."""
+    """A breakpoint in a user's loss, with the live panel on, prompts and prints names, and `c` goes on to the end."""
     loss = tmp_path / "loss.py"
     loss.write_text(LOSS)
     folder = tmp_path / "run"
@@ -176,7 +176,7 @@ def test_config_breakpoint_is_a_normal_pdb_on_a_terminal(tmp_path):
 
 
 def test_config_breakpoint_with_piped_stdin(tmp_path):
-    """The same without a terminal, and leaving by `q` ends the run with an error code, not with a hang."""
+    """Without a terminal it is the same, and leaving by `q` ends the run with an error code, not with a hang."""
     loss = tmp_path / "loss.py"
     loss.write_text(LOSS)
     flags = [*SMALL, "--run.steps", "1", "--algo.loss", f"{loss}:my_loss"]

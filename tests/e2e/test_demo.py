@@ -1,4 +1,4 @@
-"""THE demo, as a user starts it: `torchrun --nproc-per-node 2 -m spmdrl.train`, to its end. It learns."""
+"""The demo, as a user starts it, learns: `torchrun --nproc-per-node 2 -m spmdrl.train`, to its end."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def demo(tmp_path_factory) -> tuple:
 
 @pytest.fixture(scope="module")
 def judged(demo, tmp_path_factory) -> dict:
-    """What `spmdrl.evaluate` says of the checkpoint."""
+    """Accuracy that `spmdrl.evaluate` gives the checkpoint."""
     folder = demo[0] / "checkpoints" / "latest" / "model"
     where = tmp_path_factory.mktemp("elsewhere")
     ended = succeed(["--model.path", folder, "--eval.prompts", 256], 120, module="spmdrl.evaluate", cwd=where)
@@ -38,7 +38,7 @@ def test_demo_learns(demo):
 
 
 def test_demo_engine_and_trainer_agree_to_the_end(demo):
-    """Float32: a stale or wrong push would show here first."""
+    """In float32 a stale or wrong push would show here first."""
     assert max(row["logp_diff/max"] for row in demo[2]) < 1e-4
     # A step in which every group agreed changes no weight and makes no version.
     changed = [row["grad_norm"] > 0 for row in demo[2]]
@@ -104,6 +104,6 @@ def test_demo_checkpoint_opens_with_transformers_and_answers(demo):
 
 
 def test_demo_evaluate_gives_the_same_accuracy(demo, judged):
-    """Same prompts, same seeds, other world size and process: the number in the log is the number of the checkpoint."""
+    """Prompts and seeds are the same, world size and process differ: the number in the log is the checkpoint's."""
     assert judged["eval/accuracy"] == pytest.approx(demo[2][-1]["eval/accuracy"], abs=1 / 256)
     assert judged["eval/score"] == pytest.approx(demo[2][-1]["eval/score"], abs=1 / 256)

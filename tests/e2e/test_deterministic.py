@@ -19,14 +19,14 @@ FLAGS = argv(
     "--tracking.trackers jsonl --run.timeout 200 --checkpoint.every 1 --checkpoint.keep 3 "
     "--algo.updates_per_step 2 --algo.kl_coef 0.05 --rollout.max_sequences 6 --rollout.max_new_tokens 24"
 )
-"""Few sequences at a time: engines take up others as some end, and sums round by the company."""
+"""Few sequences run at a time: engines take up others as some end, and sums round by the company."""
 ENGINES = {"hf": "", "vllm": no_vllm(), "sglang": no_sglang()}
-"""Name -> why it cannot run here."""
+"""Engine -> reason why it cannot run here; empty where it can."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_deterministic_runs_are_bit_equal(engine, tmp_path):
-    """Two runs, and one that goes on from the first step of another: `latest` then points to what is not there."""
+    """Two runs are equal, and so is one that goes on from step 1 of another; its `latest` then points nowhere."""
     if ENGINES[engine]:
         pytest.skip(ENGINES[engine])
 

@@ -1,4 +1,4 @@
-"""What goes wrong around an engine: it does not fit the model, dies while it samples, disagrees with the trainer.
+"""Faults around an engine: it does not fit the model, dies while it samples, disagrees with the trainer.
 
 Law 6: one message with rank, phase and cause, or with the flag to change, and the whole job gone within 10 s.
 """
@@ -35,11 +35,11 @@ LONG = argv(
     "--rollout.max_sequences 16 --rollout.max_new_tokens 60 --rollout.temperature 2 --eval.every 0 "
     "--tracking.trackers jsonl --run.timeout 60"
 )
-"""One step of it samples for minutes."""
+"""Settings with which one step samples for minutes."""
 
 
 def refused(ended: Ended, *words: str) -> str:
-    """The one message of a job that ended by itself with nothing left."""
+    """Returns the one message of a job that ended by itself with nothing left."""
     assert ended.rc != 0 and not ended.left, ended.show()
     assert len(ended.messages) == 1, ended.show()
     message = ended.ours[ended.ours.index(ended.messages[0]) :]
@@ -50,7 +50,7 @@ def refused(ended: Ended, *words: str) -> str:
 
 
 def model_of(folder: Path, **changes) -> Path:
-    """The tiny policy with another config.json: enough for what is checked before a model is built."""
+    """Makes a copy of the tiny policy with another config.json, which is enough for checks before a model is built."""
     shutil.copytree(TINY, folder)
     values = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(values))
@@ -122,7 +122,7 @@ def test_bad_placement_without_a_rank_to_train_is_one_message(tmp_path):
     ],
 )
 def test_bad_temperature_of_an_engine_is_found_at_the_start(sections, flag, monkeypatch):
-    """vLLM refuses the one when it is asked to sample, and samples at another than the other without a word."""
+    """vLLM refuses higher temperatures only when it is asked to sample, and silently raises lower ones."""
     monkeypatch.setattr("spmdrl.rollout.build.vllm_wants_gpu", lambda: False)
     sections["rollout"] = sections.get("rollout", {}) | {"engine": "vllm"}
     with pytest.raises(ValueError, match=f"{flag}: vllm takes 0.01 to 2"):
@@ -170,7 +170,7 @@ def test_bad_kv_cache_too_small_for_one_sequence_names_the_least_that_does(engin
 def test_bad_kv_cache_larger_than_the_machine_names_what_is_free(engine):
     with pytest.raises(ValueError, match=r"^--rollout.kv-cache-gib 90000: .* [\d.]+ GiB are free; give less$"):
         check_engine(kv_config(90000.0, engine), True)
-    # A GPU's memory is not the machine's, and the hf engine has no cache of a size.
+    # GPU memory is not the machine's memory, and the hf engine has no cache of a size.
     check_engine(kv_config(90000.0, engine), False)
     for gib in (90000.0, 1e-5):
         check_engine(kv_config(gib, "hf"), True)
@@ -198,7 +198,7 @@ def test_bad_kv_cache_ends_the_job_before_an_engine_is_built(tmp_path):
 
 
 def test_bad_request_longer_than_the_context_is_refused_by_submit():
-    """The hf engine; vLLM and SGLang are asked the same in tests/engines."""
+    """The hf engine refuses it here; vLLM and SGLang are asked the same in tests/engines."""
     cfg = config(rollout={"max_prompt_tokens": 10, "max_new_tokens": 6})
     nothing: list[Any] = [None] * 9
     engine = HFEngine(cfg, World(0, 1, 0, torch.device("cpu"), *nothing), {2})
@@ -212,7 +212,7 @@ def test_bad_request_longer_than_the_context_is_refused_by_submit():
 
 
 def test_a_model_of_fewer_positions_than_the_settings_samples_inside_of_them(tmp_path):
-    """128 positions and up to 100 new tokens leave 28 for a prompt, whatever max_prompt_tokens says."""
+    """With 128 positions and up to 100 new tokens, 28 are left for a prompt, whatever max_prompt_tokens says."""
     data = tmp_path / "data.jsonl"
     # A prompt gets two tokens of its own: begin and end of the question.
     table = [{"prompt": "abc=", "answer": "cba"}, {"prompt": "abcdefghij" * 4 + "=", "answer": "x"}] * 4
@@ -249,7 +249,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     ids=["a rank of two", "the one that samples while the other waits", "the one that trains while the other samples"],
 )
 def test_killed_rank_in_the_middle_of_sampling_ends_the_job(flags, victim, phase, tmp_path):
-    """First gradings are there and thousands of samples are not; the rank that is left says where it was."""
+    """First gradings are there and thousands of samples are not; the rank that is left names its place."""
     reward, stamp, folder = tmp_path / "reward.py", tmp_path / "stamp", tmp_path / "run"
     reward.write_text(REWARD.format(stamp=str(stamp)))
     job = Job([*LONG, *argv(flags), "--reward.function", reward, "--run.dir", folder], ranks=2)
@@ -273,7 +273,7 @@ def test_killed_rank_in_the_middle_of_sampling_ends_the_job(flags, victim, phase
 
 
 def test_failing_engine_is_named_with_rank_phase_and_cause(tmp_path):
-    """One rank's engine raises in the middle of its samples."""
+    """The engine of one rank raises in the middle of its samples."""
     ended = run([*LONG, "--run.dir", tmp_path / "run"], 100, ranks=2, module="tests.e2e.test_engine_faults")
     refused(ended, "rank 1 on ", "failed in phase rollout: RuntimeError: the engine's memory is gone")
     raised = float((tmp_path / "run" / "raised").read_text())
@@ -283,7 +283,7 @@ def test_failing_engine_is_named_with_rank_phase_and_cause(tmp_path):
 
 
 def main() -> None:
-    """`spmdrl.train` with an hf engine that fails on rank 1 at its 30th step."""
+    """Runs `spmdrl.train` with an hf engine that fails on rank 1 at its 30th step."""
     import os
 
     from spmdrl import train

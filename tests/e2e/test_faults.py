@@ -15,7 +15,7 @@ SEED = 4
 
 
 def selection() -> list[tuple[str, str]]:
-    """Every fault in one phase, drawn so that phases repeat only once all have come; the rest of the phases raise."""
+    """Selects a phase for each fault; phases repeat only once all have come, and the remaining ones get `exception`."""
     draw, free, chosen = random.Random(SEED), list(PHASES), []
     for name, fault in sorted(FAULTS.items(), key=lambda item: len(item[1].phases)):
         fits = [phase for phase in fault.phases if phase in free] or list(fault.phases)
@@ -39,7 +39,7 @@ def test_fault_ends_the_job_by_name(fault, phase, tmp_path):
 
 
 def test_lockstep_planted_collective_is_named_by_file_and_line_on_every_rank(tmp_path):
-    """`if rank == 0: all_reduce` in a loss of the user's, in debug mode."""
+    """A user's loss holds `if rank == 0: all_reduce`, and the run is in debug mode."""
     loss = tmp_path / "own_loss.py"
     loss.write_text(
         "import torch\nimport torch.distributed as dist\n\n\ndef loss(x):\n    if dist.get_rank() == 0:\n"

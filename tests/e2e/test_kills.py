@@ -38,7 +38,7 @@ def test_resume_went_on_and_not_from_the_start(record, root):
 
 
 def test_resume_differences_are_seen(record, root, tmp_path):
-    """What compares can fail: one bit of one number, one file."""
+    """The comparison can fail: it sees one changed bit of one number, and one changed file."""
     rows = [json.loads(line) for line in (root / "run_1" / "metrics.jsonl").read_text().splitlines()]
     rows[3]["loss"] += 1e-16 + abs(rows[3]["loss"]) * 2**-52
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +54,7 @@ def test_resume_differences_are_seen(record, root, tmp_path):
 
 
 def test_restart_by_torchrun_goes_on_from_the_last_step(record, root, tmp_path):
-    """`--max-restarts 1`: rank 1 dies in its third update; both ranks start again, and end as if nothing had been."""
+    """With `--max-restarts 1` rank 1 dies in its third update; both ranks start again, and end as if undisturbed."""
     kill = {"rank": 1, "phase": "update", "time": 3, "seconds": 0.0, "note": str(tmp_path / "note")}
     ended = succeed(
         [*FLAGS, "--run.steps", STEPS, "--run.dir", tmp_path / "run"],

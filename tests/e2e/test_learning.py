@@ -15,10 +15,10 @@ NAMES = [*PRESETS, "own", "wrong sign"]
 
 @pytest.fixture(scope="module")
 def curve(request, tmp_path_factory):
-    """Name -> its curve. All that are selected run from the first question on, two at a time."""
+    """Name -> its curve. All selected runs start with the first request, two at a time."""
     folder = tmp_path_factory.mktemp("learning")
     runs = {name: Run(name) for name in NAMES} | {"wrong sign": wrong_sign("ppo", folder / "wrong.py")}
-    # Also those of a test file that was collected before this one: they ask for other names.
+    # Runs of a test file that was collected before this one are included: they ask for other names.
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     with learning({name: run for name, run in runs.items() if name in asked}, folder) as result:
         yield result
@@ -32,7 +32,7 @@ def test_learning_reaches_the_target(curve, name):
 
 @pytest.mark.parametrize("name", NAMES[-1:])
 def test_learning_fails_with_a_wrong_sign(curve, name):
-    """PPO's loss of the opposite advantages, through the same function as every preset."""
+    """PPO's loss gets the opposite advantages, through the same function as every preset."""
     print(curve(name))
     with pytest.raises(AssertionError, match="not 0.85 in"):
         has_learned(curve(name))

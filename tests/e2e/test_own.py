@@ -73,7 +73,7 @@ def test_own_reward_counts_the_letters_at_their_place():
 
 @pytest.mark.timeout(240)
 def test_own_functions_train_together(tmp_path):
-    """All four in one run of two ranks, whose groups they see whole."""
+    """All four functions work in one run of two ranks and see its groups whole."""
     flags = argv("--config recipes/own/demo.yaml --rollout.engine hf --run.steps 2 --eval.every 2 --eval.prompts 64")
     succeed([*flags, "--tracking.trackers", "jsonl", "--run.dir", tmp_path / "run"], 120, ranks=2)
     rows = metrics(tmp_path / "run")
@@ -82,7 +82,7 @@ def test_own_functions_train_together(tmp_path):
         assert 0 < row["filter/accepted"] <= 1, "the filter was asked"
         assert row["reward/part/match"] == pytest.approx(row["reward/trained"])
         assert row["reward/part/place"] > row["reward/part/match"]
-        # Rewards of 0 and 1 and their median of 0, 1/2 or 1, in groups that are mixed.
+        # Rewards are 0 and 1 and their median 0, 1/2 or 1, in groups that are mixed.
         assert 0 < row["advantage/nonzero"] <= 1
         assert row["penalty"] > 0, "the last updates of a step are off its policy"
         assert row["grad_norm"] > 0

@@ -15,7 +15,7 @@ FLAGS = argv(
     "--tracking.trackers jsonl --run.timeout 60 --rollout.assignment static"
 )
 LONG = argv("--rollout.prompts_per_step 20000 --rollout.max_sequences 16 --rollout.max_new_tokens 60 --run.steps 2")
-"""A step samples for minutes."""
+"""Settings with which a step samples for minutes."""
 HANGS = """
 import pathlib, time
 
@@ -27,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         time.sleep(0.1)
     return float(solution_str == ground_truth)
 """
-"""Does not end once two steps are done, as long as there is a file `slow`."""
+"""Reward file whose function does not end once two steps are done, as long as there is a file `slow`."""
 SLOW = """
 import pathlib, time
 
@@ -50,11 +50,11 @@ def said(ended) -> list[str]:
     ("number", "target"), [(signal.SIGUSR1, "everyone"), (signal.SIGTERM, "everyone"), (signal.SIGTERM, "torchrun")]
 )
 def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path):
-    """At all processes, torchrun's and graders' too; or torchrun is told to end. It tells every rank of a SIGTERM."""
+    """The signal goes to all processes, also torchrun's and graders', or to torchrun alone, which passes SIGTERM on."""
     reward, folder = tmp_path / "reward.py", tmp_path / "run"
     reward.write_text(SLOW.format(stamp=str(tmp_path / "stamp"), seconds=0.1))
     flags = [*FLAGS, "--reward.function", reward, "--run.dir", folder]
-    # As after `trap '' USR1`: what is ignored stays so in torchrun, and not in the ranks.
+    # This acts as `trap '' USR1` does: an ignored signal stays ignored in torchrun, and not in the ranks.
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     job = Job([*flags, "--run.steps", "200"], ranks=2)
     signal.signal(signal.SIGUSR1, before)
@@ -66,7 +66,7 @@ def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path
         ended = job.wait(90)
     finally:
         job.kill()
-    # torchrun itself ends with an exit code of its own where it was told to.
+    # torchrun itself ends with its own exit code where it was told to end.
     assert not ended.timed_out and not ended.left and (ended.rc == 0) == (number == signal.SIGUSR1), ended.show()
     print(f"left {ended.ended - told:.1f} s after {number.name}")
     done, mark = metrics(folder)[-1]["step"], marker(folder)
@@ -87,7 +87,7 @@ def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path
 
 
 def test_preemption_abandons_a_step_that_would_sample_too_long(tmp_path):
-    """Half of the grace goes to sampling, on all ranks or on none; no step was done, so there is nothing to save."""
+    """Half of the grace goes to sampling, on all ranks or on none; no step was done, so nothing is saved."""
     reward, stamp, folder = tmp_path / "reward.py", tmp_path / "stamp", tmp_path / "run"
     reward.write_text(SLOW.format(stamp=str(stamp), seconds=0))
     job = Job([*FLAGS, *LONG, "--run.grace", "24", "--reward.function", reward, "--run.dir", folder], ranks=2)
@@ -113,7 +113,7 @@ def test_preemption_abandons_a_step_that_would_sample_too_long(tmp_path):
     ids=["step", "evaluation"],
 )
 def test_preemption_saves_what_was_learnt_before_what_is_abandoned(every, what, tmp_path):
-    """A grading that would outlast the grace is not waited for, in a step and in an evaluation."""
+    """A grading that would outlast the grace is not awaited, in a step and in an evaluation."""
     reward, slow, folder = tmp_path / "reward.py", tmp_path / "slow", tmp_path / "run"
     reward.write_text(HANGS)
     slow.touch()

@@ -29,7 +29,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory) -> dict:
-    """A run killed in the middle and started again, beside one that was left alone."""
+    """Runs a job that is killed in the middle and started again, beside one that was left alone."""
     root = tmp_path_factory.mktemp("resume")
     reward, slow = root / "reward.py", root / "slow"
     reward.write_text(SLOW.format(flag=str(slow)))
@@ -45,7 +45,7 @@ def story(tmp_path_factory) -> dict:
         job.kill()
     before = metrics(root / "run")
     saved = sorted(p.name for p in (root / "run" / "checkpoints").glob("step_*"))
-    # What a kill in the middle of a save leaves.
+    # A kill in the middle of a save leaves these.
     half = root / "run" / "checkpoints" / ".incomplete-step_6"
     if not half.exists():
         shutil.copytree(root / "run" / "checkpoints" / "step_4", half)
@@ -88,7 +88,7 @@ def test_resume_by_the_same_command_goes_on_to_the_end(story):
 
 
 def test_resume_continues_the_same_curve(story):
-    """As if nothing had happened: same samples, same optimizer state, same numbers."""
+    """The resumed run has the same samples, optimizer state and numbers as the run without a break."""
     for one, other in zip(metrics(story["root"] / "whole"), metrics(story["root"] / "run"), strict=True):
         assert ("eval/accuracy" in one) == (one["step"] in (1, 5, 8))
         for name in set(CURVE) & set(one):
@@ -104,7 +104,7 @@ def test_resume_loses_no_checkpoint(story):
 
 
 def test_resume_falls_back_to_the_older_valid_checkpoint(story, tmp_path):
-    """The newest is cut short, one before it lost its manifest: both are named, and the next older one is taken."""
+    """The newest is cut short, the one before it lost its manifest: both are named, and the next older one is taken."""
     folder = tmp_path / "run"
     shutil.copytree(story["root"] / "run", folder, symlinks=True)
     saves = folder / "checkpoints"

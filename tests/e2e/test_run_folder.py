@@ -23,7 +23,7 @@ TIMED = ("time/", "memory/", "tokens/s")
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
-    """Two runs of 5 steps, one of which writes its checkpoints beside training."""
+    """Two runs of 5 steps, one of which writes its checkpoints while training goes on."""
     root = tmp_path_factory.mktemp("folder")
     flags = [*FLAGS, "--run.steps", 5, "--checkpoint.keep-every", 2, "--checkpoint.best", "eval/accuracy"]
     plain = succeed([*flags, "--run.dir", root / "plain"], ranks=2)
@@ -50,7 +50,7 @@ def test_background_changes_no_number_and_no_weight(story):
 
 
 def test_keep_as_asked_for(story):
-    """The two newest, multiples of 2, and the best of what was evaluated: before steps 1, 3, 5 and at the end."""
+    """The two newest, multiples of 2 and the best one stay; evaluations come before steps 1, 3, 5 and at the end."""
     for name in ("plain", "beside"):
         folder = story["root"] / name
         accuracy = {row["step"]: row["eval/accuracy"] for row in metrics(folder) if "eval/accuracy" in row}
@@ -133,7 +133,7 @@ def test_evaluate_one_checkpoint_after_the_other(story, tmp_path):
 
 @pytest.mark.parametrize("more", [[], ["--checkpoint.background"]], ids=["in the step", "beside it"])
 def test_full_disk_ends_the_job_by_name(story, tmp_path, more):
-    """A limit on the size of files stands for the disk: the write of the weights fails in the middle."""
+    """A limit on the size of files stands for a full disk: the write of the weights fails in the middle."""
     folder = tmp_path / "run"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300 << 10, hard))
@@ -151,6 +151,6 @@ def test_full_disk_ends_the_job_by_name(story, tmp_path, more):
     assert "checkpoint step_1 could not be written" in said and "File too large" in said, ended.show()
     assert "--checkpoint.keep" in said and "--run.dir" in said and "Traceback" not in ended.ours, ended.show()
     assert ended.ended - ended.stamp("spmdrl: rank") < GONE_WITHIN
-    # A rank that had not heard of it yet may make the folder anew, which the next start removes; nothing lies in it.
+    # A rank that had not heard of it yet may make the folder anew, which the next start removes; it is empty.
     left = [p for p in (folder / "checkpoints").rglob("*") if p.is_file()]
     assert left == [] and steps_saved(folder / "checkpoints") == []

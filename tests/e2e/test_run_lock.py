@@ -35,7 +35,7 @@ def test_second_job_is_refused_by_name_and_the_folder_is_free_once_the_first_was
         at = len(metrics(folder))
         first.wait_for(lambda: len(metrics(folder)) > at, 60, "the first one goes on")
         holder.kill()
-        # At once: the other rank, torchrun and the reward's process are still there.
+        # These are found at once: the other rank, torchrun and the reward's process are still there.
         ended = succeed([*flags, "--run.steps", len(metrics(folder)) + 2], 120)
         assert any(line.startswith("resumed from") for line in ended.out), ended.show()
     finally:
@@ -46,7 +46,7 @@ def test_second_job_is_refused_by_name_and_the_folder_is_free_once_the_first_was
 
 
 def test_restart_with_fresh_starts_over_once_for_all_nodes(tmp_path):
-    """Two agents. One loses its rank; the other starts its own again and counts that as no restart."""
+    """Two agents run; one loses its rank, the other starts its own again and counts that as no restart."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "mark").touch()

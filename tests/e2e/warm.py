@@ -1,4 +1,4 @@
-"""`run` and `succeed` of runner.py without the seconds that imports take: ranks are forked from a server that has them.
+"""`run` and `succeed` of runner.py without the seconds that imports take: a server that has them forks the ranks.
 
 Each rank is a process of its own, in a session of its own, that runs `python -m MODULE ARGS` with the environment that
 torchrun would give it; torchrun itself is not there. Tests about torchrun, signals and deaths take runner.py.
@@ -48,7 +48,7 @@ def _child(folder: str, module: str, args: list[str], env: dict, cwd: str) -> No
     if "torch" in sys.modules:
         import torch
 
-        # Set by the environment where torch is imported afresh.
+        # The environment sets this where torch is imported afresh.
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     sys.argv = [module, *args]
     try:
@@ -68,17 +68,17 @@ class WarmJob(Job):
         env: dict | None = None,
         cwd: Path = ROOT,
     ):
-        """ranks 0: a plain process."""
+        """ranks: 0 for a plain process."""
         self.mark, self.folder = secrets.token_hex(8), tempfile.TemporaryDirectory(prefix="spmdrl_warm_")
         self.out: list[str] = []
         self.err: list[str] = []
         self.stamps: list[float] = []
         context = multiprocessing.get_context("forkserver")
-        # No effect once the server runs.
+        # This has no effect once the server runs.
         context.set_forkserver_preload(MODULES)
         self.began = time.time()
         self.processes = []
-        # As torchrun's agent does: the store outlives every rank.
+        # torchrun's agent does the same: the store outlives every rank.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
         port = self.store.port if self.store else 0
         for rank in range(max(1, ranks)):
@@ -101,7 +101,7 @@ class WarmJob(Job):
         }
 
     def _follow(self) -> None:
-        """Take lines as they come, and when they came."""
+        """Collects lines with their time of arrival."""
         rest, at = {"out": "", "err": ""}, {"out": 0, "err": 0}
         last = False
         while not last:
@@ -117,7 +117,7 @@ class WarmJob(Job):
                     self.stamps += [time.time()] * len(whole) * (name == "err")
 
     def family(self) -> list[psutil.Process]:
-        """All living processes of the job: its ranks, and what they started, which carries the mark."""
+        """All living processes of the job: its ranks, and their children, which carry the mark."""
         pids = {p.pid for p in self.processes if p.is_alive()}
         return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)] + super().family()
 
@@ -128,7 +128,7 @@ class WarmJob(Job):
             wait([p.sentinel for p in running], timeout=until - time.time())
             running = [p for p in running if p.is_alive()]
             if any(p.exitcode for p in self.processes):
-                # As torchrun does when a rank fails.
+                # torchrun does the same when a rank fails.
                 for process in running:
                     process.terminate()
         return not running
@@ -146,16 +146,16 @@ class WarmJob(Job):
 
 
 def _kind(kwargs: dict) -> type[Job]:
-    """Jobs that take input, torchrun or imports of their own start as a user starts them."""
+    """Chooses the kind of job: those that take input, torchrun or imports of their own start as a user starts them."""
     own = kwargs.keys() & {"stdin", "launch"} or "PYTHONPATH" in (kwargs.get("env") or {})
     return Job if own else WarmJob
 
 
 def run(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
-    """Start a job and wait for its end."""
+    """Starts a job and waits for its end."""
     return runner.run(args, limit, _kind(kwargs), **kwargs)
 
 
 def succeed(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
-    """A job that must end well and leave nothing behind."""
+    """Runs a job that must end well and leave nothing behind."""
     return runner.succeed(args, limit, _kind(kwargs), **kwargs)
