@@ -1,4 +1,4 @@
-"""Labels of the fake GPU (`fake_cuda.py`): where a tensor says that it is, and torch's functions that set or ask it."""
+"""Labels of the fake GPU (`fake_cuda.py`): the device that tensors report, and torch functions that set or read it."""
 
 import functools
 from collections.abc import Callable

@@ -23,7 +23,7 @@ SHORTER = 2
 
 
 def stand_ins() -> None:
-    """Replace what the module's text names, and gather every step's samples on rank 0, in the run folder."""
+    """Replaces functions as the module's text says, and writes every step's samples to the run folder on rank 0."""
     from spmdrl.rl.rollout_plan import RolloutPlan
     from spmdrl.rl.run import Run
     from spmdrl.spmd.exchange import all_gather_text
@@ -49,7 +49,7 @@ def stand_ins() -> None:
 
 
 def as_nccl(inside: ExitStack) -> list:
-    """Have groups made as NCCL makes them, from the world on; its recorder comes into the list."""
+    """Has groups made as NCCL makes them, from the world on; appends the recorder to the list."""
     from spmdrl.rollout.vllm import engine as vllm
     from spmdrl.spmd import mesh
     from tests.ranks.stub_nccl import BACKEND, stub_nccl
@@ -63,7 +63,7 @@ def as_nccl(inside: ExitStack) -> list:
     def world_of(ranks):
         from vllm.platforms.cpu import CpuPlatform
 
-        # Else its groups on the device and on the host look alike.
+        # Otherwise the group on the device looks like that on the host.
         CpuPlatform.dist_backend = BACKEND
         return engine(ranks)
 
@@ -72,7 +72,7 @@ def as_nccl(inside: ExitStack) -> list:
 
 
 def main() -> None:
-    """As `spmdrl.train.main`."""
+    """Runs `spmdrl.train.main` with the stand-ins."""
     loaded = load_or_exit(sys.argv[1:])
     prepare()
     import torch

@@ -24,7 +24,7 @@ from benchmarks import _models
 from spmdrl.config.schema import Config
 
 TOO_LONG = 400
-"""Steps of an engine after which a request that has not ended never will."""
+"""Steps of an engine after which a request that has not ended will never end."""
 
 
 def replaced(cfg: Config, **sections: dict) -> Config:
@@ -48,7 +48,7 @@ class Probe:
         self.transfer: Any = None
         setup_logging(cfg.run.dir, 0)
         world = start(cfg.parallel, cfg.rollout.tp, cfg.run.device, 60.0)
-        # Not the value that vLLM would write.
+        # This is not the value that vLLM would write.
         os.environ["LOCAL_WORLD_SIZE"] = "3"
         torch.manual_seed(1234)
         rng = torch.get_rng_state()
@@ -80,7 +80,7 @@ class Probe:
         )
 
     def drain(self, requests: list) -> dict:
-        """key -> completion of all of these."""
+        """Returns key -> completion of all of these."""
         for request in requests:
             self.engine.submit(request)
         done: dict = {}
@@ -97,7 +97,7 @@ class Probe:
 
     @torch.no_grad()
     def hf_logp(self, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
-        """Plain forward of transformers on one sequence: log p of each sampled token."""
+        """Log p of each sampled token by a plain forward of transformers on one sequence."""
         ids = torch.tensor([prompt + tokens], device=self.run.world.device)
         logits = self.hf(input_ids=ids).logits[0].float() / (temperature or 1.0)
         logp = torch.log_softmax(logits, -1).cpu()
@@ -105,7 +105,7 @@ class Probe:
 
     @torch.no_grad()
     def refresh_hf(self) -> None:
-        """Exactly the weights that a push sends, into the independent model."""
+        """Puts exactly the weights that a push sends into the independent model."""
         # All ranks hold the same weights where a probe has several: whole tensors come from a plan of their own.
         from spmdrl.weights.experts import Layout
         from spmdrl.weights.reshard import Reshard, catalogue
@@ -126,7 +126,7 @@ class Probe:
         self.hf.tie_weights()
 
     def agree(self, prompts: list[list[int]], temperature: float = 1.0) -> dict:
-        """Largest and mean |difference| of engine, transformers and trainer on fresh samples."""
+        """Returns largest and mean |difference| of engine, transformers and trainer on fresh samples."""
         from spmdrl.data.batch import from_episodes
         from spmdrl.data.episode import episode_of
 
@@ -158,7 +158,7 @@ class Probe:
         }
 
     def train(self, prompts: list[list[int]]) -> None:
-        """The run's own loop; agreement is measured after each push, so after 0, 1, ... updates."""
+        """Runs the run's own loop; agreement is measured after each push, so after 0, 1, ... updates."""
         from spmdrl.train import train
 
         rows = self.facts["agreement"] = []
@@ -176,7 +176,7 @@ class Probe:
 
     @torch.no_grad()
     def shake(self, size: float) -> None:
-        """Other weights, by a lot: what was cached before is wrong now."""
+        """Changes the weights by a lot, so that everything cached before is wrong."""
         generator = torch.Generator().manual_seed(5)
         for name, p in self.local_weights():
             # Beneath adapters nothing changes.
@@ -202,7 +202,7 @@ class Probe:
 
 
 def outcome(action) -> str:
-    """`Type: message` of what an action raises, or "no error"."""
+    """Returns `Type: message` of the error of an action, or "no error"."""
     try:
         action()
     except Exception as error:
@@ -214,7 +214,7 @@ def outcome(action) -> str:
 
 
 def stale(p: Probe) -> dict:
-    """Every way in which the engine may lack the trainer's weights."""
+    """Tries every way in which the engine may lack the trainer's weights."""
     prompt = p.prompts(1)[0]
     p.awake()
     facts = {}
@@ -240,7 +240,7 @@ def stale(p: Probe) -> dict:
 
 
 def corrupt(p: Probe) -> dict:
-    """A bit that turns on the way; a tensor that never reaches the engine's memory."""
+    """Corrupts a push: a bit turns on the way, or a tensor never reaches the engine's memory."""
     prompt = p.prompts(1)[0]
     p.awake()
     load = p.engine.load
@@ -276,10 +276,10 @@ def corrupt(p: Probe) -> dict:
 
 
 def limits(p: Probe) -> dict:
-    """Requests of the engine's longest sequence and of one token more."""
+    """Sends requests of the engine's longest sequence and of one token more."""
     p.awake()
     longest = p.engine.longest
-    # A letter again and again, hot: a prompt that does not end at once.
+    # The prompt is one letter again and again, and sampling is hot: it does not end at once.
     begin, letter = p.prompts(1)[0][:2]
     prompt = [begin] + [letter] * (longest - 4)
     over = p.request(prompt, new=4)
@@ -292,7 +292,7 @@ def limits(p: Probe) -> dict:
 
 
 def interrupted(p: Probe) -> dict:
-    """A push that stops between two buckets; the next one mends it."""
+    """Stops a push between two buckets; the next one repairs it."""
     prompt = p.prompts(1)[0]
     p.awake()
     load, facts = p.engine.load, {}
@@ -320,7 +320,7 @@ def interrupted(p: Probe) -> dict:
 
 
 def sleep_memory(p: Probe) -> dict:
-    """Bytes that the KV cache really gives back, and what the engine says after."""
+    """Measures the bytes that the KV cache really gives back, and what the engine reports after."""
     from spmdrl.session.meter import Meter
 
     meter, prompts = Meter(p.run.world.device), p.prompts(8)
@@ -347,7 +347,7 @@ def sleep_memory(p: Probe) -> dict:
 
 
 def memory(p: Probe) -> dict:
-    """Both levels in a run's own phases, and on a CPU a wake of half a GiB where there is room for a quarter."""
+    """Measures both levels in a run's phases, and on a CPU a wake of half a GiB where a quarter is free."""
     import resource
 
     memory, prompt = p.run.memory, p.prompts(1)[0]
@@ -383,7 +383,7 @@ def memory(p: Probe) -> dict:
 
 
 def abort(p: Probe) -> dict:
-    """Cut two of four off after three tokens; the others end, the blocks come back."""
+    """Cuts two of four off after three tokens; the others end, the blocks come back."""
     p.awake()
     prompts = p.prompts(4)
     # Two seeds whose response does not end by itself within three tokens.
@@ -413,7 +413,7 @@ def abort(p: Probe) -> dict:
 
 
 def neighbours(p: Probe) -> dict:
-    """A sample with a seed, alone and among 31 others: the same tokens."""
+    """Compares a sample with a seed, alone and among 31 others: the tokens are the same."""
     p.awake()
     prompts = p.prompts(32)
     asked = [p.request(prompt, position=i, seed=1000 + i) for i, prompt in enumerate(prompts)]
@@ -429,7 +429,7 @@ def neighbours(p: Probe) -> dict:
 
 
 def prefix_cache(p: Probe) -> dict:
-    """Prompts longer than one KV block, before and after a push: with the reset, and with the reset taken out."""
+    """Samples prompts longer than a KV block before and after a push: with the reset, and without it."""
     p.awake()
     prompts = p.prompts(3)
     facts = {"prompt_tokens": [len(x) for x in prompts]}
@@ -453,7 +453,7 @@ def rollout(**changes) -> dict:
 
 
 def tied(cfg: Config, facts: dict) -> None:
-    """The model that ships here: 5 real updates, then every refusal, sleep, abort and seed."""
+    """Runs the model that ships here: 5 real updates, then every refusal, sleep, abort and seed."""
     p = Probe(replaced(cfg, rollout=rollout(kv_cache_gib=0.5), optimizer={"lr": 3e-4}), facts)
     p.train(p.prompts(16))
     for part in (stale, limits, corrupt, interrupted, sleep_memory, memory, abort, neighbours):
@@ -461,7 +461,7 @@ def tied(cfg: Config, facts: dict) -> None:
 
 
 def untied(cfg: Config, facts: dict) -> None:
-    """A random model with a long context and its own output head."""
+    """Runs a random model with a long context and its own output head."""
     folder = Path(cfg.run.dir)
     p = Probe(
         replaced(
@@ -479,13 +479,13 @@ def untied(cfg: Config, facts: dict) -> None:
 
 
 def bf16(cfg: Config, facts: dict) -> None:
-    """The same with bfloat16 compute over float32 masters."""
+    """Runs the same with bfloat16 compute over float32 masters."""
     p = Probe(replaced(cfg, model={"dtype": "bfloat16"}, run={"steps": 3}, rollout=rollout()), facts)
     p.train(p.prompts(16))
 
 
 def experts(cfg: Config, facts: dict) -> None:
-    """A mixture of experts, which the CPU build would have packed into a layout of its own."""
+    """Runs a mixture of experts, which the CPU build would pack into a layout of its own."""
     folder = Path(cfg.run.dir)
     model = random_model(
         folder / "model",
@@ -516,7 +516,7 @@ def experts(cfg: Config, facts: dict) -> None:
 
 
 def lora(cfg: Config, facts: dict, push: str = "adapter") -> None:
-    """Adapters of a rank that vLLM has to pad, on some of the layers that it fuses, pushed by themselves."""
+    """Runs adapters of a rank that vLLM has to pad, on some of the layers that it fuses, pushed by themselves."""
     folder = Path(cfg.run.dir)
     p = Probe(
         replaced(
@@ -552,12 +552,12 @@ def lora(cfg: Config, facts: dict, push: str = "adapter") -> None:
 
 
 def lora_merged(cfg: Config, facts: dict) -> None:
-    """The same, added into the weights that are pushed."""
+    """Runs the same adapters, added into the weights that are pushed."""
     lora(cfg, facts, "merged")
 
 
 def corrupt_adapter(p: Probe) -> dict:
-    """A bit of an adapter that turns, an adapter that stays behind, a weight beneath that changed unseen."""
+    """Corrupts adapters: a bit turns, an adapter stays behind, a weight beneath changes unseen."""
     facts, load = {}, p.engine.load
 
     def tampered(change):
@@ -588,7 +588,7 @@ def corrupt_adapter(p: Probe) -> dict:
 
 
 def counting_reward(path: Path) -> Path:
-    """A reward that random tokens get now and then."""
+    """Writes a reward file whose reward random tokens get now and then."""
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return solution_str.count('a') / 8\n"
@@ -597,7 +597,7 @@ def counting_reward(path: Path) -> Path:
 
 
 def random_qwen2(folder: Path) -> Path:
-    """2 layers of head_dim 32, 1,024 positions, untied; wide enough an initialisation that tokens differ in p."""
+    """Makes a Qwen2 of 2 layers, head_dim 32, 1,024 positions, untied, wide enough in p that tokens differ."""
     return random_model(folder, "Qwen2")
 
 
@@ -618,7 +618,7 @@ def random_model(folder: Path, family: str, **changes) -> Path:
 
 
 def long_prompts(path: Path) -> Path:
-    """Letters without end: 140 to 380 tokens, of which whole blocks of 128 are cached."""
+    """Makes prompts of letters: 140 to 380 tokens, of which whole blocks of 128 are cached."""
     rows = [
         {"prompt": "".join("abcdefghij"[(i * i + i * k + k) % 10] for i in range(140 + 30 * k)), "answer": "a"}
         for k in range(1, 9)
@@ -638,7 +638,7 @@ SCENARIOS = {
 
 
 def preload() -> None:
-    """Import what every scenario on a CPU needs, once."""
+    """Imports what every scenario on a CPU needs, once."""
     from spmdrl.rollout.vllm.options import set_environment
 
     set_environment(torch.device("cpu"))
@@ -653,7 +653,7 @@ def preload() -> None:
 
 
 def measure(scenario: str, folder: Path) -> None:
-    """Run one scenario, in a process of its own; facts go to `folder`.json, a traceback if it fails."""
+    """Runs one scenario in its own process; facts go to `folder`.json, a traceback if it fails."""
     facts: dict = {}
     folder.mkdir(parents=True)
     cfg = replaced(

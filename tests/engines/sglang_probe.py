@@ -19,15 +19,15 @@ from tests.engines.probe import Probe, interrupted, limits, neighbours, outcome,
 
 
 def processes(p: Probe) -> list[psutil.Process]:
-    """The server and its scheduler."""
+    """Finds the server and its scheduler."""
     server = psutil.Process(p.engine.process.child.pid)
     return [server, *(child for child in server.children(recursive=True) if "scheduler" in child.name())]
 
 
 def samples(p: Probe) -> dict:
-    """The same requests to this engine and to the HF engine with the same weights: greedy, at two temperatures, top-p.
+    """Sends the same requests to this and to the HF engine with equal weights: greedy, at two temperatures, top-p.
 
-    Asked together, so that one batch holds greedy and drawn rows.
+    They are asked together, so that one batch holds greedy and drawn rows.
     """
     from spmdrl.hub.build import DTYPES
     from spmdrl.hub.resolve import resolve
@@ -65,7 +65,7 @@ def samples(p: Probe) -> dict:
 
 
 def corrupt(p: Probe) -> dict:
-    """A bit that turns before the rank has it, and one in the memory the engine reads; a tensor that never arrives."""
+    """Corrupts pushes: a bit turns on the way or in the memory the engine reads; a tensor never arrives."""
     from spmdrl.rollout.sglang import process as sglang_process
 
     prompt = p.prompts(1)[0]
@@ -119,7 +119,7 @@ def corrupt(p: Probe) -> dict:
 
 
 def sleep_memory(p: Probe) -> dict:
-    """Bytes that the engine's processes really give back."""
+    """Measures the bytes that the engine's processes really give back."""
     prompts = p.prompts(8)
 
     def greedy() -> list[list[int]]:
@@ -127,7 +127,7 @@ def sleep_memory(p: Probe) -> dict:
         return [done[i, 0].tokens for i in range(len(prompts))]
 
     def mapped() -> float:
-        # Not what is resident: pages of the cache that no token came to are none.
+        # The resident size is no measure: pages of the cache that no token reached are not resident.
         return processes(p)[1].memory_info().vms / 2**20
 
     def held() -> list[int]:
@@ -152,7 +152,7 @@ def sleep_memory(p: Probe) -> dict:
 
 
 def abort(p: Probe) -> dict:
-    """Cut two of four off while they run; one that has ended already; one that nobody asked for."""
+    """Cuts two of four off while they run, also one that has ended already and one that nobody asked for."""
     p.awake()
     prompts = p.prompts(5)
 
@@ -203,7 +203,7 @@ def measure(folder: Path, facts: dict) -> None:
 
 
 def killed(p: Probe) -> tuple[str, list[int]]:
-    """The scheduler dies in the middle of sampling; what a poll says, and who is left after `close`."""
+    """Kills the scheduler in the middle of sampling; returns what a poll says, and what is left after `close`."""
     from spmdrl.rollout.sglang import process as sglang_process
 
     sglang_process.GRACE_SECONDS = 1000.0  # or the watching thread ends this process

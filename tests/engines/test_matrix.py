@@ -31,11 +31,11 @@ FLAGS = argv(
     "--algo.aggregation token-mean --algo.kl_coef 0.04 --optimizer.lr 1e-3 --eval.every 0 --checkpoint.no-at-end "
     "--tracking.trackers jsonl --run.timeout 60"
 )
-"""A mean over tokens: over sequences, the loss of GRPO's first update on its samples is 0 whatever they are."""
+"""The mean is over tokens: over sequences, the loss of GRPO's first update on its samples is 0 whatever they are."""
 ENGINES = {"hf": "", "vllm": no_vllm(), "sglang": no_sglang()}
-"""Name -> why it cannot run here."""
+"""Engine -> reason why it cannot run here; empty where it can."""
 PLACEMENTS = {"colocated": 0, "split": 1}
-"""Ranks that train alone."""
+"""Placement -> ranks that train alone."""
 CELLS = [
     pytest.param(engine, tp, placement, marks=pytest.mark.skipif(bool(why), reason=why))
     for engine, why in ENGINES.items()
@@ -49,12 +49,12 @@ MEGATRON = {
     "pp2, layers 2+1": "--parallel.pp 2 --parallel.last_stage_layers 1",
     "ep2": "--parallel.ep 2",
 }
-"""Layout -> flags; on two ranks that share an engine."""
+"""Layout -> flags, for two ranks that share an engine."""
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> str:
-    """The flag that names a random model of two layers with experts and a dense one between them.
+    """Flag that names a random model of two layers with experts and a dense one between them.
 
     Where the default model is all but sure of its tokens, float32 leaves few digits of 1 - p, and so of its gradient:
     only what computes in the same order agrees over 5 updates.
@@ -90,7 +90,7 @@ def cell(tmp_path_factory):
 
 
 def differences(one: tuple[list, list], other: tuple[list, list]) -> list[str]:
-    """What is not the same in two runs, in words."""
+    """Differences of samples and numbers between two runs, in words."""
     out = []
     for step, (a, b) in enumerate(zip(one[0], other[0], strict=True), 1):
         wrong = [(x[:2], x[2:], y[2:]) for x, y in zip(a, b, strict=True) if x != y]
@@ -113,7 +113,7 @@ def test_parity_of_every_engine_layout_and_placement(cell, engine, tp, placement
 
 
 def check_order(cell) -> None:
-    """Splits and collectives of the jobs so far are those that NCCL would go along with (law 1)."""
+    """Checks that NCCL would accept the splits and collectives of the jobs so far (law 1)."""
     for key, records in cell.records.items():
         if key[0] != "hf" and (key[1] > 1 or PLACEMENTS[key[2]]):
             assert len(records) == key[1] + PLACEMENTS[key[2]], key
@@ -123,7 +123,7 @@ def check_order(cell) -> None:
 
 
 def kinds(record) -> dict[str, int]:
-    """How many groups of each kind a rank is in."""
+    """Number of groups of each kind that a rank is in."""
     return dict(Counter(comm.kind for comm in record.comms.values()))
 
 
@@ -154,7 +154,7 @@ def test_parity_of_runs_that_learn_something(cell):
 
 
 def test_parity_is_lost_by_another_learning_rate(cell):
-    """The check can fail: 5% more is seen, in what is computed and in what is sampled from it."""
+    """The check can fail: a learning rate 5% higher shows in numbers and samples."""
     found = differences(cell("hf", 1, "colocated"), cell("hf", 1, "colocated", "--optimizer.lr 1.05e-3"))
     for name in ("samples differ", "loss", "entropy/mean", "grad_norm"):
         assert any(name in line for line in found), (name, found)

@@ -49,7 +49,7 @@ def test_parity_of_engine_trainer_and_transformers_after_each_of_5_updates(facts
 @installed
 @pytest.mark.parametrize("kind", ["greedy", "T 1", "T 1.7", "top-p"])
 def test_parity_of_samples_with_the_hf_engine(facts, kind):
-    """Greedy tokens and, with the same seeds, drawn ones: both engines draw by the same numbers."""
+    """Greedy tokens agree and, with the same seeds, drawn ones: both engines draw by the same numbers."""
     found = facts["samples"][kind]
     assert found["same"] == 16 and found["logp"] < FP32, found
     assert found["different"] > 8 and "stop" in found["finish"], found
@@ -158,7 +158,7 @@ def flags(tmp_path_factory) -> list:
 
 @pytest.fixture(scope="module")
 def runs(flags, tmp_path_factory) -> dict:
-    """metrics.jsonl of the HF engine on one rank, and of SGLang over two; weights come to that one by broadcast."""
+    """Returns metrics.jsonl of the HF engine on one rank, and of SGLang over two, whose weights come by broadcast."""
     out = {}
     for name, ranks, more in (("hf", 0, "hf"), ("tp 2", 2, "sglang --rollout.tp 2 --rollout.sglang_push broadcast")):
         folder = tmp_path_factory.mktemp("run")
@@ -187,7 +187,7 @@ def test_killed_engine_is_named_by_the_next_call(facts):
 
 @installed
 def test_killed_engine_ends_the_job_while_its_rank_is_busy(flags, tmp_path):
-    """The scheduler dies while the rank waits for a reward, and would for a minute: nothing calls the engine."""
+    """The scheduler dies while the rank waits for a reward for up to a minute: nothing calls the engine meanwhile."""
     reward, graded = tmp_path / "reward.py", tmp_path / "graded"
     reward.write_text(
         "import pathlib, time\n"

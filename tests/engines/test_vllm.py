@@ -61,7 +61,7 @@ def test_parity_of_a_mixture_of_experts(measured):
 @pytest.mark.skipif(not LORA, reason="PEFT is not installed")
 @pytest.mark.parametrize("push", ["lora", "lora_merged"])
 def test_parity_of_adapters_after_each_of_3_updates(measured, push):
-    """transformers runs the full weights; vLLM the adapters beside them, or the same full weights."""
+    """transformers runs the full weights; vLLM runs the adapters beside them, or the same full weights."""
     facts = measured[push]
     assert [row["version"] for row in facts["agreement"]] == [0, 1, 2, 3] and facts["moved"] > 1e-2
     for row in facts["agreement"]:
@@ -96,7 +96,7 @@ def test_parity_in_bf16_is_small_on_average(measured):
 
 
 def test_stale_prefix_cache_is_dropped_by_a_push(measured):
-    """Prompts longer than a few blocks of 32 tokens; the same prompts are asked before and after the weights change."""
+    """Prompts are longer than a few blocks of 32 tokens, and are the same before and after the weights change."""
     facts = measured["untied"]["prefix_cache"]
     assert min(facts["prompt_tokens"]) > 128
     assert facts["with reset"]["engine_hf"] < FP32 and facts["with reset again"]["engine_hf"] < FP32, facts

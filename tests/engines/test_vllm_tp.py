@@ -41,13 +41,13 @@ STAGE_OF = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict:
-    """metrics.jsonl by layout."""
+    """Returns metrics.jsonl by layout."""
     out = {"before": set(map(str, Path("/dev/shm").iterdir()))}
     for name, (ranks, tp, more) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("run")
         succeed([*FLAGS, *argv(more), "--rollout.tp", tp, "--run.dir", folder], 120, ranks=ranks)
         out[name] = metrics(folder)
-        # As a stage on GPUs is judged: logp_diff, gradients, where each rank's engine lies and what is summed of it.
+        # Stages on GPUs are judged the same: logp_diff, gradients, each rank's engine, and the sums over it.
         samplers = [1, 2] if "split" in more else list(range(max(1, ranks)))
         assert judge(folder, STEPS, samplers, "vllm", "cpu", 0.0)[0] == [], name
     return out
@@ -62,7 +62,7 @@ def test_parity_of_engine_and_trainer(runs, layout):
 
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_layout_of_engines_does_not_change_the_run(runs, layout):
-    """Samples (by their rewards and lengths), greedy accuracy before and after, and what was learnt from them."""
+    """Samples (by rewards and lengths), greedy accuracy before and after, and updates agree between layouts."""
     for one, other in zip(runs["one rank"], runs[layout], strict=True):
         for name in ("reward/mean", "response_length/mean", "eval/accuracy"):
             assert other.get(name) == one.get(name), (name, one, other)

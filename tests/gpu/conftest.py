@@ -42,14 +42,14 @@ def machine_has_gpus() -> bool:
 
 @pytest.fixture(autouse=True)
 def needs_cuda():
-    """Skip every test of this folder, with the reason, where torch sees no CUDA device."""
+    """Skips every test of this folder, with the reason, where torch sees no CUDA device."""
     if not machine_has_gpus():
         pytest.skip(NONE)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test in another process where this one sees no GPU, and end as it did there."""
+    """Runs a test in another process where this one sees no GPU, and ends as it did there."""
     if GIVEN not in os.environ:
         return None
     name = f"{pyfuncitem.path.relative_to(ROOT)}::{pyfuncitem.nodeid.split('::', 1)[1]}"

@@ -28,7 +28,7 @@ def make(T, D, V, dtype=torch.bfloat16):
 
 
 def reference(hidden, weight, targets, grads, rows=512):
-    """logp, entropy, dhidden, dweight of the definition on the given (rounded) inputs, in fp64 by rows."""
+    """Returns logp, entropy, dhidden and dweight of the definition on the given (rounded) inputs, in fp64 by rows."""
     out, dw = [], torch.zeros(weight.shape, dtype=torch.float64, device="cuda")
     wide = weight.detach().double()
     for h, t, g, e in zip(
@@ -65,7 +65,7 @@ def test_kernel_memory_accesses_under_compute_sanitizer():
 
 @pytest.mark.parametrize("dtype, limit, slack", [(torch.bfloat16, 1e-2, 2e-3), (torch.float32, 1e-4, 1e-5)])
 def test_kernel_real_vocabulary(dtype, limit, slack):
-    """V = 151936, and the largest error of logp that TARGETS allows."""
+    """Measures V = 151936, and compares with the largest error of logp that TARGETS allows."""
     torch.backends.cuda.matmul.allow_tf32 = False
     inputs = make(1024, 512, 151_936, dtype)
     logp, entropy = linear_logprob(*inputs[:3])
@@ -77,7 +77,7 @@ def test_kernel_real_vocabulary(dtype, limit, slack):
 
 
 def test_kernel_more_than_2_to_the_31_logits():
-    """T >= 65536 and T * V > 2^31: rows past the 31-bit offset are right, given as logits and computed."""
+    """T >= 65536 and T * V > 2^31: rows past the 31-bit offset are right, both given as logits and computed."""
     T, D, V = 65_600, 64, 65_536
     hidden, weight, targets, grads = make(T, D, V)
     tail = slice(T - 64, T)
@@ -98,7 +98,7 @@ def test_kernel_more_than_2_to_the_31_logits():
 
 
 def test_kernel_extra_memory_is_bounded():
-    """TARGETS: at most 0.6 GiB beyond inputs and gradients, whatever V; a loss in chunks adds its fp32 sum of dW."""
+    """TARGETS allow 0.6 GiB beyond inputs and gradients, whatever V; a loss in chunks adds its fp32 sum of dW."""
     for V in (32_768, 151_936):
         hidden, weight, targets, grads = make(8192, 1024, V)
         returned = hidden.nbytes + weight.nbytes

@@ -37,7 +37,7 @@ def test_packed_logp_on_gpu_equals_cpu():
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("widths", [(64, 64), (20, 12)])
 def test_attention_kernel_is_what_its_stand_in_says(kernel, window, widths):
-    """Values and gradients in bfloat16, of sequences with more keys than queries among others."""
+    """Values and gradients in bfloat16 agree, also of sequences with more keys than queries."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((30, 4, widths[0]), (25, 2, widths[0]), (25, 2, widths[1]))
     whole = [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]
@@ -57,7 +57,7 @@ def test_attention_kernel_is_what_its_stand_in_says(kernel, window, widths):
         (out * weight).sum().backward()
         found.append([out.detach(), *(x.grad for x in leaves)])
     for a, b in zip(*found, strict=True):
-        # A key too many or too few is tenths; 16 bits are hundredths.
+        # A key too many or too few makes tenths of difference; 16 bits make hundredths.
         assert (a - b.cpu()).norm() < 0.03 * a.norm()
 
 

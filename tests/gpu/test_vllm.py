@@ -23,7 +23,7 @@ MEAN, MOST = 5e-3, 0.05
 
 
 def measured(scenario: str, folder: Path) -> dict:
-    """Facts of a scenario, in a process of its own."""
+    """Returns the facts of a scenario, in a process of its own."""
     command = [sys.executable, "-m", "tests.engines.probe", str(folder), scenario]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     file = folder / f"{scenario}.json"

@@ -60,7 +60,7 @@ def compared(one: Path, other: Path) -> list[str]:
     """Differences between two run folders, in words."""
     found = differences(one, other)
     if RUN_JSON in found:
-        # The order of its names is no number.
+        # The order of the names in it is no number.
         told = [json.loads((f / "checkpoints" / "latest" / "state" / "run.json").read_text()) for f in (one, other)]
         found = [line for line in found if line != RUN_JSON or told[0] != told[1]]
     rows = [[json.loads(line) for line in (f / "samples.jsonl").read_text().splitlines()] for f in (one, other)]
@@ -72,7 +72,7 @@ def compared(one: Path, other: Path) -> list[str]:
 
 
 def main() -> None:
-    """Compare, print a line for each job, and exit with 1 where anything differs."""
+    """Compares, prints a line for each job, and exits with 1 where anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ref")
     parser.add_argument("--only", nargs="*", choices=list(JOBS), default=list(JOBS))

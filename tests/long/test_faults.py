@@ -25,7 +25,7 @@ def test_fault_ends_the_job_by_name(fault, phase, tmp_path):
 
 
 def rows(seconds: dict[str, dict[str, float]]) -> list[str]:
-    """A line of the table for each fault: the phases, and the seconds to the end of the job."""
+    """Lines of the table, one for each fault: the phases, and the seconds to the end of the job."""
     out = []
     for fault, by_phase in seconds.items():
         limit = GONE_WITHIN + TIMEOUT * FAULTS[fault].waits
@@ -35,7 +35,7 @@ def rows(seconds: dict[str, dict[str, float]]) -> list[str]:
 
 
 def main() -> None:
-    """Run the matrix."""
+    """Runs the matrix."""
     record: dict[str, dict[str, float]] = {}
     wrong: dict[str, list[str]] = {}
     for fault, phase in MATRIX:

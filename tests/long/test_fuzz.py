@@ -21,7 +21,7 @@ COUNT = 240
 
 
 def record(cases: Iterable[Case]) -> dict:
-    """Counts of what the configurations came to, and those with problems."""
+    """Counts of the results of the configurations, and the configurations with problems."""
     cases = list(cases)
     taken = Counter(answer for case in cases for answer in case.without.values())
     return {
@@ -37,7 +37,7 @@ def record(cases: Iterable[Case]) -> dict:
 
 
 def run_all(root: Path, numbers: Iterable[int], kept: Path | None = None) -> list[Case]:
-    """Every configuration; each is told as it ends."""
+    """Runs every configuration, and prints each that has problems as it ends."""
     bench, cases = Bench(root), []
     for number in numbers:
         cases.append(run_case(bench, number))

@@ -15,7 +15,7 @@ KILLS, STEPS, SEED = 100, 25, 11
 
 
 def measured(root: Path, kills: int = KILLS) -> dict:
-    """The record that docs/reliability.md quotes: counts, not every kill."""
+    """Record that docs/reliability.md quotes: counts, not every kill."""
     began = time.time()
     told = story(root, kills, STEPS, SEED)
     return {

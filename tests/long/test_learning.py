@@ -41,18 +41,18 @@ RUNS = {f"{preset} {seed}": Run(preset, seed) for preset in PRESETS for seed in 
 
 @pytest.fixture(scope="module")
 def curve(request, tmp_path_factory):
-    """Name of a run -> its curve."""
+    """Returns the curve of a run by name."""
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     runs = {name: run for name, run in RUNS.items() if name in asked}
     with learning(runs, tmp_path_factory.mktemp("learning"), GOES_ON) as result:
         yield result
-        # A run that failed has said so in its own test.
+        # A run that failed has reported so in its own test.
         with contextlib.suppress(RuntimeError):
             keep([result(name) for name in runs])
 
 
 def keep(curves: list[Curve]) -> None:
-    """Put curves in the place of those of the same preset and seed in docs/results/learning."""
+    """Replaces the curves of the same preset and seed in docs/results/learning."""
     about = {
         "task": "builtin:reverse, 256 held-out prompts sampled at temperature 1",
         "evaluated_every": EVERY,
@@ -76,7 +76,7 @@ def test_learning_reaches_the_target(curve, name):
 
 @pytest.fixture(scope="module")
 def wrong(request, tmp_path_factory):
-    """Loss -> the curve of its opposite."""
+    """Returns loss -> the curve of the opposite loss."""
     folder = tmp_path_factory.mktemp("wrong")
     asked = {item.callspec.params.get("loss") for item in request.session.items if hasattr(item, "callspec")}
     runs = {loss: wrong_sign(loss, folder / f"{loss}.py") for loss in WRONG if loss in asked}
@@ -98,7 +98,7 @@ def test_learning_fails_with_a_wrong_sign(wrong, loss):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_learning_under_a_constraint_keeps_its_cost(tmp_path, seed):
-    """Safe RLHF: right answers cost 0.1 in the mean; under the constraint the policy leaves most of that out."""
+    """In Safe RLHF right answers cost 0.1 in the mean; under the constraint the policy leaves most of that out."""
 
     def mean_cost(folder, *more: str) -> float:
         found = learn("safe_rlhf", seed, folder, ["--run.steps", "20", *more], target=2.0)

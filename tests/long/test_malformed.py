@@ -17,7 +17,7 @@ EXAMPLES = {"settings": 220, "data": 200, "model": 80}
 
 
 def run_all(kind: str, start: int) -> dict:
-    """Outcomes and seconds of all examples of a kind."""
+    """Runs all examples of a kind; returns outcomes and seconds."""
     began, longest = time.monotonic(), [0.0]
 
     @seed(start)

@@ -1,4 +1,4 @@
-"""A soak: many small steps, and what the job's processes hold does not grow: memory, open files, threads.
+"""A soak of many small steps, in which the job's processes hold no more and more: memory, open files, threads.
 
     python -m tests.long.test_soak [--steps N] [--ranks N] [--engine hf|vllm]     prints one JSON record for the docs
 
@@ -30,14 +30,14 @@ SETTINGS = argv(
 
 
 def look(job: Job) -> dict[str, tuple[int, int, int]]:
-    """Role and number of each living process -> bytes, open files, threads."""
+    """Returns role and number of each living process -> bytes, open files, threads."""
     found: dict[str, tuple[int, int, int]] = {}
     for process in sorted(job.family(), key=lambda p: p.pid):
         try:
             words = process.cmdline()
             rank = process.environ().get("RANK", "-")
             role = "agent" if "--nproc-per-node" in words else f"rank {rank}"
-            # What a rank starts has its number too.
+            # Processes that a rank starts have its number too.
             number = sum(name.startswith(role) for name in found)
             found[f"{role}.{number}"] = (process.memory_info().rss, process.num_fds(), process.num_threads())
         except psutil.Error:
@@ -46,7 +46,7 @@ def look(job: Job) -> dict[str, tuple[int, int, int]]:
 
 
 def soak(folder: Path, steps: int, ranks: int = 0, engine: str = "hf", limit: float = 3600, every: float = 0.5) -> dict:
-    """One run of so many steps, watched; its record."""
+    """Makes one run of so many steps, watched; returns its record."""
     seen: dict[str, list[tuple[int, tuple[int, int, int]]]] = {}
     job = Job([*SETTINGS, "--run.steps", steps, "--rollout.engine", engine, "--run.dir", folder], ranks=ranks)
     began = time.monotonic()
@@ -54,7 +54,7 @@ def soak(folder: Path, steps: int, ranks: int = 0, engine: str = "hf", limit: fl
         while job.process.poll() is None and time.monotonic() - began < limit:
             rows = folder / "metrics.jsonl"
             done = rows.read_bytes().count(b"\n") if rows.exists() else 0
-            # Not the last ones: what ends is another matter.
+            # The last samples are left out: they show the end of the run.
             if steps // 4 <= done < steps - 2:
                 for name, values in look(job).items():
                     seen.setdefault(name, []).append((done, values))
@@ -93,7 +93,7 @@ def soak(folder: Path, steps: int, ranks: int = 0, engine: str = "hf", limit: fl
 
 
 def check(record: dict) -> None:
-    """The promise of docs/reliability.md."""
+    """Checks the promise of docs/reliability.md."""
     ranks = [name for name in record["processes"] if name.startswith("rank")]
     assert len(ranks) >= record["ranks"], record
     for name, what in record["processes"].items():

@@ -1,4 +1,4 @@
-"""What the rank tests share: configs, a fixed batch of episodes, a small random model, and one step on it."""
+"""Helpers that the rank tests share: configs, a fixed batch of episodes, a small random model, and one step on it."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ HORIZON = PROMPT = 16
 
 
 def config(**sections) -> Config:
-    """A config with some values of some sections changed: `config(run={"seed": 1})`; a preset named in `algo` first."""
+    """Config with changed values in some sections: `config(run={"seed": 1})`; a preset in `algo` comes first."""
     base = {
         "model": {"dtype": "float32"},
         "rollout": {"engine": "hf", "max_new_tokens": HORIZON},
@@ -106,7 +106,7 @@ def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Episode]:
 
 @contextmanager
 def float64_softmax():
-    """Hugging Face's eager attention takes its softmax in float32 whatever the model's type; not in here."""
+    """Takes softmax in float64: Hugging Face's eager attention takes it in float32 whatever the model's type."""
     plain = torch.nn.functional.softmax
 
     def softmax(x, dim=None, _stacklevel=3, dtype=None):
@@ -121,17 +121,17 @@ def float64_softmax():
 
 
 def build_policy(cfg: Config, world, trainable: bool = True) -> FsdpPolicy:
-    """A policy, or with trainable=False a frozen model."""
+    """Builds a policy, or with trainable=False a frozen model."""
     return FsdpPolicy(cfg, world, 100, trainable)
 
 
 def group_of(world):
-    """The group that a run gives its collectives."""
+    """Returns the group that a run gives its collectives."""
     return world.data_group
 
 
 def packed(cfg: Config, world, everyone: list[Episode], experts_width: int = 0):
-    """This rank's balanced share of episodes that engines made; experts_width: as in `from_episodes`."""
+    """Packs this rank's balanced share of episodes that engines made; experts_width: as in `from_episodes`."""
     mine = [t for t in everyone if t.position % world.size == world.rank]
     parts = tuple(sorted({name for t in everyone for name in t.parts}))
     batch = from_episodes(mine, parts, experts_width)
@@ -146,7 +146,7 @@ def packed(cfg: Config, world, everyone: list[Episode], experts_width: int = 0):
 
 
 def scored_batch(cfg: Config, world, models: Models, everyone: list[Episode], batch=None):
-    """(algorithm, batch with everything that the update wants, metrics); batch: one that is packed already."""
+    """Returns (algorithm, batch with every column of the update, metrics); batch: one that is packed already."""
     algo = compose(cfg)
     batch = packed(cfg, world, everyone) if batch is None else batch
     stats = score(batch, models, algo, cfg, world.data_peers)
@@ -154,7 +154,7 @@ def scored_batch(cfg: Config, world, models: Models, everyone: list[Episode], ba
 
 
 def update_models(cfg: Config, world, models: Models, everyone: list[Episode], batch=None) -> dict[str, float]:
-    """One step as `train.py` makes it; the reduced metrics."""
+    """Makes one step as `train.py` does; returns the reduced metrics."""
     algo, batch, stats = scored_batch(cfg, world, models, everyone, batch)
     done = update(batch, models, algo, cfg, cfg.critic.warmup_steps, world.data_peers)
     done.merge(stats)
@@ -162,12 +162,12 @@ def update_models(cfg: Config, world, models: Models, everyone: list[Episode], b
 
 
 def update_once(cfg: Config, world, policy, reference, everyone: list[Episode]) -> dict[str, float]:
-    """`update_models` of an algorithm that needs no other model."""
+    """Calls `update_models` for an algorithm that needs no other model."""
     return update_models(cfg, world, Models(policy, reference), everyone)
 
 
 def whole(named: list[tuple[str, DTensor]]) -> dict[str, torch.Tensor]:
-    """Whole tensors of shards along dim 0, as `full_tensor` gives them one by one. Collective, once for all."""
+    """Gathers whole tensors from shards along dim 0, as `full_tensor` does one by one. Collective, once for all."""
     mesh = named[0][1].device_mesh
     shards = mesh.size(mesh.ndim - 1)
     mine = torch.cat([x.detach().to_local().flatten() for _, x in named])
@@ -183,22 +183,22 @@ def whole(named: list[tuple[str, DTensor]]) -> dict[str, torch.Tensor]:
 
 
 def bytes_on_disk(policy) -> int:
-    """Bytes of the files in which a parked policy is."""
+    """Bytes of the files in which a parked policy is kept."""
     return sum(os.fstat(each.tape.file.fileno()).st_size for each in policy.away if each.tape)
 
 
 def full_weights(policy) -> dict[str, torch.Tensor]:
-    """Whole parameters by HF name. Collective."""
+    """Returns whole parameters by HF name. Collective."""
     return whole(policy.named_weights())
 
 
 def gradients_of(policy, run) -> list[dict[str, torch.Tensor]]:
-    """Whole gradients of every optimizer step that `run()` makes. Collective."""
+    """Returns whole gradients of every optimizer step that `run()` makes. Collective."""
     return gradients_of_all({"": policy}, run)[""]
 
 
 def gradients_of_all(policies: dict, run) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """`gradients_of` each of several models that `run()` trains. Collective."""
+    """Returns `gradients_of` each of several models that `run()` trains. Collective."""
     seen = {name: [] for name in policies}
 
     def look(model):
@@ -214,14 +214,14 @@ def gradients_of_all(policies: dict, run) -> dict[str, list[dict[str, torch.Tens
 
 
 class Rewind:
-    """Puts a policy back to where it was, with another config: building one anew is what takes the time."""
+    """Rewinds a policy to where it was, with another config: building one anew is what takes the time."""
 
     def __init__(self, policy: FsdpPolicy):
         self.policy = policy
         self.start = [p.detach().to_local().clone() for _, p in policy.named_weights()]
 
     def __call__(self, cfg: Config) -> FsdpPolicy:
-        """The policy as it was built, under `cfg`."""
+        """Returns the policy as it was built, under `cfg`."""
         with torch.no_grad():
             for (_, p), start in zip(self.policy.named_weights(), self.start, strict=True):
                 p.to_local().copy_(start)

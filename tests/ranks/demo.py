@@ -17,7 +17,7 @@ TIMED = ("time/", "tokens/s", "memory/")
 
 
 def demo(folder: str, **sections) -> Config:
-    """The demo with few prompts, two updates a step and a KL, so that no number of it is zero by construction."""
+    """Config of the demo with few prompts, two updates a step and a KL, so that no number is zero by construction."""
     base = dict(
         run={"dir": folder, "steps": STEPS, "seed": 3},
         model={"path": "tiny"},
@@ -40,11 +40,11 @@ def demo(folder: str, **sections) -> Config:
 
 
 class Interrupted(Exception):
-    """Stands for the kill of a job."""
+    """Signals the kill of a job."""
 
 
 def open_demo(world, folder: str, sections: dict, stop_after: int = 0) -> Run:
-    """A run that stops as if it was killed once the checkpoint of step `stop_after` stands."""
+    """Opens a run that stops as if it was killed once the checkpoint of step `stop_after` stands."""
     Path(folder).mkdir(exist_ok=True)
     run = build_run(Session(demo(folder, **sections), world, Timer()))
     if stop_after:
@@ -60,7 +60,7 @@ def open_demo(world, folder: str, sections: dict, stop_after: int = 0) -> Run:
 
 
 def train_demo(world, folder: str, sections: dict, stop_after: int = 0) -> tuple[int, int, int]:
-    """Where it began, its version and its updates."""
+    """Trains a demo; returns its first step, its version and its updates."""
     run = open_demo(world, folder, sections, stop_after)
     with suppress(Interrupted):
         train(run)
@@ -70,10 +70,10 @@ def train_demo(world, folder: str, sections: dict, stop_after: int = 0) -> tuple
 
 
 def metrics(folder) -> list[dict]:
-    """One dict a step."""
+    """Returns the lines of metrics.jsonl, one dict a step."""
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 def untimed(rows: list[dict]) -> list[dict]:
-    """Without what differs from run to run."""
+    """Leaves out the metrics that differ from run to run."""
     return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]

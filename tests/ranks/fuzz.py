@@ -47,7 +47,7 @@ from tests.ranks.harness import RankError, run_ranks
 
 STEPS, SEED = 3, 77
 TOLERANCE = 1e-5
-"""Of metrics, relative; of weights, relative to how far the run moved them. Norms of float64 models are float32."""
+"""Tolerance: of metrics relative, of weights relative to their way in the run. float64 models have float32 norms."""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     n = 1 + len(solution_str)
@@ -173,7 +173,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "checkpoint.background": (("true",), {}),
     "reward.workers": (("2",), {}),
 }
-"""Setting -> (values, settings that it is of use with: their values). Values are strong enough to show in few steps."""
+"""Setting -> (values, settings with which it is of use: their values). Values are strong enough for few steps."""
 
 ALIKE: dict[str, tuple[str, ...]] = {
     # Means over tokens that the update runs are then of fewer sequences, see docs/metrics.md.
@@ -197,23 +197,23 @@ RATIOS = (
     *("algo.clip_low", "algo.clip_high", "algo.dual_clip", "algo.tau_pos", "algo.tau_neg", "algo.ratio_cap"),
     *("algo.beta", "algo.cov_kl_coef", "critic.clip"),
 )
-"""Settings that say what happens where a ratio of the update is not 1, or a value has moved in it."""
+"""Settings that act only where a ratio of the update is not 1, or a value has moved in it."""
 STALENESS = {"rollout.partial_steps", "filter.replay_steps", "rollout.quantization"}
-"""Settings with which samples are of other weights than the trainer's."""
+"""Settings with which samples come from other weights than the trainer's."""
 MISMATCHES = ("correction.low", "correction.high", "correction.reject_low", "correction.reject_high")
-"""The same, of the ratio of engine and trainer: few tokens are not of the newest weights, and show it by chance."""
+"""Settings on the ratio of engine and trainer: few tokens are not of the newest weights, and they show it by chance."""
 
 
 @dataclass
 class Case:
-    """One configuration, and what was found."""
+    """One configuration and its findings."""
 
     number: int
     layout: str
     flags: dict[str, str]
-    """What runs, besides BASE."""
+    """Flags of the run, besides BASE."""
     refused: list[str] = field(default_factory=list)
-    """Messages of what was taken away."""
+    """Messages on the settings that were taken away."""
     problems: list[str] = field(default_factory=list)
     without: dict[str, str] = field(default_factory=dict)
     """Setting that was taken away from the run -> `differs`, `same`, `refused`."""
@@ -221,7 +221,7 @@ class Case:
 
 
 def draw(number: int) -> Case:
-    """The configuration of a number."""
+    """Draws the configuration of a number."""
     rng = generator_for(SEED, number)
     flags = {"algo.preset": rng.choice(sorted(PRESETS))} if rng.random() < 0.7 else {}
     for name in rng.sample(sorted(SETTINGS), rng.randrange(2, 7)):
@@ -262,7 +262,7 @@ class Bench:
         (root / "reward.py").write_text(REWARD)
 
     def words(self, flags: dict[str, str]) -> list[str]:
-        """The command line of a run."""
+        """Words of the command line of a run."""
         base = {
             "run.steps": STEPS,
             "run.seed": 3,
@@ -291,11 +291,11 @@ class Bench:
         return out
 
     def config(self, flags: dict[str, str], layout: str = "") -> Config:
-        """What the command line of a run gives. Raises ConfigError where it is refused."""
+        """Config that the command line of a run gives. Raises ConfigError where it is refused."""
         return self._checked(flags, layout).config
 
     def refusal(self, flags: dict[str, str], layout: str = "") -> str:
-        """What `spmdrl.train` says where it refuses a run at start; empty where it does not."""
+        """Message with which `spmdrl.train` refuses a run at start; empty where it does not."""
         try:
             check_use(self._checked(flags, layout))
         except ConfigError as error:
@@ -312,7 +312,7 @@ class Bench:
 
 
 def accepted(bench: Bench, case: Case) -> None:
-    """Takes away what is refused, naming it, until the rest is a run."""
+    """Takes away the settings that are refused, naming them, until the rest is a run."""
     for layout in ("", case.layout):
         while said := bench.refusal(case.flags, layout):
             case.refused.append(said)
@@ -334,7 +334,7 @@ def accepted(bench: Bench, case: Case) -> None:
 
 
 def one_run(world, cfg: Config, folder: Path) -> dict | None:
-    """A run to its end; on rank 0 its metrics, samples and weights, and where it began."""
+    """Runs to the end; returns on rank 0 metrics, samples and weights, and the first step."""
     for seed in (torch.manual_seed, random.seed):
         seed(world.rank)
     folder.mkdir(exist_ok=True)
@@ -359,7 +359,7 @@ def one_run(world, cfg: Config, folder: Path) -> dict | None:
 
 
 def on_one_rank(world, cfg: Config, root: str, middle: int, others: dict[str, Config]) -> dict:
-    """The run, the run resumed, and other runs by name; a message in the place of one that is refused as it begins."""
+    """Makes the run, the resumed run, and other runs by name; a message stands for one that is refused as it begins."""
     place, out = Path(root), {}
     with float64_softmax():
         out["whole"] = one_run(world, cfg, place / "whole")
@@ -377,13 +377,13 @@ def on_one_rank(world, cfg: Config, root: str, middle: int, others: dict[str, Co
 
 
 def on_two_ranks(world, cfg: Config, root: str) -> dict | None:
-    """The run in another layout."""
+    """Makes the run in another layout."""
     with float64_softmax():
         return one_run(world, cfg, Path(root) / "two")
 
 
 def differences(want: dict, got: dict, tolerance: float, skip: tuple[str, ...] = ()) -> list[str]:
-    """What differs between two runs: metrics, samples, weights. tolerance 0: bit for bit."""
+    """Differences between two runs: metrics, samples, weights. tolerance 0: bit for bit."""
     out = []
     if len(want["rows"]) != len(got["rows"]):
         out.append(f"{len(got['rows'])} steps instead of {len(want['rows'])}")
@@ -411,19 +411,19 @@ def differences(want: dict, got: dict, tolerance: float, skip: tuple[str, ...] =
 
 
 def sample_set(run: dict) -> list:
-    """Completions in an order that does not depend on who made them."""
+    """Completions in an order that does not depend on the engine that made them."""
     return sorted((s["step"], s["index"], s["sample"], s["completion"]) for s in run["samples"])
 
 
 def layout_shows(flags: dict[str, str]) -> str:
-    """Why two ranks need not give one rank's run; empty where they must."""
+    """Reason why two ranks need not give one rank's run; empty where they must."""
     if float(flags.get("rollout.oversample", 1)) > 1:
         return "whom over-sampling cuts goes by the engines"
     return ""
 
 
 def changes_nothing(name: str, flags: dict[str, str]) -> bool:
-    """A setting that documented law says changes speed and memory alone."""
+    """True for a setting that, by a documented law, changes speed and memory alone."""
     law = [names for reason, names in FREE.items() if reason.startswith(("law", "limits", "what is seen"))]
     if name == "rollout.max_sequences" and layout_shows(flags):
         return False
@@ -433,7 +433,7 @@ def changes_nothing(name: str, flags: dict[str, str]) -> bool:
 
 
 def is_idle(name: str, flags: dict[str, str]) -> bool:
-    """A setting that is read, and comes to nothing here: of ratios which are all 1, of what `auto` is by itself."""
+    """True for a setting that is read without effect here: on ratios that are all 1, or equal to what `auto` means."""
     if name == "filter.keep":
         # Groups of a part that is 0 or 1 are mixed where their mean is in between.
         return "filter.keep" in PRESETS[flags.get("algo.preset", "grpo")].settings
@@ -447,7 +447,7 @@ def is_idle(name: str, flags: dict[str, str]) -> bool:
 
 
 def measured_later(name: str, flags: dict[str, str]) -> tuple[str, ...]:
-    """Metrics that show when they are taken: without a pass before the update, entropy is of the updates' passes."""
+    """Metrics that depend on the moment: without a pass before the update, entropy is of the updates' passes."""
     several = "algo.updates_per_step" in flags or "updates_per_step" in str(
         PRESETS[flags.get("algo.preset", "grpo")].settings
     )
@@ -455,7 +455,7 @@ def measured_later(name: str, flags: dict[str, str]) -> tuple[str, ...]:
 
 
 def reaches_nothing(name: str, flags: dict[str, str], run: dict) -> bool:
-    """A penalty of long responses in a run that has none, such as one whose over-sampling cuts them."""
+    """True for a penalty of long responses in a run that has none, such as one whose over-sampling cuts them."""
     if name not in ("shaping.overlong_buffer", "shaping.overlong_factor"):
         return False
     bound = int(flags.get("rollout.max_new_tokens", HORIZON)) - int(flags.get("shaping.overlong_buffer", 0))
@@ -463,7 +463,7 @@ def reaches_nothing(name: str, flags: dict[str, str], run: dict) -> bool:
 
 
 def run_case(bench: Bench, number: int, most_without: int = 2) -> Case:
-    """Draw, read, run, compare."""
+    """Draws, reads, runs and compares."""
     began, case = time.monotonic(), draw(number)
     accepted(bench, case)
     if not case.problems:
@@ -479,14 +479,14 @@ def run_case(bench: Bench, number: int, most_without: int = 2) -> Case:
 
 
 def cause(text: str) -> str:
-    """The last lines of a rank's traceback, and its message."""
+    """Returns the last lines of a rank's traceback, and its message."""
     lines = [line for line in text.splitlines() if line.strip()]
     places = [line.strip() for line in lines if line.strip().startswith("File") and "spmdrl/" in line]
     return f"failed: {lines[0][:600]} ({'; '.join(places[-2:])})"
 
 
 def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
-    """Settings to take away: of those without which the rest is another run that is accepted."""
+    """Settings to take away, among those without which the rest is another run that is accepted."""
     out, names = [], sorted(set(case.flags) - {"algo.preset", "filter.low", "filter.high", "filter.max_rounds"})
     whole = settled(bench.config(case.flags))
     for name in rng.sample(names, len(names)):
@@ -501,12 +501,12 @@ def chosen(bench: Bench, case: Case, rng, most: int) -> list[str]:
 
 
 def settled(cfg: Config) -> dict:
-    """All settings, with the aggregation that an empty one stands for."""
+    """Returns all settings, with the aggregation that an empty one stands for."""
     return asdict(cfg) | {"aggregation": aggregation(cfg), "algo": asdict(replace(cfg.algo, aggregation=""))}
 
 
 def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]) -> None:
-    """All runs of a configuration, and what is wrong with them."""
+    """Makes all runs of a configuration; returns the problems found."""
     unsaved = {"checkpoint.every": "0", "checkpoint.at_end": "false"}
     rests = {name: {k: v for k, v in case.flags.items() if k != name} | unsaved for name in without}
     others = {name: bench.config(rest) for name, rest in rests.items()}
@@ -556,7 +556,7 @@ def examine(bench: Bench, case: Case, root: str, middle: int, without: list[str]
 
 
 def main() -> None:
-    """Configurations by number."""
+    """Runs configurations by number."""
     with tempfile.TemporaryDirectory() as root:
         bench = Bench(Path(root))
         for number in map(int, sys.argv[1:]):

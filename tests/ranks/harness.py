@@ -78,10 +78,10 @@ def _rank_main(folder: str, rank: int, size: int, function, args, options: dict)
     torch.save(result, out.with_suffix(".part"))
     os.replace(out.with_suffix(".part"), out)
     if "value" in result:
-        # Others may still be reading what this rank sent last. Errors of theirs are theirs to tell.
+        # Others may still be reading what this rank sent last; their errors are theirs to report.
         with contextlib.suppress(Exception):
             dist.barrier()
-    # Leave at once: destructors of a group wait for ranks that may be gone.
+    # A process leaves at once: destructors of a group wait for ranks that may be gone.
     os._exit(0 if "value" in result else 1)
 
 
@@ -95,7 +95,7 @@ def run_ranks(
     parallel: dict | None = None,
     limit: float = 120.0,
 ) -> list:
-    """Return values of `function(world, *args)` on ranks 0 .. n - 1 (whatever torch.save takes).
+    """Returns the values of `function(world, *args)` on ranks 0 .. n - 1 (whatever torch.save takes).
 
     Args:
         function: at the top of an importable module.
@@ -150,7 +150,7 @@ def _gather(folder: Path, ranks: list, end: float) -> list:
             else:
                 values[r] = result["value"]
         if failures and running:
-            # Others may fail of it a little earlier than the cause is seen here: the first by the clock is named first.
+            # Others may fail of it a little before the cause is seen here: the first by the clock is named first.
             end = min(end, time.monotonic() + 0.5)
     if failures:
         raise RankError("\n".join(text for _, text in sorted(failures)))

@@ -34,7 +34,7 @@ FIRST: set = set()
 
 
 def drop_groups() -> None:
-    """End the groups of the cases before: each has a thread that wakes a hundred times a second."""
+    """Ends the groups of earlier cases: each has a thread that wakes a hundred times a second."""
     groups = set(dist.distributed_c10d._world.pg_map)
     FIRST.update(groups if not FIRST else ())
     gc.collect()
@@ -44,7 +44,7 @@ def drop_groups() -> None:
 
 
 def open_models(world, axes: dict, sections: dict, folders: dict, kind: str, replay: bool = False):
-    """(config, world of these axes, models that the algorithm needs); Megatron's groups are made anew."""
+    """Opens (config, world of these axes, models that the algorithm needs); Megatron's groups are made anew."""
     drop_groups()
     cfg = config(**sections, parallel=axes)
     cfg.model.path, cfg.policy.backend = folders["policy"], kind
@@ -65,7 +65,7 @@ def open_models(world, axes: dict, sections: dict, folders: dict, kind: str, rep
 
 
 def weights_of(world, models: Models) -> dict[str, torch.Tensor]:
-    """Whole tensors of what is trained, by model and HF name; on rank 0. Collective."""
+    """Gathers whole tensors of all that is trained, by model and HF name, on rank 0. Collective."""
     found = {}
     for name, model in (("policy", models.policy), ("critic", models.critic)):
         for bucket in on_first(model.pieces(), world, torch.float32) if model else ():
@@ -75,9 +75,9 @@ def weights_of(world, models: Models) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def forwards(kind: str):
-    """Counts calls of attention and of MLPs by name, and of attention where there is a gradient as `trained`.
+    """Counts calls of attention and of MLPs by name, and of attention with a gradient as `trained`.
 
-    Of Megatron's modules in plain torch; of other kinds of policies nothing.
+    It counts those of Megatron's modules in plain torch; for other kinds of policies nothing.
     """
     counts = Counter()
     if kind != "megatron":
@@ -106,7 +106,7 @@ def forwards(kind: str):
 
 
 def updates(world, cases: list, kind: str) -> dict:
-    """Case -> (metrics, weights afterwards on rank 0) of one step on the same trajectories everywhere.
+    """Returns case -> (metrics, weights afterwards on rank 0) of one step on the same trajectories everywhere.
 
     cases: (key, axes, sections, folders).
     """
@@ -120,7 +120,7 @@ def updates(world, cases: list, kind: str) -> dict:
 
 
 def told_batch() -> list:
-    """`synthetic_batch` with random choices of 2 of 4 experts in 2 layers, some tokens free to choose."""
+    """Makes a `synthetic_batch` with random choices of 2 of 4 experts in 2 layers, some tokens free to choose."""
     out = []
     for t in synthetic_batch():
         rng = torch.Generator().manual_seed(100 * t.position + t.sample)
@@ -131,7 +131,7 @@ def told_batch() -> list:
 
 
 def replays(world, cases: list, kind: str) -> dict:
-    """Case -> (logp by sequence on this rank, metrics, weights) of one step with the experts of `told_batch`."""
+    """Returns case -> (logp by sequence on this rank, metrics, weights) of a step with the experts of `told_batch`."""
     out = {}
     for key, axes, sections, folders in cases:
         cfg, here, models = open_models(world, axes, sections, folders, kind, True)
@@ -144,7 +144,7 @@ def replays(world, cases: list, kind: str) -> dict:
 
 
 class Nothing(Objective):
-    """A loss of 0."""
+    """Computes a loss of 0."""
 
     columns, temperature = frozenset(), 1.0
 
@@ -156,7 +156,7 @@ class Nothing(Objective):
 
 
 def balances(world, cases: list) -> dict:
-    """Case -> (metrics, weights) of an update whose only loss is that for evenly used experts."""
+    """Returns case -> (metrics, weights) of an update whose only loss is that for evenly used experts."""
     out = {}
     for key, axes, sections, folders in cases:
         cfg, here, models = open_models(world, axes, sections, folders, "megatron")
@@ -169,7 +169,7 @@ def balances(world, cases: list) -> dict:
 
 
 def halves(world, cases: list, kind: str) -> dict:
-    """Case -> (logp by sequence on this rank, whole gradients on rank 0) of an update; nothing is clipped."""
+    """Returns case -> (logp by sequence on this rank, whole gradients on rank 0) of an update; nothing is clipped."""
     out = {}
     for key, axes, sections, folders in cases:
         cfg, here, models = open_models(world, axes, sections, folders, kind)
@@ -191,7 +191,7 @@ def halves(world, cases: list, kind: str) -> dict:
 
 
 def keeps(world, cases: list, kind: str, root: str) -> None:
-    """Save models under root; files of a few tensors each."""
+    """Saves models under root, in files of a few tensors each."""
     weights.SafetensorsWriter = partial(SafetensorsWriter, shard_bytes=1 << 15)
     for key, axes, sections, folders in cases:
         _, _, models = open_models(world, axes, sections, folders, kind)
@@ -202,7 +202,7 @@ def keeps(world, cases: list, kind: str, root: str) -> None:
 def by_backend(
     world, kind: str, root: str, steps=(), told=(), balanced=(), half=(), kept=(), moves=(), grows=()
 ) -> tuple:
-    """All of these in one group of ranks; moves are saved by several and loaded by one, grows the other way about."""
+    """Runs all cases in one group of ranks: several save `moves`, which one loads; `grows` the other way round."""
     keeps(world, kept, kind, root)
     return (
         updates(world, steps, kind),
@@ -215,7 +215,7 @@ def by_backend(
 
 
 def saves(world, cases: list, root: str) -> dict:
-    """Case -> (metrics, weights) of the step after two that were saved under root; children that are left."""
+    """Returns case -> (metrics, weights) of the step after two that are saved under root, and remaining children."""
     out = {}
     for key, axes, sections, folders in cases:
         cfg, here, models = open_models(world, axes, sections, folders, "megatron")
@@ -231,7 +231,7 @@ def saves(world, cases: list, root: str) -> dict:
 
 
 def loads(world, cases: list, root: str) -> dict:
-    """Case -> (metrics, weights) of the step after what `saves` left."""
+    """Returns case -> (metrics, weights) of the step after those that `saves` left."""
     out = {}
     for key, axes, sections, folders in cases:
         cfg, here, models = open_models(world, axes, sections, folders, "megatron")
@@ -245,13 +245,13 @@ def loads(world, cases: list, root: str) -> dict:
 
 
 def children() -> list[str]:
-    """Processes that this one started and that still are."""
+    """Processes that this one started and that still run."""
     me = os.getpid()
     return (Path("/proc") / str(me) / "task" / str(me) / "children").read_text().split()
 
 
 def parked(world, axes: dict, sections: dict, folders: dict) -> tuple:
-    """(metrics, weights) of two steps, without and with a stay on disk; bytes before, away, after, and on disk."""
+    """Returns (metrics, weights) of two steps, without and with a stay on disk, and the bytes in each state."""
     out = []
     for away in (False, True):
         cfg, here, models = open_models(world, axes, sections, folders, "megatron")

@@ -18,7 +18,7 @@ from itertools import zip_longest
 from tests.ranks.stub_nccl import RECEIVES, SENDS, Event, Record
 
 MOST = 5
-"""Findings of a kind that are told."""
+"""Findings of one kind that are reported."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Counts:
     """Communicators of NCCL on one rank."""
 
     shared: int
-    """Over more than one rank."""
+    """Communicators over more than one rank."""
     alone: int
-    """Of this rank only."""
+    """Communicators of this rank only."""
 
 
 def counts(records: list[Record]) -> list[Counts]:
@@ -43,7 +43,7 @@ def counts(records: list[Record]) -> list[Counts]:
 
 
 def told(event: Event | None, rank: int) -> str:
-    """One rank's event in a line."""
+    """Describes one rank's event in a line."""
     if event is None:
         return f"  rank {rank}: nothing more"
     if event.op == "split":
@@ -55,7 +55,7 @@ def told(event: Event | None, rank: int) -> str:
 
 
 def _split(turn: list[tuple[int, Event]]) -> str:
-    """Why ranks cannot all enter this split. Of ranks without a record nothing is said."""
+    """Reason why ranks cannot all enter this split. Ranks without a record are left out."""
     present = {rank for rank, _ in turn}
     colours = defaultdict(set)
     for rank, event in turn:
@@ -70,7 +70,7 @@ def _split(turn: list[tuple[int, Event]]) -> str:
 
 
 def _collective(turn: list[tuple[int, Event]]) -> str:
-    """Why the ranks' arguments of one collective do not fit."""
+    """Reason why the ranks' arguments of one collective do not fit."""
     if len({(e.op, e.same) for _, e in turn}) > 1:
         return "other collectives or arguments"
     for i, (_, sender) in enumerate(turn):
@@ -81,7 +81,7 @@ def _collective(turn: list[tuple[int, Event]]) -> str:
 
 
 def sequences(records: list[Record]) -> list[str]:
-    """Rules 1 and 2."""
+    """Checks rules 1 and 2."""
     found, present = [], {r.rank for r in records}
     for comm in sorted({name for r in records for name in r.comms}):
         members = {r.rank: r for r in records if comm in r.comms}
@@ -108,7 +108,7 @@ def sequences(records: list[Record]) -> list[str]:
 
 
 def pairs(records: list[Record]) -> list[str]:
-    """Rule 3."""
+    """Checks rule 3."""
     found = []
     for (comm, source, target), sent, received in _pairs(records):
         for turn, (out, into) in enumerate(zip_longest(sent, received)):
@@ -131,7 +131,7 @@ def _pairs(records: list[Record]):
 
 
 def order(records: list[Record]) -> list[str]:
-    """Rule 4, over the device's communicators; tells a ring of ranks that wait for each other."""
+    """Checks rule 4, over the device's communicators; reports a ring of ranks that wait for each other."""
     launches: dict[int, list[list[tuple]]] = {}
     events: dict[tuple, dict[int, Event]] = defaultdict(dict)
     need: dict[tuple, int] = {}
@@ -171,7 +171,7 @@ def order(records: list[Record]) -> list[str]:
 
 
 def threads(records: list[Record]) -> list[str]:
-    """Rule 5."""
+    """Checks rule 5."""
     found = []
     for record in records:
         first: dict[str, Event] = {}
@@ -185,7 +185,7 @@ def threads(records: list[Record]) -> list[str]:
 
 
 def judge(records: list[Record]) -> list[str]:
-    """What the ranks did that NCCL would not go along with; empty where all is well."""
+    """Violations of NCCL's rules by the ranks; empty where there are none."""
     found = []
     for rule in (sequences, pairs, order, threads):
         some = rule(records)

@@ -52,24 +52,24 @@ class Event:
     op: str
     place: str
     same: tuple = ()
-    """These are equal on all ranks of the communicator: root, type, number of elements where that is one number."""
+    """Values that are equal on all ranks of the communicator: root, type, number of elements if it is one number."""
     sends: tuple[int, ...] = ()
-    """Elements for each rank of the communicator, where these may differ."""
+    """Number of elements for each rank of the communicator, where these may differ."""
     receives: tuple[int, ...] = ()
     peer: int = -1
-    """Other rank of a send or receive, by its number in the job."""
+    """The other rank of a send or receive, by its number in the job."""
     launch: int = 0
     """Number of the launch in this rank's order: those of one `batch_isend_irecv` share it."""
     thread: str = ""
     child: str = ""
-    """Of a split, for which group it is entered: its name and backend."""
+    """Group for which a split is entered: its name and backend."""
     members: tuple[int, ...] | None = None
-    """Of a split, the ranks of this rank's new communicator; None where it takes part without being a member."""
+    """Ranks of this rank's communicator after a split; None where it takes part without being a member."""
 
 
 @dataclass
 class Record:
-    """One rank's account."""
+    """Record of one rank."""
 
     rank: int
     comms: dict[str, Comm] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def _plain(tensor: torch.Tensor) -> tuple:
 
 
 def contents(op: str, args: tuple, size: int, me: int) -> dict[str, tuple]:
-    """`same`, `sends` and `receives` of a c10d operation by one of `size` ranks, whose place among them is `me`."""
+    """Returns `same`, `sends` and `receives` of a c10d operation by rank `me` of `size` ranks."""
     tensors, nothing = lockstep._tensors(args), (0,) * size
     kind = str(tensors[0].dtype) if tensors else ""
     if op in ("barrier", "monitored_barrier_"):
@@ -143,15 +143,15 @@ class Recorder:
     # ── groups ───────────────────────────────────────────────────────────────
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """As NCCL's backend has it: this rank takes part in a split and gets nothing."""
+        """Does as NCCL's backend does: this rank takes part in a split and gets nothing."""
         self._note(self.default.group_name, "split", child=self.making)
 
     def source(self, pg: dist.ProcessGroup) -> "Recorder | None":
-        """Of torch's `_get_split_source`: what answers for NCCL's backend."""
+        """Replaces torch's `_get_split_source`: this object answers for NCCL's backend."""
         return self if pg.bound_device_id else None
 
     def create(self, options: Any, _) -> dist.Backend:
-        """A backend for one group: gloo's own, counted."""
+        """Makes a backend for one group: gloo's own, counted."""
         ranks, name = tuple(options.global_ranks_in_group), options.group_id
         if not ranks:
             self._add(name, range(options.group_size), "outside")
@@ -168,13 +168,13 @@ class Recorder:
         return made
 
     def helper(self, make, size, rank, ranks, backend, store, group_name, *args, device_id=None, **more):
-        """Of torch's `_new_process_group_helper`, which takes no CPU for a bound device."""
+        """Wraps torch's `_new_process_group_helper`, which takes no CPU for a bound device."""
         self.making = f"{group_name} ({'NCCL' if backend == BACKEND else 'host'}, ranks {list(ranks)})"
         kind = "fake" if self.paper and backend != BACKEND else backend
         pg, its_store = make(size, rank, ranks, kind, store, group_name, *args, **more)
         if pg is not dist.GroupMember.NON_GROUP_MEMBER:
             if backend == BACKEND and not self.paper:
-                # Of backends that it does not know, torch counts no collectives.
+                # Of unknown backends torch counts no collectives.
                 pg._register_backend(BOUND, dist.ProcessGroup.BackendType.GLOO, pg._get_backend(BOUND))
                 pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             elif backend != BACKEND:
@@ -184,7 +184,7 @@ class Recorder:
         return pg, its_store
 
     def split_group(self, parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
-        """Of torch's `split_group`, which meshes call: one split gives every rank the group that it is in."""
+        """Wraps torch's `split_group`, which meshes call: one split gives every rank the group that it is in."""
         assert parent_pg in (None, self.default) and split_ranks
         mine = next((sorted(ranks) for ranks in split_ranks if self.record.rank in ranks), None)
         name = c10d._process_group_name(mine or split_ranks[0], use_hashed_name=True)
@@ -203,7 +203,7 @@ class Recorder:
     # ── collectives ──────────────────────────────────────────────────────────
 
     def begun(self, group: dist.ProcessGroup, op: str, args: tuple) -> None:
-        """A c10d operation is about to run. Groups from before the stub are nobody's business."""
+        """Notes that a c10d operation is about to run. Groups from before the stub are ignored."""
         comm = self.record.comms.get(group.group_name)
         if comm is None or comm.kind == "outside" or len(comm.ranks) != group.size():
             return
@@ -214,7 +214,7 @@ class Recorder:
             self._note(comm.name, op, **contents(op, args, group.size(), group.rank()))
 
     def batched(self, batch, operations):
-        """Of `dist.batch_isend_irecv`: NCCL launches all of these as one."""
+        """Wraps `dist.batch_isend_irecv`: NCCL launches all of these as one."""
         with self.lock:
             self.launches += 1
             self.batch.launch = self.launches
@@ -224,7 +224,7 @@ class Recorder:
             self.batch.launch = 0
 
     def in_thread(self, run, thread) -> None:
-        """Of `Thread.run`: dispatch modes belong to one thread."""
+        """Wraps `Thread.run`: dispatch modes belong to one thread."""
         with _Watch(self):
             run(thread)
 
@@ -243,13 +243,13 @@ class _Watch(TorchDispatchMode):
 
 
 def _method(function, inner):
-    """A function that takes the place of a method, with `inner` before its arguments."""
+    """Makes a function that takes the place of a method, with `inner` before its arguments."""
     return lambda *args, **kwargs: function(inner, *args, **kwargs)
 
 
 @contextmanager
 def stub_nccl(paper: bool = False) -> Iterator[Recorder]:
-    """Inside, the default group, gloo's, behaves as one of NCCL with a bound device. On every rank.
+    """Makes gloo's default group behave as one of NCCL with a bound device, inside the context and on every rank.
 
     paper: the default group is torch's `fake`, on which one process can be any rank of a large job. Nothing moves.
     """

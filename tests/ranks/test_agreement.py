@@ -17,7 +17,7 @@ from tests.ranks.harness import run_ranks
 
 
 def steps(world, plant, folder):
-    """Three agreements, with `plant` before the last: what it said, and this rank's record in `folder`."""
+    """Three agreements, with `plant` before the last; returns the messages and this rank's record in `folder`."""
     rank_status.folder, rank_status.job, rank_status.step = Path(folder), "a job", 3
     agree = Agreement(world, 20.0)
     x = torch.ones(3)
@@ -32,7 +32,7 @@ def steps(world, plant, folder):
     )
     draws = 4
     if plant == "collective" and world.rank == 0:
-        # By itself, so that it waits for nobody.
+        # It runs by itself, so that it waits for nobody.
         dist.all_reduce(x, group=world.host_group, async_op=True)  # mark: planted
     if plant == "value" and world.rank == 1:
         draws = 5
@@ -92,7 +92,7 @@ def test_lockstep_flight_record_names_the_line_on_every_rank(tmp_path):
 
 
 def record(rank: int, job: str = "b", time: float = 2.0, **rows: list[tuple]) -> dict:
-    """A record with groups of (number, op, sizes, place)."""
+    """Makes a record with groups of (number, op, sizes, place)."""
     groups = {
         name: {
             "ranks": [0, 1, 2],
@@ -134,7 +134,7 @@ def test_ranks_are_shown_briefly():
 
 
 def test_lockstep_reader_tells_of_any_malformed_record_in_one_message(tmp_path):
-    """Each part left out, and each of another kind."""
+    """Each part is left out once, and replaced by each of another kind."""
     (tmp_path / "flight").mkdir()
     path = tmp_path / "flight" / "rank_00000.json"
     whole = record(0, g=[(7, "all_reduce", [[4]], "a.py:1")])
@@ -171,7 +171,7 @@ def test_lockstep_reader_tells_of_any_malformed_record_in_one_message(tmp_path):
 
 
 def ways(value, before: tuple = ()) -> list[tuple]:
-    """The way to each part of a tree."""
+    """Returns the way to each part of a tree."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = []
     for key, inner in pairs:

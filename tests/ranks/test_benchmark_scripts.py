@@ -30,7 +30,7 @@ OWN = ("spmdrl", "spmdrl_kernels", "benchmarks")
 
 
 def forked(function, *args, limit: float = 60.0):
-    """What `function(*args)` returned in a forked process (JSON), which may end itself at its end.
+    """Returns the result of `function(*args)` in a forked process (JSON), which may end itself at its end.
 
     Raises:
         AssertionError: with its traceback, or its output where it ended otherwise.
@@ -71,7 +71,7 @@ def _told(out: str, function, args) -> None:
 
 
 def missing(file: str, text: str) -> list[str]:
-    """Names that a script imports from its own packages, at its top or inside a function, and that are not there."""
+    """Names that a script imports from its own packages, at its top or in a function, and that do not exist."""
     out = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -95,7 +95,7 @@ def missing(file: str, text: str) -> list[str]:
 
 
 def import_and_ask(files: list[str]) -> list[str]:
-    """What goes wrong when all scripts are imported, asked for help, and their imports are followed."""
+    """Problems that arise when all scripts are imported, asked for help, and their imports are followed."""
     # First of all: beside benchmarks/megatron.py there is no other `megatron`.
     wrong, path = [line for file in files for line in missing(file, Path(file).read_text())], list(sys.path)
     for file in files:
@@ -120,7 +120,7 @@ def test_benchmarks_import_and_answer_help():
 
 
 def test_benchmarks_imports_are_followed_into_functions():
-    """The mistake that this file is for: a name that has moved, imported where a script does its work."""
+    """This file exists for one mistake: a name that has moved, imported where a script does its work."""
     text = "def side():\n    from spmdrl.rl.run import open_run\n    from spmdrl.session.open import open_run\n"
     (line,) = forked(missing, "longtail.py", text)
     assert line.startswith("longtail.py:2: spmdrl.rl.run open_run")
@@ -175,7 +175,7 @@ def vs_trl(folder: str):
 
 
 def test_benchmark_vs_trl_runs(tmp_path):
-    """Our side; TRL is not installed where tests run."""
+    """It runs our side; TRL is not installed where tests run."""
     from benchmarks import vs_trl as bench
 
     forked(vs_trl, str(tmp_path))

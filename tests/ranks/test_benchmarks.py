@@ -25,7 +25,7 @@ LAYOUTS = {
 
 
 def sends(world, cases: dict) -> dict:
-    """Layout -> what this rank sends in one update."""
+    """Returns layout -> bytes that this rank sends in one update."""
     from benchmarks.megatron import bytes_of
 
     return {name: bytes_of(model, axes) for name, (model, axes) in cases.items()}
@@ -33,7 +33,7 @@ def sends(world, cases: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def sent(tmp_path_factory):
-    """Layout -> (measured, formula) by axis, mean over two ranks."""
+    """Returns layout -> (measured, formula) by axis, mean over two ranks."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from benchmarks._axis_bytes import AXES
     from benchmarks.megatron import make_model

@@ -45,7 +45,7 @@ def state_of(policy) -> dict:
 
 
 def take_up(world, root, dtype="float32"):
-    """A policy as the newest checkpoint has it."""
+    """Takes up a policy as the newest checkpoint has it."""
     cfg = tiny(world, dtype)
     policy = build_policy(cfg, world)
     state = checkpoint.load(checkpoint.find_resume(Path(root), world), Models(policy))
@@ -55,7 +55,7 @@ def take_up(world, root, dtype="float32"):
 
 
 def three_steps(world, root):
-    """Checkpoints of steps 1 to 3, and what the fourth gives."""
+    """Saves checkpoints of steps 1 to 3, and returns the result of the fourth step."""
     cfg = tiny(world)
     policy = build_policy(cfg, world)
     for done in (1, 2, 3):
@@ -68,7 +68,7 @@ def three_steps(world, root):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(checkpoints of two ranks, what the next step gave them)."""
+    """(checkpoints of two ranks, result of their next step)."""
     root = tmp_path_factory.mktemp("three")
     return root, run_ranks(three_steps, 2, str(root))[0]
 
@@ -108,7 +108,7 @@ def swap(one: Path, other: Path) -> None:
 
 
 def corrupt(root: Path, kind: str, rng: random.Random) -> tuple[str, str]:
-    """Damage `step_3`, and by a swap another one; what was done, and which checkpoint is the newest whole one."""
+    """Damages `step_3`, and by a swap another one; returns the damage, and the newest whole checkpoint."""
     newest = root / "step_3"
     every = sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size)
     path = rng.choice(every)
@@ -151,7 +151,7 @@ CORRUPTIONS = 30
 
 
 def resume_all(world, roots):
-    """Which checkpoint each of many folders would be resumed from, and how it was loaded."""
+    """Returns the checkpoint from which each of many folders would be resumed, and the result of loading it."""
     return [checkpoint.find_resume(Path(root), world).name for root in roots]
 
 
@@ -177,7 +177,7 @@ def test_resume_30_random_corruptions_30_detected_0_loaded(saved, tmp_path):
 
 
 def carry(world, source, root):
-    """Load, and save again from this layout."""
+    """Loads, and saves again from this layout."""
     cfg, policy, state = take_up(world, source)
     checkpoint.save(Path(root), 3, Models(policy), state, None, world, config=cfg)
 
@@ -188,7 +188,7 @@ def go_on(world, root, dtype="float32"):
 
 
 def test_resume_through_every_layout_loses_no_bit(saved, tmp_path):
-    """FSDP 2 -> HSDP 2x1 -> HSDP 2x2 -> one rank -> FSDP 4 -> FSDP 2, and the next step is that of the first two."""
+    """FSDP 2 -> HSDP 2x1 -> HSDP 2x2 -> one rank -> FSDP 4 -> FSDP 2: the next step equals that of the first two."""
     root, (metrics, weights) = saved
     source = root
     for index, (n, replicate) in enumerate([(2, 2), (4, 2), (1, 1), (4, 1)]):
@@ -209,7 +209,7 @@ def test_resume_through_every_layout_loses_no_bit(saved, tmp_path):
 
 
 def steps_in_bfloat16(world, root):
-    """A checkpoint after two steps: the float32 weights in it, and what the third step gives."""
+    """Saves a checkpoint after two steps; returns its float32 weights, and the result of the third step."""
     cfg = tiny(world, "bfloat16")
     policy = build_policy(cfg, world)
     for _ in range(2):
@@ -226,7 +226,7 @@ def saved_in_bfloat16(tmp_path_factory):
 
 
 def weights_of(world, root, dtype):
-    """What a run takes up, or the words of its refusal."""
+    """Weights that a run takes up, or the words of its refusal."""
     try:
         _, policy, _ = take_up(world, root, dtype)
     except ValueError as error:
@@ -261,7 +261,7 @@ def test_resume_in_bfloat16_goes_on_from_float32_weights_bit_for_bit(saved_in_bf
 
 
 def test_resume_between_types_takes_the_float32_weights_there_are(saved, saved_in_bfloat16, tmp_path):
-    """With --run.allow-changes, and from folders in which a run in bfloat16 had float32 weights in model/."""
+    """It does so with --run.allow-changes, and from folders in which a bfloat16 run had float32 weights in model/."""
     weights, plain = saved_in_bfloat16[1], load_file(saved[0] / "step_3" / "model" / "model.safetensors")
     assert {w.dtype for w in plain.values()} == {torch.float32} and masters_in(saved[0] / "step_3") == set()
     assert alike(run_ranks(weights_of, 1, str(saved_in_bfloat16[0]), "float32")[0], weights)
@@ -276,7 +276,7 @@ def test_resume_between_types_takes_the_float32_weights_there_are(saved, saved_i
 
 
 def saved_before(world, root, way: str):
-    """The first two updates of a policy: alone, after a checkpoint, or gone on from that one."""
+    """Makes the first two updates of a policy: alone, after a checkpoint, or continued from that one."""
     cfg = tiny(world)
     policy = build_policy(cfg, world)
     if way != "alone":
@@ -288,7 +288,7 @@ def saved_before(world, root, way: str):
 
 
 def test_resume_a_checkpoint_before_the_first_update_changes_nothing(tmp_path):
-    """A critic's warm-up, or first steps that learn nothing: AdamW counts its steps from the first real one."""
+    """AdamW counts its steps from the first real one, after a critic's warm-up or first steps that learn nothing."""
     alone, *others = (run_ranks(saved_before, 2, str(tmp_path / way), way)[0] for way in ("alone", "saved", "resumed"))
     for metrics, weights in others:
         assert metrics == alone[0] and all(torch.equal(weights[name], alone[1][name]) for name in weights)
@@ -308,7 +308,7 @@ def test_resume_with_settings_of_the_optimizer_that_were_set_anew(saved):
 
 
 def begin_without(world, root):
-    """What a start says of a model whose tokenizer cannot be written, on every rank."""
+    """Message of a start with a model whose tokenizer cannot be written, on every rank."""
     cfg, root = tiny(world), Path(root)
     policy, saver = build_policy(cfg, world), Saver(cfg, root, world)
     whole = fixed.load_tokenizer
@@ -334,7 +334,7 @@ def test_start_of_a_run_that_could_save_no_checkpoint_ends(tmp_path):
 
 
 def save_later(world, root):
-    """A checkpoint of a run whose model folder is gone by the time it is due."""
+    """Saves a checkpoint of a run whose model folder is gone by the time it is due."""
     source = Path(root) / "model"
     cfg = config(model={"path": str(source)})
     policy, saver = build_policy(cfg, world), Saver(cfg, Path(root) / "checkpoints", world)
@@ -358,7 +358,7 @@ def test_checkpoint_needs_nothing_of_the_folder_that_the_model_came_from(tmp_pat
 
 
 class Gate:
-    """A model whose writing waits until it is let through."""
+    """A model whose writing waits until the gate is opened."""
 
     def __init__(self, policy):
         self.policy, self.open, self.begun, self.most, self.running = policy, threading.Event(), [], 0, 0
@@ -378,7 +378,7 @@ class Gate:
 
 
 def both_ways(world, root):
-    """The same moment saved in the step and beside the steps after it."""
+    """Saves the same moment in the step and beside the steps after it."""
     # In bfloat16 the state holds float32 weights too.
     cfg, root = tiny(world, "bfloat16", background=True), Path(root)
     policy = build_policy(cfg, world)
@@ -389,7 +389,7 @@ def both_ways(world, root):
     checkpoint.save(root / "step", 2, Models(policy), state, mine, world, config=cfg)
     saver, gate = Saver(cfg, root / "beside", world), Gate(policy)
     saver.save(2, state, mine, Models(gate))
-    # What was handed over may change from here on, as the weights do.
+    # Values that were handed over may change from here on, as the weights do.
     state["list"].append(2)
     mine["numbers"] += 1
     before = full_weights(policy)
@@ -470,7 +470,7 @@ def test_background_an_error_ends_the_job_on_every_rank_and_what_was_there_stays
 
 
 def room(world, root, dtype):
-    """What a checkpoint was thought to take, and what it took."""
+    """Bytes that a checkpoint was estimated to take, and those that it took."""
     cfg = tiny(world, dtype)
     policy = build_policy(cfg, world)
     thought = store.bytes_wanted(Models(policy), world)

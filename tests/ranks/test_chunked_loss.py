@@ -37,11 +37,11 @@ CASES: dict[str, tuple[dict, bool]] = {
     "own": ({}, False),
     "own, separable": ({}, True),
 }
-"""What is set, and whether it may be taken in chunks."""
+"""Settings, and whether they may be taken in chunks."""
 
 
 def both(world, folder: str, own: str, separable: str) -> dict:
-    """Case -> for whole and chunked: metrics, gradients of every optimizer step, calls of the chunked head."""
+    """Returns for each case, whole and chunked: metrics, gradients of every optimizer step, calls of the head."""
     calls, plain = [], heads.chunked_loss
 
     def counted(*args, **kwargs):
@@ -108,7 +108,7 @@ BFLOAT16 = {
 
 
 def in_bfloat16(world, folder: str) -> dict:
-    """Case -> for whole and chunked: types of what the loss was given, its derivative at each logp, gradients."""
+    """Returns for each case, whole and chunked: types of the loss's inputs, its derivative at each logp, gradients."""
     out, plain = {}, PolicyObjective.token_losses
     for name, sections in BFLOAT16.items():
         found = []

@@ -21,7 +21,7 @@ CPU = torch.device("cpu", 0)
 
 @contextmanager
 def noted():
-    """Bound devices of the default group at the moments when groups are made."""
+    """Notes the bound device of the default group at the moments when groups are made."""
     c10d = dist.distributed_c10d
     default, make, seen = c10d._get_default_group(), c10d._new_process_group_helper, []
 
@@ -39,7 +39,7 @@ def noted():
 
 
 def groups(world):
-    """Groups of vLLM's world over all ranks, of an SGLang engine of two ranks, and of its broadcast."""
+    """Makes the groups of vLLM's world over all ranks, of an SGLang engine of two ranks, and of its broadcast."""
     with noted() as vllm, world_of(tuple(range(world.size))):
         for rank in range(world.size):
             dist.new_group([rank])
@@ -50,7 +50,7 @@ def groups(world):
     process = SimpleNamespace(send=lambda *a, **k: None, answer=lambda: None)
     with noted() as broadcast:
         Broadcast(0, "gloo", 30.0)._join(process)
-    # On a CPU torch refuses to go on.
+    # torch refuses to go on on a CPU.
     with noted() as plain, suppress(ValueError):
         dist.new_group([0, 1])
     return vllm, sglang, broadcast, plain, dist.get_world_size(made)

@@ -46,7 +46,7 @@ def save(folder, family: str, scalar: bool):
 
 @dataclass
 class Sum(Objective):
-    """The sum of the head's first number over sampled tokens."""
+    """Objective that sums the head's first number over sampled tokens."""
 
     seen: torch.Tensor
     """[T]: that number of every token."""
@@ -61,7 +61,7 @@ class Sum(Objective):
 
 
 def passes(world, folders: dict) -> dict:
-    """(family, head, recomputing) -> a trained model's numbers of two passes and of an update, with its gradient."""
+    """Returns for (family, head, recomputing) a trained model's numbers of two passes and an update, with gradient."""
     out = {}
     episodes = synthetic_batch(2, 2)
     for family, head in folders:

@@ -53,7 +53,7 @@ def with_echo(world, folder: str, sections: dict, stop_after: int = 0):
 
 
 def sampled(world, folder: str, sections: dict) -> list:
-    """The first step's episodes on this rank, as plain values, and the columns of their batch."""
+    """Returns the first step's episodes on this rank, as plain values, and the columns of their batch."""
     run = with_echo(world, folder, sections)
     with run.memory.rollout_phase():
         done = run.experience(0)
@@ -157,7 +157,7 @@ PARTIAL = SECTIONS | {
 
 
 def echoed(world, folder: str, stop_after: int = 0) -> dict | None:
-    """Train with the mock; weights on rank 0."""
+    """Trains with the mock; returns weights on rank 0."""
     run = with_echo(world, folder, PARTIAL, stop_after)
     if run.checkpoints.start_step:
         carried = [e for g in run.prefetcher.carried for e in g.open]

@@ -36,7 +36,7 @@ def group_of(world):
 
 
 def item(case: int, index: int) -> dict[str, torch.Tensor]:
-    """Rows of one item, a function of its index: what any rank must find, wherever the item went."""
+    """Rows of one item, a function of its index: every rank can check them, wherever the item went."""
     rng = torch.Generator().manual_seed(1000 * case + index)
     out = {}
     for name, (dtype, shape) in COLUMNS.items():
@@ -48,7 +48,7 @@ def item(case: int, index: int) -> dict[str, torch.Tensor]:
 
 
 def owners(case: int, n_items: int, ranks: int) -> list[int]:
-    """Who holds what before; case 1 leaves all with the last rank, case 2 nothing to rank 0."""
+    """Holder of each item before; case 1 leaves all with the last rank, case 2 nothing to rank 0."""
     rng = generator_for(7, case, ranks)
     if case == 1:
         return [ranks - 1] * n_items
@@ -65,7 +65,7 @@ def table_of(case: int, indices: list[int]) -> Table:
 
 
 def planned(case: int, n_items: int, ranks: int) -> list[int]:
-    """Where each item shall go; case 3 sends all to rank 0."""
+    """Rank to which each item goes; case 3 sends all to rank 0."""
     rng = generator_for(8, case, ranks)
     return [0 if case == 3 else rng.randrange(ranks) for _ in range(n_items)]
 
@@ -226,7 +226,7 @@ def test_layout_gathered_columns_are_alike_on_every_rank_and_world_size():
 
 
 def uneven_cases(world):
-    """Rows of many ranks gathered without padding, and equal ones once."""
+    """Gathers rows of many ranks without padding, and equal ones once."""
     out = []
     for counts in ([0] * 4, [5, 5, 5, 5], [1000, 0, 0, 0], [0, 0, 0, 7], [1, 90, 0, 13], [0, 1, 0, 0]):
         mine = torch.arange(counts[world.rank] * 3, dtype=torch.float64).view(-1, 3) + 1e4 * world.rank
@@ -257,7 +257,7 @@ def test_lexsort_orders_by_first_column_first():
 
 
 def direct_collectives(world):
-    """What FSDP and a push run on gloo against gloo's own, in whole numbers so that no order of a sum shows."""
+    """Compares our collectives for FSDP and a push with gloo's, in whole numbers so that no order of a sum shows."""
     from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 
     group, same = torch.distributed.group.WORLD, []

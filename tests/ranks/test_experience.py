@@ -23,7 +23,7 @@ WANTED, SAMPLES = 4, 3
 
 
 def sample(prompt: int, sample: int, position: int, salt: int = 0) -> Episode:
-    """A episode that is all the prompt's and the sample's own; every third prompt agrees in its rewards."""
+    """An episode that differs for every prompt and sample; every third prompt agrees in its rewards."""
     rng = generator_for(prompt, sample, salt)
     length = 2 + rng.randrange(4)
     reward = 1.0 if prompt % 3 == 0 else float(sample + rng.randrange(2))
@@ -33,7 +33,7 @@ def sample(prompt: int, sample: int, position: int, salt: int = 0) -> Episode:
 
 
 class Made(Sampler):
-    """Engines that take every prompt in turn; what they sample is made up."""
+    """Engines that take every prompt in turn; their samples are made up."""
 
     def __init__(self, cfg, world, keep):
         self.cfg, self.world, self.keep = cfg, world, keep
@@ -48,7 +48,7 @@ class Made(Sampler):
 
 
 def filled(world, cfg: FilterConfig, keep: bool):
-    """Which prompts a step got, as (position, prompt, sample) rows over all ranks, and the numbers it tells."""
+    """Prompts that a step got, as (position, prompt, sample) rows over all ranks, and the numbers it reports."""
     run = config(filter=dataclasses.asdict(cfg), rollout={"prompts_per_step": WANTED, "samples_per_prompt": SAMPLES})
     done = Made(run, world, mixed if keep else None).collect_step(0, 0, 0, [])
     rows = torch.tensor([[t.position, t.prompt, t.sample] for t in done.episodes]).reshape(-1, 3)
@@ -87,7 +87,7 @@ def test_lockstep_a_step_that_cannot_fill_ends_on_every_rank_alike():
 
 
 def replayed(world, cfg: FilterConfig, steps: int):
-    """For each step: what all ranks learn from, as sorted rows (position, prompt, sample, first token)."""
+    """Returns each step's data of all ranks, as sorted rows (position, prompt, sample, first token)."""
     replay, out = ReplayBuffer(cfg, WANTED), []
     group = dist.group.WORLD if world.size > 1 else None
     for step in range(steps):

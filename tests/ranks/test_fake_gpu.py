@@ -30,13 +30,13 @@ BASE = dict(
 
 
 def hasty(world, *args):
-    """`demo_on`, with waits for streams and events that do nothing."""
+    """Runs `demo_on`, with waits for streams and events that do nothing."""
     fake_streams.Stream.synchronize = fake_streams.Event.synchronize = lambda self: None
     return demo_on(world, *args)
 
 
 def demo_on(world, device, folder, sections, parallel):
-    """A short run on the CPU or on the fake GPU; calls and collectives of the second."""
+    """Runs a short run on the CPU or on the fake GPU; returns also the calls and collectives of the second."""
     os.environ["SPMDRL_KERNELS"] = "torch"
     values = {name: BASE.get(name, {}) | sections.get(name, {}) for name in BASE.keys() | sections.keys()}
     with FakeCuda() if device == "cuda" else nullcontext() as gpu:

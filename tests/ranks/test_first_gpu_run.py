@@ -22,7 +22,7 @@ from tests.builds import no_sglang, no_vllm
 
 NAMES = {stage.name: stage for stage in STAGES}
 KEPT = ("HF_HUB_OFFLINE", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "PYTHONUNBUFFERED", "SPMDRL_TESTS_GIVEN")
-"""Variables that the program sets, or takes away, for all that it starts."""
+"""Variables that the program sets, or takes away, for everything that it starts."""
 GPU = {"name": "H200", "capability": "9.0", "gib": 139.0}
 
 
@@ -38,7 +38,7 @@ def form(folder: Path, **values) -> Form:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [stage.name for stage in STAGES if not stage.tested])
 def test_stage_in_small(name, tmp_path):
-    """The same runs and judgement as on GPUs."""
+    """The runs and the judgement are the same as on GPUs."""
     result = first_gpu_run.run_stage(NAMES[name], form(tmp_path), 280)
     if result.status == "skipped":
         pytest.skip(result.reason)
@@ -143,7 +143,7 @@ def test_bad_options_end_before_the_machine_is_looked_at(words, told, monkeypatc
 
 
 def test_report_of_the_small_form_goes_where_git_does_not_look(monkeypatch, tmp_path):
-    """And the recorded figures of a CPU stay as they are."""
+    """The recorded figures of a CPU stay as they are."""
     recorded = {p: p.stat().st_mtime_ns for p in (ROOT / "benchmarks" / "results").iterdir()}
     shutil.copy(ROOT / ".gitignore", tmp_path)
     works = Stage("works", "something", 30, (Command('-c \'open("{json}", "w")\''),), benchmark=True)

@@ -61,7 +61,7 @@ def planted(folder: Path, size: float, first: int, last: int, body: str = "", **
 
 
 def trained(world, folder: str, sections: dict, stop_after: int = 0):
-    """A whole run; its weights and the guard's state."""
+    """Runs to the end; returns the weights and the guard's state."""
     run = open_demo(world, folder, sections, stop_after)
     if world.is_first:
         (Path(folder) / "config.yaml").write_text(to_yaml(demo(folder, **sections)))
@@ -116,7 +116,7 @@ def test_spike_is_kept_and_replayed_on_one_process(spiked):
 
 
 def test_replay_says_when_the_weights_are_others(spiked, tmp_path):
-    """Without the checkpoint of that moment an older one is taken, without any the start; a damaged one is not."""
+    """Without the checkpoint of that moment an older one is taken, without any the start, but never a damaged one."""
     run = tmp_path / "run"
     shutil.copytree(spiked, run, symlinks=True)
     place = str(run / "spikes" / f"step_{SPIKE:06d}")
@@ -172,7 +172,7 @@ SLOPE = f"per_token = per_token + 0.0 * torch.where({HUGE}, 0.0 * x.logp, 1.0).s
 
 @pytest.mark.parametrize("body", [WHOLE, VALUE, SLOPE], ids=["loss and gradient", "loss alone", "gradient alone"])
 def test_step_that_is_not_finite_is_left_out_counted_and_replayed(tmp_path, body):
-    """Step 3 of 4 is bad: weights and moments of the run are those of a run in which it brought nothing."""
+    """Step 3 of 4 is bad: weights and moments of the run are those of a run in which it had no effect."""
     bad = planted(tmp_path, 3e4, 3, 3, body, run={"steps": 4})
     out = run_ranks(trained, 2, str(tmp_path / "run"), bad)
     rows = metrics(tmp_path / "run")
@@ -229,7 +229,7 @@ def test_resume_goes_on_in_the_schedule_after_a_step_that_was_left_out(tmp_path)
 
 
 def test_skipped_step_changes_nothing(tmp_path):
-    """One step by itself, bad: weights stay bit by bit, the moments stay empty."""
+    """A single bad step leaves the weights bit by bit, and the moments stay empty."""
     bad = planted(tmp_path, 3e4, 2, 2, WHOLE, run={"steps": 2})
     two = run_ranks(trained, 2, str(tmp_path / "two"), bad)[0]
     one = run_ranks(trained, 2, str(tmp_path / "one"), planted(tmp_path, 3e4, 9, 9, WHOLE, run={"steps": 1}))[0]
@@ -239,7 +239,7 @@ def test_skipped_step_changes_nothing(tmp_path):
 
 
 def megatron_steps(world, folder: str, path: str, loss: str):
-    """A good step, saved; a bad one; what was saved, read again. On two stages of a pipeline."""
+    """Makes a good step and saves it, makes a bad one, saves it and reads it again, on two stages of a pipeline."""
     from dataclasses import replace
 
     from tests.ranks.cases import synthetic_batch, update_models

@@ -24,7 +24,7 @@ def drain(engine, requests) -> dict:
 
 
 def sampled(world, folder, tp, quantization="none", deterministic=False):
-    """(samples, bytes of weights, push report) after a push of other weights than the folder's."""
+    """Returns (samples, bytes of weights, push report) after a push of other weights than the folder's."""
     cfg = config(
         model={"path": folder, "dtype": "float64"},
         rollout={"tp": tp, "quantization": quantization, "deterministic": deterministic},
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 
 def model_with_norms_of_heads(folder, kind: str) -> str:
-    """A random model whose queries and keys have norms, which transformers' plan calls replicated."""
+    """A random model whose queries and keys have norms, which transformers' plan treats as replicated."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(vocab_size=47, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=8)
@@ -96,7 +96,7 @@ def test_layout_deterministic_hf_engine_is_the_same_in_any_company(folder):
 
 
 def test_a_model_that_the_hf_engine_cannot_divide_is_refused_before_anything_is_built(folder, tmp_path):
-    """Of a mixture of experts, and of one that transformers has no plan for, nothing but the config is there."""
+    """Only the config exists, of a mixture of experts, and of a model that transformers has no plan for."""
     from safetensors.torch import save_file
     from transformers import OPTConfig, Qwen3MoeConfig
 

@@ -28,7 +28,7 @@ def settings(case: str, host: bool) -> dict:
 
 
 def trained(world, cases: dict, root: str) -> dict:
-    """(case, kind of optimizer) -> weights after step 3, and after it when step 2 was saved and loaded, by kind."""
+    """Returns (case, kind of optimizer) -> weights after step 3, also when step 2 was saved and loaded, by kind."""
     from megatron.core.optimizer import distrib_optimizer
 
     out = {}
@@ -56,7 +56,7 @@ def trained(world, cases: dict, root: str) -> dict:
 
 
 def copies(trainer) -> tuple[int, int]:
-    """Elements that Megatron's optimizers hold beside the model's weights: (their own float32 copies, in HostAdamW)."""
+    """Counts elements that Megatron's optimizers hold beside the weights: (their float32 copies, in HostAdamW)."""
     from spmdrl.policy.megatron.host_adamw import HostAdamW
 
     own = sum(
@@ -87,7 +87,7 @@ def same(one: dict, other: dict) -> bool:
 
 
 def close(one: dict, other: dict, case: str) -> bool:
-    """Up to the last bit of few: the one on the host is torch's fused AdamW, Megatron's own is not."""
+    """Compares all but the last bits of a few: the optimizer on the host is torch's fused AdamW, Megatron's is not."""
     off = torch.cat([((one[name] - other[name]).abs() / other[name].abs().clamp(min=0.1)).flatten() for name in other])
     return bool(off.max() <= (1e-6 if "float32" in case else 2**-7) and (off > 1e-6).float().mean() < 0.01)
 
@@ -100,7 +100,7 @@ def test_host_optimizer_learns_what_megatrons_own_does(case, results):
 
 @pytest.mark.parametrize("case", CASES)
 def test_resume_with_the_optimizer_on_either_side(case, results):
-    """To the bit where it stays on its side."""
+    """A run that stays on its side resumes to the bit."""
     found = results[0]
     for host in (True,) if "TransformerEngine" in case else (False, True):
         for source in (True,) if "TransformerEngine" in case else (False, True):

@@ -46,7 +46,7 @@ def given(settings, heat, targets):
 
 
 def whole(settings, dtype):
-    """logp, entropy, collision probability, dH, dW of the full softmax in fp64."""
+    """Returns logp, entropy, collision probability, dH, dW of the full softmax in fp64."""
     hidden, weight, targets, grads, heat = make(dtype)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     settings, _ = given(settings, heat, targets)
@@ -90,7 +90,7 @@ def test_kernel_vocabulary_over_ranks(parts):
             for got in results:
                 for a, b in zip(got[:4], want[:4], strict=True):
                     torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
-                # Every rank goes on with the same numbers, to the bit.
+                # Every rank goes on with the same numbers, bit for bit.
                 assert all(torch.equal(a, b) for a, b in zip(got[:4], results[0][:4], strict=True))
             dw = torch.cat([got[4] for got in results])
             torch.testing.assert_close(dw.double(), want[4], rtol=tolerance, atol=tolerance)
@@ -147,7 +147,7 @@ def given_logits_and_chunked_loss(world, parts):
 
 
 def weighted(logp, entropy, inputs):
-    """A loss whose gradients are those of `whole`."""
+    """Computes a loss whose gradients are those of `whole`."""
     return inputs["g"][:, 0] * logp + inputs["g"][:, 1] * entropy
 
 
@@ -163,7 +163,7 @@ def test_kernel_given_logits_and_chunked_loss_over_ranks():
 
 
 def invariant(world):
-    """What a token gets beside few others and beside many."""
+    """Returns the result of a token beside few others and beside many."""
     rng = torch.Generator().manual_seed(5)
     hidden, weight = torch.randn(200, 32, generator=rng), torch.randn(90, 32, generator=rng)
     targets, shard = torch.randint(90, (200,), generator=rng), weight[30 * world.rank :][:30].contiguous()

@@ -40,7 +40,7 @@ LAYOUTS = ((1, 4096, 1), (2, 64, 1), (2, 64, 2))
 
 
 def nothing_to_learn(world, folder):
-    """All rewards agree: no rank runs a forward under skip_zero_advantage, and nothing moves."""
+    """Makes a step in which all rewards agree: no rank runs a forward under skip_zero_advantage, and nothing moves."""
     cfg = config(model={"path": folder, "dtype": "float64"}, algo={"skip_zero_advantage": True, "updates_per_step": 2})
     policy = build_policy(cfg, world)
     before = full_weights(policy)
@@ -54,7 +54,7 @@ def nothing_to_learn(world, folder):
 def test_layout_a_step_without_signal_moves_nothing(folders):
     for n in (1, 2):
         for metrics, same, counts in run_ranks(nothing_to_learn, n, folders["policy"]):
-            # The engine has no reason to be given them anew; the schedule goes on.
+            # The engine has no reason to receive the weights again; the schedule goes on.
             assert same and counts == (0, 0, 2)
             assert metrics["grad_norm"] == 0 and metrics["microbatches"] == 0
 
@@ -63,7 +63,7 @@ def test_layout_a_step_without_signal_moves_nothing(folders):
 
 
 def grouped(world, folder, most):
-    """A step of a model that FSDP gathers as one group where it has at most `most` bytes, else by layer."""
+    """Makes a step of a model that FSDP gathers as one group if it has at most `most` bytes, else by layer."""
     from spmdrl.policy.fsdp import sharding as fsdp
 
     fsdp.GATHERED_WHOLE = {"cpu": most}
@@ -85,7 +85,7 @@ def test_layout_a_gather_for_each_layer_or_one_for_all_is_the_same_step(folders)
 
 @dataclasses.dataclass
 class Learnt:
-    """What one model did in a step: for each optimizer step its loss and its gradient, then its weights."""
+    """Result of one model in a step: for each optimizer step its loss and its gradient, then its weights."""
 
     losses: list[float]
     gradients: list[dict[str, torch.Tensor]]
@@ -103,14 +103,14 @@ def load(folder, scalar=False):
 
 
 def of(lm, t):
-    """logp and entropy of a episode's sampled tokens."""
+    """Returns logp and entropy of an episode's sampled tokens."""
     log_p = torch.log_softmax(lm(input_ids=t.tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
     keep = t.mask[1:]
     return log_p.gather(1, t.tokens[1:, None])[:, 0][keep], -(log_p.exp() * log_p).sum(-1)[keep]
 
 
 def value_of(critic, t):
-    """The value of the state before each sampled token."""
+    """Returns the value of the state before each sampled token."""
     return critic.score(critic.model(input_ids=t.tokens[None]).last_hidden_state[0, :-1])[:, 0][t.mask[1:]]
 
 
@@ -124,7 +124,7 @@ def shares(everyone) -> list[list[int]]:
 
 
 def descend(model, loss_of, picks, lr, clip=0.0) -> Learnt:
-    """One AdamW step for each list of episodes."""
+    """Makes one AdamW step for each list of episodes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
     out = Learnt([], [], {})
     for picked in picks:
@@ -142,7 +142,7 @@ def descend(model, loss_of, picks, lr, clip=0.0) -> Learnt:
 
 
 def ours(world, sections, folders, budget) -> tuple[dict, dict[str, Learnt]]:
-    """The same step by the library: metrics, and what each model learnt (its losses are in the metrics)."""
+    """Makes the same step by the library: metrics, and the result of each model (its losses are in the metrics)."""
     cfg = config(
         **sections,
         model={"path": folders["policy"], "dtype": "float64"},
@@ -163,7 +163,7 @@ def ours(world, sections, folders, budget) -> tuple[dict, dict[str, Learnt]]:
 
 
 def check(sections, folders, want: dict[str, Learnt], places=LAYOUTS) -> list[dict]:
-    """The library learns what `want` says, in every layout; the metrics of each."""
+    """Checks that the library learns what `want` says, in every layout; returns the metrics of each."""
     out = []
     for n, budget, sp in places:
         for metrics, got in run_ranks(ours, n, sections, folders, budget, sp=sp):
@@ -186,13 +186,13 @@ def folders(tmp_path_factory):
 
 
 def group_advantages(everyone) -> torch.Tensor:
-    """(r - mean) / (std + 1e-6) inside each group of three."""
+    """Computes (r - mean) / (std + 1e-6) inside each group of three."""
     groups = torch.tensor([t.reward for t in everyone], dtype=torch.float64).view(-1, 3)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
 
 
 def surrogate(logp, old, advantage, low, high):
-    """-min(A r, A clip(r))."""
+    """Computes -min(A r, A clip(r))."""
     ratio = torch.exp(logp - old)
     return -torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - low, 1 + high))
 
@@ -218,7 +218,7 @@ def test_layout_grpo_is_the_formula_on_plain_hugging_face(folders):
             for i in picked:
                 logp, entropy = of(model, everyone[i])
                 d = logp - ref[i]
-                k3 = (torch.exp(-d) - 1 + d).clamp(max=10)  # as verl bounds it
+                k3 = (torch.exp(-d) - 1 + d).clamp(max=10)  # verl bounds it the same way.
                 total = (
                     total
                     + (surrogate(logp, old[i], advantage[i], low, high) + kl_coef * k3 - entropy_coef * entropy).sum()
@@ -246,7 +246,7 @@ def test_layout_grpo_is_the_formula_on_plain_hugging_face(folders):
 
 
 def gae(reward, value, gamma, lam):
-    """Backwards over the sampled tokens of one response."""
+    """Goes backwards over the sampled tokens of one response."""
     out, later = torch.zeros_like(value), 0.0
     for t in reversed(range(len(value))):
         after = value[t + 1] if t + 1 < len(value) else 0.0
@@ -306,7 +306,7 @@ def test_layout_ppo_is_the_formula_on_plain_hugging_face(folders):
         "optimizer": {"lr": lr},
     }
     for metrics in check(sections, folders, want):
-        # Both clips decide something, and the critic has values to be wrong with.
+        # Both clips have an effect, and the critic has values to be wrong with.
         assert 0 < metrics["clip_fraction"] < 1 and 0 < metrics["critic/value_clip_fraction"] < 1
         assert torch.cat(values).std() > 0.3
 

@@ -60,18 +60,18 @@ WHOLE = 1 << 20
 
 @dataclass(frozen=True)
 class Layout:
-    """How a batch is cut."""
+    """A way to cut a batch."""
 
     ranks: int = 1
     micro: int = 1
     """Micro-batches of every optimizer step on every rank."""
     shuffled: bool = False
-    """Sequences stand in another order in each rank's pack."""
+    """True if sequences stand in another order in each rank's pack."""
     sp: int = 1
     copies: int = 1
-    """dp_replicate."""
+    """Value of dp_replicate."""
     lopsided: bool = False
-    """One data position has all sequences of an optimizer step, another one those of the next."""
+    """True if one data position has all sequences of an optimizer step, and another one those of the next."""
 
     def __str__(self):
         parts = [f"{self.ranks} rank{'s' * (self.ranks > 1)}", f"sp {self.sp}" * (self.sp > 1)]
@@ -89,16 +89,16 @@ LAYOUTS = (
     Layout(4, micro=1, shuffled=True),
     Layout(4, micro=3, sp=2, shuffled=True),
 )
-"""Of every preset. tests/long takes them all through EVERY_LAYOUT, as CROSSED goes through it here."""
+"""Layouts of every preset. tests/long takes them all through EVERY_LAYOUT, as CROSSED goes through it here."""
 EVERY_LAYOUT = tuple(
     Layout(ranks, micro, shuffled, sp)
     for ranks, micro, shuffled, sp in itertools.product((1, 2, 4), (1, 3, 7), (False, True), (1, 2))
     if sp <= ranks and Layout(ranks, micro, shuffled, sp) != ONE
 ) + (Layout(4, micro=3, lopsided=True), Layout(4, micro=1, copies=2), Layout(4, micro=1, sp=2, copies=2))
 FEW = (Layout(micro=7, shuffled=True), Layout(2, micro=1, shuffled=True))
-"""Of the variants, which change what is done with a sequence and not how ranks work together."""
+"""Layouts of the variants, which change what is done with a sequence and not how ranks work together."""
 MORE = {"zero advantages skipped": (Layout(4, micro=1, lopsided=True), Layout(4, micro=1, copies=2))}
-"""Of single variants, besides."""
+"""Further layouts of single variants."""
 
 # ── what is compared ─────────────────────────────────────────────────────────
 
@@ -120,7 +120,7 @@ NEEDED: dict[str, dict] = {
     "prime": {"process_reward": {"beta": 0.5}},
     "safe_rlhf": {"safety": {"multiplier": 0.7}},
 }
-"""What a preset needs so that all of it takes part on this batch."""
+"""Settings that a preset needs so that all of it takes part on this batch."""
 
 VARIANTS: dict[str, dict] = {
     **{f"aggregation {a}": {"algo": {"aggregation": a, "preset": "cispo"}} for a in AGGREGATIONS},
@@ -162,7 +162,7 @@ VARIANTS: dict[str, dict] = {
     },
     "reference of the step before": {"algo": {"kl_coef": 0.1}, "reference": {"refresh_every": 1}},
 }
-"""Settings beside the presets, on top of GRPO where no other is named."""
+"""Settings beside the presets, on top of GRPO unless another one is named."""
 
 BROKEN: dict[str, dict] = {
     "divided by its micro-batch": {"algo": {"loss": f"{__file__}:divided_by_its_microbatch"}},
@@ -180,20 +180,20 @@ CASES |= VARIANTS | BROKEN
 
 
 def divided_by_its_microbatch(x: LossInputs):
-    """Wrong: a mean over the tokens at hand, of which other micro-batches have more or fewer."""
+    """Computes a mean over the tokens at hand, which is wrong: other micro-batches have more or fewer."""
     loss_T, stats = ppo(x)
     return 30 * loss_T / x.mask.sum().clamp(min=1), stats
 
 
 def selected_in_its_microbatch(x: LossInputs):
-    """Wrong: KL-Cov among the tokens at hand."""
+    """Selects KL-Cov among the tokens at hand, which is wrong."""
     columns = (v.detach().double() for v in (x.logp, x.old_logp, x.advantages))
     selecting = Selecting(*columns, x.mask, x.seq, int(x.seq.max()) + 1 if len(x.seq) else 0)
     return kl_cov(dataclasses.replace(x, selected=select_kl_cov(selecting, cov_ratio=0.1)))
 
 
 def settings(name: str, world: World, folder: str) -> Config:
-    """The config of a case."""
+    """Config of a case."""
     base = {
         "model": {"path": folder, "dtype": "float64"},
         "rollout": {"temperature": TEMPERATURE},
@@ -208,7 +208,7 @@ def settings(name: str, world: World, folder: str) -> Config:
 
 @torch.no_grad()
 def experience(folder: str) -> list[Episode]:
-    """Eight groups of seven, with all that a preset may look at; the engine's logp is near that of the policy."""
+    """Makes eight groups of seven, with all that a preset may look at; the engine's logp is near that of the policy."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
@@ -247,18 +247,18 @@ def experience(folder: str) -> list[Episode]:
 
 @dataclass
 class Answer:
-    """What one case gave in one layout; tensors on rank 0 alone, laid end to end."""
+    """Result of one case in one layout; tensors on rank 0 alone, laid end to end."""
 
     metrics: dict[str, float]
     gradients: dict[str, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
-    """Model -> one for each of its optimizer steps."""
+    """Model -> gradients of its optimizer steps, one tensor for each."""
     weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     sizes: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     """Model -> name of a parameter -> its elements."""
 
 
 class Cast:
-    """Every model that a case may need, built once for a mesh; a case gets its own, as they were built."""
+    """Every model that a case may need, built once for a mesh; a case gets its models as they were built."""
 
     def __init__(self, world: World, folders: dict[str, str]):
         cfg = settings("grpo", world, folders["policy"])
@@ -290,13 +290,13 @@ class Cast:
 
 
 def lopsided(work_N: torch.Tensor, share_N: torch.Tensor, positions: int) -> torch.Tensor:
-    """In the place of `assign_balanced`: the first optimizer step's sequences to the last position, and so on."""
+    """Replaces `assign_balanced`: the first optimizer step's sequences go to the last position, and so on."""
     return (positions - 1 - share_N) % positions
 
 
 @lru_cache(maxsize=256)
 def budget_for(shares: tuple[tuple[int, ...], ...], micro: int) -> int:
-    """The least token budget that packs each share (lengths of one rank in one optimizer step) into as many, or less.
+    """Returns the least token budget that packs each share (lengths of a rank in an optimizer step) into so many.
 
     `compare` wants exactly as many.
     """
@@ -311,7 +311,7 @@ def budget_for(shares: tuple[tuple[int, ...], ...], micro: int) -> int:
 
 
 def cut(cfg: Config, world: World, layout: Layout, everyone: list[Episode]) -> tuple[Config, Batch]:
-    """This rank's share of the batch, and the config with the token budget that gives the layout's micro-batches."""
+    """Cuts this rank's share of the batch, and gives the config the token budget of the layout's micro-batches."""
     unbalanced = mock.patch("spmdrl.data.batch.assign_balanced", lopsided) if layout.lopsided else nullcontext()
     with unbalanced:
         batch = packed(cfg, world, everyone)
@@ -328,7 +328,7 @@ def cut(cfg: Config, world: World, layout: Layout, everyone: list[Episode]) -> t
 
 
 def answer(name: str, layout: Layout, world: World, cast: Cast, everyone: list[Episode], folder: str) -> Answer:
-    """One case in one layout. Collective."""
+    """Runs one case in one layout. Collective."""
     cfg, batch = cut(settings(name, world, folder), world, layout, everyone)
     models, metrics = cast(cfg), {}
     trained = {"policy": models.policy, **models.trained()}
@@ -351,7 +351,7 @@ def answer(name: str, layout: Layout, world: World, cast: Cast, everyone: list[E
 
 
 def sweep(world, folders, everyone, todo) -> dict:
-    """(case, layout) -> Answer, for all that this number of ranks does."""
+    """Returns (case, layout) -> Answer, for all that this number of ranks runs."""
     out = {}
     for sp, copies in sorted({(layout.sp, layout.copies) for _, layout in todo}):
         axes = ParallelConfig(dp_replicate=copies, sp=sp)
@@ -368,7 +368,7 @@ def sweep(world, folders, everyone, todo) -> dict:
 
 
 def differences(want: Answer, got: Answer) -> Iterator[str]:
-    """What differs, each in words."""
+    """Differences in words."""
 
     def error(model: str, a: torch.Tensor, b: torch.Tensor) -> float:
         sizes = want.sizes[model]
@@ -394,7 +394,7 @@ def differences(want: Answer, got: Answer) -> Iterator[str]:
 
 
 def compare(want: Answer, got: Answer, name: str, layout: Layout) -> None:
-    """Fail with what differs, or where the layout is not what it says."""
+    """Fails with the differences, or if the layout is not as declared."""
     wrong = list(differences(want, got))
     assert not wrong, "\n".join(wrong)
     if not CASES[name].get("algo", {}).get("skip_zero_advantage"):
@@ -406,7 +406,7 @@ def compare(want: Answer, got: Answer, name: str, layout: Layout) -> None:
 
 
 def layouts_of(name: str) -> tuple[Layout, ...]:
-    """What a case is compared in, besides ONE."""
+    """Layouts in which a case is compared, besides ONE."""
     if name in CROSSED:
         return tuple(dict.fromkeys(LAYOUTS + EVERY_LAYOUT))
     return FEW + MORE.get(name, ()) if name in VARIANTS else LAYOUTS
@@ -433,7 +433,7 @@ def everyone(folders):
 
 @pytest.fixture(scope="module")
 def answers(request, folders, everyone):
-    """(case, layout) -> Answer. A group of ranks starts at its first one, and does what is asked for (`-k`) alone."""
+    """Returns (case, layout) -> Answer. The first request starts a group of ranks, which runs all selected (`-k`)."""
     mine = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     asked = {(p["name"], layout) for p in mine if p.get("name") in CASES for layout in (ONE, p.get("layout", ONE))}
     done, failed = {}, set()
@@ -469,12 +469,12 @@ ALIKE = {
     "rewards normalized, running": "rewards normalized, batch",  # as this is the first step of the run
     "reference of the step before": "kl in loss, k3",  # its gradient; what it adds is compared by the weights
 }
-"""Cases whose gradient is that of another one, on purpose."""
+"""Cases whose gradient intentionally is that of another one."""
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *VARIANTS])
 def test_layout_cases_have_something_to_compare(answers, name):
-    """Every optimizer step of every model has a gradient, and what a setting adds takes part in it."""
+    """Every optimizer step of every model has a gradient, and the part that a setting adds contributes to it."""
     want = answers(name)
     assert len(want.gradients["policy"]) == (1 if name.startswith("one update") else 2)
     for model, steps in want.gradients.items():
@@ -486,7 +486,7 @@ def test_layout_cases_have_something_to_compare(answers, name):
 
 
 def test_layout_cases_differ_from_each_other(answers):
-    """None is another one by mistake: one that differs from its neighbour by a setting that nobody reads."""
+    """No case equals another one by mistake, such as by a setting that nobody reads."""
     seen = {}
     for name in [n for n in CASES if n not in ALIKE]:
         norms = tuple(round(g.norm().item(), 9) for g in answers(name).gradients["policy"])

@@ -14,7 +14,7 @@ from tests.ranks.harness import run_ranks
 
 
 def line_of(text: str) -> int:
-    """Line of this file that ends in a marker."""
+    """Finds the line of this file that ends in a marker."""
     with open(__file__, encoding="utf-8") as f:
         return next(i for i, line in enumerate(f, 1) if line.rstrip().endswith(f"# {text}"))
 
@@ -82,7 +82,7 @@ def test_lockstep_recorder_names_the_line_on_every_rank(how, marks):
 
 
 def right_program(world):
-    """What a step runs: exchange, queue, FSDP update with a rank that has nothing, gather, agreement on the host."""
+    """Runs a step: exchange, queue, FSDP update with a rank that has nothing, gather, agreement on the host."""
     cfg = config(
         policy={"max_tokens_per_microbatch": 40},
         algo={"kl_coef": 0.1},

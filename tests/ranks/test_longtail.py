@@ -24,7 +24,7 @@ STEPS = 4
 
 
 def tail(folder: str, **rollout):
-    """Responses of 1 to 24 tokens: the tiny policy at a temperature at which it ends by chance."""
+    """Settings for responses of 1 to 24 tokens: the tiny policy at a temperature at which it ends by chance."""
     return config(
         run={"dir": folder, "steps": STEPS, "seed": 1},
         model={"path": "tiny"},
@@ -49,7 +49,7 @@ def tail(folder: str, **rollout):
 
 
 def trained(world, folder, rollout):
-    """For each step this rank's rows (position, prompt, sample, tokens, versions, finish), the prompts that it carries
+    """Rows of each step on this rank (position, prompt, sample, tokens, versions, finish), the prompts that it carries
     on, and those that all ranks drew."""
     run = build_run(Session(tail(folder, **rollout), world, Timer()))
     seen, experience = [], run.experience
@@ -82,8 +82,8 @@ def numbers(folder, name: str) -> list[int]:
 
 
 def check_whole(seen, left_out: list[int]) -> None:
-    """Every step learns from whole groups, of other prompts than all steps before; each prompt that it drew or that was
-    carried into it is learnt from, carried on, or among the `left_out` of the step: none is lost, none is there twice.
+    """Checks that every step learns from whole groups, of other prompts than all steps before. Each prompt drawn or
+    carried into a step is learnt from, carried on, or among its `left_out`: none is lost, none is there twice.
     """
     learnt, carried = [], []
     for step in range(STEPS):
@@ -144,7 +144,7 @@ def test_what_was_cut_goes_on_with_its_versions_and_logp(ranks, tmp_path):
 
 @pytest.mark.parametrize(("assignment", "sequences"), [("queue", 3), ("static", 3), ("static", 64)])
 def test_lockstep_what_is_drawn_is_learnt_or_carried(assignment, sequences, tmp_path):
-    """3 sequences an engine: enough is there before all prompts are begun; 64: every prompt is begun at once."""
+    """With 3 sequences an engine, enough is done before all prompts begin; with 64 all prompts begin at once."""
     rollout = {"oversample": 2.0, "partial_steps": 3, "assignment": assignment, "max_sequences": sequences}
     seen = run_ranks(trained, 2, str(tmp_path / "run"), rollout)
     cut, surplus = (numbers(tmp_path / "run", f"{name}_prompts") for name in ("cut", "surplus"))
@@ -158,7 +158,7 @@ def test_lockstep_what_is_drawn_is_learnt_or_carried(assignment, sequences, tmp_
 
 
 class Uneven(Sampler):
-    """Engine 0 begins all that is its own, of which 6 is cut, and engine 1 only place 1; nothing is sampled."""
+    """Engine 0 begins all of its prompts, of which 6 is cut, and engine 1 begins only place 1; nothing is sampled."""
 
     def __init__(self, cfg, world, assignment: str):
         self.cfg, self.world, self.keep, self.assignment, self.asked = cfg, world, None, assignment, []
@@ -177,9 +177,9 @@ class Uneven(Sampler):
 
 
 def uneven(world, assignment: str, partial: int):
-    """Two steps of an uneven sampler.
+    """Makes two steps of an uneven sampler.
 
-    What it was asked for, as (first position, prompts, groups that each engine carries, those of this one); how many
+    These are its requests, as (first position, prompts, groups that each engine carries, those of this one); how many
     were drawn; (cut, unbegun) of each step.
     """
     rollout = {"prompts_per_step": 4, "samples_per_prompt": 1, "oversample": 2.0, "partial_steps": partial}

@@ -48,7 +48,7 @@ LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_
 
 
 def model(folder: Path, seed: int = 0) -> str:
-    """A model that can be saved: with a tokenizer."""
+    """Makes a model that can be saved, because it has a tokenizer."""
     small_model(folder, seed)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder)
@@ -65,7 +65,7 @@ def adapted(cfg, world) -> FsdpPolicy:
 
 
 def halves(policy, of=lambda p: p) -> tuple[dict, dict]:
-    """Whole (weights of the model, weights of its adapters). Collective."""
+    """Returns whole (weights of the model, weights of its adapters). Collective."""
     return tuple(gathered_of(policy, of, lora) for lora in (False, True))
 
 
@@ -78,7 +78,7 @@ def gathered_of(policy, of, lora: bool) -> dict:
 
 @torch.no_grad()
 def shake(policy, size: float = 0.1) -> None:
-    """Other adapters, the same on every rank and on any number of them."""
+    """Changes the adapters, the same on every rank and on any number of them."""
     from spmdrl.weights.shards import local, shard_box
 
     for i, (name, p) in enumerate(policy.named_weights()):
@@ -93,7 +93,7 @@ def shake(policy, size: float = 0.1) -> None:
 
 
 def learned(world, folder, preset, share, budget):
-    """Adapters at the start and at the end, gradients of two optimizer steps, the weights beneath, metrics."""
+    """Returns adapters at the start and at the end, gradients of two optimizer steps, the weights beneath, metrics."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     Qwen2RMSNorm.forward = float64_norm
@@ -169,7 +169,7 @@ def test_adapters_start_as_in_peft_and_weights_beneath_are_in_the_type_of_the_fo
 
 
 def referred(world, folder, dtype):
-    """The free reference against a frozen model, before and after the adapters changed."""
+    """Compares the free reference with a frozen model, before and after the adapters changed."""
     cfg = config(model={"path": folder, "dtype": dtype}, lora=LORA, algo={"kl_coef": 0.1})
     models = build_models(cfg, world, compose(cfg).needs)
     frozen = build_policy(cfg, world, trainable=False)
@@ -197,7 +197,7 @@ def test_reference_is_the_model_beneath_exactly_and_takes_no_memory(folder, rank
 
 
 def sampled(engine, policy, world) -> float:
-    """Largest |dlogp| of fresh samples, engine against trainer."""
+    """Returns largest |dlogp| of fresh samples, engine against trainer."""
     requests = [Request((world.rank, i), [1, 5, 6 + i], 9 + i, policy.version, 8) for i in range(4)]
     for request in requests:
         engine.submit(request)
@@ -215,7 +215,7 @@ def sampled(engine, policy, world) -> float:
 
 
 def pushed(world, folder, dtype, push, level):
-    """Phases of a run: agreement, bytes and versions after 0, 1, 2 changes of the adapters."""
+    """Returns agreement, bytes and versions of a run after 0, 1, 2 changes of the adapters."""
     cfg = config(model={"path": folder, "dtype": dtype}, lora=LORA | {"push": push}, rollout={"sleep_level": level})
     policy, engine = adapted(cfg, world), HFEngine(cfg, world, {2})
     memory, rows = Memory(cfg, Models(policy), engine, Timer(), world), []
@@ -252,7 +252,7 @@ def test_stale_after_a_deep_sleep_everything_travels_again(folder):
 
 
 def tampered(world, folder, how):
-    """A push of adapters that goes wrong on every rank; what the engine says after, and after one that does not."""
+    """Corrupts a push of adapters on every rank; returns the engine's messages, also after an intact push."""
     cfg = config(model={"path": folder}, lora=LORA)
     policy, engine = adapted(cfg, world), HFEngine(cfg, world, {2})
     transfer = Transfer(world, policy, engine, torch.float32, 1 << 14, pushed_parts(cfg))
@@ -355,7 +355,7 @@ def test_resume_of_adapters(folder, saved, n, replicate):
     if n == 2:
         assert got == numbers and all(torch.equal(after[name], weights[name]) for name in weights)
     assert abs(got["loss"] - numbers["loss"]) < 1e-6 and abs(got["grad_norm"] - numbers["grad_norm"]) < 1e-5
-    # AdamW without its moments would step by lr: 1e-2.
+    # Without its moments AdamW would step by lr: 1e-2.
     assert max((after[name] - weights[name]).abs().max() for name in weights) < 1e-4
 
 
@@ -376,7 +376,7 @@ def test_resume_with_other_adapters_or_another_model_is_refused(saved, folder, t
 
 
 def merged_here(world, folder, root):
-    """The full model as it is pushed, whole on every rank, in float64."""
+    """Gathers the full model as it is pushed, whole on every rank, in float64."""
     cfg = config(model={"path": folder, "dtype": "float64"}, lora=LORA)
     policy = adapted(cfg, world)
     shake(policy)

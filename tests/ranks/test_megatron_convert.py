@@ -69,7 +69,7 @@ FAMILIES = {
         "DeepseekV3",
         LATENT | EXPERTS | dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
     ),
-    # As Moonlight: no groups that limit the choice, queries that are not compressed.
+    # As in Moonlight, no groups limit the choice, and queries are not compressed.
     "moonlight": (
         "DeepseekV3",
         LATENT | EXPERTS | dict(n_group=1, topk_group=1, num_experts_per_tok=6, q_lora_rank=None),
@@ -102,7 +102,7 @@ LENGTHS = [[9, 1, 23, 12], [30, 5, 6]]
 
 
 def fits(family: str, layout: Layout) -> bool:
-    """The tests ask for no division that the model refuses."""
+    """Returns True for a layout that can divide the family; the tests ask for no other."""
     if family == "moonlight" and layout not in MOONLIGHT:
         return False
     mixture = family in MIXTURES
@@ -134,7 +134,7 @@ def vision(folder, vocab: int) -> str:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A folder with a random model of each family, nothing in it 0 or 1."""
+    """Makes a folder with a random model of each family, nothing in it 0 or 1."""
     import transformers
 
     folder = tmp_path_factory.mktemp("models")
@@ -158,7 +158,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(models):
-    """(family, layout) -> what each rank found."""
+    """Returns (family, layout) -> findings of each rank."""
     out = {}
     for n, layouts in ((2, ON_2), (4, ON_4)):
         for rank in run_ranks(compare_all, n, str(models), {s: astuple(x) for s, x in layouts.items()}, limit=200):
@@ -168,7 +168,7 @@ def found(models):
 
 
 def compare_all(world, folder, layouts, families=tuple(FAMILIES)):
-    """Every family on every layout: largest difference of logits, differing tensors, ranges held."""
+    """Compares every family on every layout: largest difference of logits, differing tensors, ranges held."""
     from spmdrl.policy.megatron.model import initialize
 
     out = {}
@@ -188,13 +188,13 @@ def packs():
 
 
 def weights_TV(i):
-    """What the logits of a pack are multiplied with to make a loss; linear, so that parts of a vocabulary add up."""
+    """Factors that make a loss of the logits of a pack; it is linear, so that parts of a vocabulary add up."""
     rng = torch.Generator().manual_seed(5 + i)
     return torch.randn(sum(LENGTHS[i]), 131, generator=rng)
 
 
 def reference(folder):
-    """Config, tensors, logits [T, V] of every pack, a sequence at a time, and the gradient of each tensor."""
+    """Returns config, tensors, logits [T, V] of every pack, a sequence at a time, and the gradient of each tensor."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -216,7 +216,7 @@ def reference(folder):
 
 
 def run(models, layout, read):
-    """One pass over this rank's share of the packs, backward too.
+    """Makes one pass over this rank's share of the packs, backward too.
 
     `read(model, states [S, D], pack, its number)` is a loss, on the last stage.
     """
@@ -259,7 +259,7 @@ def compare(world, folder, layout, config, tensors, logits, gradients):
 
     def read(model, states, pack, i):
         weight, first = head_weight(convert.unwrapped(model))
-        # Backward sums what the parts of the vocabulary give back.
+        # Backward sums the gradients of the parts of the vocabulary.
         mine = copy_to_tensor_model_parallel_region(states) @ weight.T
         mine = cap * torch.tanh(mine / cap) if cap else mine
         real = pack.rows >= 0

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 
 
 def required(world, gpus: bool, backend: str):
-    """(the CPU's stand-in is there, routers have a product of TransformerEngine's, latent attention counts on it)."""
+    """Returns (CPU stand-in is there, routers have a product of TransformerEngine's, latent attention relies on it)."""
     torch.cuda.is_available = lambda: gpus
     dist.get_backend = lambda group=None: backend
     from spmdrl.policy.megatron import cpu

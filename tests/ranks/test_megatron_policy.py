@@ -1,4 +1,4 @@
-"""Megatron policies: an update is the one that FSDP makes, on every layout; what is saved goes on elsewhere."""
+"""Megatron policies make the same update as FSDP on every layout; a saved model goes on elsewhere."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ VARIANTS = {
     ("host", "tp2"): (2, "dense", {"tp": 2}, {"host_optimizer": True}),
     ("host", "dp2"): (2, "dense", {}, {"host_optimizer": True}),
 }
-"""Settings that change nothing."""
+"""Settings that do not change the answer."""
 PLAIN = {
     "tp2": ("dense", "grpo", 2, "tp2+sp"),
     "ep2": ("mixture", "grpo", 2, "ep2"),
@@ -151,9 +151,9 @@ def deepseek(folder) -> str:
 
 
 def with_heads(source: str, folder: Path) -> str:
-    """The same checkpoint with a layer behind the last, in a file and a type of its own."""
+    """Makes the same checkpoint with a layer behind the last, in a file and a type of its own."""
     shutil.copytree(source, folder)
-    # As many have it, and transformers reads but does not write it.
+    # Many models have it; transformers reads but does not write it.
     (folder / "generation_config.json").write_text('{"temperature": 0.6,  "top_p": 0.9, "eos_token_id": 2}')
     heads = {
         f"model.layers.4.{n}.weight": torch.randn(s).bfloat16()
@@ -169,7 +169,7 @@ def with_heads(source: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Kind of model -> part -> folder; the critic beside a mixture is dense."""
+    """Returns kind of model -> part -> folder; the critic beside a mixture is dense."""
     root = tmp_path_factory.mktemp("models")
     critic = small_model(root / "critic", 2, True)
     out = {}
@@ -201,7 +201,7 @@ def variant(changes: dict) -> dict:
 
 
 def balanced(name: str) -> dict:
-    """Settings under which an update is one of the loss for evenly used experts alone."""
+    """Settings under which an update comes from the loss for evenly used experts alone."""
     changes = {"moe_aux_loss": BALANCE, "moe_bias_rate": RATE if "deepseek" in name else 0.0}
     policy = {"max_tokens_per_microbatch": 64, **changes, **(CHECKPOINT if "recompute" in name else {})}
     return {"policy": policy, "optimizer": {"lr": 1e-3, "eps": 1e-3}}
@@ -212,7 +212,7 @@ def halved(dtype: str) -> dict:
 
 
 def kept(folders) -> list:
-    """What is saved with heads for further tokens, and without."""
+    """Cases that save with heads for further tokens, and without."""
     return [(how, {}, {"policy": {"mtp": how}}, folders["heads"]) for how in ("keep", "skip")]
 
 
@@ -223,7 +223,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_fsdp(folders, root):
-    """What `by_backend` gives for FSDP on one rank."""
+    """Results of `by_backend` for FSDP on one rank."""
     pairs = sorted({case[:2] for case in CASES})
     return run_ranks(
         by_backend,
@@ -241,7 +241,7 @@ def one_fsdp(folders, root):
 
 @pytest.fixture(scope="module")
 def by_fsdp(one_fsdp):
-    """(kind, preset) -> (metrics, weights)."""
+    """Returns (kind, preset) -> (metrics, weights)."""
     return one_fsdp[0]
 
 
@@ -281,7 +281,7 @@ def everything(folders, root):
 
 @pytest.fixture(scope="module")
 def resumed(folders, root, everything):
-    """Move -> what one rank has that goes on with what others saved."""
+    """Returns move -> result of one rank that goes on with the save of others."""
     assert everything(2) and everything(4)
     moves = [(k, {}, sections(p), folders[m]) for k, (_, m, p, _) in MOVES.items()]
     return run_ranks(by_backend, 1, "megatron", root, (), (), (), (), (), moves)[0][4]
@@ -321,7 +321,7 @@ def test_layout_settings_that_change_nothing(case, everything):
 
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_layers_run_again_as_often_as_recompute_says(how, everything):
-    """Wherever there is a gradient `full` runs attention and MLPs again, `selective` attention alone."""
+    """Wherever there is a gradient, `full` runs attention and MLPs again, and `selective` runs attention alone."""
     by_megatron = everything(2)[0]
     plain, again = by_megatron[PLAIN["tp2"]], by_megatron[how, "tp2"]
     for (without, _), (with_it, _) in zip(plain, again, strict=True):
@@ -349,7 +349,7 @@ def test_parity_of_replayed_experts(case, everything, one_fsdp, by_fsdp):
 
 
 def even_update(folder: str, rate: float) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Mean loss for evenly used experts, its gradient's norm, the weights after AdamW's step; the papers' formulas."""
+    """Mean loss for evenly used experts, its gradient's norm, weights after AdamW's step: the papers' formulas."""
     from transformers import AutoModelForCausalLM
 
     from spmdrl.hub.routing import Routers, _is_router
@@ -456,7 +456,7 @@ def test_parity_of_bfloat16(everything, one_fsdp):
 
 
 def saved_tensors(folder) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, whose index must list each where it is."""
+    """All tensors of a folder; the index must list each where it is."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     found = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -148,7 +148,7 @@ def test_requested_bytes_are_read_off_the_message():
 
 
 def small_blocks(world):
-    """360 blocks that glibc keeps once they are freed, as a run on a CPU has it set: [bytes, rss before, off, on]."""
+    """Returns [bytes, rss before, off, on] of 360 blocks that glibc keeps once freed, with a CPU run's settings."""
     keep_freed_memory()
     blocks = [torch.ones(256, 1024) for _ in range(120)] + [torch.ones(100_000 + 64 * i) for i in range(240)]
     meter, seen = Meter(CPU), []
@@ -171,7 +171,7 @@ def test_memory_of_small_blocks_goes_back_to_the_system():
 
 
 def steps(world, folder, place, tied):
-    """Weights, moments and forward after three steps, with the trainer parked between them, or not."""
+    """Returns weights, moments and forward after three steps, with the trainer parked between them, or not."""
     cfg = config(model={"path": folder}, policy={"offload": place})
     policy, seen = build_policy(cfg, world), []
     everyone = synthetic_batch()
@@ -228,7 +228,7 @@ def test_offload_between_steps_changes_no_bit(tmp_path_factory, n, tied):
 
 
 class Recorder:
-    """Stands where an engine does and has a KV cache as large as asked for; notes what else is on the device."""
+    """Stands for an engine with a KV cache as large as asked for; notes what else is on the device."""
 
     version, capacity, parked, cache = None, 1, None, None
 
@@ -268,7 +268,7 @@ class Recorder:
 
 
 def phases(world, folder, place):
-    """Two steps of a policy of 128 MiB with its reference; what was on the device at each of the engine's moments."""
+    """Makes two steps of a policy of 128 MiB with its reference; returns the bytes at each of the engine's moments."""
     keep_freed_memory()
     cfg = config(
         model={"path": folder},
@@ -314,12 +314,12 @@ def test_phases_go_in_the_order_that_bounds_the_peak(measured):
     held = dict(log)
     parameters = held["weights"]["policy parameters"]
     assert parameters > BIG / 2
-    # What the push does not read has left before the engine's weights come, the parameters before the KV cache.
+    # Owners that the push does not read leave before the engine's weights come, the parameters before the KV cache.
     for event in ("weights", "push"):
         assert held[event] == {"policy parameters": parameters, "policy opt": 0, "reference": 0, "KV": 0}, event
     assert held["kv_cache"] == {"policy parameters": 0, "policy opt": 0, "reference": 0, "KV": 0}
     assert held["sleep"]["KV"] == 256 * MIB and held["sleep"]["policy parameters"] == 0, "asleep before the trainer"
-    # Without it all of that is there together.
+    # Without offload all of that is there together.
     assert dict(measured["none"][0])["kv_cache"]["policy opt"] > 1.9 * parameters
 
 
@@ -332,7 +332,7 @@ def test_table_agrees_with_resident_memory(measured):
         assert abs(told - seen) < limit, (a, b, told / MIB, seen / MIB)
     assert rows["rollout"][0] > BIG and rows["training"][0] > 2.5 * BIG
     assert {rows[name][0] for name in ("trainer off", "engine asleep")} == {0}
-    # Nothing on the way from the push to the KV cache took more than its two ends.
+    # Nothing on the way from the push to the KV cache takes more than its two ends.
     assert rows["rollout"][2] - rows["rollout"][1] < 0.05 * rows["rollout"][0]
     at = places["rollout"]
     assert at["policy optimizer"] == ("disk", at["policy optimizer"][1]) and at["policy optimizer"][1] > BIG
@@ -346,7 +346,7 @@ def test_table_agrees_with_resident_memory(measured):
 
 
 def limited(room: int, action) -> str:
-    """What `action` raises when the address space may grow by `room` bytes."""
+    """Returns the error that `action` raises when the address space may grow by `room` bytes."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + room, before[1]))
@@ -360,7 +360,7 @@ def limited(room: int, action) -> str:
 
 
 def starved(world, folder):
-    """Messages of a wake and of a trainer's return without memory; both work once there is some."""
+    """Returns messages of a wake and of a trainer's return without memory; both work once there is some."""
     cfg = config(model={"path": folder}, policy={"offload": "none"}, rollout={"sleep_level": 2})
     policy, engine = build_policy(cfg, world), HFEngine(cfg, world, {2})
     memory = Memory(cfg, Models(policy), engine, Timer(), world)
@@ -403,7 +403,7 @@ def test_wake_without_memory_is_answered_by_the_table_and_three_flags(big_folder
 
 
 def split(world):
-    """Ranks without an engine or without a policy make the same calls, and know the same names."""
+    """Makes the same calls with the same names on ranks without an engine or without a policy."""
     cfg = config()
     memory = Memory(cfg, Models(None), None, Timer(), world)
     memory.owners = ["KV cache"]
@@ -434,7 +434,7 @@ def levels(world, folder, level):
 
 
 def test_scored_batch_is_as_before_under_offload(folder):
-    """The frozen model too: its logp with and without having been away."""
+    """The frozen model has the same logp with and without offload."""
     one, other = run_ranks(frozen, 1, folder)[0]
     assert torch.equal(one, other) and one.abs().sum() > 0
 
@@ -458,7 +458,7 @@ def frozen(world, folder):
 
 
 def at_start(world, folder, place):
-    """Bytes of the models on the device while the engine is built and after it, and how the engine was left."""
+    """Returns the bytes of models on the device while the engine is built and after it, and the state of the engine."""
     from spmdrl.rl import build as module
 
     models, engines, seen = [], [], []

@@ -29,7 +29,7 @@ BARE = {"run": {"steps": 1}, "eval": {"every": 0}, "tracking": {"samples": 10_00
 
 
 def reward_in(folder: Path, body: str) -> str:
-    """A reward file that writes down what it said."""
+    """Writes a reward file that records its own results."""
     folder.mkdir(exist_ok=True)
     file = folder / "reward.py"
     file.write_text(BODY.format(body=body))
@@ -37,7 +37,7 @@ def reward_in(folder: Path, body: str) -> str:
 
 
 def trained(folder: Path, n: int, body: str = "", **sections) -> tuple[list[dict], list, list[dict]]:
-    """Lines of metrics, what the reward said of every sample, and the samples."""
+    """Returns lines of metrics, the reward's record of every sample, and the samples."""
     if body:
         sections["reward"] = {"function": reward_in(folder, body)} | sections.get("reward", {})
     folder.mkdir(exist_ok=True)
@@ -48,12 +48,12 @@ def trained(folder: Path, n: int, body: str = "", **sections) -> tuple[list[dict
 
 
 def bare(sections: dict) -> dict:
-    """The sections over BARE."""
+    """Merges sections over BARE."""
     return BARE | {name: BARE.get(name, {}) | values for name, values in sections.items()}
 
 
 def told(run: Path) -> list[dict]:
-    """Lines of samples.jsonl."""
+    """Returns the lines of samples.jsonl."""
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
@@ -64,7 +64,7 @@ def mean(values) -> float:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_layout_rewards_are_of_what_was_graded(n, tmp_path):
-    """Some groups agree and are dropped: `reward/mean` is of those too, `reward/trained` of what was kept."""
+    """Some groups agree and are dropped: `reward/mean` includes those, `reward/trained` only the kept ones."""
     agrees = 'float(len(ground_truth) > 0 and solution_str[:1] > "f") if ord(ground_truth[0]) % 3 else 0.25'
     filtered = {"keep": "mixed", "max_rounds": 20}
     (row,), said, samples = trained(tmp_path, n, agrees, filter=filtered)
@@ -98,7 +98,7 @@ def test_cut_responses_count_with_their_length_though_they_leave_the_loss(tmp_pa
             assert row[key] == pytest.approx(whole[key], abs=1e-12), (name, key)
         first, second = (sorted((s["index"], s["sample"], s["completion"]) for s in x) for x in (samples, texts))
         assert first == second, name
-    # And they do leave the loss.
+    # These groups also leave the loss.
     assert runs["cut"][0][0]["advantage/nonzero"] < whole["advantage/nonzero"]
 
 
@@ -116,7 +116,7 @@ SOME = '{{"score": {0}, "even": float(len(solution_str))}} if len(set(solution_s
 
 
 def test_a_part_that_some_samples_lack_is_no_zero(tmp_path):
-    """Its mean is over those that have it, and training on it is refused by name."""
+    """The mean is over the samples that have it, and training on it is refused by name."""
     body = SOME.format(LENGTH)
     (row,), said, _ = trained(tmp_path / "told", 1, body)
     have = [s["even"] for s in said if "even" in s]
@@ -139,7 +139,7 @@ def test_a_part_that_some_samples_lack_is_no_zero(tmp_path):
 
 
 def test_a_part_may_appear_later_than_the_steps_that_are_replayed(tmp_path):
-    """The first step of 32 samples gives none; the second draws from both."""
+    """The first step of 32 samples has none; the second draws from both."""
     body = SOME.format(LENGTH).replace(
         "% 2 == 0", '>= 0 and len(open(__file__[:-9] + "graded.jsonl").readlines()) >= 32'
     )
@@ -151,7 +151,7 @@ def test_a_part_may_appear_later_than_the_steps_that_are_replayed(tmp_path):
 
 
 def test_a_grading_that_timed_out_is_zero_in_its_parts_too(tmp_path):
-    """The first letter decides who hangs; the filter looks at a part that a stopped grading never gave."""
+    """The first letter decides the sample that hangs; the filter looks at a part that a stopped grading never gave."""
     slow = '{"score": 1.0, "long": 1.0} if solution_str[:1] > "d" else __import__("time").sleep(60)'
     hangs = {"timeout": 0.3, "on_timeout": "zero", "workers": 2}
     sections = {
@@ -177,7 +177,7 @@ def test_remax_leaves_out_prompts_whose_greedy_response_has_no_reward(tmp_path):
 
 
 def losses(world, path: str, updates: int):
-    """The metric, and the loss of each optimizer step, summed over its micro-batches."""
+    """Returns the metric, and the loss of each optimizer step, summed over its micro-batches."""
     cfg = config(model={"path": path}, algo={"updates_per_step": updates, "advantage": "per_token"})
     policy = build_policy(cfg, world)
     algo, batch, _ = scored_batch(cfg, world, Models(policy), synthetic_batch())
@@ -204,7 +204,7 @@ def test_loss_is_a_mean_over_optimizer_steps(tmp_path):
 
 
 def test_entropy_is_of_every_sampled_token_whatever_the_update_leaves_out(tmp_path):
-    """Where a pass of the policy comes before the update, it tells; half of the prompts agree here."""
+    """The pass of the policy before the update, where there is one, gives it; half of the prompts agree here."""
     body = f"({LENGTH}) if ord(ground_truth[0]) % 2 else 0.5"
     rows = []
     for skip in (False, True):
@@ -218,7 +218,7 @@ def test_entropy_is_of_every_sampled_token_whatever_the_update_leaves_out(tmp_pa
 
 
 def test_the_last_line_keeps_both_of_its_evaluations(tmp_path):
-    """One before the last step, one after it: the first is what a run of one more step says of the same weights."""
+    """One comes before the last step and one after it: the first equals that of a longer run at the same weights."""
     sections = {"run": {"steps": 2}, "eval": {"every": 1, "prompts": 16}, "optimizer": {"schedule": "constant"}}
     longer = sections | {"run": {"steps": 3}}
     run_ranks(train_demo, 1, str(tmp_path / "two"), sections)

@@ -64,7 +64,7 @@ def mixture(tmp_path_factory) -> str:
 
 
 def as_on_gpus():
-    """Stages of a pipeline send to each other in batches, as on GPUs."""
+    """Makes stages of a pipeline send to each other in batches, as on GPUs."""
     from spmdrl.policy.megatron import model
 
     made = model.transformer_config
@@ -74,7 +74,7 @@ def as_on_gpus():
 
 
 def recorded(world, folder: str, parallel: dict, sections: dict) -> Record:
-    """The record of this rank of a run."""
+    """Returns this rank's record of a run."""
     tp = sections.get("rollout", {}).get("tp", 1)
     sections = {"run": {"steps": 2}, "eval": {"every": 1, "prompts": 8}, "parallel": parallel} | sections
     gpus = as_on_gpus() if "policy" in sections else nullcontext()
@@ -113,7 +113,7 @@ MOST_SPLITS = 40
 
 
 def on_paper(_, names: list[str]) -> dict[str, list[Record]]:
-    """Config -> records of ranks of its job, made in this process one after the other."""
+    """Returns config -> records of ranks of its job, made in this process one after the other."""
     warnings.simplefilter("ignore")
     dist.destroy_process_group()
     found = {}
@@ -126,7 +126,7 @@ def on_paper(_, names: list[str]) -> dict[str, list[Record]]:
 
 
 def forming(cfg: Config, rank: int, size: int) -> Record:
-    """The record of one rank while the groups of its job are made."""
+    """Returns the record of one rank while the groups of its job are made."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     with stub_nccl(paper=True) as recorder:
         world = world_from_group(cfg.parallel, cfg.rollout.tp, torch.device("cpu"), rank, LIMIT)
@@ -159,7 +159,7 @@ def test_lockstep_of_the_splits_of_every_config():
 
 
 def crossed(world) -> Record:
-    """Two collectives that do not wait, on two communicators, in another order on rank 1."""
+    """Makes two collectives that do not wait, on two communicators, in another order on rank 1."""
     with stub_nccl() as recorder:
         groups = dist.new_group([0, 1]), dist.new_group([0, 1])
         here = groups[:: 1 - 2 * world.rank]
@@ -169,7 +169,7 @@ def crossed(world) -> Record:
 
 
 def some_only(world) -> Record:
-    """A group that rank 1 makes alone."""
+    """Makes a group by rank 1 alone."""
     with stub_nccl() as recorder:
         if world.rank == 1:
             dist.new_group([1], use_local_synchronization=True)
@@ -178,14 +178,14 @@ def some_only(world) -> Record:
 
 
 def host(world) -> Record:
-    """A group of the host that is made like any other."""
+    """Makes a group of the host like any other."""
     with stub_nccl() as recorder:
         dist.new_group([0], backend="gloo")
         return recorder.record
 
 
 def line_of(function, text: str) -> str:
-    """`ranks/test_nccl_order.py:LINE` of the line of a function that holds the text."""
+    """Returns `ranks/test_nccl_order.py:LINE` of the line of a function that holds the text."""
     lines, first = inspect.getsourcelines(function)
     return f"ranks/test_nccl_order.py:{first + next(i for i, line in enumerate(lines) if text in line)} "
 

@@ -27,7 +27,7 @@ def split(rollout: int, scoring: int = 0, **axes) -> dict:
 
 
 def split_demo(world, folder: str, parallel: dict, sections: dict, stop_after: int = 0, fail_at: int = -1) -> dict:
-    """The demo under split placement: for each step that this rank sampled (step, version, tokens' versions)."""
+    """Runs the demo under split placement; returns per step sampled here (step, version, tokens' versions)."""
     world = world_from_group(ParallelConfig(**parallel), 1, torch.device("cpu"), world.rank, timedelta(seconds=60))
     Path(folder).mkdir(exist_ok=True)
     run = build_run(Session(demo(folder, **sections | {"parallel": parallel}), world, Timer()))
@@ -215,7 +215,7 @@ def test_layout_other_models_answer_from_their_own_ranks(name, tmp_path):
 
 
 def classifier(folder: str) -> None:
-    """The demo's policy with a head of one label."""
+    """Makes the demo's policy with a head of one label."""
     from transformers import AutoModelForSequenceClassification
 
     from spmdrl.hub.resolve import resolve

@@ -1,4 +1,4 @@
-"""The prompt queue: every position exactly once, whoever asks; ranks of one engine get the same ones."""
+"""The prompt queue gives every position exactly once, whoever asks; ranks of one engine get the same ones."""
 
 import time
 

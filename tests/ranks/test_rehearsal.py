@@ -1,4 +1,4 @@
-"""A run looks at no setting that the rehearsed step did not: what is of use is never refused as being of none."""
+"""A run looks at no setting that the rehearsed step did not: a setting of use is never refused as useless."""
 
 from contextlib import ExitStack
 from unittest.mock import patch

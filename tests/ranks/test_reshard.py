@@ -1,4 +1,4 @@
-"""Weights cut one way and wanted another: every byte arrives once, and a changed one is refused."""
+"""Weights cut in one way and wanted in another: every byte arrives once, and a changed one is refused."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ SHAPES = [(7, 6), (5,), (1, 3), (12, 4), (3,), (2, 3, 5), (10001,), (1,), (96, 4
 
 
 def whole() -> dict[str, torch.Tensor]:
-    """The same on every rank."""
+    """Returns a tensor that is the same on every rank."""
     g = torch.Generator().manual_seed(4)
     return {f"t{i}": torch.randn(*shape, generator=g) for i, shape in enumerate(SHAPES)}
 
@@ -31,7 +31,7 @@ def shares(shape: tuple[int, ...], ranks: int, dim: int) -> list:
 
 
 def held_by(rank: int, sources: int, copies: int) -> list[Piece]:
-    """Row shards over the first `sources` ranks, `copies` times."""
+    """Returns row shards over the first `sources` ranks, `copies` times."""
     if rank >= sources * copies:
         return []
     pieces = []
@@ -89,7 +89,7 @@ def test_reshard_names_what_nobody_holds():
 
 
 def flipped(world):
-    """Every bit of every message once, by both digests, and one flip that nobody takes back."""
+    """Flips every bit of every message once, by both digests, and one that nobody flips back."""
     pieces = held_by(world.rank, 2, 1)
     entries = catalogue(pieces, world.host_group)
     # The last of them is held by both ranks: a rank that refuses it leaves nobody waiting.
@@ -138,7 +138,7 @@ def test_stale_any_flipped_bit_is_refused_by_name():
 
 
 def refused_many(world):
-    """All tensors in one message; the third rank's message arrives as it was."""
+    """Sends all tensors in one message; the third rank's message arrives unchanged."""
     pieces = held_by(world.rank, 3, 1)
     entries = catalogue(pieces, world.host_group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)]
@@ -164,7 +164,7 @@ def test_stale_refused_message_names_some_of_its_tensors():
 
 
 def counted(world, copies):
-    """Digests that this rank takes in a push from two ranks to all, and what the plan says of messages."""
+    """Counts digests that this rank takes in a push from two ranks to all, and the plan's number of messages."""
     pieces = held_by(world.rank, 2, copies)
     entries = catalogue(pieces, world.host_group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)]

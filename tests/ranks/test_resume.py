@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved comes back on this and on other layouts; damage is seen and named; runs go on."""
+"""Checkpoints come back on this and on other layouts; damage is seen and named; runs go on."""
 
 import json
 import logging
@@ -38,11 +38,11 @@ def result(cfg, world, policy):
 
 
 GENERATION = '{"eos_token_id": 2,  "temperature": 0.6, "top_p": 0.9}'
-"""A generation config as many models have it, which transformers reads but does not write."""
+"""Generation config as many models have it, which transformers reads but does not write."""
 
 
 def train_and_save(world, root, path):
-    """Two steps, a checkpoint, and the step after it."""
+    """Makes two steps, a checkpoint, and the step after it."""
     cfg = tiny(world, path)
     policy = build_policy(cfg, world)
     for _ in range(2):
@@ -66,7 +66,7 @@ def load_and_go_on(world, root):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(root of the checkpoints, what the step after gave, the weights that were saved), by two ranks."""
+    """Returns (root of the checkpoints, result of the step after, weights that were saved), by two ranks."""
     root, model = tmp_path_factory.mktemp("checkpoints"), tmp_path_factory.mktemp("source") / "model"
     shutil.copytree(TINY, model)
     (model / "generation_config.json").write_text(GENERATION)
@@ -141,10 +141,10 @@ def test_resume_sharded_safetensors_open_too(tmp_path):
 
 
 class Plain:
-    """A policy that saves one small file: what is tested is the folder around it."""
+    """A policy that saves one small file: the tests are about the folder around it."""
 
     def saving(self, copy=False):
-        """As the contract says."""
+        """Implements the method of the contract."""
 
         def write(folder, world):
             (folder / "model").mkdir(exist_ok=True)
@@ -273,7 +273,7 @@ STOP = 2
 
 
 def remembered(run) -> dict:
-    """All that a step depends on, weights and moments whole. Collective."""
+    """Gathers all that a step depends on, weights and moments whole. Collective."""
     models = {"policy": run.models.policy, **run.models.trained()}
     moments = {}
     for name, model in models.items():
@@ -292,7 +292,7 @@ def remembered(run) -> dict:
 
 
 def train_and_look(world, folder, sections, stop_after=0):
-    """What a run remembers when it begins and when it ends."""
+    """Returns the memory of a run when it begins and when it ends."""
     run = open_demo(world, folder, sections, stop_after)
     first = remembered(run)
     with suppress(Interrupted):
@@ -303,7 +303,7 @@ def train_and_look(world, folder, sections, stop_after=0):
 
 @pytest.fixture(scope="module")
 def safe_run(tmp_path_factory):
-    """(settings, folder of a run without a break, folder of one that stopped, what that one remembered)."""
+    """Returns (settings, folder of a run without a break, folder of one that stopped, memory of that one)."""
     root = tmp_path_factory.mktemp("safe")
     (root / "reward.py").write_text(REWARD)
     saving = {"checkpoint": {"every": STOP, "keep": 1, "at_end": False}}
@@ -323,7 +323,7 @@ def same_memory(a: dict, b: dict) -> bool:
 @pytest.mark.parametrize("n", [2, 1])
 def test_resume_of_a_run_with_critics_and_controllers_goes_on_as_if_it_had_not_stopped(safe_run, tmp_path, n):
     sections, without_break, broken, left = safe_run
-    # There is something to remember, all of it away from where a run begins.
+    # There is something to remember, and all of it differs from the start of a run.
     start = {"kl_coef": 0.05, "multiplier": 1.0, "reward_count": 0.0, "reward_mean": 0.0, "reward_m2": 0.0}
     assert left["algorithm"].keys() == start.keys() and all(left["algorithm"][k] != start[k] for k in start)
     assert left["draws"] > STOP and left["version"] == STOP - 1

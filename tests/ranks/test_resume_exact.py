@@ -71,7 +71,7 @@ HELD = {
 
 
 def held_in(folder: Path) -> set[str]:
-    """What a checkpoint's files of ranks hold anything of."""
+    """Names of the entries that are not empty in a checkpoint's files of ranks."""
     found = set()
     for file in (folder / "state" / "ranks").iterdir():
         tree = treefile.read(file)
@@ -80,8 +80,8 @@ def held_in(folder: Path) -> set[str]:
 
 
 def finish(world, folder, sections):
-    """Train to the end; the weights on rank 0."""
-    # Any state will do, as long as it is not what the run left.
+    """Trains to the end; returns the first step and, on rank 0, the weights."""
+    # Any state is fine, as long as it is not the one that the run left.
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(world.rank)
     run = open_demo(world, str(folder), sections)
@@ -96,7 +96,7 @@ def finish(world, folder, sections):
 
 
 def go_on(source: Path, folder: Path) -> None:
-    """What a kill after the checkpoint of step K leaves of a run."""
+    """Copies a run as a kill after the checkpoint of step K leaves it."""
     shutil.copytree(source, folder, symlinks=True)
     for later in folder.glob("checkpoints/step_*"):
         if later.name != f"step_{K}":
@@ -104,7 +104,7 @@ def go_on(source: Path, folder: Path) -> None:
 
 
 def both(world, root, sections):
-    """A run, and one that goes on in its middle."""
+    """Makes a run, and one that goes on in its middle."""
     root = Path(root)
     _, whole = finish(world, root / "whole", sections)
     if world.is_first:
@@ -124,7 +124,7 @@ def sections_of(case: str, root: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """case -> (settings, folder, weights at the end, where the second one began, its weights), each made once."""
+    """Returns case -> (settings, folder, weights at the end, start of the second run, its weights), each made once."""
     made = {}
 
     def of(case: str, tp: int = 1):
@@ -171,7 +171,7 @@ def test_resume_on_another_world_goes_on_alike(runs, tmp_path, case, n, changes)
 
 
 def test_resume_can_fail_to_be_exact(runs, tmp_path):
-    """Without the files of ranks a run goes on too, says what it lacks, and ends elsewhere."""
+    """Without the files of ranks a run goes on too, reports what it lacks, and ends elsewhere."""
     for case in ("generators", "replay", "ahead"):
         sections, root, whole, *_ = runs(case)
         folder = tmp_path / case
@@ -210,7 +210,7 @@ def episode(position: int, sample: int) -> Episode:
 
 
 def holder(rank: int, size: int, tp: int = 1, **changes):
-    """A rank of a world that is only looked at."""
+    """Makes the state of one rank of a world that is only inspected."""
     cfg = config(rollout={"tp": tp, "partial_steps": 2, "staleness": 1} | changes, filter={"replay_steps": 2})
     world = SimpleNamespace(
         rank=rank,
@@ -228,7 +228,7 @@ def holder(rank: int, size: int, tp: int = 1, **changes):
 
 
 def filled(rank: int, size: int, tp: int):
-    """The same, with something in it: groups 100, 101, .. cut short, a step ahead, two steps to be replayed."""
+    """Makes the same state with content: groups 100, 101, .. cut short, a step ahead, two steps to be replayed."""
     held = holder(rank, size, tp)
     engine, engines, leads = rank // tp, size // tp, rank % tp == 0
     for i in range(engine, 6, engines):
@@ -322,7 +322,7 @@ def test_resume_generators_go_on_where_they_were(tmp_path):
         return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.randn(3).tolist()
 
     cpu = torch.device("cpu")
-    numpy.random.randn()  # one of a pair is kept
+    numpy.random.randn()  # One of a pair is kept.
     random.gauss(0, 1)
     treefile.write(tmp_path / "x", generators.generator_states(cpu))
     want, other = draw(), draw()
@@ -334,7 +334,7 @@ def test_resume_generators_go_on_where_they_were(tmp_path):
 
 
 def set_anew(world, folder):
-    """A run of two steps, and what a third one of other settings begins with."""
+    """Makes a run of two steps; returns the starts of further runs with other settings."""
     reward = Path(folder).with_name("reward.py")
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n")
     sections = {"checkpoint": {"every": 1}, "run": {"steps": 2}, "eval": {"every": 0}}

@@ -19,7 +19,7 @@ from tests.ranks.test_placement import classifier
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A policy, and a classifier with one label as reward models are published; in float64."""
+    """Makes a policy, and a classifier with one label as reward models are published; in float64."""
     from transformers import AutoModelForSequenceClassification
 
     root = tmp_path_factory.mktemp("models")
@@ -67,7 +67,7 @@ def test_parity_model_scores_are_those_of_hugging_face(folders):
 
 
 def judged(world, folder: str, reward: dict):
-    """Numbers of the evaluation before the first step, and what Hugging Face says of this rank's samples."""
+    """Returns numbers of the evaluation before the first step, and Hugging Face's scores of this rank's samples."""
     from transformers import AutoModelForSequenceClassification
 
     run = open_demo(world, folder, {"eval": {"every": 2, "prompts": 8, "samples": 2}, "reward": reward})
@@ -88,7 +88,7 @@ def judged(world, folder: str, reward: dict):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_layout_an_evaluation_has_the_reward_models_score_in_it(n, tmp_path):
-    """`eval/score` is the function's and the model's as in training; `eval/accuracy` the function's alone."""
+    """`eval/score` comes from function and model as in training; `eval/accuracy` comes from the function alone."""
     model = str(tmp_path / "classifier")
     classifier(model)
     (plain, _), *_ = run_ranks(judged, n, str(tmp_path / "plain"), {})
@@ -102,7 +102,7 @@ def test_layout_an_evaluation_has_the_reward_models_score_in_it(n, tmp_path):
 
 
 def refreshed(world, folders):
-    """Distance of policy and reference after each of three steps."""
+    """Returns distance of policy and reference after each of three steps."""
     cfg = config(
         model={"path": folders[0], "dtype": "float64"},
         algo={"preset": "grpo", "kl_coef": 0.1},

@@ -1,4 +1,4 @@
-"""Law 2 with replayed experts, and whole steps with them: recorded by the engine, told to the trainer."""
+"""Law 2 with replayed experts, and whole steps with them: recorded by the engine, passed to the trainer."""
 
 import dataclasses
 from functools import partial
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 
 
 def told_episodes(prompts: int, samples: int) -> list:
-    """Random choices: a prompt's alike in its group, but for one group; some unknown, as every last one."""
+    """Makes random choices: alike for all of a prompt's group except one group; some unknown, as every last one."""
     out = []
     for t in synthetic_batch(prompts, samples):
         length = int((~t.mask).int().argmin())
@@ -86,7 +86,7 @@ def told_episodes(prompts: int, samples: int) -> list:
 
 
 def learned(world, folder, cases):
-    """Gradients of two optimizer steps for each (share prompts, budget, replay).
+    """Returns gradients of two optimizer steps for each (share prompts, budget, replay).
 
     Rank 0 brings all samples, as if the others' engines had none.
     """
@@ -164,7 +164,7 @@ def test_three_steps_of_grpo_with_the_engines_experts(folder, tmp_path):
     # Samples of this step's weights alone: engine and trainer differ by rounding.
     assert rows[0]["logp_diff/max"] < 1e-5
     assert sum(row["rollout/stale_tokens"] for row in rows) > 0, "some were carried, with the choices of their time"
-    # What it saved is a checkpoint like any other, and goes on with another number of ranks.
+    # The save is a checkpoint like any other, and goes on with another number of ranks.
     saved = load_file(tmp_path / "run" / "checkpoints" / "step_3" / "model" / "model.safetensors")
     assert saved.keys() == load_file(Path(folder) / "model.safetensors").keys()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_3" / "model")

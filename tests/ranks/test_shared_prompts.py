@@ -24,12 +24,12 @@ WHOLE = 1 << 20
 
 
 def float64_norm(self, x):
-    """Qwen2RMSNorm without its way through float32."""
+    """Replaces Qwen2RMSNorm, without its way through float32."""
     return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 def learned(world, folder, preset, share, budget):
-    """Gradients of two optimizer steps, weights after, metrics."""
+    """Returns gradients of two optimizer steps, weights after, metrics."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     Qwen2RMSNorm.forward = float64_norm

@@ -1,4 +1,4 @@
-"""Law 5 with the HF engine: it never samples from weights it should not have. Buckets, digests, versions."""
+"""Law 5 with the HF engine: it never samples from wrong weights. Buckets, digests, versions."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def sample_all(engine, version) -> list[int]:
 
 
 def engine_life(world, folder, level):
-    """Every place in a run where an engine might sample from weights it should not have."""
+    """Visits every place in a run where an engine might sample from weights it should not have."""
     cfg = config(model={"path": folder}, rollout={"sleep_level": level, "push_bucket_mib": 1})
     policy, engine = build_policy(cfg, world), HFEngine(cfg, world, {2})
     memory = Memory(cfg, Models(policy), engine, Timer(), world)
@@ -95,7 +95,7 @@ def test_stale_engine_refuses_until_it_holds_the_version(folder, n, level):
 
 
 def corrupted(world, folder, how):
-    """A bucket that changes on its way, on every rank: one alone would end the job, and leave nobody to mend it."""
+    """Corrupts a bucket on its way on every rank: one alone would end the job, and nobody could repair it."""
     cfg = config(model={"path": folder})
     policy, engine = build_policy(cfg, world), HFEngine(cfg, world, {2})
     transfer = Transfer(world, policy, engine, torch.float32, 1 << 14)
@@ -141,11 +141,11 @@ def test_stale_corrupt_push_is_refused_and_the_engine_too(folder, how):
         for (message,), after, version, now, deep in run_ranks(corrupted, n, folder, how):
             assert "the engine's memory does not hold version 1" in message and deep
             assert all("the engine holds no weights" in m for m in after) and len(after) == 2
-            assert version == 1 and now == ""  # a clean push mends it
+            assert version == 1 and now == ""  # A clean push repairs it.
 
 
 def interrupted(world, folder):
-    """A push that stops half way: no version is left, not even the old one, whose weights are half gone."""
+    """Stops a push half way: no version is left, not even the old one, whose weights are half gone."""
     cfg = config(model={"path": folder})
     policy, engine = build_policy(cfg, world), HFEngine(cfg, world, {2})
     transfer = Transfer(world, policy, engine, torch.float32, 1 << 14)

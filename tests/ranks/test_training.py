@@ -47,18 +47,18 @@ OLDER = {
         "algo": {"old_logp": "policy"},
     },
 }
-"""Sound runs in which the update meets logp of other weights than its own."""
+"""Sound runs whose update meets logp of other weights than its own."""
 
 
 @pytest.mark.parametrize("case", OLDER)
 def test_logp_diff_compares_engine_and_trainer_at_the_same_weights(case, tmp_path):
-    """A threshold far below what one update moves does not end the run."""
+    """A threshold far below the change of one update does not end the run."""
     sections = {"optimizer": {"lr": 1e-2}} | OLDER[case] | {"run": {"steps": 3}, "eval": {"every": 0}}
     sections |= {"rollout": sections.get("rollout", {}) | {"logp_diff_stop": 1e-4}}
     run_ranks(train_demo, 2, str(tmp_path / "run"), sections)
     rows = untimed(metrics(tmp_path / "run"))
     assert len(rows) == 3 and all(0 < row["logp_diff/mean"] <= row["logp_diff/max"] < 1e-4 for row in rows), rows
-    # What a correction has to make good stands beside it: of all tokens, where the update begins.
+    # The amount that a correction has to cover is a metric too: of all tokens, where the update begins.
     assert (max(row["mismatch/k3"] for row in rows) > 1e-3) == (case != "several updates"), rows
 
 
@@ -72,7 +72,7 @@ def test_two_runs_with_one_seed_are_identical(two_ranks, tmp_path):
 
 
 def test_layout_queue_assignment_samples_the_same(two_ranks, tmp_path):
-    """Law 3: which rank draws a sample does not enter it, so the queue's luck shows in rounding alone."""
+    """By law 3 the rank that draws a sample plays no part, so the luck of the queue shows in rounding alone."""
     run_ranks(train_demo, 2, str(tmp_path / "run"), {"rollout": {"assignment": "queue"}, "run": {"steps": 2}})
     static, queue = untimed(metrics(two_ranks)), untimed(metrics(tmp_path / "run"))
     for a, b in zip(static, queue, strict=False):
@@ -83,7 +83,7 @@ def test_layout_queue_assignment_samples_the_same(two_ranks, tmp_path):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_resume_continues_the_run_it_left(two_ranks, tmp_path, n):
-    """Three steps, a kill, the same command again: metrics of all five steps are those of the run without it."""
+    """After three steps, a kill and the same command, metrics of all five steps equal those of the run without it."""
     folder = str(tmp_path / "run")
     saving = {"checkpoint": {"every": 1, "keep": 1, "at_end": False}}
     got = run_ranks(train_demo, n, folder, saving, 3)

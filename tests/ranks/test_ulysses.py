@@ -49,7 +49,7 @@ LAYOUTS = {"sp4": {"sp": 4}, "dp2 x sp2": {"sp": 2}, "hsdp2 x sp2": {"dp_replica
 
 
 def world_of(world, axes: dict):
-    """The same ranks under other axes."""
+    """Puts the same ranks under other axes."""
     return world_from_group(ParallelConfig(**axes), 1, world.device, world.rank)
 
 
@@ -80,7 +80,7 @@ def model_of(name: str):
 
 
 def run_head(model, lengths, second="entropy", group=None):
-    """The head's two tensors and the gradient of a sum of them, over the ranks of the group."""
+    """Returns the head's two tensors and the gradient of a sum of them, over the ranks of the group."""
     tokens, mask = tokens_of(lengths)
     mask[1:2] = True
     model.zero_grad()
@@ -96,14 +96,14 @@ def wrong(want, got, exact_of=lambda name: EXACT) -> list[str]:
     out = [f"output {i}" for i in (0, 1) if (want[i] - got[i]).abs().max() > EXACT]
     if want[2].keys() != got[2].keys():
         return [*out, "names"]
-    # A single row to read has no gradient by its queries.
+    # A single row to read has no gradient through its queries.
     floor = max(g.abs().max().item() for g in want[2].values()) / 1000
     errors = {n: (g - got[2][n]).abs().max().item() / max(g.abs().max().item(), floor) for n, g in want[2].items()}
     return out + [f"{n} {error}" for n, error in errors.items() if error > exact_of(n)]
 
 
 def models(world):
-    """What differs between a whole model and one on 2 or 4 ranks: nothing."""
+    """Returns the differences between a whole model and one on 2 or 4 ranks; an empty list is right."""
     groups = {sp: world_of(world, {"sp": sp}).sp_group for sp in (2, 4)}
     out, seen = [], []
     for name in MODELS:
@@ -149,14 +149,14 @@ def test_layout_models_on_divided_tokens_are_the_whole_models():
 # ── policies: layouts, updates, checkpoints ──────────────────────────────────
 
 BATCHES = {"many": (4, 3), "three": (1, 3), "one": (1, 1)}
-"""prompts, samples: fewer sequences than data positions leave some without any."""
+"""Prompts, samples: fewer sequences than data positions leave some without any."""
 CASES = [("many", 70), ("many", 31), ("three", 1 << 20), ("one", 31)]
 """Batch, and tokens of one micro-batch: a few sequences, one, all."""
 CASES_OF = {"sp4": CASES[:1], "dp2 x sp2": CASES, "hsdp2 x sp2": CASES[1:3]}
 
 
 def share_of(world, shape):
-    """This rank's balanced share of sequences that are made anywhere; two optimizer steps."""
+    """Takes this rank's balanced share of sequences that are made anywhere; two optimizer steps."""
     batch = from_episodes([t for t in synthetic_batch(*shape) if t.position % world.size == world.rank])
     batch.seq["update"], batch.seq["work"] = batch.seq["position"] % 2, batch.lengths
     return balance(batch, world)
@@ -184,7 +184,7 @@ class SequenceLoss(Objective):
 
 
 def update(policy, batch, world):
-    """Gradients of the optimizer steps that signal comes to, and the norms."""
+    """Returns gradients of the optimizer steps that have signal, and the norms."""
     stats = []
     objective = SequenceLoss(world.data_peers)
     seen = gradients_of(policy, lambda: stats.append(policy.update(batch, objective, 2)))
@@ -206,7 +206,7 @@ def settings(folder, budget=70, **policy):
 
 
 def steps(world, folder, checkpoint, cases, checkpointing=False):
-    """Every case from the same weights; then buckets, a checkpoint, and one update after it."""
+    """Runs every case from the same weights; then buckets, a checkpoint, and one update after it."""
     policy, out = build_policy(settings(folder, activation_checkpointing=checkpointing), world), {}
     rewind = Rewind(policy)
     for name, budget in cases:
@@ -216,7 +216,7 @@ def steps(world, folder, checkpoint, cases, checkpointing=False):
         gradients, metrics = update(policy, batch, world)
         weights = full_weights(policy)
         if world.rank:
-            # Every rank tells what is its own; what all hold alike comes from one.
+            # Every rank reports its own part; parts that all hold alike come from one.
             gradients = weights = None
         held = [by_sequence(batch, x) for x in (logp, entropy, batch.token["tokens"])]
         out[name, budget] = gradients, weights, metrics, *held
@@ -238,7 +238,7 @@ def steps(world, folder, checkpoint, cases, checkpointing=False):
 
 
 def layouts(world, folder, checkpoint):
-    """Every layout in turn; the first one to come saves, the others load what it saved."""
+    """Runs every layout in turn; the first one saves, the others load what it saved."""
     out, holders = {}, {}
     for name, axes in LAYOUTS.items():
         other = world_of(world, axes)
@@ -258,7 +258,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def divided(folder, tmp_path_factory):
-    """(results of every rank, holders of each layout, checkpoint that the first layout left)."""
+    """Returns (results of every rank, holders of each layout, checkpoint that the first layout left)."""
     checkpoint = tmp_path_factory.mktemp("saved") / "step_1"
     results = run_ranks(layouts, RANKS, folder, checkpoint)
     return [out for out, _ in results], results[0][1], checkpoint
@@ -266,7 +266,7 @@ def divided(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(folder, divided):
-    """The same on one rank, which loads what four of them saved."""
+    """Runs the same on one rank, which loads the save of four ranks."""
     return run_ranks(steps, 1, folder, divided[2], CASES)[0]
 
 
@@ -314,7 +314,7 @@ def test_resume_checkpoints_and_buckets_cross_sequence_parallel_layouts(divided,
     for _, same, loaded, (metrics, after) in [results[0][layout] for layout in LAYOUTS] + [one_rank]:
         assert len(same) > 20 and all(same)
         assert all(torch.equal(loaded[n], saved[n]) for n in saved)
-        # The step after: AdamW's moments came along.
+        # The step after shows that AdamW's moments came along.
         want = results[0]["sp4"][3]
         assert relative(want[1], after) < EXACT and abs(metrics["grad_norm"] - want[0]["grad_norm"]) < EXACT
 
@@ -323,7 +323,7 @@ def test_resume_checkpoints_and_buckets_cross_sequence_parallel_layouts(divided,
 
 
 def refusals(world, folder, odd):
-    """Messages, and whether anything was built before them."""
+    """Returns messages, and True if nothing was built before them."""
     four = world_of(world, {"sp": 4})
     built, messages = [], []
     build = fsdp.build_model
@@ -360,7 +360,7 @@ def test_lockstep_and_refusals(folder, tmp_path):
 
 
 def wait_alone(world):
-    """Seconds until rank 0 gives up on each group, where nobody else comes."""
+    """Returns the seconds until rank 0 gives up on each group where nobody else comes."""
     groups = world_from_group(ParallelConfig(sp=2), 1, world.device, world.rank, timedelta(seconds=0.5))
     seconds = []
     for group in (groups.sp_group, groups.data_group, groups.shard_group, groups.host_group):
