@@ -329,7 +329,7 @@ def test_layout_holds_every_tensor_bit_for_bit(family, ranks, layout, found, mod
 
 
 def push_and_score(world, folder):
-    """On tp 2 x pp 2: whole tensors on rank 0 through Reshard; the values of a critic whose folder lacks its head."""
+    """Returns whole tensors on rank 0 through Reshard, on tp 2 x pp 2, and values of a critic without a saved head."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModel
 

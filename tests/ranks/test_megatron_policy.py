@@ -247,7 +247,7 @@ def by_fsdp(one_fsdp):
 
 @pytest.fixture(scope="module")
 def everything(folders, root):
-    """Number of ranks -> dicts as of `by_backend`, each: case -> what every rank has; made when first asked for."""
+    """Returns number of ranks -> dicts as of `by_backend`, each: case -> results of all ranks; made on request."""
 
     @cache
     def of(n: int) -> tuple:

@@ -323,7 +323,7 @@ def test_resume_checkpoints_and_buckets_cross_sequence_parallel_layouts(divided,
 
 
 def refusals(world, folder, odd):
-    """Returns messages, and True if nothing was built before them."""
+    """Returns the messages of refusals, the models built before them, and the history of a right program."""
     four = world_of(world, {"sp": 4})
     built, messages = [], []
     build = fsdp.build_model

@@ -4,7 +4,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 
 def char_tokenizer(chat_template: str | None = None, appends_eos: bool = False):
-    """One token a character, `<bos>` in front; the ChatML marks are special tokens."""
+    """Tokenizer with one token per character and `<bos>` in front; the ChatML marks are special tokens."""
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]

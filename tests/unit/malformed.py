@@ -1,4 +1,4 @@
-"""What a user may get wrong, drawn by hypothesis: settings, data files, model folders; and what may come of it.
+"""Mistakes that a user may make, drawn by hypothesis: settings, data files, model folders; and the outcomes allowed.
 
 A case is good when it is read, or refused by one of our errors whose message names the file or the flag, within its
 time. Anything else (a KeyError, a library's own exception, no message, no end) is a fault of ours.
@@ -53,7 +53,7 @@ small = st.recursive(
     lambda x: st.lists(x, max_size=3) | st.dictionaries(text, x, max_size=3),
     max_leaves=4,
 )
-"""Without large numbers: what a model is built from takes memory and time."""
+"""Values without large numbers: a model built from those takes memory and time."""
 
 
 class Hang(BaseException):
@@ -62,7 +62,7 @@ class Hang(BaseException):
 
 @contextmanager
 def limited(seconds: int = LIMIT):
-    """Hang after so many seconds. Main thread only."""
+    """Raises Hang after so many seconds. Main thread only."""
 
     def stop(*_):
         raise Hang(f"not done after {seconds} s")
@@ -77,7 +77,7 @@ def limited(seconds: int = LIMIT):
 
 
 def judged(read, error: type[Exception], named: re.Pattern) -> str:
-    """`read` or `refused`; AssertionError for anything else."""
+    """Returns `read` or `refused`; raises AssertionError for anything else."""
     with limited():
         try:
             read()
@@ -96,7 +96,7 @@ def judged(read, error: type[Exception], named: re.Pattern) -> str:
 
 @st.composite
 def damaged(draw, good: bytes) -> bytes:
-    """A file cut off, with bytes changed, put in or doubled, or something else altogether."""
+    """Draws a file cut off, with bytes changed, put in or doubled, or something else altogether."""
     how = draw(st.sampled_from(["cut", "change", "insert", "double", "binary", "empty", "bom", "utf16", "lines"]))
     at = draw(st.integers(0, max(len(good) - 1, 0)))
     if how == "cut":
@@ -117,7 +117,7 @@ def damaged(draw, good: bytes) -> bytes:
 
 
 def set_at(tree, path: list[int], value):
-    """`tree` with one of its entries, chosen by numbers, replaced or (value is ...) taken out."""
+    """Returns `tree` with one of its entries, chosen by numbers, replaced or (value is ...) taken out."""
     if not isinstance(tree, dict | list) or not tree:
         return value
     keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
@@ -139,7 +139,7 @@ places = st.lists(st.integers(0, 1000), min_size=1, max_size=4)
 
 @st.composite
 def yaml_files(draw) -> bytes:
-    """A file for --config."""
+    """Draws a file for --config."""
     good = to_yaml(Config())
     lines = good.splitlines()
     kind = draw(st.sampled_from(["line", "leaf", "bytes", "deep", "bomb", "loop", "double", "values", "tags"]))
@@ -179,7 +179,7 @@ def yaml_files(draw) -> bytes:
 
 @st.composite
 def flags(draw) -> list[str]:
-    """Words of a command line."""
+    """Draws words of a command line."""
     words = []
     for _ in range(draw(st.integers(1, 3))):
         name = flag(draw(st.sampled_from(NAMES)))
@@ -193,7 +193,7 @@ def flags(draw) -> list[str]:
 
 
 def read_settings(argv: list[str]) -> None:
-    """As a run does, and what it writes down must read back."""
+    """Reads settings as a run does; the settings that it writes down must read back."""
     loaded = from_command_line(argv)
     for world in (1, 2):
         check(loaded.config, world)
@@ -201,7 +201,7 @@ def read_settings(argv: list[str]) -> None:
 
 
 def settings_case(draw) -> str:
-    """One case of settings."""
+    """Runs one case of settings."""
     if draw(st.booleans()):
         argv = draw(flags())
         return judged(lambda: read_settings(argv), ConfigError, re.compile(r"--|unexpected word|unknown"))
@@ -242,7 +242,7 @@ CHAT = [
 
 @st.composite
 def data_files(draw) -> tuple[str, bytes]:
-    """Name and bytes of a file for --data.train."""
+    """Draws name and bytes of a file for --data.train."""
     kind = draw(st.sampled_from(["rows", "line", "bytes", "parquet", "types", "gz", "huge", "chat", "verl"]))
     if kind == "parquet":
         return "data.parquet", draw(damaged(GOOD_PARQUET))
@@ -295,7 +295,7 @@ plain_settings = st.just(DataConfig())
 
 
 def data_case(draw) -> str:
-    """One case of a data file."""
+    """Runs one case of a data file."""
     settings = draw(st.one_of(plain_settings, data_settings))
     limit = draw(st.sampled_from([0, 2]))
     with tempfile.TemporaryDirectory() as folder:
@@ -313,7 +313,7 @@ _tokenizer: list = []
 
 
 def tokenizer():
-    """That of the tiny policy, once."""
+    """Tokenizer of the tiny policy, loaded once."""
     if not _tokenizer:
         _tokenizer.append(load_tokenizer(TINY))
     return _tokenizer[0]
@@ -324,7 +324,7 @@ def tokenizer():
 
 @st.composite
 def model_folders(draw) -> dict[str, bytes | None]:
-    """File -> other bytes, or None for one that is gone."""
+    """Draws file -> other bytes, or None for a missing file."""
     changes: dict[str, bytes | None] = {}
     for _ in range(draw(st.integers(1, 2))):
         name = draw(st.sampled_from(TINY_PARTS))
@@ -344,7 +344,7 @@ def model_folders(draw) -> dict[str, bytes | None]:
 
 
 def read_model(folder: Path) -> None:
-    """As a run does."""
+    """Reads a model as a run does."""
     found = resolve(str(folder))
     tokens = load_tokenizer(found)
     prompt_room(Config(), found)
@@ -354,7 +354,7 @@ def read_model(folder: Path) -> None:
 
 
 def model_case(draw) -> str:
-    """One case of a model folder."""
+    """Runs one case of a model folder."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         shutil.copytree(TINY, folder)
@@ -368,9 +368,9 @@ def model_case(draw) -> str:
 
 CASES = {"settings": settings_case, "data": data_case, "model": model_case}
 outcomes: Counter = Counter()
-"""(kind, outcome) -> how many."""
+"""(kind, outcome) -> number of cases."""
 
 
 def one_case(draw, kind: str) -> None:
-    """One case, counted."""
+    """Runs one case and counts it."""
     outcomes[kind, CASES[kind](draw)] += 1

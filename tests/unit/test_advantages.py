@@ -39,7 +39,7 @@ VARIANTS = [
     ("per_token", {"gamma": 0.9, "whiten": True}),
     ("prime", {"gamma": 0.9, "process_coef": 2.0, "outcome_coef": 0.5}),
 ]
-"""Estimators with settings: every one with its defaults, and what else changes the formula."""
+"""Estimators with settings: every one with its defaults, and settings that change the formula."""
 variant = st.sampled_from(VARIANTS)
 
 
@@ -88,7 +88,7 @@ def sequences(seed: int, sizes: list[int], dense: bool = True) -> list[dict]:
 
 
 def samples(seqs: list[dict], *, rubbish: float | None = None, **changes) -> Samples:
-    """Packed; rubbish: what stands in the floats outside the mask."""
+    """Packs sequences; rubbish: value of the floats outside the mask."""
 
     def pack(name, dtype):
         return torch.cat([s[name] for s in seqs]).to(dtype) if seqs else torch.zeros(0, dtype=dtype)
@@ -110,7 +110,7 @@ def samples(seqs: list[dict], *, rubbish: float | None = None, **changes) -> Sam
 
 
 def outcomes(reward: list[float], group: list[int]) -> Samples:
-    """One token in each sequence."""
+    """Makes one token in each sequence."""
     n = len(reward)
     return Samples(fp64(reward), torch.ones(n, dtype=torch.bool), torch.arange(n), torch.tensor(group))
 
@@ -160,7 +160,7 @@ def ref_whiten(rows: list[list[float]]) -> list[list[float]]:
 
 
 def ref_normalise(values: list[float], eps: float = 1e-6, std: bool = True) -> list[float]:
-    """One group."""
+    """Normalises one group."""
     if len(values) == 1:
         return [values[0] / (1 + eps)] if std else values
     mean = sum(values) / len(values)
@@ -177,7 +177,7 @@ def groups_of(seqs: list[dict]) -> list[list[int]]:
 
 
 def within(seqs: list[dict], values: list[float], f) -> list[float]:
-    """f of the values of each group, back in order."""
+    """Applies f to the values of each group and returns them in order."""
     out = [0.0] * len(seqs)
     for members in groups_of(seqs):
         for i, v in zip(members, f([values[i] for i in members]), strict=True):
@@ -226,7 +226,7 @@ def ref_remax(seqs):
 
 
 def ref_outcome(f):
-    """An estimator that gives each sequence one number."""
+    """Makes an estimator that gives each sequence one number."""
 
     def reference(seqs, **chosen):
         values = f(seqs, [sum(r) for r in sampled(seqs, "rewards")], **chosen)
@@ -403,7 +403,7 @@ seeds = st.integers(0, 2**31)
 
 
 def assert_rows(seqs: list[dict], got, rows, **close) -> None:
-    """got [T] is `rows` at the sampled tokens and 0 elsewhere."""
+    """Checks that got [T] is `rows` at the sampled tokens and 0 elsewhere."""
     mask = torch.cat([s["mask"] for s in seqs])
     torch.testing.assert_close(got[mask], fp64([v for row in rows for v in row]), **close)
     assert got.dtype == torch.float64 and (got[~mask] == 0).all()
@@ -530,7 +530,7 @@ class Ranks:
         return everyone
 
     def run(self, name: str, seqs: list[dict], chosen: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(advantages, returns) of each sequence, in global order."""
+        """Returns (advantages, returns) of each sequence, in global order."""
         out: list = [None] * len(seqs)
         errors = []
 
@@ -616,7 +616,7 @@ def test_a_constant_in_every_reward_changes_nothing(seed, sizes, name, c):
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, sizes=sizes, power=st.integers(-30, 30), which=variant)
 def test_scale_of_the_rewards(seed, sizes, power, which):
-    """Rewards times 2^k: advantages times 2^k, or none at all where a spread divides (with eps 0)."""
+    """Rewards times 2^k give advantages times 2^k, or the same ones where a spread divides (with eps 0)."""
     name, chosen = which
     scale = 2.0**power
     divides = name in ("grpo", "win_rate") or (name in ("grpo_pass_k", "gigpo") and chosen.get("std", True))
@@ -824,7 +824,7 @@ def test_notebook_places_outcomes_and_keeps_the_dtype():
 
 
 def test_notebook_gdpo_learns_the_score_of_a_reward_with_parts():
-    """By hand: two samples normalise to +-sqrt(1/2); the right one wins by its score, the tidy one by its format."""
+    """By hand, two samples normalise to +-sqrt(1/2); the right one wins by its score, the tidy one by its format."""
     rewards, mask, half = [1.0, 0.0, 0.0, 0.0], torch.ones(4, 1), 2**-0.5
     gdpo = {"name": "gdpo", "rewards": rewards, "mask": mask, "group": [0, 0, 1, 1]}
     parts = {"format": [0.0, 1.0, 1.0, 0.0]}

@@ -15,7 +15,7 @@ DAPO = 512 * 16
 
 
 def heavy_tail(n: int, seed: int, longest: int = 20480) -> list[int]:
-    """Response lengths as DAPO's: median about 3,000 tokens, a tail that is cut at the limit."""
+    """Draws response lengths as DAPO's: median about 3,000 tokens, a tail that is cut at the limit."""
     rng = generator_for(0xDA90, seed)
     return [min(longest, 80 + int(rng.lognormvariate(8.0, 0.9))) for _ in range(n)]
 

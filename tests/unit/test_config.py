@@ -1,4 +1,4 @@
-"""Configuration: what is read from files and flags, what is refused and how, what is written back."""
+"""Configuration: settings read from files and flags, refusals and their form, and the file written back."""
 
 import ast
 import dataclasses
@@ -36,7 +36,7 @@ def message(*argv: str) -> str:
 
 
 def problems(world_size: int, *argv: str) -> list[str]:
-    """The lines of check, without its heading; none when it passes."""
+    """Returns the lines of check, without its heading; none when it passes."""
     try:
         check(load(*argv), world_size)
     except ConfigError as error:
@@ -314,7 +314,7 @@ def test_fewer_than_200_settings_each_with_help():
     tree = ast.parse(inspect.getsource(schema))
     for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for i, item in enumerate(node.body):
-            # A section explains itself by its own docstring.
+            # Each section explains itself by its own docstring.
             if isinstance(item, ast.AnnAssign) and not ast.unparse(item.annotation).endswith("Config"):
                 after = node.body[i + 1] if i + 1 < len(node.body) else None
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(item)
@@ -509,7 +509,7 @@ def test_secrets_do_not_reach_the_dump():
     assert f"https://{REDACTED}@host/model" in text
     assert redact("service.api_key", "short") == REDACTED
     assert redact("wandb", "0123456789abcdef0123456789abcdef01234567") == REDACTED
-    # What only looks like one stays: counts of tokens, columns, revisions in a path.
+    # Values that only look like a secret stay: counts of tokens, columns, revisions in a path.
     plain = dataclasses.asdict(Config())
     plain["optimizer"]["betas"], plain["tracking"]["trackers"] = [0.9, 0.99], ["jsonl", "tensorboard"]
     plain["algo"]["part_weights"], plain["lora"]["targets"] = [], ["all-linear"]

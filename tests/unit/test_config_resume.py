@@ -1,4 +1,4 @@
-"""A run folder goes on with the settings it was begun with; what may change is written down, setting by setting."""
+"""A run folder goes on with the settings it was begun with; the ones that may change are listed, setting by setting."""
 
 import dataclasses
 import hashlib
@@ -28,7 +28,7 @@ def load(*flags: str) -> Config:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A run folder that was begun with FLAGS."""
+    """Makes a run folder that was begun with FLAGS."""
     run = tmp_path / "run"
     run.mkdir()
     checkpoint.write_config(run, load())
@@ -56,7 +56,7 @@ def test_resume_the_same_settings_and_what_may_change_pass(folder):
 
 
 def test_resume_with_another_engine_is_a_change_also_where_auto_takes_it(folder, monkeypatch):
-    """hf and vllm draw different tokens from the same seeds; what is compared is the engine that ran."""
+    """hf and vllm draw different tokens from the same seeds; the engine that ran is compared."""
 
     def installed(has_vllm: bool) -> None:
         found = lambda name: ModuleSpec(name, None) if has_vllm or name != "vllm" else None  # noqa: E731

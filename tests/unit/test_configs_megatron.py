@@ -1,4 +1,4 @@
-"""Configs of models past FSDP's reach: their layouts divide the real models, and what they need is what they say."""
+"""Configs of models past FSDP's reach: their layouts divide the real models, and their memory is as they say."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ def layout_of(config: Config) -> Layout:
 
 
 def layer(h, sparse: int, tp: int, ep: int) -> tuple[float, float]:
-    """Parameters of one layer on one rank: what all hold but for tp, and its experts."""
+    """Parameters of one layer on one rank: those that all hold apart from tp, and its experts."""
     hidden = h.hidden_size
     if hasattr(h, "kv_lora_rank"):
         heads, head = h.num_attention_heads, h.qk_nope_head_dim + h.qk_rope_head_dim
@@ -54,7 +54,7 @@ def layer(h, sparse: int, tp: int, ep: int) -> tuple[float, float]:
 
 
 def held(h, layout: Layout) -> list[tuple[float, float]]:
-    """Parameters of a rank of each stage: shared or divided over tp, experts."""
+    """Parameters of a rank of each stage: shared or divided over tp, and experts."""
     sparse = as_list(describe(h).settings["moe_layer_freq"])
     counts, found, first = stages(layout, len(sparse)), [], 0
     for stage, count in enumerate(counts):

@@ -48,7 +48,7 @@ def test_parity_verl_rollout_correction(case):
 
 
 def packed(seed: int, lengths: list[int], scale: float = 1.0) -> tuple[torch.Tensor, ...]:
-    """old_logp, rollout_logp, mask, seq, with rubbish outside the mask."""
+    """Packs old_logp, rollout_logp, mask and seq, with rubbish outside the mask."""
     rng = torch.Generator().manual_seed(seed)
     seq = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = torch.rand(len(seq), generator=rng) < 0.7

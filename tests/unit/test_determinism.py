@@ -1,4 +1,4 @@
-"""Generators of a process begin by the seed of the run, and not by the rank (law 3)."""
+"""Generators of a process start from the seed of the run, and not from the rank (law 3)."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Which device a rank takes, and what is said where it is not the one that was meant."""
+"""Device that a rank takes, and the messages if it is not the intended one."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Have torch find some number of GPUs."""
+    """Makes torch find some number of GPUs."""
 
     def set_to(count: int, built: str | None = "13.0") -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -97,7 +97,7 @@ def test_bad_mixture_of_devices_ends_before_the_group_is_made(gpus):
 
 @pytest.mark.parametrize("agent", [False, True])
 def test_bad_mixture_of_devices_is_seen_with_and_without_torchruns_agent(gpus, monkeypatch, agent):
-    """As rank 1 of 2, where rank 0 has a GPU. `srun python -m spmdrl.train` has no agent."""
+    """It runs as rank 1 of 2, where rank 0 has a GPU. `srun python -m spmdrl.train` has no agent."""
     gpus(0)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
@@ -139,7 +139,7 @@ def test_threads_that_torchrun_chose_are_told_from_a_users(given, chose):
 def test_ranks_on_gpus_share_the_cores_where_torchrun_chose_one_thread(
     monkeypatch, cores, ranks, variable, run_id, threads
 ):
-    """0: torch's number stays. A fake of a machine's cores, and of a parent that had nothing set."""
+    """With 0, torch's number stays. A fake stands for a machine's cores, and for a parent that had nothing set."""
     for name, value in {"OMP_NUM_THREADS": variable, "TORCHELASTIC_RUN_ID": run_id, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, str(value))
     number = [7]
@@ -154,7 +154,7 @@ def test_ranks_on_gpus_share_the_cores_where_torchrun_chose_one_thread(
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_a_run_on_gpus_shares_the_cores_and_one_on_a_cpu_does_not(monkeypatch, tmp_path, device):
-    """Until it looks at its folder."""
+    """The run is followed until it looks at its folder."""
     asked = []
 
     def ends(*_) -> None:
@@ -179,7 +179,7 @@ def test_a_run_on_gpus_shares_the_cores_and_one_on_a_cpu_does_not(monkeypatch, t
     [("cpu", 0, 2, 2, False), ("gpu", 8, 2, 8, False), ("gpu", 2, 1, 2, False), ("gpu", 0, 1, 1, True)],
 )
 def test_launchers_count_devices_as_torch_does(tmp_path, side, count, without, processes, warns):
-    """With a stand-in for the installation's Python, whose torch finds `count` GPUs, and an nvidia-smi that sees 4."""
+    """A stand-in for the installation's Python has a torch that finds `count` GPUs, and an nvidia-smi that sees 4."""
     for name in ("launch/devices.sh", "launch/node.sh"):
         copy = tmp_path / name
         copy.parent.mkdir(exist_ok=True)
@@ -230,7 +230,7 @@ seen=${{CUDA_VISIBLE_DEVICES-$(nvidia-smi -L | sed 's/GPU \\([0-9]*\\):.*/\\1/' 
     ],
 )
 def test_quickstart_starts_a_process_for_each_gpu_or_two(tmp_path, gpus_here, variables, processes):
-    """With stand-ins for the installer, nvidia-smi, torchrun and the Python whose torch counts."""
+    """Stand-ins take the place of the installer, nvidia-smi, torchrun and the Python whose torch counts."""
     listed = "".join(f"echo 'GPU {i}: H200'\n" for i in range(gpus_here))
     scripts = {
         "launch/quickstart.sh": (ROOT / "launch" / "quickstart.sh").read_text(),
@@ -322,14 +322,14 @@ def test_running_sums_in_integers_are_those_of_floats_and_know_no_order():
     torch.testing.assert_close(sums, p_BV.cumsum(-1), rtol=0, atol=2e-11)
     assert (sums.diff(dim=-1) >= 0).all()
     halves = p_BV.chunk(2, -1)
-    # Each half summed alone and joined: the same to the last bit, which sums of floats are not.
+    # Each half is summed alone and joined: the result is the same to the last bit, unlike that of sums of floats.
     joined = torch.cat([in_integers(halves[0]), in_integers(halves[0])[:, -1:] + in_integers(halves[1])], -1)
     assert torch.equal(sums, joined)
     assert in_integers(p_BV.float()).dtype == torch.float32
 
 
 def test_parameters_that_alias_others_are_counted_once():
-    """As vLLM's latent attention has them: parts of kv_b_proj, transposed, as parameters of their own."""
+    """vLLM's latent attention has such parameters: parts of kv_b_proj, transposed, as parameters of their own."""
     weight = torch.arange(48.0).view(12, 4)
     up, value = weight.T.view(4, 2, 6).split([2, 4], -1)
     parts = [torch.nn.Parameter(x, requires_grad=False) for x in (value.transpose(0, 1), up.permute(1, 2, 0))]
@@ -371,7 +371,7 @@ def test_vllms_sampler_on_a_gpu_is_not_refused_and_the_rest_of_a_deterministic_r
 
 
 class _Blocks:
-    """Stands where vLLM does: declines to drop prefixes until it has made `steps` steps."""
+    """Stands for vLLM: declines to drop prefixes until it has made `steps` steps."""
 
     def __init__(self, steps: int):
         self.steps = steps

@@ -1,4 +1,4 @@
-"""Law 5's checksums: what changes on the way is seen, what does not is not."""
+"""Law 5's checksums detect every change on the way, and stay the same otherwise."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from spmdrl.spmd.checksum import digest, weighted_sum, word_sum, words
 from spmdrl.weights.shards import shard_rows
 
 BOTH = [digest, weighted_sum]
-"""What a CPU takes, and what a GPU takes."""
+"""Digest of a CPU and digest of a GPU."""
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8]
 SIZES = [1, 2, 3, 5, 7, 64, 4095, 4096, 4097, 8192, 20003, 70000]
@@ -39,7 +39,7 @@ def test_stale_digest_sees_any_flipped_bit(dtype, n, seed, data):
 @pytest.mark.parametrize("n", [6, 4096, 4096 * 5 + 3])
 @pytest.mark.parametrize("digest", BOTH)
 def test_stale_digest_sees_a_changed_sign(dtype, n, digest):
-    """The top bit of a word is the one that a product modulo 2**64 loses first."""
+    """The top bit of a word is the first one that a product modulo 2**64 loses."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = digest(x).item()
     for place in {0, 1, 2, 3, n // 2, n // 2 + 1, n - 2, n - 1}:
@@ -91,7 +91,7 @@ def test_stale_digest_of_a_shard_is_that_of_its_rows_in_the_whole(rows, width, s
 
 
 def test_stale_weighted_sum_is_its_formula_in_any_number_of_steps(monkeypatch):
-    """Each 32-bit word times an odd weight, modulo 2**64; a large message is summed some rows at a time."""
+    """Each 32-bit word is multiplied by an odd weight, modulo 2**64; a large message is summed some rows at a time."""
     lanes, by_row = digests._LANES, 2 * 0x9E3779B1
     x = random_bytes(lanes * 5 + 77, torch.float32, 9)
     values, whole = x.view(torch.int32).tolist(), lanes * 5

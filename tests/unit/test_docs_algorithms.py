@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = ("engines", "megatron", "performance", "placement", "reliability")
-"""Pages whose settings and commands other tests hold: test_docs_engines.py, test_docs_megatron.py."""
+"""Pages whose settings and commands other tests check: test_docs_engines.py, test_docs_megatron.py."""
 METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "usage")]
 """Pages of the algorithms."""
 DOC = "\n".join(DOCS[name] for name in METHOD_PAGES)
@@ -55,13 +55,13 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def parts(text: str, level: int) -> dict[str, str]:
-    """Heading of that level, without backticks -> the text under it."""
+    """Returns heading of that level, without backticks -> the text under it."""
     found = re.split(rf"^{'#' * level} (.+)$", text, flags=re.MULTILINE)
     return {heading.strip("`"): body for heading, body in zip(found[1::2], found[2::2], strict=True)}
 
 
 def chapter(page: str, heading: str) -> str:
-    """Text under a heading of the second level on a page of docs/."""
+    """Returns the text under a heading of the second level on a page of docs/."""
     return parts(DOCS[page], 2)[heading]
 
 
@@ -72,7 +72,7 @@ def evidence(page: str) -> dict[str, str]:
 
 @cache
 def load(*flags: str) -> Config:
-    """The settings that flags ask for in the project's folder."""
+    """Loads the settings that flags ask for in the project's folder."""
     with contextlib.chdir(ROOT):
         return from_command_line(flags).config
 
@@ -82,20 +82,20 @@ def run_of(path: Path) -> Config:
 
 
 def table(text: str) -> list[list[str]]:
-    """Cells of every row of the first table, its head and the line under it left out."""
+    """Returns cells of every row of the first table, without its head and the line under it."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     # A bar inside a cell is written \|.
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
 def named(cell: str) -> str:
-    """The first name in backticks."""
+    """Returns the first name in backticks."""
     found = re.search(r"`([^`]+)`", cell)
     return found[1] if found else ""
 
 
 def source(function: Callable) -> str:
-    """The first address in a docstring: its paper."""
+    """Returns the first address in a docstring: its paper."""
     found = re.search(r"https?://[^\s,;)]+", function.__doc__ or "")
     return found[0].rstrip(".") if found else ""
 
@@ -192,7 +192,7 @@ def test_filters_are_shown_with_their_sources():
 
 
 def test_settings_of_learning_are_all_explained():
-    """Every setting that shapes what is learned stands on the pages of the algorithms, by its flag or its name."""
+    """Every setting that shapes learning stands on the pages of the algorithms, by its flag or its name."""
     sections = ("algo", "correction", "shaping", "filter", "critic", "process_reward", "safety", "reference")
     words = {word.strip("-.") for word in re.findall(r"[\w.-]+", DOC)}
     for name in leaves(Config):
@@ -230,7 +230,7 @@ def test_config_loads_and_passes_the_checks(path, monkeypatch):
 
 
 def commands(text: str) -> list[tuple[int, list[str]]]:
-    """Ranks and flags of every `torchrun ... -m spmdrl.train` line."""
+    """Returns ranks and flags of every `torchrun ... -m spmdrl.train` line."""
     found = []
     for line in re.findall(r"^#?\s*(torchrun .*-m spmdrl\.train.*)$", text, re.MULTILINE):
         words = shlex.split(line, comments=True)
@@ -371,7 +371,7 @@ def test_named_flags_exist(page):
 
 @cache
 def anchors(page: Path) -> list[str]:
-    """Anchors as GitHub makes them of headings."""
+    """Returns anchors as GitHub makes them of headings."""
     found: list[str] = []
     for heading in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
         anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

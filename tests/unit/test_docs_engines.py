@@ -36,7 +36,7 @@ def modules() -> dict[Path, ast.Module]:
 
 @cache
 def literals() -> list[str]:
-    """Every string of the package, implicit concatenations joined; \\0 stands for what an f-string fills in."""
+    """Returns every string of the package, implicit concatenations joined; \0 stands for the values of an f-string."""
     found = []
     for tree in modules().values():
         for node in ast.walk(tree):
@@ -49,7 +49,7 @@ def literals() -> list[str]:
 
 @cache
 def timed() -> set[str]:
-    """Phases that are timed: `timer("push")`."""
+    """Returns phases that are timed: `timer("push")`."""
     return {
         str(node.args[0].value)
         for tree in modules().values()
@@ -62,7 +62,7 @@ def timed() -> set[str]:
 
 
 def known_metric(name: str) -> bool:
-    """A metric is a string of the package, a timed phase, or an f-string's beginning with a word that is in one."""
+    """True for a string of the package, a timed phase, or an f-string's beginning with a word that is in one."""
     section, _, rest = name.partition("/")
     strings, words = literals(), {word for text in literals() for word in re.findall(r"\w+", text)}
     if name in strings or (section == "time" and rest in timed()):
@@ -78,7 +78,7 @@ def said(message: str) -> bool:
 
 
 def commands(text: str) -> list[tuple[int, list[str]]]:
-    """Ranks and flags of every torchrun line; one that ends in a backslash goes on."""
+    """Returns ranks and flags of every torchrun line; one that ends in a backslash goes on."""
     found = []
     for line in re.findall(r"^(torchrun .*)$", text.replace("\\\n", " "), re.MULTILINE):
         words = shlex.split(line, comments=True)
@@ -122,7 +122,7 @@ def test_named_settings_exist(page):
 @pytest.mark.parametrize(("ranks", "flags"), COMMANDS)
 def test_commands_pass_the_checks_on_their_number_of_ranks(ranks, flags, monkeypatch):
     monkeypatch.chdir(ROOT)
-    # Whether SGLang is installed says nothing of the page.
+    # The page holds with and without SGLang installed.
     monkeypatch.setattr("spmdrl.config.engines.sglang_python", lambda: Path("python"))
     check(load(*flags), ranks)
     check_use(from_command_line(flags))
@@ -130,7 +130,7 @@ def test_commands_pass_the_checks_on_their_number_of_ranks(ranks, flags, monkeyp
 
 @each_page
 def test_flags_in_the_text_parse(page):
-    """`--rollout.oversample 1.5` in backticks is a setting and a value of its type."""
+    """A backticked `--rollout.oversample 1.5` is a setting and a value of its type."""
     for words in re.findall(r"`(--[a-z_.-]+\.[a-z_-]+ [\w./-]+)`", TEXT[page]):
         if not re.search(r" [A-Z]$", words):
             load(*words.split())
@@ -226,7 +226,7 @@ def test_rooms_list_no_file_that_is_gone():
 
 
 def test_every_fault_is_in_the_tables():
-    """The rows of what was measured are those of the code, and every row of promises has a test and a figure."""
+    """The rows of measurements are those of the code, and every row of promises has a test and a figure."""
     from tests.e2e.faults import FAULTS
 
     measured = table(parts(RELIABILITY, 2)["The fault matrix"])

@@ -1,4 +1,4 @@
-"""docs/megatron.md says what is so: flags, files, families, commands; and its worked example converts a model."""
+"""docs/megatron.md is right: flags, files, families, commands; and its worked example converts a model."""
 
 import re
 from importlib.util import find_spec
@@ -59,7 +59,7 @@ def test_commands_pass_the_checks_on_their_number_of_ranks(monkeypatch):
 
 
 def converted(world, folder: str, example: str) -> dict:
-    """What `tests/ranks/test_megatron_convert.py` finds of a family that the example adds, from a Qwen3 in folder."""
+    """Results of `tests/ranks/test_megatron_convert.py` for a family that the example adds, from a Qwen3 in folder."""
     from safetensors.torch import save_file
 
     from spmdrl.policy.megatron.layout import Layout
@@ -83,7 +83,7 @@ def converted(world, folder: str, example: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
 def test_worked_example_converts_a_model(tmp_path):
-    """A model of transformers that is llama with norms on queries and keys, its second norm under another name."""
+    """The model of transformers is llama with norms on queries and keys, its second norm under another name."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from tests.ranks.test_megatron_convert import BASE, LENGTHS

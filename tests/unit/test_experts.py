@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }
 WITH_EXPERTS = [name for name in FAMILIES if name != "dense"]
 PACKABLE = [name for name in WITH_EXPERTS if name != "gpt_oss"]
-"""gpt_oss has attention sinks, which packed attention refuses."""
+"""Families that can be packed; gpt_oss has attention sinks, which packed attention refuses."""
 LENGTHS = [40, 67, 4]
 
 
@@ -91,7 +91,7 @@ def test_slots_are_what_save_pretrained_writes_and_from_pretrained_reads(family,
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_layout_of_shards_puts_the_same_tensors_together(family, dim, tmp_path):
-    """Every shard says what it holds of which checkpoint tensor; shards of any dimension fill them, and back."""
+    """Every shard names the part of a checkpoint tensor that it holds; shards of any dimension fill them, and back."""
     model = make(family, torch.float32)
     model.save_pretrained(tmp_path)
     want = load_file(tmp_path / "model.safetensors")
@@ -199,7 +199,7 @@ def test_replay_of_the_same_weights_changes_nothing_and_of_others_keeps_the_choi
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_replay_under_activation_checkpointing_has_the_same_gradient(family):
-    """Two micro-batches, the backward of both at the end: each layer runs again with its own forward's choice."""
+    """Two micro-batches have their backward at the end: each layer runs again with its own forward's choice."""
     model, routers, ours, args = packed_case(family)
     g = torch.Generator().manual_seed(6)
     shape = (2, sum(LENGTHS), len(routers.experts.layers), 8)

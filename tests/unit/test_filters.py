@@ -60,7 +60,7 @@ def test_layout_filters_do_not_see_order_or_other_groups(samples, rng):
 
 @pytest.mark.parametrize("size", [5, 10, 15, 35])
 def test_accuracy_range_holds_its_ends(size):
-    """The fractions 0.2 and 0.8 are in, one sample further is out; fp32 and integer scores decide the same."""
+    """The fractions 0.2 and 0.8 are inside, one sample further is outside; fp32 and integer scores agree."""
     correct = {1: size // 5, 2: size // 5 - 1, 3: size * 4 // 5, 4: size * 4 // 5 + 1}
     score = torch.tensor([float(i < n) for n in correct.values() for i in range(size)])
     group = torch.tensor([g for g in correct for _ in range(size)])
@@ -134,7 +134,7 @@ def test_shortage_says_what_to_change():
 
 
 def paper_weights(method: str, scores: list[float], rng: random.Random, orders: int) -> list[float]:
-    """PF-PPO's weight vector over ranks of one group, ties broken by chance: the mean over many orders."""
+    """Computes PF-PPO's weight vector over ranks of one group, ties broken by chance: the mean over many orders."""
     n = len(scores)
     if n == 1:
         return [1.0]

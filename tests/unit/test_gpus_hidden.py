@@ -1,4 +1,4 @@
-"""CPU tests see no GPU, tests/gpu does, in one run or alone: the two conftest.py in a folder with a stand-in for torch.
+"""CPU tests see no GPU and tests/gpu does, in one run or alone: the two conftest.py in a folder with a fake torch.
 
 The stand-in is there because no GPU is: it finds those of CUDA_VISIBLE_DEVICES, two of them where that is not set.
 """
@@ -79,7 +79,7 @@ def project(folder: Path, built: str | None, there: str) -> None:
 
 
 def run_there(folder: Path, *words: str, **environment: str) -> tuple[dict[str, int], list[list[str]], str]:
-    """(outcomes by kind, [process, GPUs it saw] of every test that told, output)."""
+    """Returns (outcomes by kind, [process, GPUs it saw] of every test that reported, output)."""
     told = folder / "told"
     told.unlink(missing_ok=True)
     hides = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "SPMDRL_TESTS_GIVEN", "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""What the guard of an update lets pass, counts, hands on and ends, by plain numbers."""
+"""The guard of an update lets steps pass, counts them, hands them on and ends the run, by plain numbers."""
 
 import json
 import math
@@ -13,7 +13,7 @@ NONE = Batch(torch.zeros(0, dtype=torch.int64))
 
 
 class Kept:
-    """A guard with what it handed on."""
+    """A guard and the steps that it handed on."""
 
     def __init__(self, limit: int = 3, factor: float = 20.0):
         self.seen: list[AnomalousStep] = []

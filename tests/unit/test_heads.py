@@ -18,7 +18,7 @@ STARTS = (0, 7, 11, 20)
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    """A reward model as such are published: a sequence classifier with one label."""
+    """Makes a reward model as such are published: a sequence classifier with one label."""
     from transformers import AutoModelForSequenceClassification
 
     folder = tmp_path_factory.mktemp("classifier")

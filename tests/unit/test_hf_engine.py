@@ -18,7 +18,7 @@ VOCAB = 8
 
 
 def world_of_one() -> World:
-    """An engine of one rank asks its world for the device only."""
+    """Makes a world of one: an engine of one rank asks it for the device only."""
     return World(0, 1, 0, CPU, *[None] * 9)
 
 
@@ -26,7 +26,7 @@ def make(path: str, stop=(2,), dtype: str = "float32", capacity: int = 64) -> HF
     engine = HFEngine(
         config(model={"path": path, "dtype": dtype}, rollout={"max_sequences": capacity}), world_of_one(), set(stop)
     )
-    engine.load([], 0)  # it was built from the folder; a run pushes here
+    engine.load([], 0)  # It was built from the folder; a run pushes here.
     return engine
 
 
@@ -53,7 +53,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory):
-    """A random model of eight tokens."""
+    """Makes a random model of eight tokens."""
     return small_model(tmp_path_factory.mktemp("eight"), vocab_size=VOCAB)
 
 
@@ -88,7 +88,7 @@ def test_parity_logp_is_that_of_the_distribution_sampled_from(tiny, temperature,
 
 
 def test_parity_logp_of_a_model_whose_scores_are_capped(tmp_path):
-    """Gemma 2, against the packed forward that trains it."""
+    """Gemma 2 is compared with the packed forward that trains it."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     from spmdrl.policy.attention import packed as attention
@@ -117,12 +117,12 @@ def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
 
 
 def bound(degrees: int) -> float:
-    """Above the 99.99% quantile of chi-square (Wilson-Hilferty)."""
+    """Returns a bound above the 99.99% quantile of chi-square (Wilson-Hilferty)."""
     return degrees * (1 - 2 / (9 * degrees) + 3.8 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
 def test_sampling_frequencies_are_the_models(eight):
-    """First tokens and pairs of 6,000 samples, at two temperatures in the same groups."""
+    """First tokens and pairs of 6,000 samples are counted, at two temperatures in the same groups."""
     engine = make(eight, stop=(), capacity=512)
     model = build_model(engine_folder(eight), "float32")
     prompt, n = [1, 3, 4], 6000
@@ -167,7 +167,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p):
 
 
 def test_a_large_vocabulary_keeps_its_tail():
-    """150,000 tokens of which half the mass is spread over all but one: a float32 sum would be off by much."""
+    """Half of the mass is spread over all but one of 150,000 tokens: a float32 sum would be off by much."""
     v, n = 150_000, 300
     logits = torch.zeros(1, v)
     logits[0, 7] = math.log(v - 1)
@@ -184,7 +184,7 @@ def test_a_large_vocabulary_keeps_its_tail():
 
 
 def test_layout_a_sample_does_not_depend_on_its_neighbours(tiny):
-    """Law 3: alone, among others, in other order, in small groups; greedy and sampled rows in one group."""
+    """By law 3 a sample is the same alone, among others, in another order and in small groups, greedy or sampled."""
     requests = [ask(i, p, 3 + i % 6, (1.0, 0.0, 1.3)[i % 3], (1.0, 0.8)[i % 2]) for i, p in enumerate(PROMPTS * 3)]
     together = run(tiny, requests)
     for others in (
@@ -223,7 +223,7 @@ def test_abort_gives_back_what_there_is(tiny):
     for key in [(0, 0), (2, 0), (3, 0)]:  # the others do not notice
         assert done[key].tokens == whole[key].tokens and done[key].finish == "length"
     assert engine.poll() == [] and engine.abort([(0, 0)]) == []
-    assert run(engine, requests)[1, 0].tokens == whole[1, 0].tokens  # and it takes the same request again
+    assert run(engine, requests)[1, 0].tokens == whole[1, 0].tokens  # It also takes the same request again.
 
 
 def test_abort_of_all_leaves_an_idle_engine(tiny):

@@ -1,4 +1,4 @@
-"""The rooms of CONTRIBUTING.md and what sources show of its laws: imports run downwards, and more."""
+"""The rooms of CONTRIBUTING.md and the parts of its laws that sources show: imports run downwards, and more."""
 
 import ast
 import inspect
@@ -43,7 +43,7 @@ def room_of(path: Path) -> str:
 
 
 def imported_rooms(tree: ast.AST) -> list[tuple[str, int]]:
-    """Rooms that a file imports, late imports included, with their lines."""
+    """Returns rooms that a file imports, late imports included, with their lines."""
     out = []
     for node in ast.walk(tree):
         names = []
@@ -119,7 +119,7 @@ def test_train_is_one_screen():
 
 
 def calls(tree: ast.AST) -> list[tuple[str, int]]:
-    """Names of what is called: `f` of f(), x.f() and a.b.f()."""
+    """Returns names of all calls: `f` of f(), x.f() and a.b.f()."""
     out = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -148,7 +148,7 @@ COLLECTIVES = {
 
 
 def test_lockstep_no_collective_stands_under_a_condition_on_the_rank():
-    """Law 1, as far as it can be read: no `if rank == 0:` around anything that communicates."""
+    """Law 1 holds as far as it can be read: there is no `if rank == 0:` around anything that communicates."""
     wrong = []
     for path in files():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -171,7 +171,7 @@ def test_no_pickle_and_no_objects_between_ranks():
         tree = ast.parse(path.read_text())
         modules = {n for node in ast.walk(tree) if isinstance(node, ast.Import) for n in [a.name for a in node.names]}
         modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        # Of what torch recorded in this very process, and a look at what torch is about to read: both refuse classes.
+        # Exceptions hold torch's records of this very process, and a check before torch reads: both refuse classes.
         if path not in (ROOT / "health" / "flight_record.py", ROOT / "policy" / "safe_pickle.py"):
             assert not modules & {"pickle", "dill", "cloudpickle", "joblib", "marshal"}, path
         for name, line in calls(tree):

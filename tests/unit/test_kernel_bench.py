@@ -1,4 +1,4 @@
-"""kernels/bench: what it refuses to time, what it calls a miss, and what it leaves when it is stopped."""
+"""kernels/bench: cases that it refuses to time, results that it calls a miss, and files that it leaves when stopped."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def bench(monkeypatch):
-    """The modules of kernels/bench, which are scripts beside each other and no package."""
+    """Imports the modules of kernels/bench, which are scripts beside each other and no package."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "kernels" / "bench"), *sys.path])
     names = ("_measure", "_contenders", "_check", "linear", "given")
     yield SimpleNamespace(**{name.strip("_"): importlib.import_module(name) for name in names})
@@ -32,7 +32,7 @@ def test_kernel_bench_check_passes_ours_and_names_what_is_broken(bench):
     C, plain = bench.contenders.Contender, bench.contenders.plain
 
     def mixed(h, w, t):
-        """A gradient of rounded logits and the logsumexp of exact ones: wrong for certain tokens alone."""
+        """Combines a gradient of rounded logits with the logsumexp of exact ones: wrong for certain tokens alone."""
         exact, rounded = (h.float() @ w.float().t()).detach(), (h @ w.t()).float()
         lse = torch.logsumexp(exact, -1, keepdim=True)
         p = (rounded - lse).exp().detach()

@@ -53,7 +53,7 @@ def test_kernel_loss_in_chunks_of_other_dtypes(dtype, limit):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernel_logp_of_narrow_dtypes_is_that_of_their_exact_products(dtype):
-    """Logits of +-30, whose rounding to bfloat16 would be 0.06: the target is 2e-3, and that both ways agree."""
+    """Rounding logits of +-30 to bfloat16 would cost 0.06: the target is 2e-3, and that both ways agree."""
     T, D, V = 70, 64, 3001
     hidden, weight, targets, _ = make(T, D, V, dtype=dtype)
     hidden = (8 * hidden).detach().requires_grad_()
@@ -67,7 +67,7 @@ def test_kernel_logp_of_narrow_dtypes_is_that_of_their_exact_products(dtype):
 
 @pytest.mark.parametrize("way", ["linear_logprob", "chunked_loss"])
 def test_kernel_gradient_of_tokens_that_are_nearly_certain(way):
-    """p = 0.97 to 0.9999 at logits of about 32: 1 - p is small, and one rounding of a logit would drown it."""
+    """At p = 0.97 to 0.9999 and logits of about 32, 1 - p is small: one rounding of a logit would drown it."""
     T, D, V = 24, 64, 501
     hidden, weight, targets, (g, e) = make(T, D, V, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_kernel_loss_in_chunks_with_mask_and_padding():
 
 
 def test_kernel_loss_in_chunks_three_matmuls_or_one(monkeypatch):
-    """As many multiplications as 3 matmuls with gradients, 1 without."""
+    """A gradient costs as many multiplications as 3 matmuls, and no gradient costs 1."""
     hidden, weight, targets, inputs = case()
     count = 0
 

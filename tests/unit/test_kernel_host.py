@@ -42,7 +42,7 @@ def test_kernel_host_linear_is_linear(rows, bias):
 
 @needs_onednn
 def test_kernel_host_tiles_have_few_sizes(monkeypatch):
-    """oneDNN keeps what it compiles for a shape, 1 MiB each: a thousand lengths must not be a thousand shapes."""
+    """oneDNN keeps 1 MiB for each shape that it compiles: a thousand lengths must not be a thousand shapes."""
     shapes, own = set(), torch.ops.mkldnn._linear_pointwise
 
     class Seen:
@@ -73,7 +73,7 @@ def test_kernel_host_takes_large_float32_alone(monkeypatch):
 @needs_onednn
 @pytest.mark.parametrize("add", [True, False])
 def test_kernel_host_in_blocks_of_logits(add):
-    """Views of wider matrices on both sides, as blocks of logits are."""
+    """Both sides are views of wider matrices, as blocks of logits are."""
     a, b, wide = make(600, 160)[:, :128], make(300, 128), make(600, 400, seed=2)
     total = wide[:, :300]
     right = a.double() @ b.double().t() + add * total.double()
@@ -88,7 +88,7 @@ def test_kernel_host_in_blocks_of_logits(add):
 @needs_onednn
 @pytest.mark.parametrize("rows", [2, 333])
 def test_kernel_host_bfloat16_is_multiplied_in_float32_where_the_cpu_cannot(rows, monkeypatch):
-    """Rounded once: within half a step of bfloat16 of the float64 product of the same numbers, gradients too."""
+    """Rounding occurs once: within half a bfloat16 step of the float64 product of the same numbers, gradients too."""
     monkeypatch.setattr(host, "WIDENS", True)
     linear, reference = layer(128, 520, True)
     linear.bfloat16()
@@ -102,7 +102,7 @@ def test_kernel_host_bfloat16_is_multiplied_in_float32_where_the_cpu_cannot(rows
     right = torch.autograd.grad(exact, [wanted, reference.weight], gradient.double())
     for a, b in zip((y, *found), (exact, *right), strict=True):
         assert a.dtype == torch.bfloat16
-        # What rounds is a sum in float32, which is off by far less.
+        # The rounded number is a sum in float32, which is off by far less.
         assert ((a.double() - b).abs() <= b.abs() * 2**-8 + 1e-4).all()
 
 

@@ -33,7 +33,7 @@ def test_kernel_temperature_of_each_token(softcap):
     compare(*pairs, rtol=1e-10, atol=1e-10)
     collision = collision_probability(hidden.detach(), weight.detach(), heat, softcap=softcap, chunk_vocab=7)
     torch.testing.assert_close(collision, log_p.exp().square().sum(-1).detach(), rtol=1e-10, atol=1e-10)
-    # One number for all is the same, as a number or a tensor.
+    # One number for all gives the same, as a number or a tensor.
     one = linear_logprob(hidden, weight, targets, torch.tensor(0.7))[0]
     torch.testing.assert_close(one, linear_logprob(hidden, weight, targets, 0.7)[0])
 
@@ -195,7 +195,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 
 def test_kernel_peak_memory_is_that_of_the_workspace():
-    """The process's peak, MiB, 2.3 of it gradient: all logits would be 148, a block is 2, 64 whole rows are 37."""
+    """The process's peak is in MiB, 2.3 of it gradient: all logits would be 148, a block is 2, 64 whole rows are 37."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
     done = subprocess.run([sys.executable, "-c", PEAK], env=environment, capture_output=True, text=True, check=True)
     linear, chunked = map(int, done.stdout.split())

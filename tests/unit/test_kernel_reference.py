@@ -18,7 +18,7 @@ def make(T, D, V, dtype=torch.float64, seed=0):
 
 
 def plain(hidden, weight, targets, temperature=1.0, softcap=None):
-    """The definition, in fp64."""
+    """Returns the definition, in fp64."""
     logits = hidden.double() @ weight.double().t()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -27,7 +27,7 @@ def plain(hidden, weight, targets, temperature=1.0, softcap=None):
 
 
 def both(hidden, weight, targets, grads, chunk_tokens=None, **settings):
-    """(logp, entropy, dH, dW) of the kernel and of the definition."""
+    """Returns (logp, entropy, dH, dW) of the kernel and of the definition."""
     results = []
     for function, extra in ((linear_logprob, {"chunk_tokens": chunk_tokens}), (plain, {})):
         logp, entropy = function(hidden, weight, targets, **settings, **extra)
@@ -76,14 +76,14 @@ def test_kernel_half_precision(dtype, tolerance):
     assert [g.dtype for g in got] == [torch.float32, torch.float32, dtype, dtype]
     for a, b in zip(got, want, strict=True):
         assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
-    # Logits are not rounded; what is, are the backward's and the gradients that leave.
+    # Logits are not rounded; those of the backward are, and so are the gradients that leave.
     logits = hidden.float() @ weight.float().t()
     logp = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
     torch.testing.assert_close(got[0], logp.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_kernel_weight_gradient_is_accumulated_in_fp32():
-    """Many chunks that each add little: a bf16 sum would stop growing."""
+    """Many chunks each add little: a bf16 sum would stop growing."""
     T = 2048
     hidden = torch.ones(T, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -94,7 +94,7 @@ def test_kernel_weight_gradient_is_accumulated_in_fp32():
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_kernel_logits_far_from_zero(shift):
-    """All logits negative (a running maximum that starts at 0 gives nan), or far above what exp can hold."""
+    """Logits are all negative (a running maximum that starts at 0 gives nan), or far above the range of exp."""
     hidden, weight, targets, grads = make(T=5, D=6, V=100)
     with torch.no_grad():
         hidden[:, 0], weight[:, 0] = 1.0, shift

@@ -42,7 +42,7 @@ def test_kernel_triton_in_the_interpreter(tmp_path):
 
 @pytest.mark.slow
 def test_kernel_triton_compiles_for_nvidia(tmp_path):
-    """By the triton that is installed, whatever its code takes; tests/contract/test_triton.py has limits."""
+    """The installed triton compiles them, without limits; tests/contract/test_triton.py has limits."""
     path = tmp_path / "out.json"
     run(tmp_path, "kernels/bench/compiled.py", "--quick", "--targets", "sm_90", "--json", str(path), codes=(0, 1))
     rows = json.loads(path.read_text())["rows"]

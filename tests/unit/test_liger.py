@@ -1,4 +1,4 @@
-"""`--policy.liger` is refused where it cannot run; what it computes is tested on a GPU (tests/gpu/test_policy.py)."""
+"""`--policy.liger` is refused where it cannot run; its numbers are tested on a GPU (tests/gpu/test_policy.py)."""
 
 import importlib.util
 

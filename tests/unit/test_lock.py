@@ -1,4 +1,4 @@
-"""One job in a run folder: the lock, which job is meant, and what happens where there are no locks."""
+"""One job in a run folder: the lock, the job that holds it, and the behaviour where there are no locks."""
 
 import errno
 import fcntl
@@ -53,7 +53,7 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def holder(folder):
-    """Another process that holds the folder, and its child."""
+    """Starts another process that holds the folder, and its child."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     yield process, child
@@ -97,7 +97,7 @@ def kill_later(pid: int, seconds: float) -> None:
 
 
 def test_file_that_was_removed_or_moved_is_not_the_folders_lock(folder, holder):
-    """Who waits for the lock of a folder that is moved aside meanwhile takes that of the new one."""
+    """A job that waits for the lock of a folder that is moved aside meanwhile takes that of the new folder."""
     folder.rename(folder.with_name("away"))
     folder.mkdir()
     lock.take(folder, 0).release()
@@ -138,7 +138,7 @@ def test_looking_at_the_file_does_not_let_go_of_the_lock(folder, monkeypatch):
     """Closing any handle of a file lets go of what a process holds on it."""
     checkpoint.take_folder(folder, False, ALONE)
     stat = os.stat
-    # As on a file system that numbers its files anew.
+    # Some file systems number files anew in this way.
     monkeypatch.setattr(os, "fstat", lambda handle: SimpleNamespace(st_dev=0, st_ino=0))
     assert lock.problem() == ""
     monkeypatch.undo()
@@ -157,7 +157,7 @@ def test_malformed_lock_files_count_as_nothing(folder, text):
 
 
 def robbed(world, folder: str, when: str) -> list[str]:
-    """A run whose folder another job moves aside and begins in anew, before or in the middle of a checkpoint."""
+    """Runs a job whose folder another job moves aside and begins in anew, before or in the middle of a checkpoint."""
     from spmdrl.checkpoint import manifest
     from spmdrl.train import train
     from tests.ranks.demo import open_demo
@@ -226,7 +226,7 @@ def test_fresh_moves_the_folder_aside_and_deletes_nothing(folder, monkeypatch):
 
 
 def attempts(folder: Path, monkeypatch, first: str, second: str) -> bool:
-    """Two starts with --run.fresh, by launchers of these names: True where the second one went on."""
+    """Makes two starts with --run.fresh, by launchers of these names; True where the second one went on."""
     (folder / "mark").touch()
     monkeypatch.setattr(lock, "launcher", lambda: first)
     assert len(checkpoint.take_folder(folder, True, ALONE)) == 1, "an older run was there"
@@ -238,7 +238,7 @@ def attempts(folder: Path, monkeypatch, first: str, second: str) -> bool:
 
 @pytest.mark.parametrize("first, second, goes_on", [("a", "a", True), ("a", "b", False), ("", "", False)])
 def test_fresh_once_for_all_starts_of_one_torchrun(folder, monkeypatch, first, second, goes_on):
-    # What torchrun says of restarts stands still on a node where no rank failed, and counts for nothing.
+    # torchrun's count of restarts stands still on a node where no rank failed, and counts for nothing.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0" if goes_on else "1")
     assert attempts(folder, monkeypatch, first, second) is goes_on
 
@@ -255,7 +255,7 @@ def test_fresh_once_for_all_starts_of_one_slurm_job(folder, monkeypatch, job, co
 
 
 def test_launcher_is_torchrun_also_behind_a_script(tmp_path):
-    """This process stands for torchrun: it has not the variable that it gives to its ranks."""
+    """This process stands for torchrun: it lacks the variable that it gives to its ranks."""
     code = "from spmdrl.checkpoint import lock; print(lock.launcher())"
     (tmp_path / "wrap.sh").write_text(f'{sys.executable} -c "{code}"\ntrue\n')
     env = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}

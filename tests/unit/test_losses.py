@@ -63,7 +63,7 @@ def fp64(values) -> torch.Tensor:
 
 
 def select(name: str, x: LossInputs) -> torch.Tensor | None:
-    """What the loss holds back over the whole batch x, if it does such a thing."""
+    """Returns the tokens that the loss holds back over the whole batch x; None if it holds back none."""
     if name not in SELECTIONS:
         return None
     draw = torch.rand(len(x.mask), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -148,7 +148,7 @@ def test_parity_verl_kl(case, kind):
 
 
 def batch(seed: int = 0, rows: int = 5, width: int = 7, scale: float = 0.3) -> dict[str, torch.Tensor]:
-    """Padded inputs with ragged masks, holes and a row of one token included, an advantage of 0, logp below 0."""
+    """Makes padded inputs with ragged masks, holes and a row of one token included, an advantage of 0, logp below 0."""
     rng = torch.Generator().manual_seed(seed)
     old = -torch.rand(rows, width, generator=rng, dtype=torch.float64) * 3 - 0.5
     mask = torch.rand(rows, width, generator=rng) < 0.7
@@ -167,7 +167,7 @@ def batch(seed: int = 0, rows: int = 5, width: int = 7, scale: float = 0.3) -> d
 
 
 def by_rows(per_row, b: dict) -> torch.Tensor:
-    """Mean over rows of per_row(logp, old, A, weights), each of the row's unmasked tokens."""
+    """Returns the mean over rows of per_row(logp, old, A, weights), each of the row's unmasked tokens."""
     rows = [
         per_row(*(b[k][i][m] for k in ("logp", "old_logp", "advantages", "weights"))) for i, m in enumerate(b["mask"])
     ]
@@ -360,7 +360,7 @@ def test_a_clamped_ratio_has_no_gradient():
 
 
 def part_loss(b: dict, sequences: torch.Tensor, totals: Totals, name: str, mode: str):
-    """Loss and gradient per token of `sequences`, packed in that order as one micro-batch."""
+    """Computes loss and gradient per token of `sequences`, packed in that order as one micro-batch."""
     index = torch.cat([torch.nonzero(b["seq"] == s).flatten() for s in sequences])
     lengths = torch.stack([(b["seq"] == s).sum() for s in sequences])
     part = {name: tensor[index] for name, tensor in b.items()}
@@ -392,7 +392,7 @@ def test_layout_microbatches_and_order_do_not_change_loss_or_gradient(name, seed
     if weights != "none":
         b["weights"] = torch.rand(len(seq), generator=rng, dtype=torch.float64)
         b["weights"] = b["weights"] * (b["weights"] > 0.2) if weights == "some are 0" else b["weights"]
-    for column in b:  # what stands at masked positions must not matter
+    for column in b:  # Values at masked positions must not matter.
         b[column] = torch.where(mask, b[column], torch.tensor((math.nan, -math.inf))[seed % 2])
     b |= {"mask": mask, "seq": seq}
     if name in SELECTIONS:

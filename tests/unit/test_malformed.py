@@ -23,12 +23,12 @@ def test_malformed_input_is_read_or_refused_by_name(kind):
         malformed.one_case(data.draw, kind)
 
     run()
-    # Neither all of it nothing nor all of it fine.
+    # It must not be all refused, nor all accepted.
     assert malformed.outcomes[kind, "refused"] >= EXAMPLES[kind] // 10
 
 
 def test_malformed_judge_can_fail():
-    """What the cases above stand on: a library's own error, a message without a name and a hang are faults."""
+    """The cases above rely on this: a library's own error, a message without a name and a hang are faults."""
 
     def raised(error):
         raise error

@@ -1,4 +1,4 @@
-"""What `--policy.backend megatron` is asked for and cannot give, each as one line that names what to change."""
+"""Requests that `--policy.backend megatron` cannot meet, each as one line that names the setting to change."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks, stag
 
 
 def problems(ranks: int, words: str) -> list[str]:
-    """Lines of the message, without its head."""
+    """Returns lines of the message, without its head."""
     try:
         check(from_command_line(words.split()).config, ranks)
     except ConfigError as error:
@@ -21,7 +21,7 @@ def problems(ranks: int, words: str) -> list[str]:
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Whether megatron-core is here says nothing of the other checks."""
+    """Makes the other checks independent of an installed megatron-core."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "megatron" else find(name))
 
@@ -169,7 +169,7 @@ def test_layers_of_stages_add_up():
                 try:
                     found = stages(Layout(pp=pp, last_stage_layers=last), layers)
                 except ValueError:
-                    # Not for want of a division: pp - 1 stages of as many layers each.
+                    # Only layouts that divide in no way are refused: pp - 1 stages have as many layers each.
                     assert last >= layers or pp == 1 or (layers - last) % (pp - 1) or (not last and layers % pp)
                 else:
                     assert len(found) == pp and sum(found) == layers and min(found) > 0

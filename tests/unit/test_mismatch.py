@@ -1,4 +1,4 @@
-"""|logp of engine - logp of trainer| of a step: a threshold that warns, and one that ends the job."""
+"""|logp of engine - logp of trainer| of a step has a threshold that warns, and one that ends the job."""
 
 import math
 

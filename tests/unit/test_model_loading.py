@@ -1,4 +1,4 @@
-"""`--model.path`: what each form resolves to, what is refused, and that a converted GGUF holds the GGUF's numbers."""
+"""`--model.path`: the meaning of each form, refusals, and that a converted GGUF holds the GGUF's numbers."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def test_stop_tokens_are_the_tokenizers_and_those_that_one_of_the_configs_names(
 
 
 def test_fixed_files_of_a_checkpoint(tmp_path):
-    """They stand for the run: its type, its chat template, and what the source folder has byte for byte."""
+    """They stand for the run: its type, its chat template, and files that equal the source folder's byte for byte."""
     from transformers import AutoTokenizer
 
     def made(folder: Path, head: str = "lm", **data) -> dict[str, bytes]:
@@ -233,7 +233,7 @@ def test_unreadable_gguf(tmp_path, monkeypatch):
     file.write_bytes(b"GGUF but not really")
     with pytest.raises(ValueError, match="cannot read"):
         resolve(str(file))
-    assert [p.suffix for p in (tmp_path / "cache" / "models").iterdir()] == [".lock"]  # nothing half-made is left
+    assert [p.suffix for p in (tmp_path / "cache" / "models").iterdir()] == [".lock"]  # Nothing half-made is left.
 
 
 @needs_smollm2

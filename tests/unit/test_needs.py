@@ -1,4 +1,4 @@
-"""What a loader reads of a tensor: boxes that hold every element it touches, whatever views it goes through."""
+"""Boxes that a loader reads of a tensor: they hold every element it touches, through whatever views it goes."""
 
 import random
 
@@ -9,13 +9,13 @@ from spmdrl.rollout.needs import touched, watched_load
 
 
 def brute(x: torch.Tensor, whole: torch.Tensor) -> tuple:
-    """Smallest and largest index in each dimension, of elements that say where they are."""
+    """Returns smallest and largest index in each dimension, of elements whose values are their places."""
     places = torch.unravel_index(x.reshape(-1).view(whole.dtype), whole.shape)
     return tuple((int(p.min()), int(p.max()) + 1) for p in places)
 
 
 def cut(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
-    """One more view."""
+    """Makes one more view."""
     dim = rng.randrange(x.dim())
     n = x.shape[dim]
     a = rng.randrange(n)
@@ -53,7 +53,7 @@ def test_boxes_hold_every_element_of_any_view():
         flat = whole.view(-1)
         a = rng.randrange(len(flat))
         x = flat[a : rng.randint(a + 1, len(flat))]
-        # Slices of a flattened tensor, and their bytes: always the smallest box.
+        # Slices of a flattened tensor, and their bytes, give the smallest box.
         assert touched(x, whole) == touched(x.view(torch.uint8), whole) == brute(x, whole)
     assert smallest > 0.97 * total
 

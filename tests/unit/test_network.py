@@ -1,4 +1,4 @@
-"""The interface between nodes: by the way to the first one, and never a loopback."""
+"""The interface between nodes is chosen by the way to the first one, and is never a loopback."""
 
 import os
 
@@ -12,7 +12,7 @@ def two_nodes(monkeypatch):
     for name, value in {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "node-a"}.items():
         monkeypatch.setenv(name, value)
     for name in NAMES:
-        # So that what is set here is taken back.
+        # This restores the variables after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -21,7 +21,7 @@ BY_ADDRESS = {"10.0.0.4": "ib0", "192.168.1.4": "eth0"}.get
 
 
 def by(**own: str):
-    """This node's own address on the way to `node-a` (here node_a) or out; there is no other way."""
+    """Gives this node's own address on the way to `node-a` (here node_a) or out; there is no other way."""
 
     def source(address: str) -> str:
         found = own.get("out" if address == OUTSIDE else address.replace("-", "_"))

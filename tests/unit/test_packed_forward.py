@@ -88,7 +88,7 @@ TEMPERATURE = 0.7
 
 
 def pair(family: str, dtype=torch.float64):
-    """The same weights as plain Hugging Face (eager) and as our packed model, its attention registered."""
+    """Makes the same weights as plain Hugging Face (eager) and as our packed model, its attention registered."""
     name, changes = FAMILIES[family]
     config_class = getattr(transformers, name, None)
     if config_class is None:
@@ -117,7 +117,7 @@ def tokens_of(lengths):
 
 
 def plainly(model, tokens, lengths, mask):
-    """logp and entropy [T] from one forward for each sequence and log_softmax over whole logits."""
+    """Returns logp and entropy [T] from one forward for each sequence and log_softmax over whole logits."""
     logp, entropy = [], []
     for part, keep in zip(tokens.split(lengths), mask.split(lengths), strict=True):
         log_p = torch.log_softmax(model(input_ids=part[None], use_cache=False).logits[0, :-1] / TEMPERATURE, -1)
@@ -142,7 +142,7 @@ def scalar(logp, entropy):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layout_packed_forward_is_plain_hugging_face(family, monkeypatch):
     plain, packed = pair(family)
-    # Kernels of a GPU by their stand-ins; torch's own cannot cap scores.
+    # Stand-ins replace kernels of a GPU; torch's own cannot cap scores.
     kernels = ("flash",) if family == "gemma2" else ("flash", "varlen")
     ours = PackedLM(packed)
     calls.clear()
@@ -192,7 +192,7 @@ def test_layout_activation_checkpointing_changes_nothing(family):
 
 
 def test_layout_windows_and_caps_are_not_decoration():
-    """The cases above see them: without the window or the cap the numbers are others."""
+    """The cases above detect them: without the window or the cap the numbers are others."""
     tokens, mask = tokens_of([30, 12])
     lengths = torch.tensor([30, 12])
     for family, key in (

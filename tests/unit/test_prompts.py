@@ -1,4 +1,4 @@
-"""Where prompts come from, what is dropped, what is said when a source does not fit, and which prompts a step takes."""
+"""Sources of prompts, dropped prompts, messages when a source does not fit, and the prompts that a step takes."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""A setting that a run would not look at is refused at start, with what would make something look at it."""
+"""A setting that a run would not read is refused at the start, with a way to make something read it."""
 
 import contextlib
 from pathlib import Path
@@ -23,7 +23,7 @@ YAMLS = sorted([*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob(
 
 
 def refusal(*words: str) -> str:
-    """The message that flags end with; empty where they are taken."""
+    """Returns the message with which flags are refused; empty where they are accepted."""
     loaded = from_command_line(words)
     check(loaded.config, 1)
     try:
@@ -81,7 +81,7 @@ def test_setting_that_nothing_reads_is_refused_with_what_would_read_it(words, un
     assert told.splitlines()[0] == "1 setting without effect:"
     line = told.splitlines()[1].strip()
     assert line.startswith(unread) and reader in line, told
-    # And with that beside it, it is taken.
+    # With the other setting beside it, it is accepted.
     assert "kl-coef above 0" not in reader or not refusal(*words.split(), "--algo.kl-coef", "0.1")
 
 
@@ -94,7 +94,7 @@ def test_several_are_told_together():
 def test_every_preset_is_taken_and_rehearsed(preset):
     config = from_command_line(["--algo.preset", preset]).config
     seen = settings_read(config)
-    # What the preset sets is read; a loss of whole sequences knows its aggregation without.
+    # Settings of the preset are read; a loss of whole sequences knows its aggregation without one.
     unread = set(PRESETS[preset].settings) - seen
     assert unread == ({"algo.aggregation"} if config.algo.loss in SEQUENCE_LOSSES else set())
 
@@ -164,7 +164,7 @@ def test_functions_of_a_user_are_not_called(tmp_path):
 
 
 def test_every_setting_of_what_is_learnt_is_read_by_some_run():
-    """One that no composition reads would be refused always, or is forgotten in ELSEWHERE."""
+    """A setting that no composition reads would be refused always, or is forgotten in ELSEWHERE."""
     assert set(leaves(Config)) >= ELSEWHERE.keys()
     unread = {name for name in leaves(Config) if is_judged(name)}
     for preset in ("grpo", "vapo", "prime", "safe_rlhf", "gigpo", "clip_cov", "kl_cov", "sapo", "dro", "sppo"):

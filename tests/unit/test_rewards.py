@@ -1,4 +1,4 @@
-"""What responses are worth, and that no reward function can stop or mislead a run."""
+"""Scores of responses, and the guarantee that no reward function can stop or mislead a run."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def user_file(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def started():
-    """Graders to close at the end of the test."""
+    """Starts graders and closes them at the end of the test."""
     graders: list = []
 
     def start(**settings):
@@ -106,7 +106,7 @@ def grade(grader, *items: RewardInput) -> list[Reward]:
 
 
 def ended(pid: int) -> bool:
-    """Gone, or only waiting to be reaped by whoever adopted it."""
+    """True for a process that is gone, or only waits to be reaped by its adopter."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:

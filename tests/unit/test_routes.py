@@ -1,4 +1,4 @@
-"""Plans of many ranks against a brute-force reference, and what a plan takes in memory."""
+"""Plans of many ranks against a brute-force reference, and their memory."""
 
 import random
 import tracemalloc
@@ -12,7 +12,7 @@ from spmdrl.weights.plan import Routes, Sets
 
 
 def sets_of(boxes: list[list], dims: int) -> Sets:
-    """What the ranks would tell each other: equal boxes once."""
+    """Makes the sets that ranks would exchange: equal boxes once."""
     found: dict[bytes, tuple[int, np.ndarray]] = {}
     of = []
     for mine in boxes:
@@ -28,7 +28,7 @@ def random_range(rng: random.Random, n: int) -> tuple[int, int]:
 
 
 def random_case(rng: random.Random) -> tuple[list[Entry], list[list], list[list], int]:
-    """Tensors cut into a grid of cells, each held by some ranks; every rank wants boxes of its own."""
+    """Cuts tensors into a grid of cells, each held by some ranks; every rank wants boxes of its own."""
     ranks = rng.randint(1, 6)
     shapes = [tuple(rng.randint(1, 7) for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(1, 6))]
     entries = [Entry(f"t{i}", shape) for i, shape in enumerate(shapes)]
@@ -53,7 +53,7 @@ def random_case(rng: random.Random) -> tuple[list[Entry], list[list], list[list]
 
 
 def planned(entries: list[Entry], held: list[list], wanted: list[list], tensors: int) -> list[list]:
-    """Every rank's buckets, of so many tensors."""
+    """Returns every rank's buckets, of so many tensors each."""
     dims = most_dims(entries)
     places = np.arange(len(entries)) // tensors
     out = []
@@ -67,7 +67,7 @@ def planned(entries: list[Entry], held: list[list], wanted: list[list], tensors:
 
 
 def check(entries: list[Entry], held: list[list], wanted: list[list], tensors: int) -> None:
-    """Regions of all ranks against those of nested loops, and what is sent against what is expected."""
+    """Checks regions of all ranks against those of nested loops, and sent messages against expected ones."""
     plans = planned(entries, held, wanted, tensors)
     sent = {}
     for rank, buckets in enumerate(plans):
@@ -87,7 +87,7 @@ def check(entries: list[Entry], held: list[list], wanted: list[list], tensors: i
             own = [(held[rank][n][0], region) for n, region in bucket.own]
             assert all(cut(held[rank][n][1], region) == region for n, region in bucket.own)
             travels = [region for regions in bucket.receive.values() for region in regions]
-            # Nothing comes from elsewhere that is here.
+            # No region comes from elsewhere that is held here.
             assert not [1 for i, region in travels for j, box in mine if i == j and cut(box, region) is not None]
             assert all(i // tensors == k for i, _ in own + travels)
             got += own + travels
@@ -119,7 +119,7 @@ def test_routes_name_what_nobody_holds():
 
 
 def test_overlapping_holders_do_not_hide_a_hole():
-    """[0:4] and [0:2] have as many rows as [0:6], of which 4 and 5 are held by nobody."""
+    """[0:4] and [0:2] have as many rows as [0:6], whose 4 and 5 nobody holds."""
     entries = [Entry("a", (6,))]
     want = [[(0, ((0, 6),))], []]
     for held in ([[(0, ((0, 4),))], [(0, ((0, 2),))]], [[], [(0, ((0, 4),)), (0, ((0, 2),))]]):
@@ -128,7 +128,7 @@ def test_overlapping_holders_do_not_hide_a_hole():
 
 
 def counted(shape: tuple[int, ...], boxes: set) -> np.ndarray:
-    """In how many of the boxes each element of a tensor is."""
+    """Counts for each element of a tensor the boxes that hold it."""
     out = np.zeros(shape, dtype=int)
     for box in boxes:
         out[tuple(slice(a, b) for a, b in box)] += 1
@@ -136,7 +136,7 @@ def counted(shape: tuple[int, ...], boxes: set) -> np.ndarray:
 
 
 def test_plans_that_are_accepted_bring_every_element_once():
-    """Cells, some moved or lost: a rank has a plan just if one box holds each element that it wants."""
+    """Cells are moved or lost: a rank has a plan exactly if one box holds each element that it wants."""
     found = {"": 0, "no rank holds": 0, "overlap": 0, "hidden": 0}
     for seed in range(300):
         rng = random.Random(seed)
@@ -182,7 +182,7 @@ def test_a_small_plan_makes_its_buckets_once(monkeypatch):
 
 
 def test_routes_of_replicas_take_turns():
-    """The same box on 32 ranks in two sets; 16 receivers are the first and second ranks of engines of eight."""
+    """The same box is on 32 ranks in two sets; 16 receivers are the first and second ranks of engines of eight."""
     entries, box = [Entry("a", (4,)), Entry("b", (4,))], ((0, 4),)
     held = [[(0, box), (1, box)][: 0 if r % 8 < 4 else 2 if r % 8 < 6 else 1] for r in range(64)]
     wanted = [[(0, box)] if r % 8 == 0 else [(0, box), (1, box)] if r % 8 == 1 else [] for r in range(64)]
@@ -209,7 +209,7 @@ def test_rows_and_boxes_are_two_forms_of_one_thing():
 
 
 def test_plan_of_512_ranks_does_not_hold_what_others_hold():
-    """A mixture of 128 experts over 512 ranks to engines of tp 8: all ranks have 15 MiB of rows."""
+    """A mixture of 128 experts goes over 512 ranks to engines of tp 8: all ranks have 15 MiB of rows."""
     model, ranks = push_plan.checkpoint_of("qwen3-30b", layers=2), 512
     held, wanted = push_plan.fsdp(model, ranks), push_plan.vllm(model, ranks)
     everything = sum(sets.rows[s].nbytes for sets in (held, wanted) for s in sets.of)
@@ -228,14 +228,14 @@ def test_plan_of_512_ranks_does_not_hold_what_others_hold():
 @pytest.mark.parametrize("trainer", [push_plan.fsdp, push_plan.megatron])
 @pytest.mark.parametrize("ep", [False, True])
 def test_simulated_ranks_bring_every_element_once(trainer, ep, monkeypatch):
-    """The layouts of the benchmark are whole: what two ranks of 128 receive fills what they want."""
+    """The layouts of the benchmark are whole: the messages to two ranks of 128 fill everything they want."""
     from spmdrl.weights import boxes
 
     def no_pairs(one, other):
         assert not len(one), "shards are seen to be apart without a look at every pair"
         return meet(one, other)
 
-    monkeypatch.setattr(boxes, "meet", no_pairs)  # as `clashing` calls it
+    monkeypatch.setattr(boxes, "meet", no_pairs)  # `clashing` calls it in the same way.
     model, ranks = push_plan.checkpoint_of("qwen3-30b", layers=8), 128
     held, wanted = trainer(model, ranks), push_plan.vllm(model, ranks, ep=ep)
     for rank in (5, 125):
@@ -252,7 +252,7 @@ def test_simulated_ranks_bring_every_element_once(trainer, ep, monkeypatch):
 
 
 def test_simulated_fsdp_is_that_of_the_policy():
-    """A rank's rows are the pieces that `Layout` makes of its shards."""
+    """The rows of a rank are the pieces that `Layout` makes of its shards."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -38,7 +38,7 @@ from tests.ranks.harness import RankError, run_ranks
 
 
 class Bomb:
-    """Writes a file when it is unpickled."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, place: Path):
         self.place = place
@@ -74,7 +74,7 @@ def test_code_that_comes_with_a_model_is_refused_and_does_not_run(tmp_path, what
         assert "--model.trust-remote-code" in str(error.value) and "own Python code" in str(error.value)
     assert str(folder) in str(error.value)
     assert not place.exists()
-    # The same folder with the flag: the code is what stood between, and the test would see it run.
+    # The same folder is read with the flag: the code would run, so the test can detect a run.
     if what == "config":
         with pytest.raises(ValueError):
             resolve(str(folder), trust_remote_code=True)
@@ -119,7 +119,7 @@ def test_weights_do_not_lie_outside_their_folder(tmp_path):
 
 
 def saved_state(folder: Path) -> Path:
-    """Optimizer state as a run writes it, in one process without a group."""
+    """Writes optimizer state as a run does, in one process without a group."""
     import torch.distributed.checkpoint as dcp
 
     model = torch.nn.Linear(3, 2)
@@ -166,7 +166,7 @@ def test_bomb_in_optimizer_state_does_not_go_off(tmp_path, where):
         vet(folder)
     assert not place.exists()
     if where == "value":
-        # What torch itself does with it.
+        # torch itself does this with the file.
         import torch.distributed.checkpoint as dcp
 
         dcp.load({key.fqn: None}, checkpoint_id=str(folder), no_dist=True)
@@ -215,7 +215,7 @@ def run_of_one_step(tmp_path_factory):
 
 @pytest.mark.parametrize("manifest", ["none", "of the true file", "of the bomb"])
 def test_checkpoint_of_a_stranger_does_not_run_its_index(run_of_one_step, tmp_path, manifest):
-    """Whatever its manifest says: one that was made to fit the bomb is as good as any."""
+    """The manifest does not help: one that was made to fit the bomb is as good as any."""
     folder, place = tmp_path / "run", tmp_path / "bomb"
     shutil.copytree(run_of_one_step, folder, symlinks=True)
     step = folder / "checkpoints" / "step_1"
@@ -271,7 +271,7 @@ def test_only_kinds_of_files_that_hold_rows_are_read(tmp_path, name):
 
 
 def test_templates_reach_no_attributes(tmp_path):
-    """`{prompt.__class__}` and the like: what a file of settings says is text, and no way into the program."""
+    """Texts such as `{prompt.__class__}` in a file of settings are text, and no way into the program."""
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"prompt": "abc", "answer": "cba"}) + "\n")
     tokenizer = load_tokenizer(TINY)
@@ -285,7 +285,7 @@ def test_templates_reach_no_attributes(tmp_path):
 
 
 def test_data_that_unpacks_to_more_than_memory_is_no_way_in(tmp_path):
-    """A limit of rows is one of work: what stands behind it in the file is not unpacked."""
+    """A limit on rows limits the work: rows behind it in the file are not unpacked."""
     file = tmp_path / "data.jsonl.gz"
     row = json.dumps({"prompt": "abc", "answer": "cba"}) + "\n"
     with gzip.open(file, "wt", compresslevel=1) as out:

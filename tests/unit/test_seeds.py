@@ -13,14 +13,14 @@ MASK = (1 << 64) - 1
 
 
 def mix_reference(x: int) -> int:
-    """SplitMix64's output function in plain integers (Steele, Lea, Flood 2014)."""
+    """Computes SplitMix64's output function in plain integers (Steele, Lea, Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
     return x ^ (x >> 31)
 
 
 def unmix(y: int) -> int:
-    """Its inverse: the input that gives y."""
+    """Computes the inverse: the input that gives y."""
 
     def unshift(value: int, bits: int) -> int:
         out = value
@@ -34,7 +34,7 @@ def unmix(y: int) -> int:
 
 
 def seed_that_draws(y: int) -> int:
-    """The seed (int64) whose number at position 0 has the bits y."""
+    """Returns the seed (int64) whose number at position 0 has the bits y."""
     x = (unmix(y) - 0x9E3779B97F4A7C15) & MASK
     return x - (1 << 64) if x >> 63 else x
 
@@ -83,7 +83,7 @@ def test_every_bit_of_a_seed_depends_on_every_bit_of_its_key():
 
 
 def test_uniform_is_uniform_and_neighbours_are_independent():
-    """By prompt, sample and position, as a rollout uses it: equal cells, no correlation between neighbours."""
+    """Prompt, sample and position are keys, as in a rollout: cells are equal, neighbours uncorrelated."""
     seeds = torch.tensor([seed_for(0, 5, p, p, s, 0) for p in range(64) for s in range(8)])
     u = uniform(seeds.repeat_interleave(64), torch.arange(64).repeat(512)).view(64, 8, 64)
     n = u.numel()
@@ -120,7 +120,7 @@ def test_uniform_rows_do_not_depend_on_each_other():
 
 
 def test_steps_cut_the_epochs_into_equal_pieces():
-    """Law 3: a function of (seed, step); every prompt once an epoch, no world size anywhere."""
+    """Law 3: steps are a function of (seed, step); every prompt comes once an epoch, whatever the world size."""
     n, size = 37, 8
     line = [i for step in range(37) for i in drawn_indices(n, step * size, size, seed=3)]
     assert [sorted(line[e * n : (e + 1) * n]) for e in range(8)] == [list(range(n))] * 8

@@ -1,4 +1,4 @@
-"""Which tokens KL-Cov and Clip-Cov hold back: the formula over the whole batch, however it lies on ranks (law 2)."""
+"""Tokens that KL-Cov and Clip-Cov hold back: the formula over the whole batch, however it lies on ranks (law 2)."""
 
 import threading
 
@@ -27,7 +27,7 @@ def whole(seed: int, lengths: list[int], ties: bool = False) -> Selecting:
 
 
 def written_out(name: str, x: Selecting, cov_ratio, cov_low=1.0, cov_high=5.0, clip_low=0.2, clip_high=0.2) -> set[int]:
-    """The selected tokens in plain Python."""
+    """Computes the selected tokens in plain Python."""
     tokens = [t for t in range(len(x.mask)) if x.mask[t]]
     adv, logp = ({t: v[t].item() for t in tokens} for v in (x.advantages, x.logp))
     mean_adv, mean_logp = (sum(v.values()) / max(1, len(tokens)) for v in (adv, logp))
@@ -42,7 +42,7 @@ def written_out(name: str, x: Selecting, cov_ratio, cov_low=1.0, cov_high=5.0, c
 
 
 def on_ranks(name: str, x: Selecting, rank_of: list[int], ranks: int, **options) -> tuple[torch.Tensor, list[int]]:
-    """The selection with sequence s on rank rank_of[s], as threads that meet in `gather`; and each one's calls."""
+    """Selects with sequence s on rank rank_of[s], as threads that meet in `gather`; returns also each one's calls."""
     barrier, slots, calls = threading.Barrier(ranks), [None] * ranks, [0] * ranks
     selected, errors = torch.zeros(len(x.mask), dtype=torch.bool), []
 

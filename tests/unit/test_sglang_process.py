@@ -1,4 +1,4 @@
-"""What a rank makes of what its SGLang process says, and of its end; the process here is a small one of our own."""
+"""A rank's reaction to messages of its SGLang process, and to its end; the process here is a small one of our own."""
 
 import sys
 import time
@@ -59,7 +59,7 @@ def test_a_failed_request_is_no_answer_to_another_command(process):
 
 
 def engine_of(process) -> SGLangEngine:
-    """The engine around it, without a model: `load` and `poll` want no more."""
+    """Makes the engine around it, without a model: `load` and `poll` need no more."""
     engine = cast(Any, SGLangEngine.__new__(SGLangEngine))
     vars(engine).update(
         process=process, group=None, running={}, backlog=[], version=0, transport=SharedMemory(), parts={"w": []}

@@ -1,4 +1,4 @@
-"""What a rank knows of others and what it says last: heartbeats, requests to leave, a start in a store used before."""
+"""Knowledge of a rank about others, and its last words: heartbeats, requests to leave, a start in a used store."""
 
 import signal
 import threading
@@ -79,7 +79,7 @@ def test_heart_asks_again_by_itself(store, monkeypatch):
 
 @pytest.mark.parametrize("skew", [-3600.0, 3600.0])
 def test_heart_times_others_by_no_clock_of_theirs(store, monkeypatch, skew):
-    """Clocks of two machines differ by an hour: nobody is missing who beats, and somebody is who does not."""
+    """Clocks of two machines differ by an hour: a rank that beats is not missing, and one that does not is."""
     monkeypatch.setattr(heartbeat, "STALE", 0.5)
     mine, other = hearts(store)
     now = time.time
@@ -213,7 +213,7 @@ def test_signs_of_the_background_are_passed_on_while_it_is_waited_for(works):
 
 
 def join(store, ranks, size=3, seconds=20.0) -> dict[int, object]:
-    """What the ranks of one start get: the number of their start in what they share, or the error."""
+    """Starts the ranks of one start; each gets the number of ranks in the shared store, or the error."""
     found: dict[int, object] = {}
 
     def rank(number: int) -> None:
@@ -237,7 +237,7 @@ def join(store, ranks, size=3, seconds=20.0) -> dict[int, object]:
 
 @pytest.mark.slow
 def test_restart_finds_nothing_of_the_start_before(store):
-    """Nor of one that ended before all had come."""
+    """It finds nothing of a start either that ended before all ranks had come."""
     for order in ([0, 1, 2], [2, 1, 0]):
         assert join(store, order) == {0: 3, 1: 3, 2: 3}
     early = join(store, [1, 0], seconds=0.5)

@@ -1,4 +1,4 @@
-"""Tracking: numbers reduced over ranks against sums by hand, what is kept over a resume, what the screen shows."""
+"""Tracking: numbers reduced over ranks against sums by hand, rows kept over a resume, and the screen."""
 
 import io
 import json
@@ -36,11 +36,11 @@ METRICS = {
 
 
 def alone(tensor: torch.Tensor, op: str) -> None:
-    """all_reduce of a world of one."""
+    """Stands for all_reduce in a world of one."""
 
 
 class Ranks:
-    """all_reduce between threads: the tensors of all ranks meet, in place, and their number is counted."""
+    """Stands for all_reduce between threads: the tensors of all ranks meet, in place, and calls are counted."""
 
     def __init__(self, size: int):
         self.size, self.calls = size, []
@@ -48,7 +48,7 @@ class Ranks:
         self.inbox: dict[int, torch.Tensor] = {}
 
     def run(self, function):
-        """[function(rank, all_reduce)] by rank; an exception stands in the place of its result."""
+        """Runs function(rank, all_reduce) by rank; an exception takes the place of its result."""
         results = [None] * self.size
 
         def work(rank):
@@ -287,7 +287,7 @@ def test_tensorboard_events_read_back(tmp_path):
 
 
 def test_wandb_works_offline_without_an_account(tmp_path):
-    """In a process of its own, with an empty home: wandb starts helpers and reads the account of the machine."""
+    """wandb runs in a process with an empty home: it starts helpers and reads the account of the machine."""
     code = (
         "import sys\nfrom spmdrl.tracking.trackers import open_trackers\n"
         "for resume in (1, 3):\n"
@@ -328,7 +328,7 @@ class Terminal(io.StringIO):
         return True
 
     def text(self) -> str:
-        """What was written, without escape sequences."""
+        """Returns the written text, without escape sequences."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())
 
 
@@ -462,7 +462,7 @@ def test_each_rank_logs_to_its_own_file_and_only_rank_0_to_the_console(tmp_path,
 
 
 def test_python_warnings_reach_the_file(tmp_path):
-    """In a process of its own, as pytest catches warnings itself."""
+    """It runs in a process of its own, as pytest catches warnings itself."""
     code = (
         "import sys, warnings\nfrom spmdrl.tracking.logs import setup_logging\nsetup_logging(sys.argv[1], 1)\n"
         "warnings.warn('deprecated thing')\n"

@@ -1,4 +1,4 @@
-"""Shared prompts: the tree of a pack gives what the pack gives, in value and gradient, for every kind of attention."""
+"""Shared prompts: the tree of a pack gives the same as the pack, in value and gradient, for every kind of attention."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def pack(episodes):
 
 
 def ragged(seed: int = 0):
-    """Groups of 1 to 5 samples, prompts of 1 to 20 tokens, replies of 1 to 12, one of them without a sampled token."""
+    """Makes groups of 1 to 5 samples, prompts of 1 to 20 tokens, replies of 1 to 12, one without a sampled token."""
     rng = torch.Generator().manual_seed(seed)
     out = []
     for position, samples in enumerate((3, 1, 5, 2)):
@@ -90,7 +90,7 @@ def test_layout_shared_prompts_change_nothing(folders, family, kind, dtype, monk
         # Theirs goes through float32, where a sum over samples rounds in another order.
         monkeypatch.setattr(Qwen2RMSNorm, "forward", float64_norm)
     weights, limit = torch.Generator().manual_seed(1), 1e-10 if dtype == torch.float64 else 1e-5
-    # A test of another file may have left some.
+    # Another test's file may have left some.
     calls.clear()
     for seed in range(3):
         tokens, lengths, mask, _ = pack(ragged(seed))
@@ -98,7 +98,7 @@ def test_layout_shared_prompts_change_nothing(folders, family, kind, dtype, monk
         seen = []
         for share in (False, True):
             hf = build_model(folders[family], dtype, False, attention.register())
-            # A kernel of a GPU, by its stand-in, is held against whole sequences in plain torch.
+            # The stand-in of a GPU's kernel is compared with whole sequences in plain torch.
             model = PackedLM(hf, kind if share else WITHOUT_TREE.get(kind, kind), share=share).train()
             with monkeypatch.context() as patch:
                 if kind in KERNELS:

@@ -1,4 +1,4 @@
-"""Tree files: every bit comes back, nothing else is taken for one."""
+"""Tree files: every bit comes back, and nothing else is taken for one."""
 
 import json
 import math
@@ -18,7 +18,7 @@ DTYPES = (
 
 
 def same(a, b) -> bool:
-    """Of one type and bit for bit equal, all the way down."""
+    """Returns True for values of one type and bit for bit equal, all the way down."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -72,7 +72,7 @@ def test_the_same_tree_gives_the_same_bytes_and_views_are_copied(tmp_path):
 
 
 def test_the_files_tree_is_not_looked_up_in_memory(tmp_path):
-    """`same` can fail: one bit, one type, one order."""
+    """`same` can fail: it sees one bit, one type, one order."""
     assert not same(0.0, -0.0) and not same(math.nan, QUIET_NAN) and not same((1,), [1]) and not same(1, True)
     assert not same(torch.zeros(2), torch.zeros(2, 1)) and not same(torch.zeros(1), -torch.zeros(1))
     assert not same({"a": 1, "b": 2}, {"b": 2, "a": 1})

@@ -1,4 +1,4 @@
-"""Which attention kernel a layer takes, what it is given, and that shared prompts and chunks need no mask there."""
+"""Attention kernel of a layer and its arguments; shared prompts and chunks need no mask there."""
 
 import sys
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ def test_needs_are_read_off_the_tensors():
 
 @pytest.mark.parametrize("widths", [(16, 16), (12, 20)])
 def test_kernel_in_torch_takes_what_it_is_given(widths):
-    """The real function, on tensors without memory: arguments, shapes and that there is a backward."""
+    """The real function takes tensors without memory: arguments and shapes fit, and there is a backward."""
     d, e = widths
     q, k = torch.empty(7, 4, d, device="meta", dtype=BF16), torch.empty(6, 2, d, device="meta", dtype=BF16)
     v = torch.empty(6, 2, e, device="meta", dtype=BF16)
@@ -105,7 +105,7 @@ def test_keys_of_a_branch_are_its_trunk_and_its_own():
 
 
 def test_trunks_of_one_length_need_no_mask():
-    """On a GPU float32 goes through SDPA: its causality from the end is the mask that a CPU is given."""
+    """On a GPU float32 goes through SDPA: its causality from the end equals the mask that a CPU gets."""
     below = [(0, 5), (0, 5), (5, 3), (5, 3), (5, 3)]
     starts, lengths = [8, 10, 13, 16, 20], [2, 3, 3, 4, 2]
     cuda = _branch_classes(below, starts, lengths, torch.device("cpu"), exact=True)
@@ -121,7 +121,7 @@ def test_trunks_of_one_length_need_no_mask():
 @pytest.mark.parametrize("window", [None, 2, 5])
 @pytest.mark.parametrize("cp", [1, 2, 3])
 def test_layout_chunks_of_context_parallelism_need_no_mask(monkeypatch, cp, window, kernel):
-    """Megatron's attention by a kernel gives what it gives sequence by sequence with masks, in value and gradient."""
+    """Megatron's attention by a kernel equals attention sequence by sequence with masks, in value and gradient."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from spmdrl.policy.megatron import attention
 
@@ -136,7 +136,7 @@ def test_layout_chunks_of_context_parallelism_need_no_mask(monkeypatch, cp, wind
         found = []
         for kernels in (False, True):
             q, k, v = leaves = [x.clone().requires_grad_() for x in whole]
-            # One process stands in for the ranks of the group: what they would send, in their order.
+            # One process stands in for the ranks of the group: their messages come in their order.
             gathered = {6: k[order], 4: v[order]}
             core: Any = SimpleNamespace(
                 cp_group=SimpleNamespace(size=lambda: cp, rank=lambda rank=rank: rank),

@@ -15,11 +15,11 @@ from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.varlen import KERNELS, WIDEST, Needs
 
 calls: list[str] = []
-"""Which kernel computed, a name a call."""
+"""Names of the kernels that computed, one per call."""
 
 
 def reference(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, window, softcap=0.0):
-    """One sequence and one head after another, over the keys that each query sees."""
+    """Computes one sequence and one head after another, over the keys that each query sees."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= WIDEST and q.shape[-1] % 8 == 0
     assert all(x.stride(-1) == 1 for x in (q, k, v)) and q.shape[1] % k.shape[1] == 0
     assert ends_q.dtype == ends_k.dtype == torch.int32 and len(ends_q) == len(ends_k)
@@ -43,14 +43,14 @@ def reference(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, window, soft
 def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
 ):
-    """As in torch 2.13, which wants to be told of grouped heads."""
+    """Computes as torch 2.13 does, which has to be told of grouped heads."""
     assert enable_gqa or query.shape[1] == key.shape[1]
     calls.append("varlen")
     return reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
 
 def varlen_attn_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """As in torch 2.11, which is not told."""
+    """Computes as torch 2.11 does, which is not told."""
     calls.append("varlen of 2.11")
     return reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
@@ -69,7 +69,7 @@ def flash_attn_varlen_func(
     softcap=0.0,
     deterministic=False,
 ):
-    """As in flash-attn 2.8."""
+    """Computes as flash-attn 2.8 does."""
     assert causal
     calls.append("flash")
     return reference(
@@ -83,7 +83,7 @@ def on_gpu(q, v, softcap) -> Needs:
 
 
 def stand_in(patch: pytest.MonkeyPatch, *modules) -> None:
-    """Put them where the kernels would be; modules: those that choose a kernel, in place of `policy.attention`."""
+    """Puts them in the place of the kernels; modules: those that choose a kernel, in place of `policy.attention`."""
     patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     patch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     for module in modules or (attention,):
