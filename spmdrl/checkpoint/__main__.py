@@ -48,7 +48,7 @@ def checkpoint_of(name: str) -> Path:
 
 
 def rows(root: Path) -> list[list[str]]:
-    """One row a checkpoint, oldest first."""
+    """Returns one row a checkpoint, oldest first."""
     steps = steps_saved(root)
     latest = (root / "latest").resolve().name
     metric = next((m for step in steps if (m := _metric(root / f"step_{step}"))), ("", ""))
@@ -82,7 +82,7 @@ def rows(root: Path) -> list[list[str]]:
 
 
 def _metric(folder: Path) -> tuple[str, str]:
-    """The metric by which checkpoints are kept: (name, the text of `--checkpoint.best`)."""
+    """Returns the metric by which checkpoints are kept: (name, the text of `--checkpoint.best`)."""
     try:
         best = read_manifest(folder).get("best", "")
         return best.removeprefix("-"), best
@@ -91,7 +91,7 @@ def _metric(folder: Path) -> tuple[str, str]:
 
 
 def show_list(run: str) -> int:
-    """Print the table."""
+    """Prints the table."""
     head = ["step", "time", "size", "ranks", "layout", "metric", "", "files"]
     table = [head, *rows(root_of(run))]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
@@ -101,7 +101,7 @@ def show_list(run: str) -> int:
 
 
 def verify(run: str) -> int:
-    """Verify every checkpoint and print one line for each; returns 1 if any is damaged."""
+    """Verifies every checkpoint and prints one line for each; returns 1 if any is damaged."""
     bad = 0
     folders = [Path(run)] if (Path(run) / "MANIFEST.json").exists() else None
     for folder in folders or [root_of(run) / f"step_{step}" for step in reversed(steps_saved(root_of(run)))]:
@@ -114,7 +114,7 @@ def verify(run: str) -> int:
 
 
 def diff(a: str, b: str | None) -> int:
-    """Print the differences of two checkpoints."""
+    """Prints the differences of two checkpoints."""
     if b is None:
         root = root_of(a)
         steps = steps_saved(root)
@@ -132,7 +132,7 @@ def diff(a: str, b: str | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; exit code 1 if a checkpoint is damaged, 2 for a folder without checkpoints."""
+    """Runs the command; exit code 1 if a checkpoint is damaged, 2 for a folder without checkpoints."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

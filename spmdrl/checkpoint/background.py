@@ -23,7 +23,7 @@ class Saver:
     """Writes the checkpoints of a run, at most one at a time. Every rank has one and makes the same calls."""
 
     def __init__(self, cfg: TrainingConfig, root: Path, world: World):
-        """Make room and, with `--checkpoint.background`, groups that a thread communicates over. Collective.
+        """Makes room and, with `--checkpoint.background`, groups that a thread communicates over. Collective.
 
         root: the run's `checkpoints/`.
         """
@@ -41,7 +41,7 @@ class Saver:
         store.together(lambda: published.clean(root) if world.is_first else None, world)
 
     def prepare(self, models: Models, warn: Callable[[str], None]) -> None:
-        """Make the part that all checkpoints share, and warn if the first will find no room. Collective, at the start.
+        """Makes the part that all checkpoints share, and warns if the first will find no room. Collective, at start.
 
         Raises:
             ValueError: a model of which no checkpoint could be saved.
@@ -57,7 +57,7 @@ class Saver:
                 warn(str(error))
 
     def know(self, done: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of step `done`: numbers of the weights that it began with, which are those of `done - 1`."""
+        """Takes the metrics of step `done`, which measure the weights that it began with, those of `done - 1`."""
         metric = self.keep.metric
         if not metric or metric not in values:
             return  # nothing asked for, or not a step that measured it
@@ -67,13 +67,13 @@ class Saver:
             measured(self.root, done - 1, self.known)
 
     def resumed(self, step: int) -> None:
-        """Take up the known value of `--checkpoint.best` when the run goes on from the checkpoint of `step`."""
+        """Takes up the known value of `--checkpoint.best` when the run goes on from the checkpoint of `step`."""
         metric = self.keep.metric
         if metric and (value := value_of(self.root, step, metric)) is not None:
             self.known = {metric: value}
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
-        """Save the state after `step` steps, or begin to, once the checkpoint before is written. Collective.
+        """Saves the state after `step` steps, or begins to, once the checkpoint before is written. Collective.
 
         state, mine, models: as of `store.save`.
 
@@ -105,12 +105,12 @@ class Saver:
         self._seconds = time.perf_counter() - began
 
     def _after(self) -> None:
-        """Note the size of the checkpoint just written, the best estimate for the next one."""
+        """Notes the size of the checkpoint just written, the best estimate for the next one."""
         if self.world.is_first:
             self.wanted = manifest.read_manifest(self.root / f"step_{self.saved}")["bytes"]
 
     def poll(self) -> dict[str, float]:
-        """Seconds of a background write, once, when it has ended: `time/checkpoint_write`. Not collective.
+        """Returns the seconds of a background write, once, when it has ended: `time/checkpoint_write`. Not collective.
 
         Ranks see the end at different steps. An error of the write is raised here.
         """
@@ -120,7 +120,7 @@ class Saver:
         return numbers
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is published. Collective; an error of the write is raised here."""
+        """Waits until the checkpoint that was begun is published. Collective; an error of the write is raised here."""
         if self._thread is None:
             return
         while self._thread.is_alive():

@@ -18,7 +18,7 @@ TOP = 10
 
 
 def report(one: Path, other: Path) -> Iterator[str]:
-    """Lines to print, each the value in `one` -> the value in `other`. Both checkpoints must verify."""
+    """Returns lines to print, each the value in `one` -> the value in `other`. Both checkpoints must verify."""
     yield f"{one} -> {other}"
     yield from _changes("settings", _settings(one), _settings(other), flag)
     a, b = read_manifest(one), read_manifest(other)

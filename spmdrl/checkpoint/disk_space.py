@@ -10,11 +10,11 @@ FULL = ("No space left", "Disk quota exceeded", "File too large")
 
 
 class DiskFullError(ValueError):
-    """No room for a checkpoint; the message says how much is wanted, where, and what to do."""
+    """Error for no room for a checkpoint; the message says how much is wanted, where, and what to do."""
 
 
 def check_room(root: Path, wanted: int) -> None:
-    """Check that the disk has room for so many bytes.
+    """Checks that the disk has room for so many bytes.
 
     Raises:
         DiskFullError: there is less.
@@ -30,7 +30,7 @@ def check_room(root: Path, wanted: int) -> None:
 
 @contextmanager
 def told_when_full(root: Path, step: int) -> Iterator[None]:
-    """Turn an error caused by a full disk, from any library, into one that says what to do."""
+    """Turns an error caused by a full disk, from any library, into one that says what to do."""
     try:
         yield
     except BaseException as error:
@@ -49,7 +49,7 @@ def told_when_full(root: Path, step: int) -> Iterator[None]:
 
 
 def size(n: float) -> str:
-    """Bytes as people read them."""
+    """Formats bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

@@ -24,7 +24,7 @@ def size_of(folder: Path) -> int:
 
 @contextmanager
 def growth_counts(folder: Path) -> Iterator[None]:
-    """Inside this context, this thread shows signs of life as long as the files in `folder` change in size.
+    """Makes this thread show signs of life inside the context as long as the files in `folder` change in size.
 
     If the file system hangs, the look hangs too, and the signs stop.
     """

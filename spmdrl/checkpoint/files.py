@@ -19,7 +19,7 @@ def file_hash(path: Path) -> str:
 
 
 def flushed_hash(path: Path) -> str:
-    """Hash a file that was just written, then flush it to the disk."""
+    """Hashes a file that was just written, then flushes it to the disk."""
     # The hash comes first, so that it is of the bytes written and not of those that the disk made of them.
     found = file_hash(path)
     flush(path)
@@ -27,7 +27,7 @@ def flushed_hash(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Flush a file to the disk and out of the page cache, so that the next read sees the disk's bytes."""
+    """Flushes a file to the disk and out of the page cache, so that the next read sees the disk's bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -39,7 +39,7 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a file beside it first, then renamed over it."""
+    """Writes a file whole or not at all: a file beside it first, then renamed over it."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     flush(part)

@@ -16,7 +16,7 @@ from spmdrl.spmd.world import World
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
-    """Make this job the one that writes to the run folder, until it ends; returns lines for the user. Collective.
+    """Makes this job the one that writes to the run folder, until it ends; returns lines for the user. Collective.
 
     With `--run.fresh` a folder that holds something is moved aside first, and nothing deleted. A job that was started
     again (by torchrun, by SLURM) goes on with what it has. Called before anything opens a file in the folder.
@@ -64,7 +64,7 @@ def _take(folder: Path, fresh: bool, agents: set[str], wait: float) -> list[str]
 
 
 def _move_aside(folder: Path) -> str:
-    """Move a run folder aside and put an empty one in its place; of a link its target is moved, to stay on its disk."""
+    """Moves a run folder aside and puts an empty one in its place; a link's target is moved, to stay on its disk."""
     real = folder.resolve()
     if Path.cwd().is_relative_to(real):
         raise ValueError(
@@ -86,7 +86,7 @@ def _move_aside(folder: Path) -> str:
 
 
 def still_ours(world: World) -> None:
-    """Check that no other job has taken the run folder. Collective.
+    """Checks that no other job has taken the run folder. Collective.
 
     Raises:
         TakenError: on every rank, which writes nothing more there.
@@ -99,7 +99,7 @@ def still_ours(world: World) -> None:
 
 
 def check_evaluation(folder: Path, world: World) -> None:
-    """Check that an evaluation's folder is not that of a run, from whose checkpoints it would go on. Collective.
+    """Checks that an evaluation's folder is not that of a run, from whose checkpoints it would go on. Collective.
 
     Raises:
         ValueError: it is.
@@ -113,7 +113,7 @@ def check_evaluation(folder: Path, world: World) -> None:
 
 
 def check_settings(folder: Path, cfg: TrainingConfig, world: World) -> list[str]:
-    """Check that a run which goes on from its folder has the settings it began with. Collective; returns notes.
+    """Checks that a run which goes on from its folder has the settings it began with. Collective; returns notes.
 
     Raises:
         ValueError: settings that change the answer differ, each one listed, unless `--run.allow-changes`.
@@ -139,5 +139,5 @@ def check_settings(folder: Path, cfg: TrainingConfig, world: World) -> list[str]
 
 
 def write_config(folder: Path, cfg: TrainingConfig) -> None:
-    """Write `config.yaml`, whole or not at all."""
+    """Writes `config.yaml`, whole or not at all."""
     write_text(folder / "config.yaml", to_yaml(lasting(cfg)))

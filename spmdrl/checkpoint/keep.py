@@ -16,7 +16,7 @@ from spmdrl.health.status import tick
 
 @dataclass(frozen=True)
 class Keep:
-    """`--checkpoint.keep`, `keep-every` and `best`."""
+    """Settings `--checkpoint.keep`, `keep-every` and `best`."""
 
     newest: int = 2
     every: int = 0
@@ -40,7 +40,7 @@ def value_of(root: Path, step: int, metric: str) -> float | None:
 
 
 def measured(root: Path, step: int, values: Mapping[str, float]) -> None:
-    """Note the metrics of a step's checkpoint, and drop those of later steps: they are of another course of the run."""
+    """Notes the metrics of a step's checkpoint, and drops those of later steps, which belong to another course."""
     told: dict = {}
     with suppress(OSError, ValueError):
         told = json.loads((root / "measured.json").read_text())
@@ -56,7 +56,7 @@ def best_of(root: Path, steps: list[int], best: str) -> int | None:
 
 
 def prune(root: Path, step: int, keep: Keep) -> list[int]:
-    """Make room once the checkpoint of `step` has verified; returns the steps that went.
+    """Makes room once the checkpoint of `step` has verified; returns the steps that went.
 
     Only checkpoints before that one go: a newer folder was passed over as damaged and will be written again.
     """

@@ -48,7 +48,7 @@ class Lock:
     """Content of the file: first that of the job before, then that of this one."""
 
     def sign(self, agents: Collection[str]) -> None:
-        """Write into the file which job holds the folder. agents: `launcher()` of all ranks and earlier attempts."""
+        """Records in the file the job that holds the folder. agents: `launcher()` of all ranks and earlier attempts."""
         self.told = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -91,11 +91,11 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Release the lock."""
+        """Releases the lock."""
         os.close(self.handle)
 
     def _lock(self) -> bool:
-        """Take the lock on an open file; False where another process has it."""
+        """Takes the lock on an open file; returns False where another process has it."""
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -113,7 +113,7 @@ held: list[Lock] = []
 
 
 def take(folder: Path, wait: float = WAIT) -> Lock:
-    """Lock a run folder, which exists.
+    """Locks a run folder, which exists.
 
     wait: seconds for which another process may hold it.
 
@@ -141,12 +141,12 @@ def take(folder: Path, wait: float = WAIT) -> Lock:
 
 
 def problem() -> str:
-    """`Lock.problem` of the lock that this process holds."""
+    """Returns `Lock.problem` of the lock that this process holds."""
     return held[0].problem() if held else ""
 
 
 def who(told: dict) -> str:
-    """The job of a lock file in words: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
+    """Names the job of a lock file in words: `process 12 on node7 (since 2026-01-31 10:00:00)`."""
     with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
         since = datetime.fromtimestamp(told["since"]).isoformat(" ", "seconds")
         return f"process {told['pid']} on {told['host']} (since {since})"

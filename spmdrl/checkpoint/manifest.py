@@ -20,7 +20,7 @@ UNSIGNED = "0" * 32
 
 
 class DamagedError(ValueError):
-    """A checkpoint that was just written reads back damaged."""
+    """Error for a checkpoint that was just written and reads back damaged."""
 
 
 def contents(folder: Path) -> dict[str, int]:
@@ -39,7 +39,7 @@ def contents(folder: Path) -> dict[str, int]:
 def write_manifest(
     folder: Path, step: int, world: int, facts: Mapping[str, Any] | None = None, hashes: Mapping[str, str] | None = None
 ) -> dict:
-    """List all files of a checkpoint with size and hash, and flush what is not yet on the disk; returns the manifest.
+    """Lists all files of a checkpoint with size and hash, and flushes those not yet on the disk; returns the manifest.
 
     Args:
         folder: the checkpoint as written so far.
@@ -74,7 +74,7 @@ def _signed(text: str, own: str) -> str:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a checkpoint, itself verified.
+    """Returns the manifest of a checkpoint, itself verified.
 
     Raises:
         ValueError: it is missing or damaged, or lists names that no checkpoint has.

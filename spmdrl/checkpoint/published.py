@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are there, the newest whole one, publishing one. No communication."""
+"""The checkpoints of a run: lists them, finds the newest whole one, publishes one. No communication."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def choose(root: Path, verified: Iterator[tuple[int, list[str]]]) -> Path | None
 
 
 def clean(root: Path) -> None:
-    """Remove folders that a killed job left half written, and put back those it was about to replace."""
+    """Removes folders that a killed job left half written, and puts back those it was about to replace."""
     for path in root.glob(".replaced-step_*") if root.is_dir() else ():
         final = root / path.name.removeprefix(".replaced-")
         if final.exists():
@@ -55,7 +55,7 @@ def clean(root: Path) -> None:
 
 
 def publish(temporary: Path, root: Path, step: int) -> Path:
-    """Rename a folder that is whole to `root/step_<step>`, and point `latest` at it."""
+    """Renames a folder that is whole to `root/step_<step>`, and points `latest` at it."""
     final, before = root / f"step_{step}", root / f".replaced-step_{step}"
     if final.exists():
         shutil.rmtree(before, ignore_errors=True)

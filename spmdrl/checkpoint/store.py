@@ -53,7 +53,7 @@ class Content:
 def content_of(
     step: int, models: Models, state: dict | None, mine: Any, copy: bool = False, config: TrainingConfig | None = None
 ) -> Content:
-    """Collect the content of a checkpoint of this moment. Collective over the ranks that train.
+    """Collects the content of a checkpoint of this moment. Collective over the ranks that train.
 
     copy: copy the values, so that training may go on while they are written.
     """
@@ -83,7 +83,7 @@ def save(
     keep: Keep | None = None,
     config: TrainingConfig | None = None,
 ) -> Path:
-    """Write `root/step_<step>`, point `latest` at it and make room as `keep` says. Collective.
+    """Writes `root/step_<step>`, points `latest` at it and makes room as `keep` says. Collective.
 
     Args:
         root: the run's `checkpoints/`.
@@ -103,7 +103,7 @@ def save(
 
 
 def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
-    """Write content from `content_of` as `save` does. Collective over the groups of `world`, which may be a twin's."""
+    """Writes content from `content_of` as `save` does. Collective over the groups of `world`, which may be a twin's."""
     step, temporary = content.step, root / f".incomplete-step_{content.step}"
     still_ours(world)
     together(lambda: _begin(root, temporary, content) if world.is_first else None, world)
@@ -140,7 +140,7 @@ def write(root: Path, content: Content, world: World, keep: Keep) -> Path:
 
 
 def _begin(root: Path, temporary: Path, content: Content) -> None:
-    """Make an empty folder and write into it what rank 0 alone knows."""
+    """Makes an empty folder and writes into it the part that rank 0 alone knows."""
     with disk_space.told_when_full(root, content.step):
         shutil.rmtree(temporary, ignore_errors=True)
         disk_space.check_room(root, content.wanted)
@@ -153,7 +153,7 @@ def _begin(root: Path, temporary: Path, content: Content) -> None:
 
 
 def together(act: Callable[[], Any], world: World) -> None:
-    """Let each rank act on its own; an error on one rank is raised on all, with the first rank's words. Collective."""
+    """Lets each rank act on its own; an error on one rank is raised on all, with the first rank's words. Collective."""
     error = None
     try:
         act()
@@ -218,7 +218,7 @@ def find_resume(root: Path, world: World) -> Path | None:
 
 
 def load(folder: Path, models: Models) -> dict:
-    """Load the models that learn from a verified checkpoint; returns the state saved with it. Collective.
+    """Loads the models that learn from a verified checkpoint; returns the state saved with it. Collective.
 
     Raises:
         ValueError: the checkpoint lacks a model that this run trains.
@@ -275,5 +275,5 @@ def bytes_wanted(models: Models, world: World) -> int:
 
 
 def of_checkpoint(models: Models) -> list[Policy]:
-    """The models that a checkpoint holds; none on a rank that holds none of them."""
+    """Returns the models that a checkpoint holds; none on a rank that holds none of them."""
     return [*([models.policy] if models.policy else []), *models.saved().values()]

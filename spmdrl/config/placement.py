@@ -24,13 +24,13 @@ def engine_tp(config: TrainingConfig) -> int:
 
 
 def shown(config: Config, count: int, verb: str) -> str:
-    """A number of ranks in words: `the 4 ranks of the job`, or `the 2 ranks that train`."""
+    """Names a number of ranks in words: `the 4 ranks of the job`, or `the 2 ranks that train`."""
     of = "of the job" if config.parallel.placement == "colocated" else f"that {verb}"
     return f"the {count} ranks {of}{how_to_have_more(count)}"
 
 
 def how_to_have_more(count: int) -> str:
-    """Hint for a message about one rank: how to start more, unless a launcher has said how many there are."""
+    """Hint, in a message about one rank, on a way to start more, unless a launcher has set their number."""
     if count > 1 or "WORLD_SIZE" in os.environ:
         return ""
     return " (torchrun starts more; for a dry run of N set WORLD_SIZE=N)"

@@ -26,7 +26,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def briefly(work: Callable[[], T], otherwise: T, seconds: float = 2.0) -> T:
-    """Result of `work`, or `otherwise` where it fails or takes longer: a rank that ends waits for nothing.
+    """Returns the result of `work`, or `otherwise` if it fails or takes too long: a rank that ends waits for nothing.
 
     Everything that reads or writes a file is called this way, the log too: the main thread may hold the log's lock in
     a write to a file system that hangs.
@@ -68,7 +68,7 @@ def disk_full(error: BaseException) -> bool:
 
 
 def advice(error: BaseException) -> str:
-    """Advice on an error; empty where its own message has it, as the messages of this program do."""
+    """Returns advice on an error; empty where its own message has it, as the messages of this program do."""
     if timed_out(error):
         missing = briefly(hearts[0].missing, "") if hearts else ""
         record = f"`python -m spmdrl.flight {rank_status.folder}` compares the last collectives of all ranks, "
@@ -110,7 +110,7 @@ def _less_memory(phase: str) -> str:
 
 
 def resume() -> str:
-    """Words on the step from which the same command goes on."""
+    """Words about the step from which the same command goes on."""
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved > 0:
         return f"The same command resumes from step {saved}"
@@ -120,7 +120,7 @@ def resume() -> str:
 
 
 def lost_steps() -> str:
-    """Words on the steps that are lost if a rank leaves at this moment: those since the newest checkpoint."""
+    """Words about the steps that are lost if a rank leaves at this moment: those since the newest checkpoint."""
     last = max(rank_status.step, rank_status.done)
     saved = briefly(rank_status.saved, -1, 1.0)
     if saved < 0:
@@ -131,7 +131,7 @@ def lost_steps() -> str:
 
 
 def last_words(error: BaseException) -> str:
-    """The one line that a failed job ends with."""
+    """Returns the one line that a failed job ends with."""
     text = str(error)
     if not type(error).__module__.startswith("spmdrl") and not isinstance(error, USER_MISTAKES):
         # C++ errors begin with their place in the sources and end with frames.
@@ -142,7 +142,7 @@ def last_words(error: BaseException) -> str:
 
 
 def last_line(what: str) -> str:
-    """The last line of this rank: where it was, then the text."""
+    """Returns the last line of this rank: its position, then the text."""
     return redact_text(f"spmdrl: rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
 
 

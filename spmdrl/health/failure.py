@@ -42,7 +42,7 @@ def first_to_fail(what: str = "failed") -> bool:
 
 
 def tell_torchrun(message: str) -> None:
-    """Put the message into the banner that torchrun prints after ours, in torch.distributed.elastic's error file."""
+    """Puts the message into the banner that torchrun prints after ours, in torch.distributed.elastic's error file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -51,12 +51,12 @@ def tell_torchrun(message: str) -> None:
 
 
 def _note(level: int, message: str) -> None:
-    """Last words into this rank's log file."""
+    """Writes the last words into this rank's log file."""
     briefly(lambda: log.log(level, message.removeprefix("spmdrl: "), extra={"file_only": True}), None, 1.0)
 
 
 def _speak(message: str, error: BaseException | None) -> None:
-    """Print the last line where people look, in a shorter form if the full one cannot be made."""
+    """Prints the last line where people look, in a shorter form if the full one cannot be made."""
 
     def say() -> bool:
         if error is not None and not isinstance(error, USER_MISTAKES):
@@ -75,7 +75,7 @@ def _leave(
     speak: str = "failed",
     error: BaseException | None = None,
 ) -> None:
-    """Write the flight record, have one rank print the cause, end ranks that do not react, then this process."""
+    """Writes the flight record, has one rank print the cause, ends ranks that do not react, then this process."""
     speaking.set()
     if not ending.acquire(blocking=False):
         time.sleep(60)
@@ -103,7 +103,7 @@ def _leave(
 
 
 def _signalled(number: int, before_exit: Callable[[], None]) -> None:
-    """A thread received SIGTERM or SIGUSR1: end at once where a rank was lost, else take it as a request to leave.
+    """Handles SIGTERM or SIGUSR1 in a thread: ends at once if a rank was lost, else takes it as a request to leave.
 
     torchrun sends SIGTERM to all who are left when a rank is lost, and when it gets one itself.
     """
@@ -140,7 +140,7 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
 
 
 def _too_late(before_exit: Callable[[], None]) -> None:
-    """The grace is over: leave without the step in progress."""
+    """Leaves without the step in progress, because the grace is over."""
     request = preemption.request
     if speaking.is_set() or request is None:
         return
@@ -155,7 +155,7 @@ def _too_late(before_exit: Callable[[], None]) -> None:
 
 
 def request() -> str:
-    """The request, once this rank has heard of it, which may be a beat after it agreed to leave."""
+    """Returns the request, once this rank has heard of it, which may be a beat after it agreed to leave."""
     for _ in range(30):
         if preemption.wanted:
             break
@@ -164,7 +164,7 @@ def request() -> str:
 
 
 def mark(request: Request | None, step: int) -> None:
-    """Write RUN/PREEMPTED: the run ended by request, and goes on from this step. The next start removes it."""
+    """Writes RUN/PREEMPTED: the run ended by request, and goes on from this step. The next start removes it."""
     assert rank_status.folder is not None
     request = request or Request("a signal", -1, time.time(), 0.0)
     path = rank_status.folder / "PREEMPTED"
@@ -173,7 +173,7 @@ def mark(request: Request | None, step: int) -> None:
 
 
 def _stands_still(idle: float, before_exit: Callable[[], None]) -> None:
-    """A thread saw no progress of the main one for longer than `--run.timeout`: end this rank."""
+    """Ends this rank, from a thread that saw no progress of the main one for longer than `--run.timeout`."""
     if speaking.is_set():
         return
     waiting = briefly(hearts[0].missing, "") if hearts and hearts[0].size > 1 else ""
@@ -196,7 +196,7 @@ def watch(
     saved: Callable[[], int],
     before_exit: Callable[[], None] = lambda: None,
 ) -> Heart:
-    """Start this rank's heartbeat. Before the first step it does not look for ranks that stand still.
+    """Starts this rank's heartbeat. Before the first step it does not look for ranks that stand still.
 
     Args:
         store: shared by all ranks.
@@ -219,7 +219,7 @@ def watch(
 
 @contextmanager
 def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turn any exception into the end of the whole job, with rank, host, phase, cause and advice in one last line.
+    """Turns any exception into the end of the whole job, with rank, host, phase, cause and advice in one last line.
 
     The process leaves without cleaning up: destructors of a broken group may wait for ranks that are gone. torchrun
     then ends the other ranks. Exit code 1, 130 for Ctrl-C, 143 for SIGTERM because of a lost rank.

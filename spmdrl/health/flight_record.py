@@ -28,21 +28,21 @@ sent: dict[str, int] = defaultdict(int)
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, texts and containers, and nothing that would run code."""
+    """Unpickler that reads numbers, texts and containers, and nothing that would run code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong into a flight record")
 
 
 def send_and_receive(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """torch's `batch_isend_irecv`, counted."""
+    """Counts the sends and receives of torch's `batch_isend_irecv` and passes them on."""
     for operation in operations:
         sent[(operation.group or dist.group.WORLD).group_name] += 1
     return dist.batch_isend_irecv(operations) if operations else []
 
 
 def collectives_of(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has begun on a group."""
+    """Number of collectives that this rank has begun on a group."""
     count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     # Only gloo counts both in one.
     return count - sent[group.group_name] if dist.get_backend(group) == "gloo" else count
@@ -63,13 +63,13 @@ def _place(frames: list[dict]) -> str:
 
 
 def warm() -> None:
-    """Have torch import the modules that name frames: 1.5 s of a core, which a rank that fails may not have."""
+    """Makes torch import the modules that name frames: 1.5 s of a core, which a rank that fails may not have."""
     with suppress(Exception):
         _entries(True)
 
 
 def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
-    """Record by group name: its ranks, how many collectives were begun, and the last ones, oldest first.
+    """Record by group name: its ranks, the number of collectives begun, and the last ones, oldest first.
 
     Without frames their places are `?`.
     """
@@ -103,7 +103,7 @@ def recorded(frames: bool = True, last: int = LAST) -> dict[str, dict]:
 def write(
     why: str, others: dict[int, dict] | None = None, error: BaseException | None = None, frames: bool = True
 ) -> Path | None:
-    """Write this rank's record into the run folder; None where there is no folder or nothing can be written.
+    """Writes this rank's record into the run folder; returns None if there is no folder or nothing can be written.
 
     May be called by any thread.
 

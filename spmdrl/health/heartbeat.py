@@ -1,4 +1,4 @@
-"""A thread of every rank that tells the others where it is, notices when it stands still, and hears requests to leave.
+"""A thread of every rank that tells the others its position, notices when it stands still, and hears requests to leave.
 
 Once a second it writes one key to the rendezvous store and looks for another, over a connection of its own, whatever
 the main thread does. So a rank whose collective timed out can say which rank did not come and where that one is.
@@ -76,7 +76,7 @@ def state_of(who: Identity) -> str:
 
 
 class Heart(threading.Thread):
-    """The thread. `start()` it once the process group stands; it ends with the process."""
+    """Thread of the heartbeat. `start()` it once the process group stands; it ends with the process."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, stuck: Callable[[float], None]):
         """stuck: called with the seconds for which the main thread stood still, once those are above the time-out.
@@ -107,7 +107,7 @@ class Heart(threading.Thread):
         self.store.set(f"who/{rank}", json.dumps(asdict(self.me)))
 
     def run(self) -> None:
-        """Beat until the process ends or `ended` is set."""
+        """Beats until the process ends or `ended` is set."""
         clock = Clock(3 * EVERY)
         since, before, beats = time.monotonic(), "", 0
         while not self.ended.is_set():
@@ -126,11 +126,11 @@ class Heart(threading.Thread):
 
     @property
     def deaf(self) -> bool:
-        """True where the store did not answer when it was last asked."""
+        """Returns True if the store did not answer when it was last asked."""
         return self.failures > 0
 
     def _beat(self, where: str, since: float) -> None:
-        """Write this rank's key and read another's. A store that did not answer is asked later; the watch goes on."""
+        """Writes this rank's key and reads another's. A store that did not answer is asked later; the watch goes on."""
         try:
             self._tell(where, since)
             self._hear()
@@ -159,7 +159,7 @@ class Heart(threading.Thread):
             preemption.heed(Request(**json.loads(self.store.get("leave"))))
 
     def ask_all(self, request: Request) -> None:
-        """Tell every rank of a request, within a beat."""
+        """Tells every rank of a request, within a beat."""
         with suppress(Exception):
             self.asking.set("leave", json.dumps(asdict(request)))
 
@@ -173,7 +173,7 @@ class Heart(threading.Thread):
         return f"rank {', '.join(map(str, gone))} is lost" if gone else ""
 
     def beats(self) -> dict[int, dict]:
-        """The last beat of every rank that has written one."""
+        """Returns the last beat of every rank that has written one."""
         keys = [f"at/{rank}" for rank in range(self.size)]
         with suppress(Exception):
             return dict(enumerate(map(json.loads, self.asking.multi_get(keys))))
@@ -209,7 +209,7 @@ class Heart(threading.Thread):
         return ", ".join(said[:SHOWN]) + more
 
     def end_stuck_siblings(self) -> None:
-        """Send SIGKILL to ranks of this machine that will not react to torchrun's SIGTERM: stopped, or without a beat.
+        """Sends SIGKILL to ranks of this machine that will not react to torchrun's SIGTERM: stopped, or without a beat.
 
         torchrun itself sends it only after 30 s.
         """

@@ -23,7 +23,7 @@ ECHO = 3.0
 
 
 class PreemptedError(Exception):
-    """All ranks agreed to leave."""
+    """Error on every rank once all ranks agreed to leave."""
 
     def __init__(self, step: int, why: str, abandoned: bool = False):
         """step: how many are done and in the weights. abandoned: the one after it had begun."""
@@ -32,7 +32,7 @@ class PreemptedError(Exception):
 
 
 class AbandonedError(Exception):
-    """All ranks that sample agreed to stop sampling and grading."""
+    """Error on every rank that samples, once all of them agreed to stop sampling and grading."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Preemption:
     """Requests to leave that this rank has heard; one per process."""
 
     def __init__(self) -> None:
-        """Start without a request."""
+        """Starts without a request."""
         self.request: Request | None = None
         self.heard = 0.0
         """time.monotonic() when this rank heard of it."""
@@ -63,10 +63,10 @@ class Preemption:
         """Signals that came to this process itself, and time.monotonic() when."""
         self.grace = 60.0
         self.late: Callable[[], None] = lambda: None
-        """Called by a thread when time is up."""
+        """Function that a thread calls when time is up."""
 
     def again(self, number: int) -> bool:
-        """Take note of a signal to this process; True where it is one too many, which ends the job at once.
+        """Notes a signal to this process; returns True if it is one too many, which ends the job at once.
 
         Under torchrun two SIGTERM within `ECHO` are one: a signal to all processes of a job (the time limit of SLURM,
         systemd) reaches a rank directly and by way of torchrun.
@@ -81,13 +81,13 @@ class Preemption:
         return len(self.own) > 1 and not echo
 
     def asked(self, number: int) -> Request:
-        """Make a request from a signal to this process."""
+        """Makes a request from a signal to this process."""
         under_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
         grace = min(self.grace, AGENT_WAITS) if under_agent else self.grace
         return Request(signal.Signals(number).name, int(os.environ.get("RANK", "0")), time.time(), grace)
 
     def heed(self, request: Request) -> bool:
-        """Take up the first request; returns False for a further one."""
+        """Takes up the first request; returns False for a further one."""
         if self.request is not None:
             return False
         self.request, self.heard = request, time.monotonic()
@@ -111,14 +111,14 @@ preemption = Preemption()
 
 
 def agreed(mine: bool, group: dist.ProcessGroup) -> bool:
-    """True on every rank if `mine` is true on one. Collective."""
+    """Returns True on every rank if `mine` is true on one. Collective."""
     flag = torch.tensor([int(mine)])
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
 def listen(told: Callable[[int], None]) -> Callable[[], None]:
-    """Have `told(number)` called in a thread for SIGTERM and SIGUSR1. Returns a function that ends that.
+    """Calls `told(number)` in a thread for SIGTERM and SIGUSR1. Returns a function that ends that.
 
     It takes a thread, as the main one may wait in a collective, where Python runs no handler. Call it in the main
     thread only; forked processes get back the handlers that were there before.

@@ -53,7 +53,7 @@ rank_status = RankStatus()
 
 
 def tick() -> None:
-    """Give a sign of life of this thread; takes 0.1 µs."""
+    """Gives a sign of life of this thread; takes 0.1 µs."""
     if threading.get_ident() == _MAIN:
         rank_status.count += 1
     else:
@@ -113,7 +113,7 @@ class Clock:
         self._seen, self._at = (-1, ""), time.monotonic()
 
     def look(self) -> float:
-        """Seconds without a sign of life at this moment."""
+        """Returns the seconds without a sign of life at this moment."""
         now, seen = time.monotonic(), (rank_status.count, rank_status.phase())
         if seen != self._seen or debugged():
             self.idle = 0.0

@@ -63,7 +63,7 @@ class Guard:
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def passes(self, step: AnomalousStep) -> bool:
-        """Return True if the optimizer may take this step; counts it, and hands it on if it is anomalous.
+        """Returns True if the optimizer may take this step; counts it, and hands it on if it is anomalous.
 
         Collective if the step is anomalous.
 
@@ -92,18 +92,18 @@ class Guard:
 
     @property
     def median(self) -> float:
-        """Median of the last norms; nan if there are none."""
+        """Returns the median of the last norms; nan if there are none."""
         return statistics.median(self.norms) if self.norms else math.nan
 
     def spikes(self, norm: float) -> bool:
-        """Return True if a finite norm is more than `factor` times the median of the norms before it."""
+        """Returns True if a finite norm is more than `factor` times the median of the norms before it."""
         return bool(self.factor) and len(self.norms) >= LEAST and norm > self.factor * self.median
 
     def state(self) -> dict:
-        """Return the state that a resumed run needs; JSON-able."""
+        """Returns the state that a resumed run needs; JSON-able."""
         return {"row": self.row, "handed_on": list(self.handed_on), "norms": list(self.norms)}
 
     def restore(self, state: dict) -> None:
-        """Restore a state that `state` returned."""
+        """Restores a state that `state` returned."""
         self.row, self.handed_on = state["row"], list(state["handed_on"])
         self.norms = deque(state["norms"], maxlen=WINDOW)

@@ -33,9 +33,9 @@ class PolicyShared(Shared):
     """Facts of a whole optimizer step that a policy loss needs beside its denominators."""
 
     first: bool = False
-    """The weights are those that the update began with."""
+    """True for the weights that the update began with."""
     version: int = 0
-    """Of the policy."""
+    """Version of the policy."""
     good_tokens: float = 0.0
     """Tokens of good responses over all ranks, the denominator of their likelihood."""
 
@@ -52,7 +52,7 @@ class PolicyObjective(Objective):
         self.columns = frozenset(wanted | ({"token/ref_logp"} if "reference" in algo.needs else set()))
 
     def prepare(self, share: Batch, index: int) -> PolicyShared:
-        """See the contract. A loss that selects gets `token["selected"]` in the share."""
+        """Implements `prepare` of the contract. A loss that selects gets `token["selected"]` in the share."""
         algo, first = self.algo, self.policy.updates_done == self.start
         on_policy = algo.old_logp == "policy" and first
         mask_T, good_T = share.token["mask"], share.per_token(share.seq["reward"] > 0)
@@ -80,7 +80,7 @@ class PolicyObjective(Objective):
         return PolicyShared(Totals(tokens, sequences), active, on_policy, first, self.policy.version, good)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PolicyShared) -> LossResult:
-        """See the contract: logp and entropy."""
+        """Implements `loss` of the contract, from logp and entropy."""
         algo, logp, entropy = self.algo, first_T, second_T
         x = self.inputs(micro, shared, logp.device)
         loss_T, stats = self.token_losses(shared, logp, entropy, x)
@@ -96,7 +96,7 @@ class PolicyObjective(Objective):
         return LossResult(loss, metrics)
 
     def token_loss(self, micro: Batch, shared: PolicyShared, device: torch.device) -> TokenLoss | None:
-        """See the contract."""
+        """Implements `token_loss` of the contract."""
         if not (self.algo.chunked and self.separable):
             return None
         return partial(self.token_losses, shared), self.inputs(micro, shared, device)
@@ -125,12 +125,12 @@ class PolicyObjective(Objective):
     def token_losses(
         self, shared: PolicyShared, logp: torch.Tensor, entropy: torch.Tensor, x: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss of each token with its final weight, fp64, and detached stats; all [n], the rows that x has."""
+        """Returns the loss of each token with its final weight, fp64, and detached stats; all [n], the rows of x."""
         algo, terms, mask, current = self.algo, self.algo.settings, x["mask"], logp.detach()
         old_logp = current if algo.old_logp == "update" else x[OLD_LOGP[algo.old_logp]].to(logp.dtype)
         correction = x.get("correction")
         if algo.old_logp != "policy":
-            # Of the logp of this very pass: none is known from before.
+            # This is the logp of this very pass: no earlier one is known.
             correction = self.weights(current, x["rollout_logp"], mask, x["seq"])
         if shared.on_policy:
             # The same numbers but for rounding, which another layout rounds otherwise: |logp - old_logp| would have its
@@ -168,7 +168,7 @@ class PolicyObjective(Objective):
         return loss, stats
 
     def weights(self, trainer_T, rollout_T, mask_T, seq_T) -> torch.Tensor | None:
-        """Importance weights of engine against trainer, [T]; None where none are asked for."""
+        """Returns importance weights of engine against trainer, [T]; None if none are asked for."""
         limits = self.algo.limits
         weights_T = None
         if self.algo.correction != "none":
@@ -197,11 +197,11 @@ class CriticObjective(Objective):
         self.columns = frozenset({f"token/{self.returns}", f"token/{self.values}"})
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """See the contract."""
+        """Implements `prepare` of the contract."""
         return Shared(totals(share, self.peers))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """See the contract: the value of each token."""
+        """Implements `loss` of the contract, from the value of each token."""
         value = first_T
         token = {k: micro.token[k].to(value.device) for k in ("mask", self.returns, self.values)}
         mask, seq = token["mask"], micro.seq_index.to(value.device)
@@ -226,11 +226,11 @@ class ProcessObjective(Objective):
     columns = frozenset({"token/process_ref_logp", "seq/reward"})
 
     def prepare(self, share: Batch, index: int) -> Shared:
-        """See the contract."""
+        """Implements `prepare` of the contract."""
         return Shared(totals(share, self.peers))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """See the contract: logp."""
+        """Implements `loss` of the contract, from logp."""
         logp = first_T
         token = {k: micro.token[k].to(logp.device) for k in ("mask", "process_ref_logp")}
         mask, seq = token["mask"], micro.seq_index.to(logp.device)
@@ -244,7 +244,7 @@ class ProcessObjective(Objective):
 
 
 def totals(share: Batch, peers: Peers) -> Totals:
-    """Count tokens and sequences of one optimizer step over all ranks. Collective."""
+    """Counts tokens and sequences of one optimizer step over all ranks. Collective."""
     local = count_totals(share.token["mask"], share.seq_index)
     tokens, sequences = peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist()
     return Totals(tokens, sequences)

@@ -22,20 +22,20 @@ class Experience:
 
     episodes: list[Episode]
     drawn: int = 0
-    """Prompts that it took from the line, over all ranks, up to the last one that was begun; known to those who sample.
-    Those beyond are drawn in the next step."""
+    """Prompts that the step took from the line, over all ranks, up to the last one that was begun; known to the ranks
+    that sample. Later ones are drawn in the next step."""
     carried: list[PromptGroup] = field(default_factory=list)
-    """Groups that were cut short on this rank's engine, or not begun there though drawn, for the next step."""
+    """Groups for the next step that were cut short on this rank's engine, or drawn and not begun there."""
     bad_samples: int = 0
-    """Left out on this rank because a reward or logp was not finite."""
+    """Samples left out on this rank because a reward or logp was not finite."""
     stats: Metrics = field(default_factory=Metrics)
 
 
 class Quota:
     """Counts what the rollouts of a step bring, alike on all ranks that sample, until it is enough.
 
-    All of them go round as often: what is counted is what all ranks kept (law 1). Of the prompts kept, those drawn
-    first are taken, so which rank sampled them plays no part; the rest is dropped and counted.
+    All of them run as many rollouts: the count is of prompts that any rank kept (law 1). Of those, the ones drawn first
+    are taken, so the rank that sampled them plays no part; the rest is dropped and counted.
     """
 
     def __init__(self, cfg: Config, world: World, keep: Callable | None, step: int, carried: list[PromptGroup]):
@@ -50,27 +50,27 @@ class Quota:
         self.cut: list[PromptGroup] = []
         self.rewards: list[float] = []
         self.positions = torch.zeros(0, dtype=torch.int64)
-        """Of the prompts that were kept on any rank."""
+        """Positions of the prompts that were kept on any rank."""
         self.drawn = self.bad = self.unbegun = self.rounds = self.version = 0
 
     @property
     def most_rounds(self) -> int:
-        """Rollouts that may fill the step."""
+        """Most rollouts that may fill the step."""
         return self.cfg.filter.max_rounds if self.keep else 1
 
     @property
     def is_full(self) -> bool:
-        """Enough prompts were kept; without a filter, all are."""
+        """True if enough prompts were kept; without a filter, all are."""
         return not self.keep or len(self.positions) >= self.wanted
 
     @property
     def next_prompts(self) -> int:
-        """Prompts that the next rollout draws."""
+        """Number of prompts that the next rollout draws."""
         over = math.ceil(self.wanted * self.cfg.rollout.oversample)
         return max(over - (self.before if self.rounds == 0 else 0), 0)
 
     def order(self, plan: RolloutPlan) -> RolloutPlan:
-        """The plan with what this step's next rollout goes on with, and when it may end."""
+        """Returns the plan with the groups that this step's next rollout goes on with, and its condition to end."""
         # A rollout before this one may have begun no prompt.
         plan.name += f"/{self.rounds}"
         if self.oversampled:
@@ -81,7 +81,7 @@ class Quota:
         return plan
 
     def take(self, plan: RolloutPlan, result: RolloutResult) -> None:
-        """Count what a rollout brought. Collective over those who sample."""
+        """Counts the result of a rollout. Collective over the ranks that sample."""
         self.rounds += 1
         self.version, self.cut, more = plan.version, self.cut + result.cut, len(plan.prompts)
         if self.oversampled:
@@ -105,7 +105,7 @@ class Quota:
         return ValueError(shortage(self.cfg.filter.keep, len(self.positions), drawn, self.wanted, rounds))
 
     def experience(self) -> Experience:
-        """The episodes that the step learns from, and its numbers. Collective over those who sample."""
+        """Returns the episodes that the step learns from, and its numbers. Collective over the ranks that sample."""
         chosen = choose(self.positions, self.wanted)
         place = {int(position): i for i, position in enumerate(chosen)}
         taken = [e for e in self.kept if e.position in place]
@@ -140,7 +140,7 @@ class Quota:
 
 
 def carried_by(groups: list[PromptGroup], world: World) -> list[int]:
-    """How many groups each engine goes on with. Collective over those who sample."""
+    """Returns the number of groups that each engine goes on with. Collective over the ranks that sample."""
     row = torch.tensor([[world.engine_index, len(groups)]])
     rows = torch.cat(all_gather_rows(row, world.rollout_group)).tolist()
     # The ranks of an engine hold the same groups.

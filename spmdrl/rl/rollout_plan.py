@@ -12,69 +12,69 @@ from spmdrl.spmd.world import World
 
 @dataclass
 class PromptGroup:
-    """The episodes of one prompt, all of them with one engine."""
+    """Episodes of one prompt, all of them with one engine."""
 
     position: int
     """Number of the prompt among all that the run draws: tells apart a prompt drawn twice."""
     prompt: Prompt
     born: int
-    """Step in which it was drawn."""
+    """Step in which the prompt was drawn."""
     episodes: list[Episode]
-    """In the order of their samples; the greedy one, where there is one, is the last."""
+    """Episodes in the order of their samples; the greedy one, if there is one, is the last."""
 
     @property
     def done(self) -> bool:
-        """All of them are finished."""
+        """True if all episodes are finished."""
         return all(e.finish for e in self.episodes)
 
     @property
     def open(self) -> list[Episode]:
-        """Those that are not."""
+        """Episodes that are not finished."""
         return [e for e in self.episodes if not e.finish]
 
 
 @dataclass
 class RolloutPlan:
-    """Prompts to sample and how. Every rank holds the same plan, `carried` apart."""
+    """Prompts to sample and the settings for it. Every rank holds the same plan, `carried` apart."""
 
     name: str
-    """Unique in the run: names the queue."""
+    """Name that is unique in the run; the queue carries it."""
     prompts: list[Prompt]
-    """In the order of their positions."""
+    """Prompts in the order of their positions."""
     samples: int
     """Samples per prompt."""
     key: tuple[int, ...]
-    """(seed, step) and what else keys the draws of this rollout."""
+    """Key of the draws of this rollout: (seed, step) and more."""
     version: int
     max_new_tokens: int
-    """Of all turns of an episode, observations included."""
+    """Limit on the new tokens of all turns of an episode, observations included."""
     temperature: float
     top_p: float = 1.0
     assignment: str = "queue"
     first_position: int = 0
     """Number of the first prompt."""
     greedy: bool = False
-    """One more response to every prompt, greedy: its reward becomes the others' baseline."""
+    """True for one more response to every prompt, a greedy one, whose reward becomes the others' baseline."""
     bad_sample: str = "stop"
-    """A sample whose logp or reward is not finite: an error (`stop`), or returned with the reward nan (`skip`)."""
+    """Treatment of a sample with a logp or reward that is not finite: an error (`stop`), or the reward nan (`skip`)."""
     enough: int = 0
-    """Groups over all engines after which the rest is cut short. 0: all there are."""
+    """Number of groups over all engines after which the rest is cut short. 0: all there are."""
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups that this rank's engine goes on with; first in line."""
     carried_by: list[int] = field(default_factory=list)
-    """How many groups each engine goes on with; empty: none does."""
+    """Number of groups that each engine goes on with; empty: none does."""
     must_end: int = -1
-    """Groups born in this step or before are waited for, whatever is enough."""
+    """Groups born in this step or before are always awaited, whatever `enough` is."""
     may_end: Callable[[], bool] | None = None
-    """Asked between two steps of the engine, and of the grading: True abandons the rollout."""
+    """Function asked between two steps of the engine, and of the grading: True abandons the rollout."""
 
     @property
     def requests_per_prompt(self) -> int:
-        """Samples, and the greedy one."""
+        """Requests for one prompt: its samples, and the greedy one."""
         return self.samples + self.greedy
 
     def group(self, place: int) -> PromptGroup:
-        """The prompt at this place, with nothing sampled yet."""
+        """Returns the prompt at this place, with nothing sampled yet."""
         prompt, position = self.prompts[place], self.first_position + place
         begin = prompt_segment(prompt.tokens)
         episodes = [Episode(prompt.index, sample, position, [begin]) for sample in range(self.requests_per_prompt)]
@@ -85,7 +85,7 @@ class RolloutPlan:
         return self.max_new_tokens - episode.made
 
     def request(self, group: PromptGroup, sample: int) -> Request:
-        """The request of what a sample still lacks. Its seed depends on data alone, not on where it runs."""
+        """Returns the request for the rest of a sample. Its seed depends on data alone, not on where it runs."""
         episode = group.episodes[sample]
         seed = seed_for(*self.key, group.prompt.index, group.position, sample, episode.made)
         temperature = 0.0 if self.greedy and sample == self.samples else self.temperature
@@ -105,22 +105,22 @@ class RolloutResult:
     """Outcome of a plan on this rank."""
 
     episodes: list[Episode]
-    """Of whole groups; empty on an engine's other ranks."""
+    """Episodes of whole groups; empty on an engine's other ranks."""
     cut: list[PromptGroup]
     """Groups cut short, alike on all ranks of the engine."""
     begun: int = 0
     """Prompts of the plan up to the last one that this engine began; it began none beyond."""
     abandoned: bool = False
-    """Nothing of it is to be used."""
+    """True if the result is not to be used."""
 
 
 def request_key(episode: Episode) -> Key:
-    """Names the request for an episode's next tokens inside a rollout."""
+    """Returns the name of the request for an episode's next tokens inside a rollout."""
     return episode.position, episode.sample, episode.turns - 1
 
 
 def unbegun(plan: RolloutPlan, result: RolloutResult, last: int, world: World) -> list[PromptGroup]:
-    """This engine's own among the first `last` prompts of a plan that it did not begin: none where a queue hands out.
+    """This engine's prompts among the first `last` of a plan that it did not begin: none where a queue hands out.
 
     A fixed assignment leaves them where another engine was quicker; nobody else may begin them.
     """

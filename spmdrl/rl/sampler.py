@@ -19,7 +19,7 @@ from spmdrl.tracking.metrics import Timer
 
 @dataclass
 class Sampler:
-    """Samples the steps of a run, on a rank that has an engine. Its methods are collective over those who sample."""
+    """Samples the steps of a run, on a rank that has an engine. Methods are collective over the ranks that sample."""
 
     cfg: Config
     world: World
@@ -29,11 +29,11 @@ class Sampler:
     grader: Grader
     tokenizer: object
     start_step: int = 0
-    """Step at which the job took up the run: no two starts use one name for a rollout."""
+    """Step at which the job took up the run, so that no two starts use one name for a rollout."""
     keep: Callable | None = None
     """Filter of `algos/filters.py`."""
     greedy: bool = False
-    """Also sample a greedy response to every prompt."""
+    """True to sample a greedy response to every prompt too."""
     environment: Environment | None = None
 
     def plan(self, step: int, first: int, prompts: int, version: int, before: int = 0) -> RolloutPlan:
@@ -65,7 +65,7 @@ class Sampler:
         )
 
     def rollout(self, plan: RolloutPlan) -> RolloutResult:
-        """Sample and grade what a plan asks for.
+        """Samples and grades the plan.
 
         Raises:
             AbandonedError: on every rank that samples.
@@ -77,7 +77,7 @@ class Sampler:
             return raise_if_abandoned(result, self.world)
 
     def collect_step(self, step: int, drawn: int, version: int, carried: list[PromptGroup]) -> Experience:
-        """Sample until a step has its prompts; without a filter, once.
+        """Samples until a step has its prompts; without a filter, once.
 
         Args:
             step: counted from 0.
@@ -98,5 +98,5 @@ class Sampler:
 
 
 def may_end() -> bool:
-    """A preemption notice has left no more time for sampling."""
+    """True if a preemption notice has left no more time for sampling."""
     return preemption.sampling_over

@@ -36,7 +36,7 @@ Phase = Literal["rollout", "training"]
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes of one owner on this rank, and where they are."""
+    """Bytes of one owner on this rank, and their place."""
 
     owner: str
     place: Literal["device", "host", "disk", "gone"]
@@ -45,7 +45,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Border:
-    """One moment between two moves: the table, what the system counts, and the most it counted on the way here."""
+    """One moment between two moves: the table, the system's count, and its peak since the previous border."""
 
     table: tuple[Holding, ...]
     measured: int
@@ -64,7 +64,7 @@ def place_of(name: str, models: Models, cfg: Config) -> Literal["none", "host", 
 
 @contextmanager
 def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
-    """An engine is built inside and goes to sleep there: models are off the device meanwhile, as in a rollout.
+    """Builds an engine inside, which goes to sleep there: models are off the device meanwhile, as in a rollout.
 
     vLLM refuses to start where less than its share of the device is free.
     """
@@ -77,7 +77,7 @@ def room_for_engine(models: Models, cfg: Config) -> Iterator[None]:
 
 
 class Memory:
-    """The phases of one run over its models and its engine, and the table of who holds what."""
+    """Phases of one run over its models and its engine, with the table that records who holds how many bytes."""
 
     def __init__(self, cfg: Config, models: Models, engine: Engine | None, timer: Timer, world: World):
         """models.policy is None on a rank that does not train, engine on one that does not sample. Collective."""
@@ -87,12 +87,12 @@ class Memory:
         self.transfer = Transfer(world, models.policy, engine, dtype, bucket_bytes, pushed_parts(cfg))
         self.last_push: PushReport | None = None
         self.version = -1
-        """Of the policy when the rollout phase began, on every rank: what engines sample from."""
+        """Version of the policy when the rollout phase began, on every rank: engines sample from it."""
         self.phases: dict[str, Border] = {}
-        """The last border of each name: what `rollout_phase` and `training_phase` pass through, in their order."""
+        """Last border of each name, in the order in which `rollout_phase` and `training_phase` pass them."""
         self.meter, self.peak = Meter(world.device), 0
         self.short = world.device.type == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
-        """Freed memory goes back to the device."""
+        """True if freed memory goes back to the device."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
         owners = "\n".join(row.owner for row in self.table())
@@ -103,7 +103,7 @@ class Memory:
 
     @contextmanager
     def rollout_phase(self) -> Iterator[None]:
-        """Engine awake, with the policy's weights in it; trainer off the device if asked. Collective."""
+        """Wakes the engine with the policy's weights in it; moves the trainer off the device if asked. Collective."""
         engine = self.engine if self.shared else None
         with self.timer("push"):
             if engine:
@@ -132,7 +132,7 @@ class Memory:
 
     @contextmanager
     def training_phase(self) -> Iterator[None]:
-        """Engine asleep, trainer on the device. Collective."""
+        """Puts the engine to sleep and the trainer on the device. Collective."""
         engine = self.engine if self.shared else None
         with self.timer("sleep"):
             if engine:
@@ -159,11 +159,11 @@ class Memory:
             self._sent(held, {owner: "gone" if owner.endswith(" gradients") else place for owner in held})
 
     def _push(self) -> None:
-        """The policy's weights into every engine, if one lacks them. Collective."""
+        """Pushes the policy's weights into every engine, if one lacks them. Collective."""
         if self.shared and self.engine:
             version, stale = self.policy.version, self.engine.version != self.policy.version
         else:
-            # A rank knows its own side only.
+            # A rank knows only its own side.
             held = torch.tensor([self.policy.version if self.policy else -1])
             version = int(all_reduce(held, "max", self.world.host_group))
             lacks = torch.tensor([int(self.engine is not None and self.engine.version != version)])
@@ -206,7 +206,7 @@ class Memory:
         return rows
 
     def _sent(self, held: dict[str, int], places: dict[str, Any]) -> None:
-        """Note where what was held until now has been sent; `table` finds what stayed on the device."""
+        """Notes where the bytes held until this moment were sent; `table` finds those that stayed on the device."""
         for owner, size in held.items():
             if size:
                 self.full[owner], self.sent[owner] = size, places[owner]
@@ -250,7 +250,7 @@ class Memory:
 
     @contextmanager
     def _room(self, phase: Phase, what: str, owner: str = "") -> Iterator[None]:
-        """Turn an allocator's refusal into the table and the flags that would help.
+        """Turns an allocator's refusal into the table and the flags that would help.
 
         phase: where the run is. what: what was being done. owner: row, or model, that was to come back.
         """
@@ -284,7 +284,7 @@ class Memory:
 
 
 def belongs(owner: str, name: str) -> bool:
-    """True for a row of `name`: the row itself, or one of a model's."""
+    """True for a row of `name`: the row itself, or a row of a model's."""
     return owner == name or owner.startswith(name + " ")
 
 

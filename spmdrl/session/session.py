@@ -21,13 +21,13 @@ C = TypeVar("C", bound=TrainingConfig, covariant=True)
 
 @dataclass
 class Session(Generic[C]):
-    """One job on one rank, before it is known what it does. `open_run` makes it."""
+    """One job on one rank, before its kind is known. `open_run` makes it."""
 
     cfg: C
     world: World
     timer: Timer
     console: Console | None = None
-    """Of rank 0 alone."""
+    """Console of rank 0; None on other ranks."""
 
     @property
     def folder(self) -> Path:
@@ -35,19 +35,19 @@ class Session(Generic[C]):
         return run_folder(self.cfg)
 
     def note(self, text: str) -> None:
-        """One line on the console of rank 0 and in every rank's log."""
+        """Writes one line to the console of rank 0 and to every rank's log."""
         log.info(text)
         if self.console:
             self.console.note(text)
 
     def warn(self, text: str) -> None:
-        """The same, as a warning."""
+        """Does the same as `note`, as a warning."""
         log.warning(text, extra={"file_only": True})
         if self.console:
             self.console.note(f"warning: {text}")
 
     def steps(self, first: int) -> Iterator[int]:
-        """The steps still to do, counted from 0; others see which one is under way."""
+        """Yields the steps still to do, counted from 0, and records the current one for others to see."""
         for step in range(first, self.cfg.run.steps):
             rank_status.step = step + 1
             yield step

@@ -34,31 +34,31 @@ class PushReport:
 
 @dataclass
 class Route:
-    """How one part of a policy travels."""
+    """Route by which one part of a policy travels."""
 
     plan: Reshard
     entries: list[Entry]
     needs: Needs
-    """Of this rank's engine."""
+    """Boxes that this rank's engine reads."""
     sums: list[torch.Tensor] = field(default_factory=list)
     """One sum for each counted tensor, over the words that the last push brought."""
 
     def __post_init__(self):
         self.counted: dict[str, list[tuple[Box, Box]]] = {}
-        """Boxes of which sums are compared, by tensor, and the box of the tensor."""
+        """Boxes whose sums are compared, by tensor, each with the box of the whole tensor."""
         for (i, box), counted in zip(self.needs.boxes, self.needs.counted, strict=True):
             if counted:
                 self.counted.setdefault(self.entries[i].name, []).append((box, self.entries[i].box))
 
     def count(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add what a bucket brings."""
+        """Adds up a bucket's words."""
         self.sums += word_sums(
             inside(x, box, origin) for name, x in tensors.items() for box, origin in self.counted.get(name, ())
         )
 
 
 class Transfer:
-    """The way from a policy to its engines, planned at the first push."""
+    """Transfer from a policy to its engines, planned at the first push."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Transfer:
         return self.policy.pieces(part) if self.policy else []
 
     def _route(self, part: Part) -> Route:
-        """Plan of the messages between those who hold a part and those who read it. Collective."""
+        """Plans the messages between the ranks that hold a part and those that read it. Collective."""
         pieces, world = self._pieces(part), self.world
         entries = catalogue(pieces, world.host_group)
         needs = self.engine.needs(entries) if self.engine else Needs()
@@ -90,14 +90,14 @@ class Transfer:
         return Route(plan, entries, needs)
 
     def _due(self) -> tuple[Part, ...]:
-        """Parts that have to travel. Collective."""
+        """Returns the parts that have to travel. Collective."""
         if len(self.routes) < len(self.parts) or len(self.parts) == 1:
             return self.parts
         empty = torch.tensor([int(self.engine is not None and self.engine.version is None)])
         return self.parts if int(all_reduce(empty, "max", self.world.host_group)) else self.parts[-1:]
 
     def push(self, version: int) -> PushReport:
-        """Bring every engine to the policy's version. Collective over all ranks.
+        """Brings every engine to the policy's version. Collective over all ranks.
 
         Raises:
             CorruptWeightsError: checksums differ, or the engine's memory does not hold what was pushed.
@@ -125,7 +125,7 @@ class Transfer:
         else:
             self.engine.load(travel(), version)
             held = self.engine.held_words() if deep else None
-            # Of the engine's whole memory: what was not pushed this time must be there still.
+            # The comparison covers the engine's whole memory: parts that were not pushed this time must be intact.
             if held is not None and held != added([x for r in routes for x in r.sums]):
                 self.engine.version = None
                 raise CorruptWeightsError(f"the engine's memory does not hold version {version} after the push")
