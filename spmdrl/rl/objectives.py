@@ -103,7 +103,7 @@ class PolicyObjective(Objective):
 
     @property
     def separable(self) -> bool:
-        """No token's loss depends on another's logp. A user's own loss says so by an attribute `token_separable`."""
+        """True if no token's loss depends on another's logp; a user's loss sets `token_separable` to say so."""
         limits = self.algo.limits
         rejects = limits.reject_low is not None or limits.reject_high is not None
         if self.algo.old_logp != "policy" and (rejects or self.algo.correction.endswith("sequence")):

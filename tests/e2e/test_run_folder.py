@@ -1,5 +1,5 @@
-"""What a user meets in a run folder: other settings are refused, a new start keeps the old run, a full disk ends the
-job by name, checkpoints are written beside training, and the command line shows them.
+"""Situations that a user meets in a run folder: other settings are refused, a new start keeps the old run, a full disk
+ends the job by name, checkpoints are written beside training, and the command line shows them.
 """
 
 import json

@@ -45,7 +45,7 @@ JOBS = {
 """Name -> ranks, flags. `resume` ends after two steps and goes on by the same command."""
 
 RUN_JSON = "state/run.json: not the same file"
-"""As `kills.differences` says it."""
+"""Text with which `kills.differences` reports this difference."""
 
 
 def train(tree: Path, name: str, folder: Path, facts: dict[str, str]) -> None:

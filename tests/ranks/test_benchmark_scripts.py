@@ -175,7 +175,7 @@ def vs_trl(folder: str):
 
 
 def test_benchmark_vs_trl_runs(tmp_path):
-    """It runs our side; TRL is not installed where tests run."""
+    """Only our side runs; TRL is not installed where tests run."""
     from benchmarks import vs_trl as bench
 
     forked(vs_trl, str(tmp_path))

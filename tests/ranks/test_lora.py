@@ -438,7 +438,7 @@ def test_resume_of_a_run_with_adapters_goes_on_as_if_it_had_not_stopped(demo_row
 
 
 def test_parity_of_merged_and_unmerged_adapters_while_they_learn(tmp_path):
-    """In float64 but for HF's norms and the samples' logp: these large steps make a model that rounds in float32 by
+    """All is in float64 but HF's norms and the samples' logp: these large steps make a model that rounds in float32 by
     up to 1.5e-5 of a token's logp, in HF's own forward too."""
     run_ranks(train_demo, 2, str(tmp_path / "run"), DEMO | {"model": {"path": "tiny", "dtype": "float64"}})
     rows = metrics(tmp_path / "run")

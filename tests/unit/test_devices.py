@@ -97,7 +97,7 @@ def test_bad_mixture_of_devices_ends_before_the_group_is_made(gpus):
 
 @pytest.mark.parametrize("agent", [False, True])
 def test_bad_mixture_of_devices_is_seen_with_and_without_torchruns_agent(gpus, monkeypatch, agent):
-    """It runs as rank 1 of 2, where rank 0 has a GPU. `srun python -m spmdrl.train` has no agent."""
+    """This is rank 1 of 2, where rank 0 has a GPU. `srun python -m spmdrl.train` has no agent."""
     gpus(0)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))

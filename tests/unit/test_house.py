@@ -171,7 +171,7 @@ def test_no_pickle_and_no_objects_between_ranks():
         tree = ast.parse(path.read_text())
         modules = {n for node in ast.walk(tree) if isinstance(node, ast.Import) for n in [a.name for a in node.names]}
         modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        # Exceptions hold torch's records of this very process, and a check before torch reads: both refuse classes.
+        # These two unpickle torch's records of this process or check files before torch reads them, and refuse classes.
         if path not in (ROOT / "health" / "flight_record.py", ROOT / "policy" / "safe_pickle.py"):
             assert not modules & {"pickle", "dill", "cloudpickle", "joblib", "marshal"}, path
         for name, line in calls(tree):

@@ -389,8 +389,8 @@ def test_links_out_of_the_run_folder_are_refused(tmp_path, name, relative):
 
 
 def names_written(world, folder: str) -> list[str]:
-    """What a run that is taken up, fails and is asked to go opens, makes, replaces or removes at the top of its folder,
-    as the interpreter itself sees it.
+    """Returns the names that a run opens, makes, replaces or removes at the top of its folder, as the interpreter sees
+    them, when it is taken up, fails and is asked to go.
     """
     from spmdrl.checkpoint import lock
     from spmdrl.health import failure

@@ -237,7 +237,7 @@ def join(store, ranks, size=3, seconds=20.0) -> dict[int, object]:
 
 @pytest.mark.slow
 def test_restart_finds_nothing_of_the_start_before(store):
-    """It finds nothing of a start either that ended before all ranks had come."""
+    """The same holds after a start that ended before all ranks had come."""
     for order in ([0, 1, 2], [2, 1, 0]):
         assert join(store, order) == {0: 3, 1: 3, 2: 3}
     early = join(store, [1, 0], seconds=0.5)
