@@ -597,7 +597,7 @@ def counting_reward(path: Path) -> Path:
 
 
 def random_qwen2(folder: Path) -> Path:
-    """Makes a Qwen2 of 2 layers, head_dim 32, 1,024 positions, untied, wide enough in p that tokens differ."""
+    """Makes a Qwen2: 2 layers, head_dim 32, 1,024 positions, untied, initialised so widely that tokens differ in p."""
     return random_model(folder, "Qwen2")
 
 

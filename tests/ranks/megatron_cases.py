@@ -44,7 +44,7 @@ def drop_groups() -> None:
 
 
 def open_models(world, axes: dict, sections: dict, folders: dict, kind: str, replay: bool = False):
-    """Opens (config, world of these axes, models that the algorithm needs); Megatron's groups are made anew."""
+    """Returns (config, world of these axes, models that the algorithm needs); Megatron's groups are made anew."""
     drop_groups()
     cfg = config(**sections, parallel=axes)
     cfg.model.path, cfg.policy.backend = folders["policy"], kind

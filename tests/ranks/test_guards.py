@@ -116,7 +116,7 @@ def test_spike_is_kept_and_replayed_on_one_process(spiked):
 
 
 def test_replay_says_when_the_weights_are_others(spiked, tmp_path):
-    """Without the checkpoint of that moment an older one is taken, without any the start, but never a damaged one."""
+    """Without the checkpoint of that moment an older one is taken, without any the start, and never a damaged one."""
     run = tmp_path / "run"
     shutil.copytree(spiked, run, symlinks=True)
     place = str(run / "spikes" / f"step_{SPIKE:06d}")

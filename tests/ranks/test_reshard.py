@@ -43,7 +43,7 @@ def held_by(rank: int, sources: int, copies: int) -> list[Piece]:
 
 
 def moved(world, sources, copies, targets, dim):
-    """Moves row shards to shards of `dim` on the last `targets` ranks, in bfloat16 and float32 and many buckets."""
+    """Moves row shards to shards of `dim` on the last `targets` ranks; bfloat16 and float32, many bucket sizes."""
     pieces = held_by(world.rank, sources, copies)
     place = world.rank - (world.size - targets)
     entries, out = catalogue(pieces, world.host_group), []
