@@ -98,7 +98,7 @@ def stop() -> None:
 
 
 def poison() -> None:
-    """Makes all gradients nan from this call on."""
+    """Makes every gradient norm nan from this call on."""
     from spmdrl.policy.learner import Learner
 
     gradient = Learner.gradient_norm
