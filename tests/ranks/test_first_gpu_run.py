@@ -95,7 +95,7 @@ def test_ranks_of_a_machine(gpus, ranks, tmp_path):
     words = split.words("ranks_split", here)
     if gpus > 1:
         assert words[words.index("--nproc-per-node") + 1] == str(ranks)
-        assert words[words.index("--parallel.rollout_ranks") + 1] == str(ranks // 2)
+        assert words[words.index("--parallel.rollout-ranks") + 1] == str(ranks // 2)
         assert split.samplers(here) == list(range(ranks // 2, ranks))
 
 
