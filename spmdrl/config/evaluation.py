@@ -128,7 +128,7 @@ def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
     )
 
 
-def check_settings(cfg: EvaluationConfig, world_size: int) -> None:
+def check_config(cfg: EvaluationConfig, world_size: int) -> None:
     """Check all values together.
 
     Raises:

@@ -123,7 +123,7 @@ def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool =
 
 
 def show(settings: Any, plan: list[str]) -> None:
-    """Print on rank 0 what `--dry-run` asks for."""
+    """Prints the settings and the plan on rank 0, for `--dry-run`."""
     if os.environ.get("RANK", "0") == "0":
         print(to_yaml(settings) + "\n" + "\n".join(plan))
 

@@ -14,7 +14,7 @@ import yaml
 from spmdrl.config import schema
 from spmdrl.config.checks import RULES, TRACKERS, check
 from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
-from spmdrl.config.evaluation import EvaluationConfig, as_run, check_settings
+from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config
 from spmdrl.config.fields import ConfigError, get, leaves, nearest
 from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.plan import plan_lines
@@ -166,7 +166,7 @@ def test_an_evaluation_passes_over_what_files_say_of_training(yaml_file):
     loaded = asked(
         "--config", yaml_file(to_yaml(run), "config.yaml"), "--config", yaml_file(by_hand), "--model.path", "m"
     )
-    check_settings(loaded.config, 2)
+    check_config(loaded.config, 2)
     cfg = as_run(loaded.config, 0)
     assert (cfg.run.dir, cfg.model.path, cfg.rollout.tp, cfg.eval.top_p) == ("runs/a-eval", "m", 2, 0.9)
     assert (cfg.filter.bad_sample, cfg.data.limit, cfg.eval.every, cfg.run.steps) == ("skip", 0, 1, 0)
@@ -180,7 +180,7 @@ def test_an_evaluation_passes_over_what_files_say_of_training(yaml_file):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_evaluation_reads_the_files_of_every_method(preset, yaml_file):
     run = load("--algo.preset", preset, "--rollout.samples-per-prompt", "1")
-    check_settings(asked("--config", yaml_file(to_yaml(run))).config, 1)
+    check_config(asked("--config", yaml_file(to_yaml(run))).config, 1)
 
 
 def test_an_evaluation_refuses_flags_that_it_does_not_read(yaml_file):
@@ -195,7 +195,7 @@ def test_an_evaluation_refuses_flags_that_it_does_not_read(yaml_file):
     with pytest.raises(ConfigError, match="unknown key checkpoint.no_at_end"):
         asked("--config", yaml_file("checkpoint: {no_at_end: true}\n"))
     with pytest.raises(ConfigError, match="--data.eval '': name the prompts"):
-        check_settings(asked("--data.eval", "").config, 1)
+        check_config(asked("--data.eval", "").config, 1)
 
 
 def test_unknown_names_are_one_message_with_the_nearest_and_the_file(yaml_file):
