@@ -62,7 +62,8 @@ def parse(command: type, tokens: list[str], prog: str, origins: dict[str, str]) 
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            return tyro.cli(command, args=tokens, prog=prog)
+            # Comments are not help; without this tyro reads every source file of the sections at each call.
+            return tyro.cli(command, args=tokens, prog=prog, config=(tyro.conf.HelptextFromCommentsOff,))
     except SystemExit:
         text = re.sub(r"\x1b\[[0-9;]*m", "", report.getvalue())
     rows = []
