@@ -93,6 +93,7 @@ def test_smollm2_format_of_the_addition_run(smollm2):
     assert smollm2.convert_ids_to_tokens(tokens[:2]) == ["<|im_start|>", "user"]
 
 
+@pytest.mark.slow
 def test_smollm2_own_template_brings_a_system_message(smollm2):
     assert smollm2.chat_template, "the GGUF carries the template"
     assert encode(smollm2, "hi")[1].startswith("<|im_start|>system\nYou are")

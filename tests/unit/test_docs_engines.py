@@ -94,6 +94,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 def test_readers_find_what_they_look_for():
     assert len(COMMANDS) >= 9 and {"push", "wake", "rollout", "exchange"} <= timed()
     for name in (

@@ -91,6 +91,7 @@ def run_there(folder: Path, *words: str, **environment: str) -> tuple[dict[str, 
     return counts, lines, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "1,3"])
 def test_one_run_hides_gpus_from_cpu_tests_and_shows_them_to_those_of_the_gpu(tmp_path, given):
     project(tmp_path, "13.0", "0,1")
@@ -100,6 +101,7 @@ def test_one_run_hides_gpus_from_cpu_tests_and_shows_them_to_those_of_the_gpu(tm
     assert "assert 'two' == 'three'" in out and "exit code 7" in out and "not of this kind" in out, out
 
 
+@pytest.mark.slow
 def test_a_run_of_the_gpu_tests_alone_is_one_process(tmp_path):
     project(tmp_path, "13.0", "0,1")
     words = ["tests/gpu/test_gpu.py", "-k", "sees or fails"]

@@ -81,6 +81,7 @@ def test_second_job_is_refused_by_name_and_goes_on_once_the_first_was_killed(fol
     lock.take(folder, 0).release()
 
 
+@pytest.mark.slow
 def test_second_job_waits_for_one_that_ends(folder, holder):
     process, _ = holder
     began = time.monotonic()
@@ -191,6 +192,7 @@ def robbed(world, folder: str, when: str) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "in the middle"])
 def test_nothing_is_published_into_another_jobs_folder(tmp_path, when):
     folder = tmp_path / "run"

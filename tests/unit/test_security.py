@@ -213,6 +213,7 @@ def run_of_one_step(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manifest", ["none", "of the true file", "of the bomb"])
 def test_checkpoint_of_a_stranger_does_not_run_its_index(run_of_one_step, tmp_path, manifest):
     """The manifest does not help: one that was made to fit the bomb is as good as any."""
@@ -230,6 +231,7 @@ def test_checkpoint_of_a_stranger_does_not_run_its_index(run_of_one_step, tmp_pa
     assert not place.exists()
 
 
+@pytest.mark.slow
 def test_own_checkpoint_is_resumed(run_of_one_step, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run_of_one_step, folder, symlinks=True)
@@ -432,6 +434,7 @@ def names_written(world, folder: str) -> list[str]:
     return sorted(seen)
 
 
+@pytest.mark.slow
 def test_all_that_a_run_writes_is_looked_at_before(tmp_path):
     [seen] = run_ranks(names_written, 1, str(tmp_path / "run"))
     missing = [name for name in seen if not any(fnmatchcase(name, pattern) for pattern in WRITTEN)]
@@ -459,6 +462,7 @@ def test_links_inside_and_the_folder_itself_may_be_links(tmp_path):
         inside(folder, "spikes", "..", "..", "x")
 
 
+@pytest.mark.slow
 def test_latest_that_leads_elsewhere_is_replaced_and_not_followed(run_of_one_step, tmp_path):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     shutil.copytree(run_of_one_step, folder, symlinks=True)
