@@ -7,7 +7,6 @@ that can be imported: at the top of a test module. The parent never makes a proc
 
 import contextlib
 import ctypes
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -37,9 +36,6 @@ PRELOAD = [
     "spmdrl.rollout.hf.engine",
     "spmdrl.tracking.console",
 ]
-if importlib.util.find_spec("megatron"):
-    # The import takes seconds, and half of the slow tests need it.
-    PRELOAD.append("spmdrl.policy.megatron.policy")
 _PR_SET_PDEATHSIG = 1
 
 
