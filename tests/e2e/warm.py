@@ -7,6 +7,7 @@ torchrun would give it; torchrun itself is not there. Tests about torchrun, sign
 import atexit
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -36,6 +37,7 @@ def _child(folder: str, module: str, args: list[str], env: dict, cwd: str) -> No
     # The server ends with the test process, and its ranks with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
+    gc.freeze()
     os.environ.clear()
     os.environ.update(env)
     for number, name in ((1, "out"), (2, "err")):
