@@ -23,6 +23,7 @@ from spmdrl.rollout.build import build_engine, check_engine, prompt_room, stop_t
 from spmdrl.rollout.engine import Engine
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory, room_for_engine
+from spmdrl.session.environ import keep_what_started
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text
@@ -106,6 +107,8 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
 def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) -> Engine:
     """The engine of this rank, asleep where the models of the same rank need its memory first."""
     cfg, world = session.cfg, session.world
+    # vLLM runs full collections of its own while it starts.
+    keep_what_started(done=False)
     with room_for_engine(models, cfg):
         engine = build_engine(cfg, world, stop)
         on_cpu = world.device.type == "cpu"

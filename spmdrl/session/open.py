@@ -20,7 +20,7 @@ from spmdrl.health.failure import named_exit, watch
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
 from spmdrl.session.determinism import make_deterministic
-from spmdrl.session.environ import keep_freed_memory, share_cores
+from spmdrl.session.environ import keep_freed_memory, keep_what_started, share_cores
 from spmdrl.session.session import Session
 from spmdrl.spmd.devices import without_gpu
 from spmdrl.spmd.lockstep import lockstep
@@ -109,6 +109,7 @@ def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool =
                 # Only once everything could be built: a start that fails leaves an existing run folder as it was.
                 checkpoint.write_config(folder, cfg)
                 (folder / "PREEMPTED").unlink(missing_ok=True)
+            keep_what_started()
             try:
                 yield run
             except PreemptedError as left:
