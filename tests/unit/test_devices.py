@@ -152,6 +152,23 @@ def test_ranks_on_gpus_share_the_cores_where_torchrun_chose_one_thread(
     assert told == f"host     {threads or 7} threads a rank; {ranks} ranks and {cores} cores on this machine"
 
 
+def test_a_start_puts_full_garbage_collections_off_and_its_end_allows_them():
+    code = """
+import gc
+usual = gc.get_threshold()
+from spmdrl.session.environ import keep_what_started, prepare
+prepare()
+started = [[] for _ in range(1000)]
+assert gc.get_threshold()[:2] == usual[:2] and gc.get_threshold()[2] > 10**6
+keep_what_started(done=False)
+assert gc.get_freeze_count() > 1000 and gc.get_threshold()[2] > 10**6
+keep_what_started()
+assert gc.get_threshold() == usual
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not told.returncode, told.stderr
+
+
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_a_run_on_gpus_shares_the_cores_and_one_on_a_cpu_does_not(monkeypatch, tmp_path, device):
     """The run is followed until it looks at its folder."""
