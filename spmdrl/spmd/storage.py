@@ -112,7 +112,7 @@ class Parked:
 def give_back(device: torch.device, size: int) -> None:
     """Have the allocator hand `size` bytes that were just freed back to the device.
 
-    glibc keeps freed blocks (see `environment.keep_freed_memory`): 600 MiB in tensors of 1 MiB stay resident without
+    glibc keeps freed blocks (see `environ.keep_freed_memory`): 600 MiB in tensors of 1 MiB stay resident without
     the trim, which takes 0.03 s for them. The page faults afterwards take longer, so a CPU's memory goes back only
     where a file is to make room in it.
     """
