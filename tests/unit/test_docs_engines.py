@@ -94,7 +94,6 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.slow
 def test_readers_find_what_they_look_for():
     assert len(COMMANDS) >= 9 and {"push", "wake", "rollout", "exchange"} <= timed()
     for name in (

@@ -125,7 +125,6 @@ def test_kernel_bench_what_raises_is_a_row_with_an_error(bench):
     assert "ms" not in rows[0] and "ms" not in rows[1] and "ms" in rows[2]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux tells the peak of one call")
 def test_kernel_bench_peak_is_that_of_the_call(bench):
     def hold(mib):

@@ -42,7 +42,6 @@ def test_an_estimator_that_needs_what_samples_do_not_have_is_refused(needs, tmp_
         compose(config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "unread", "reader"),
     [
@@ -129,7 +128,6 @@ def test_value_at_rest_is_no_mistake():
     )
 
 
-@pytest.mark.slow
 def test_resolved_settings_of_a_run_are_exempt_and_flags_beside_them_are_not(tmp_path):
     words = ["--algo.preset", "vapo", "--algo.advantage", "grpo"]
     resolved = tmp_path / "config.yaml"
@@ -141,7 +139,6 @@ def test_resolved_settings_of_a_run_are_exempt_and_flags_beside_them_are_not(tmp
     assert "--critic.clip 0.5" in refusal("--config", str(by_hand))
 
 
-@pytest.mark.slow
 def test_what_a_flag_turns_off_may_stand_in_a_file(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text("eval:\n  every: 5\n  samples: 4\nfilter:\n  keep: mixed\n  max_rounds: 3\n")
@@ -228,7 +225,6 @@ def test_advantage_over_a_preset_takes_its_own_papers_values():
     assert compose(from_command_line(["--algo.preset", "ppo"]).config).advantage_settings == {"gamma": 1.0, "lam": 0.95}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [

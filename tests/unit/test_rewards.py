@@ -155,7 +155,6 @@ def test_gsm8k_parts(started):
     assert neither == Reward(0.0, {"flexible": 0.0, "format": 0.0})
 
 
-@pytest.mark.slow
 def test_every_gsm8k_answer_grades_itself(started):
     file = SHARED / "gsm8k" / "train.jsonl"
     if not file.is_file():
@@ -202,7 +201,6 @@ def test_last_boxed():
     assert last_boxed("none") is None
 
 
-@pytest.mark.slow
 def test_math_is_equal_in_value_and_stops_at_the_limit(started):
     cases = [
         (r"so \boxed{540}", "540", 1),
@@ -299,7 +297,6 @@ def test_math_reads_emphasis_equations_units_and_thousands(started):
     assert all(r.parts == {"format": 1.0} for r in rewards)
 
 
-@pytest.mark.slow
 def test_reasoning_gym_grades_its_own_answers(started, tmp_path):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     from spmdrl.config.schema import DataConfig
@@ -373,7 +370,6 @@ def test_a_hang_may_score_zero_and_the_rest_is_graded(user_file, started):
     assert grader.timeouts == 2 and grader.pending == 0
 
 
-@pytest.mark.slow
 def test_time_is_the_workers_not_the_callers(user_file, started):
     """A caller that polls late changes nothing: quick gradings pass, one over the limit counts although it ended."""
     grader = started(function=f"{user_file}:slow", timeout=1.0, on_timeout="zero")
