@@ -15,7 +15,7 @@ from typing import Any
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, evaluation_lines
 from spmdrl.config.load import Loaded, load_or_exit
 from spmdrl.config.schema import Config
-from spmdrl.session.environ import prepare
+from spmdrl.session.environ import postpone_collections, prepare
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = asked.config.eval.prompts if "eval.prompts" in asked.given else 0
     cfg = as_run(asked.config, prompts)
     prepare()
+    postpone_collections()
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run, show
 

@@ -10,7 +10,7 @@ score do meanwhile (`Run.stand_by`).
 from spmdrl.config.load import load_or_exit
 from spmdrl.config.plan import plan_lines
 from spmdrl.rl.rehearsal import check_use
-from spmdrl.session.environ import prepare
+from spmdrl.session.environ import postpone_collections, prepare
 
 
 def train(run) -> None:
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     """Read flags, build the run, train; any failure ends the whole job by name."""
     loaded = load_or_exit(argv, check_use=check_use)
     prepare()
+    postpone_collections()
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
 

@@ -24,15 +24,18 @@ def prepare() -> None:
     """Quiet libraries; one thread a rank when several ranks share a machine (torchrun sets that itself;
     on GPUs `share_cores` sets another number).
 
-    Under torchrun this process ends with its agent, even with one that was killed and could tell nobody. Python's full
-    garbage collections are put off until `keep_what_started`.
+    Under torchrun this process ends with its agent, even with one that was killed and could tell nobody.
     """
-    gc.set_threshold(*COLLECTIONS[:2], NO_FULL_COLLECTION)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def postpone_collections() -> None:
+    """Put Python's full garbage collections off until `keep_what_started`, which `open_run` calls."""
+    gc.set_threshold(*COLLECTIONS[:2], NO_FULL_COLLECTION)
 
 
 def keep_what_started(done: bool = True) -> None:
