@@ -61,7 +61,8 @@ def _speak(message: str, error: BaseException | None) -> None:
     def say() -> bool:
         if error is not None and not isinstance(error, USER_MISTAKES):
             print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        print(message, file=sys.stderr, flush=True)
+        # In one piece with its line end: under torchrun stderr has no buffer, and the agent writes at the same time.
+        print(f"{message}\n", end="", file=sys.stderr, flush=True)
         return True
 
     if not briefly(say, False):
