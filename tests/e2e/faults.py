@@ -20,6 +20,8 @@ from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv
 
 TIMEOUT = 8
 """--run.timeout of the jobs here."""
+GRADING = 4
+"""--reward.timeout of the jobs here, below TIMEOUT: a rank that waits for the other one's samples ends the job then."""
 FLAGS = argv(
     "--rollout.engine hf --run.steps 3 --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 0 "
     "--tracking.trackers jsonl --checkpoint.every 1 --checkpoint.background false --optimizer.bad-steps 0 "
@@ -139,8 +141,8 @@ class Fault:
     do: Callable[[], None]
     words: tuple[str, ...]
     """Words that the last line must hold, beside rank, host and phase; ` or ` separates two of which one is enough."""
-    waits: bool = False
-    """True if the fault is noticed only when time is up."""
+    waits: float = 0.0
+    """Seconds after which the fault is noticed, where it is only noticed when time is up."""
     rank: str = "1"
     """Rank that writes the last line, as a regular expression: the victim is rank 1."""
     everywhere: bool = False
@@ -156,22 +158,22 @@ OTHER = "0"
 FAULTS = {
     "exception": Fault(raise_error, ("RuntimeError: the planted error", "its traceback stands in")),
     "SIGKILL": Fault(kill, ("another rank is lost", "SIGTERM"), rank=OTHER, silent=True),
-    "SIGSTOP": Fault(stop, ("rank 1 has not been heard of", "its process is stopped"), True, OTHER, silent=True),
-    "hang": Fault(hang, ("faults.py",), True, "[01]"),
-    "write that hangs": Fault(write_hangs, ("faults.py",), True, "[01]"),
-    "hang without threads": Fault(busy, ("rank 1 has not been heard of",), True, OTHER, silent=True),
+    "SIGSTOP": Fault(stop, ("rank 1 has not been heard of", "its process is stopped"), TIMEOUT, OTHER, silent=True),
+    "hang": Fault(hang, ("faults.py",), TIMEOUT, "[01]"),
+    "write that hangs": Fault(write_hangs, ("faults.py",), TIMEOUT, "[01]"),
+    "hang without threads": Fault(busy, ("rank 1 has not been heard of",), TIMEOUT, OTHER, silent=True),
     "hang in a collective": Fault(
         # Whoever's time is up first names where the other one is.
         stay_away,
         ("spmdrl.flight", "faults.py or rank 0 is in phase"),
-        True,
+        TIMEOUT,
         "[01]",
     ),
     "mismatched collective": Fault(
         mismatch, ("another rank is lost or another rank ended",), rank="[01]", phases=("update",), silent=True
     ),
     "hang in a reward": Fault(
-        reward_hangs, ("RewardError", "--reward.timeout"), True, "[01]", phases=("rollout",), reward=REWARD
+        reward_hangs, ("RewardError", "--reward.timeout"), GRADING, "[01]", phases=("rollout",), reward=REWARD
     ),
     "engine death": Fault(engine_dies, ("RuntimeError: the engine's memory is gone",), phases=("rollout",)),
     "disk full": Fault(fill_disk, ("OSError: [Errno 28]", "make room on the disk")),
@@ -199,7 +201,7 @@ class Outcome:
     def problems(self) -> list[str]:
         """Differences from law 6; empty where there are none."""
         fault, ended, wrong = FAULTS[self.fault], self.ended, []
-        limit = GONE_WITHIN + TIMEOUT * fault.waits
+        limit = GONE_WITHIN + fault.waits
         if ended.timed_out or self.seconds > limit:
             wrong.append(f"took {self.seconds:.1f} s, {limit:.0f} are allowed")
         if ended.rc == 0:
@@ -233,8 +235,7 @@ def run_fault(fault: str, phase: str, folder: Path, flags: list | None = None, s
     flags = [*FLAGS, *(flags or []), "--run.dir", folder / "run"]
     if text := FAULTS[fault].reward:
         (folder / "reward.py").write_text(text)
-        # A rank that waits for the other's samples must not give up before the grading does.
-        flags += ["--reward.function", folder / "reward.py", "--reward.timeout", TIMEOUT / 2]
+        flags += ["--reward.function", folder / "reward.py", "--reward.timeout", GRADING]
     plan = {"fault": fault, "phase": phase, "rank": 1, "step": step, "stamp": str(stamp)}
     job = Job(
         flags,
