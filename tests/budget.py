@@ -1,9 +1,14 @@
 """Adds up the seconds of each level of tests, prints them at the end of a run, and holds them to a budget in CI.
 
 SPMDRL_TEST_BUDGET=1 pytest ...     fails if a level takes longer than its budget
+
+The seconds of a level are those of its tests, added up. Where workers of pytest-xdist run tests at the same time, a
+test's seconds include its waits for a core, so the sum is at least that of a serial run, and a budget is as tight or
+tighter there. It is not the time that passes, which the printed line gives as well for a run of several workers.
 """
 
 import os
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,6 +16,7 @@ BUDGET = {"unit": 900, "ranks": 2700, "engines": 1500, "e2e": 3600, "contract": 
 """Level -> seconds: about three times the time on two idle cores with AVX-512, and twice the time with AVX2."""
 
 seconds: dict[str, float] = defaultdict(float)
+began = time.monotonic()
 
 
 def level_of(nodeid: str) -> str:
@@ -29,7 +35,7 @@ def over() -> list[str]:
 
 
 def pytest_runtest_logreport(report):
-    """Adds the time of a test's setup, call or teardown to its level."""
+    """Adds the time of a test's setup, call or teardown to its level; with workers, their controller adds up all."""
     seconds[level_of(report.nodeid)] += report.duration
 
 
@@ -42,6 +48,8 @@ def pytest_sessionfinish(session, exitstatus):
 def pytest_terminal_summary(terminalreporter):
     """Prints one line for all levels, and one for each level above its budget."""
     told = ", ".join(f"{level} {taken:.0f} s" for level, taken in sorted(seconds.items()))
-    terminalreporter.write_line(f"levels: {told}")
+    workers = getattr(terminalreporter.config.option, "numprocesses", None)
+    beside = f" of {workers} workers, in {time.monotonic() - began:.0f} s" if workers else ""
+    terminalreporter.write_line(f"levels: {told}{beside}")
     for line in over() if os.environ.get("SPMDRL_TEST_BUDGET") else []:
         terminalreporter.write_line(line, red=True)
