@@ -11,7 +11,7 @@ from spmdrl.config.dump import to_yaml
 from spmdrl.config.resume import differences, lasting
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status
-from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.exchange import broadcast_text, gather_names
 from spmdrl.spmd.world import World
 
 
@@ -27,7 +27,7 @@ def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0)
     Raises:
         ValueError: another job is at work in it, or it cannot be made or moved.
     """
-    agents = {agent for agent in all_gather_text(lock.launcher(), world.host_group) if agent}
+    agents = set(gather_names([lock.launcher()], world.host_group)) - {""}
     told: dict = {"notes": [], "error": ""}
     if world.is_first:
         try:
@@ -36,7 +36,7 @@ def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0)
             told["error"] = str(problem)
         except OSError as problem:
             told["error"] = f"{folder} cannot be written to ({problem}): choose another --run.dir"
-    told = json.loads(all_gather_text(json.dumps(told), world.host_group)[0])
+    told = json.loads(broadcast_text(json.dumps(told), world.host_group))
     if told["error"]:
         raise ValueError(told["error"])
     return told["notes"]
@@ -92,7 +92,7 @@ def still_ours(world: World) -> None:
         TakenError: on every rank, which writes nothing more there.
     """
     said = lock.problem() if world.is_first else ""
-    said = all_gather_text(said, world.host_group)[0]
+    said = broadcast_text(said, world.host_group)
     if said:
         rank_status.folder = None
         raise lock.TakenError(said)
@@ -105,7 +105,7 @@ def check_evaluation(folder: Path, world: World) -> None:
         ValueError: it is.
     """
     said = str(len(steps_saved(folder / "checkpoints"))) if world.is_first else ""
-    if all_gather_text(said, world.host_group)[0] != "0":
+    if broadcast_text(said, world.host_group) != "0":
         raise ValueError(
             f"{folder} holds the checkpoints of a run, and an evaluation wants a folder of its own, which is called "
             "<run folder>-eval: give this one another --run.dir (or --run.name)"
@@ -132,7 +132,7 @@ def check_settings(folder: Path, cfg: TrainingConfig, world: World) -> list[str]
                 f"{folder} holds a run with other settings: {'; '.join(found.lines)}. Take the same settings, another "
                 "--run.dir, --run.fresh (moves that folder aside and starts over), or --run.allow-changes (goes on so)"
             )
-    told = json.loads(all_gather_text(json.dumps(told), world.host_group)[0])
+    told = json.loads(broadcast_text(json.dumps(told), world.host_group))
     if told["error"]:
         raise ValueError(told["error"])
     return told["notes"]

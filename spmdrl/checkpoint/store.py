@@ -23,7 +23,7 @@ from spmdrl.config.schema import TrainingConfig
 from spmdrl.data import treefile
 from spmdrl.policy.contract import Policy, Write
 from spmdrl.policy.models import Models
-from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.exchange import all_gather_text, broadcast_text
 from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
@@ -183,7 +183,7 @@ def read_by_all(folder: Path, world: World, read: Callable[[Path], str] | None =
             listed = json.dumps(manifest.contents(folder))
         except OSError:
             listed = "{}"  # `problems` says why
-    sizes: dict[str, int] = json.loads(all_gather_text(listed, world.host_group)[0])
+    sizes: dict[str, int] = json.loads(broadcast_text(listed, world.host_group))
     # Largest first and by turns, so that every rank reads about as much.
     names = sorted(sizes, key=lambda name: (-sizes[name], name))[world.rank :: world.size]
     mine = {}
@@ -202,13 +202,13 @@ def verify(folder: Path, world: World) -> list[str]:
     """`manifest.problems`, with the reading divided among the ranks; alike on all of them. Collective."""
     hashes = read_by_all(folder, world)
     said = json.dumps(manifest.problems(folder, hashes)) if world.is_first else ""
-    return json.loads(all_gather_text(said, world.host_group)[0])
+    return json.loads(broadcast_text(said, world.host_group))
 
 
 def find_resume(root: Path, world: World) -> Path | None:
     """`published.newest_valid`, the reading divided among the ranks, alike on all of them. Collective."""
     said = json.dumps(published.steps_saved(root)) if world.is_first else ""
-    steps: list[int] = json.loads(all_gather_text(said, world.host_group)[0])
+    steps: list[int] = json.loads(broadcast_text(said, world.host_group))
 
     def verified() -> Iterator[tuple[int, list[str]]]:
         for step in steps:

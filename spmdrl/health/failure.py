@@ -80,7 +80,7 @@ def _leave(
     speaking.set()
     if not ending.acquire(blocking=False):
         time.sleep(60)
-    others = briefly(hearts[0].beats, {}) if hearts else {}
+    others = briefly(hearts[0].overview.beats, {}) if hearts else {}
     # The first record has no lines: finding those may take longer than this process has left.
     written = briefly(lambda: flight_record.write(message, others, error, frames=False) or True, False)
     briefly(before_exit, None)

@@ -109,7 +109,7 @@ def write(
 
     Args:
         why: the last line of this rank.
-        others: last heartbeat of every rank; a rank that was killed leaves nothing else.
+        others: last heartbeat of every rank, on a few ranks; a rank that was killed leaves nothing else.
         error: error whose stack is written; None for the main thread's stack.
         frames: also write where each collective was begun.
     """

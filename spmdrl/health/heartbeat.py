@@ -12,7 +12,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from spmdrl.health import flight_record
+from spmdrl.health.overview import STALE, Overview
 from spmdrl.health.preempt import Request, preemption
 from spmdrl.health.status import Clock, place, rank_status
 
@@ -33,10 +34,6 @@ RETRY = 5.0
 LONGEST_PAUSE = 60.0
 REMEMBERED = 4096
 """Own beats that are kept, by which those of others are timed."""
-STALE = 6.0
-"""Seconds without a beat after which a rank counts as silent."""
-SHOWN = 4
-"""Ranks that a message names."""
 PATIENCE = 3.0
 """Seconds beyond a collective's time-out until a rank that stands still is ended: others may know the cause."""
 
@@ -103,6 +100,7 @@ class Heart(threading.Thread):
         self.seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
         """The count of all beats after each own one, and time.monotonic() of it: a clock that all machines share."""
         self.siblings: dict[int, Identity] = {}
+        self.overview = Overview(self.asking, self.beats, self.age)
         self.ended = threading.Event()
         self.store.set(f"who/{rank}", json.dumps(asdict(self.me)))
 
@@ -172,11 +170,12 @@ class Heart(threading.Thread):
         gone = [rank for rank, who in sorted(self.siblings.items()) if not state_of(who)]
         return f"rank {', '.join(map(str, gone))} is lost" if gone else ""
 
-    def beats(self) -> dict[int, dict]:
-        """Returns the last beat of every rank that has written one."""
-        keys = [f"at/{rank}" for rank in range(self.size)]
+    def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict]:
+        """Returns the last beats of some ranks, of all by default; none where one of those has not written any."""
+        ranks = list(range(self.size) if ranks is None else ranks)
         with suppress(Exception):
-            return dict(enumerate(map(json.loads, self.asking.multi_get(keys))))
+            found = self.asking.multi_get([f"at/{rank}" for rank in ranks]) if ranks else []
+            return dict(zip(ranks, map(json.loads, found), strict=True))
         return {}
 
     def age(self, beat: dict) -> float:
@@ -187,33 +186,15 @@ class Heart(threading.Thread):
 
     def missing(self) -> str:
         """Ranks that a collective of this rank waits for, in words; empty where none stands out."""
-        said = []
-        mine = place()
-        for rank, beat in self.beats().items():
-            stopped = rank in self.siblings and state_of(self.siblings[rank]) in ("T", "t")
-            if rank == self.rank:
-                continue
-            age = self.age(beat)
-            if stopped or age > STALE:
-                why = "its process is stopped" if stopped else "its process or its machine is stopped or gone"
-                said.append(
-                    f"rank {rank} has not been heard of for {age:.0f} s, since phase {beat['phase']} at "
-                    f"{beat['place']} ({why})"
-                )
-            elif beat["place"] != mine:
-                said.append(
-                    f"rank {rank} is in phase {beat['phase']} of step {beat['step']} at {beat['place']} for "
-                    f"{age + beat['stood']:.0f} s"
-                )
-        more = f" and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
-        return ", ".join(said[:SHOWN]) + more
+        stopped = {rank for rank, who in self.siblings.items() if state_of(who) in ("T", "t")}
+        return self.overview.missing(self.rank, place(), self.beats(sorted(stopped)))
 
     def end_stuck_siblings(self) -> None:
         """Sends SIGKILL to ranks of this machine that will not react to torchrun's SIGTERM: stopped, or without a beat.
 
         torchrun itself sends it only after 30 s.
         """
-        beats = self.beats() if self.siblings and not self.deaf else {}
+        beats = self.beats(sorted(self.siblings)) if not self.deaf else {}
         for rank, who in self.siblings.items():
             state = state_of(who)
             silent = rank in beats and self.age(beats[rank]) > STALE

@@ -9,7 +9,7 @@ from spmdrl.data.episode import Episode
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.rl.replay_buffer import ReplayBuffer
-from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.exchange import gather_names
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for, seed_for
 from spmdrl.spmd.world import World
@@ -37,10 +37,8 @@ def pack(
         experts_width: as in `from_episodes`.
         share_prompts: what samples of a prompt do once counts once in `seq["work"]`.
     """
-    names = sorted({name for e in episodes for name in e.parts})
     # A rank without samples knows no names of reward parts, and the columns must agree.
-    texts = all_gather_text("\n".join(names), world.host_group)
-    names = tuple(sorted({name for text in texts for name in text.splitlines()}))
+    names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
     prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
     batch = from_episodes(episodes, names, experts_width, "turns" in algo.needs)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)

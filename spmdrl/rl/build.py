@@ -26,6 +26,7 @@ from spmdrl.session.device_table import Memory, room_for_engine
 from spmdrl.session.environ import keep_what_started
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
+from spmdrl.spmd.agreement import shown
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.storage import scratch_folder
 
@@ -96,7 +97,7 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
     seen = all_gather_text(prompts.digest(), session.world.host_group)
     if len(set(seen)) > 1:
         odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
-        raise ValueError(f"{spec}: ranks {odd} read other prompts than rank 0; give every node the same files")
+        raise ValueError(f"{spec}: ranks {shown(odd)} read other prompts than rank 0; give every node the same files")
     dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
     bounded = limit and len(prompts) + prompts.dropped == limit
     only = f", no more than the first {limit} being asked for ({flag} {limit})" if bounded else ""

@@ -23,7 +23,7 @@ from spmdrl.rollout.engine import Engine
 from spmdrl.session.meter import Meter
 from spmdrl.session.room import Held, three_flags
 from spmdrl.session.transfer import PushReport, Transfer
-from spmdrl.spmd.exchange import all_gather_text, all_reduce
+from spmdrl.spmd.exchange import all_reduce, gather_names
 from spmdrl.spmd.storage import give_back
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
@@ -95,9 +95,7 @@ class Memory:
         """True if freed memory goes back to the device."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
-        owners = "\n".join(row.owner for row in self.table())
-        everyone = all_gather_text(owners, world.host_group)
-        self.owners = sorted({owner for text in everyone for owner in text.splitlines()})
+        self.owners = gather_names((row.owner for row in self.table()), world.host_group)
 
     # ── phases ───────────────────────────────────────────────────────────────
 

@@ -17,7 +17,8 @@ class Journal:
 
     def __init__(self, session: Session, start_step: int):
         self.console, self.trackers, self.samples = session.console, [], None
-        if session.world.is_first:
+        self.first = session.world.is_first
+        if self.first:
             cfg, folder = session.cfg, session.folder
             names, project = cfg.tracking.trackers, cfg.tracking.project
             self.trackers = open_trackers(names, folder, project, cfg.run.name, to_dict(cfg), start_step + 1)
@@ -34,7 +35,9 @@ class Journal:
         if self.console:
             self.console.step(step, values, rows)
         self.numbers(step, values)
-        log.info("step %d %s", step, json.dumps({k: round(v, 6) for k, v in values.items()}))
+        # The numbers are alike on every rank: they stand in one log.
+        said = f" {json.dumps({k: round(v, 6) for k, v in values.items()})}" if self.first else " is done"
+        log.info("step %d%s", step, said)
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
         """Further numbers of a step; on the last step they join its line."""

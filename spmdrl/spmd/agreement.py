@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.health.flight_record import collectives_of
-from spmdrl.spmd.exchange import all_gather_rows, all_gather_text, all_reduce
+from spmdrl.spmd.exchange import all_gather_alike, all_gather_text, all_reduce, gather_names
 from spmdrl.spmd.lockstep import LockstepError
 from spmdrl.spmd.world import World
 
@@ -36,10 +36,20 @@ def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
     return found
 
 
-def shown(ranks: list[int]) -> str:
-    """Ranks in words: `0-7`, or one by one."""
-    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if whole and len(ranks) > 2 else ", ".join(map(str, ranks))
+def shown(ranks: list[int], most: int = 8) -> str:
+    """Ranks in words, `0-7, 9`. Of more than `most` ranges the first are shown, and the number of ranks left out.
+
+    ranks: ascending.
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    parts = [f"{a}-{b}" if b - a > 1 else ", ".join(map(str, range(a, b + 1))) for a, b in ranges[:most]]
+    left = sum(b - a + 1 for a, b in ranges[most:])
+    return ", ".join(parts) + (f" and {left} more" if left else "")
 
 
 def word(value: object) -> int:
@@ -55,8 +65,7 @@ class Agreement:
         """timeout: seconds that a rank may come later than another."""
         self.world, self.own = world, world.host_group
         self.groups = groups_of(world)
-        everyone = all_gather_text("\n".join(self.groups), world.host_group)
-        self.names = sorted({name for text in everyone for name in text.splitlines()})
+        self.names = gather_names(self.groups, world.host_group)
         if world.size > 1:
             own = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             assert isinstance(own, dist.ProcessGroup)
@@ -86,7 +95,7 @@ class Agreement:
         return bool(wanted)
 
     def _explain(self, values: dict[str, object], facts: list[int], differ: list[int]) -> None:
-        rows = torch.cat(all_gather_rows(torch.tensor([facts]), self.own)).tolist()
+        rows = all_gather_alike(torch.tensor([facts]), self.own)[:, 0].tolist()
         names = list(values)
         texts = all_gather_text(json.dumps(list(values.values())), self.own)
         said = []

@@ -43,8 +43,10 @@ def check_alike(store: dist.Store, rank: int, device: torch.device) -> None:
     Raises:
         ValueError: it is not; a group of both kinds would wait for ever.
     """
-    store.set(f"device of rank {rank}", device.type)
-    first = store.get("device of rank 0").decode()
+    # One key for all: rank 0 writes it and the others wait for it.
+    if rank == 0:
+        store.set("device of rank 0", device.type)
+    first = device.type if rank == 0 else store.get("device of rank 0").decode()
     if first != device.type:
         why = without_gpu() if device.type == "cpu" else ""
         raise ValueError(

@@ -4,7 +4,9 @@ A `Table` holds n items; each named column gives every item a row of its own len
 knows nothing of episodes: `data/` sits above it. Tensors travel as bytes, never as pickled objects (law 4).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -49,18 +51,32 @@ def all_gather_rows(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> l
     ]
 
 
-def all_gather_shared(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+def all_gather_alike(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Rows of every rank of the group, of which each has the same number: [ranks, n, K]. Collective."""
+    if group is None or dist.get_world_size(group) == 1:
+        return rows_nK[None]
+    world = dist.get_world_size(group)
+    everyone = rows_nK.new_empty((world * len(rows_nK), *rows_nK.shape[1:]))
+    dist.all_gather_into_tensor(everyone, rows_nK.contiguous(), group=group)
+    return everyone.view(world, *rows_nK.shape)
+
+
+def all_gather_shared(rows_nK: torch.Tensor, counts: list[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """As `all_gather_rows`, where few ranks may have many rows: no rank's rows are padded to the longest. Collective.
 
     An equal share of all rows goes to each rank first, and from each to all: no rank holds more than all rows once.
+
+    Args:
+        rows_nK: this rank's rows.
+        counts: the number of rows of every rank, which all of them know.
+        group: the ranks that take part; None for a world of one.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [rows_nK]
-    counts = torch.cat(all_gather_rows(torch.tensor([[len(rows_nK)]], device=rows_nK.device), group))[:, 0].tolist()
     world, me = len(counts), dist.get_group_rank(group, dist.get_rank())
     total = sum(counts)
     share = -(-total // world)
-    begins = [sum(counts[:r]) for r in range(world)]
+    begins = [0, *accumulate(counts)]
 
     def common(rank: int, holder: int) -> int:
         """Number of rows that a rank sends to the share of another."""
@@ -70,29 +86,66 @@ def all_gather_shared(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) ->
     mine = rows_nK.new_zeros((share, *rows_nK.shape[1:]))
     taken, given = [common(r, me) for r in range(world)], [common(me, r) for r in range(world)]
     dist.all_to_all_single(mine[: sum(taken)], rows_nK.contiguous(), taken, given, group=group)
-    everyone = rows_nK.new_empty((world * share, *rows_nK.shape[1:]))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    return list(everyone[:total].split(counts))
+    return list(all_gather_alike(mine, group).flatten(0, 1)[:total].split(counts))
 
 
 def all_gather_distinct(rows_nK: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], list[int]]:
     """Different rows of ranks on the host, and for each rank which of them are its own. Collective.
 
-    Of ranks whose rows are the same, the first sends them, so that a thousand replicas take the memory of one.
+    Of ranks whose rows are the same, the first sends them, so that a thousand replicas take the memory of one. Where
+    all are the same, 16 bytes of each rank are all that travels.
     """
     facts = torch.tensor([[int(digest(rows_nK)), len(rows_nK)]])
-    marks = [(mark, n) for mark, n in torch.cat(all_gather_rows(facts, group)).tolist()]
+    marks = [(mark, n) for mark, n in all_gather_alike(facts, group)[:, 0].tolist()]
     numbers = {mark: n for n, mark in enumerate(dict.fromkeys(marks))}
+    of = [numbers[mark] for mark in marks]
+    if len(numbers) == 1:
+        return [rows_nK], of
     firsts = [marks.index(mark) for mark in numbers]
     me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
-    everyone = all_gather_shared(rows_nK if me in firsts else rows_nK[:0], group)
-    return [everyone[r] for r in firsts], [numbers[mark] for mark in marks]
+    counts = [0] * len(marks)
+    for rank in firsts:
+        counts[rank] = marks[rank][1]
+    everyone = all_gather_shared(rows_nK if counts[me] else rows_nK[:0], counts, group)
+    return [everyone[r] for r in firsts], of
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    """A text as uint8 [n, 1]; one blank for an empty text."""
+    return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)[:, None]
+
+
+def _text_of(raw: torch.Tensor) -> str:
+    return raw.numpy().tobytes().decode().strip()
 
 
 def all_gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """A short string of every rank, as bytes over a host-side group (law 4: no pickle). Collective."""
-    raw = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)[:, None]
-    return [bytes(part.flatten().tolist()).decode().strip() for part in all_gather_rows(raw, group)]
+    """A short string of every rank, as bytes over a host-side group (law 4: no pickle). Collective.
+
+    A text that several ranks have travels once, beside 16 bytes of each rank.
+    """
+    parts, of = all_gather_distinct(_bytes_of(text), group)
+    texts = [_text_of(part) for part in parts]
+    return [texts[n] for n in of]
+
+
+def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
+    """The text of the group's first rank; those of others are not read. Over a host-side group. Collective."""
+    if group is None or dist.get_world_size(group) == 1:
+        return text.strip()
+    raw = _bytes_of(text)
+    size = torch.tensor([len(raw)])
+    dist.broadcast(size, group=group, group_src=0)
+    if dist.get_group_rank(group, dist.get_rank()):
+        raw = torch.empty((int(size), 1), dtype=torch.uint8)
+    dist.broadcast(raw, group=group, group_src=0)
+    return _text_of(raw)
+
+
+def gather_names(names: Iterable[str], group: dist.ProcessGroup | None) -> list[str]:
+    """The names of all ranks, each once and sorted. Collective."""
+    texts = set(all_gather_text("\n".join(sorted(names)), group))
+    return sorted({name for text in texts for name in text.splitlines()})
 
 
 def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -151,44 +204,50 @@ def redistribute(
         group: the ranks that take part; None for a world of one.
         device: where collectives of this group want their tensors; tables themselves stay on the host.
     """
-    names = list(table.values)
-    n_keys = table.keys_nK.shape[1]
     me = 0 if group is None else dist.get_group_rank(group, dist.get_rank())
     world = len(everyone)
-    incoming = [rows[dest == me] for rows, dest in zip(everyone, destinations, strict=True)]
     if world == 1:
-        received = table
-    else:
-        outgoing = [select(table, torch.nonzero(destination_n == r).flatten()) for r in range(world)]
-        send = [torch.cat([t.values[name].contiguous().view(-1).view(torch.uint8) for name in names]) for t in outgoing]
-        widths = [_row_bytes(table.values[name]) for name in names]
-        sizes = [int((rows[:, n_keys:].sum(0) * torch.tensor(widths)).sum()) for rows in incoming]
-        inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(inbox, torch.cat(send).to(device), sizes, [len(s) for s in send], group=group)
-        received = _unpack(inbox.cpu(), sizes, incoming, names, n_keys, widths, table)
+        return select(table, lexsort(table.keys_nK))
+    names, n_keys = list(table.values), table.keys_nK.shape[1]
+    widths = [_row_bytes(table.values[name]) for name in names]
+    # Work in proportion to the items, however many ranks there are: most of those get nothing from this one.
+    given, send = [0] * world, [torch.empty(0, dtype=torch.uint8)]
+    for rank in torch.unique(destination_n).tolist():
+        part = select(table, torch.nonzero(destination_n == rank).flatten())
+        raw = [part.values[name].contiguous().view(-1).view(torch.uint8) for name in names]
+        given[rank] = sum(map(len, raw))
+        send += raw
+    incoming = torch.nonzero(torch.cat(destinations) == me).flatten()
+    rows = torch.cat(everyone)[incoming]
+    of = torch.repeat_interleave(torch.arange(world), torch.tensor([len(part) for part in everyone]))[incoming]
+    row_bytes = (rows[:, n_keys:] * torch.tensor(widths)).sum(1)
+    sizes = torch.zeros(world, dtype=torch.int64).index_add_(0, of, row_bytes).tolist()
+    inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(inbox, torch.cat(send).to(device), sizes, given, group=group)
+    received = _unpack(inbox.cpu(), rows, of, widths, table)
     return select(received, lexsort(received.keys_nK))
 
 
-def _unpack(
-    inbox: torch.Tensor,
-    sizes: list[int],
-    incoming: list[torch.Tensor],
-    names: list[str],
-    n_keys: int,
-    widths: list[int],
-    like: Table,
-) -> Table:
-    """Bytes of every sender (its columns end to end) as one table."""
-    parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    for blob, rows in zip(inbox.split(sizes), incoming, strict=True):
-        at = 0
+def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: list[int], like: Table) -> Table:
+    """Bytes of every sender (its columns end to end) as one table.
+
+    Args:
+        inbox: uint8, the bytes of all senders, in rank order.
+        rows: int64 [n, K + C], keys and lengths of the items in it, in the same order.
+        of: int64 [n], the sender of each.
+        widths: bytes of one entry of each column.
+        like: a table with the same columns.
+    """
+    names, n_keys = list(like.values), like.keys_nK.shape[1]
+    parts = {name: [like.values[name][:0]] for name in names}
+    at = 0
+    for mine in rows.split(torch.unique_consecutive(of, return_counts=True)[1].tolist()):
         for column, name in enumerate(names):
             ref = like.values[name]
-            size = int(rows[:, n_keys + column].sum()) * widths[column]
+            size = int(mine[:, n_keys + column].sum()) * widths[column]
             # A copy aligns the bytes for the wider type.
-            parts[name].append(blob[at : at + size].clone().view(ref.dtype).view(-1, *ref.shape[1:]))
+            parts[name].append(inbox[at : at + size].clone().view(ref.dtype).view(-1, *ref.shape[1:]))
             at += size
-    rows = torch.cat(incoming)
     lengths = {name: rows[:, n_keys + column] for column, name in enumerate(names)}
     return Table(rows[:, :n_keys], lengths, {name: torch.cat(p) for name, p in parts.items()})
 
@@ -212,8 +271,9 @@ def exchange(table: Table, assign, group: dist.ProcessGroup | None, device: torc
     Returns:
         This rank's items sorted by key, and the rows [N, K + C] of all ranks sorted by key.
     """
-    everyone = [rows.cpu() for rows in all_gather_rows(describe(table).to(device), group)]
-    rows = torch.cat(everyone)
+    parts = all_gather_rows(describe(table).to(device), group)
+    rows = torch.cat(parts).cpu()
+    everyone = list(rows.split([len(part) for part in parts]))
     order = lexsort(rows[:, : table.keys_nK.shape[1]])
     target = torch.empty(len(rows), dtype=torch.int64)
     target[order] = assign(rows[order])

@@ -1,12 +1,15 @@
 """Debug mode: before each collective the ranks compare it, and an error names the rank that is about to run another.
 
 Every c10d operation is intercepted by a dispatch mode. The rank writes (call site, operation, shapes) for its n-th
-collective of that group to the rendezvous store and waits for the other ranks' entries. Slow, and it needs no code at
+collective of that group to the rendezvous store, counts those who wrote the same, and waits for the verdict of the rank
+that comes last. Only where they differ, or a rank does not come, are all entries read. Slow, and it needs no code at
 the call sites: a collective inside FSDP is seen as well.
 """
 
+import hashlib
 import sys
 import time
+from collections import deque
 from contextlib import AbstractContextManager
 
 import torch
@@ -69,6 +72,8 @@ class Lockstep(TorchDispatchMode):
         self.store, self.timeout = store, timeout
         self.counts: dict[str, int] = {}
         self.history: list[str] = []
+        self.written: dict[str, deque[list[str]]] = {}
+        """Keys of the last turns of each group that this rank deletes."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Compare, then run."""
@@ -88,19 +93,27 @@ class Lockstep(TorchDispatchMode):
         entry = f"{call_site()} {op}{shown}"
         self.history.append(entry)
         me = dist.get_rank()
-        self.store.set(f"{name}/{turn}/{me}", entry)
-        entries = {me: entry} | {r: self._read(f"{name}/{turn}/{r}") for r in ranks if r != me}
-        missing = [r for r, e in entries.items() if e is None]
-        if missing or len(set(entries.values())) > 1:
+        here = f"{name}/{turn}"
+        self.store.set(f"{here}/{me}", entry)
+        alike = f"{here}/alike/{hashlib.blake2b(entry.encode(), digest_size=8).hexdigest()}"
+        self.store.add(alike, 1)
+        if self.store.add(f"{here}/came", 1) == len(ranks):
+            # All have counted themselves before they came.
+            self.store.set(f"{here}/verdict", "alike" if self.store.add(alike, 0) == len(ranks) else "differ")
+        if self._read(f"{here}/verdict", self.timeout) != "alike":
             late = f"did not come within {self.timeout:.0f} s"
-            lines = [f"  rank {r}: {e or late}" for r, e in sorted(entries.items())]
+            lines = [f"  rank {r}: {self._read(f'{here}/{r}', 0.0) or late}" for r in sorted(ranks)]
             raise LockstepError(f"ranks differ at collective {turn} of this group:\n" + "\n".join(lines))
-        if turn >= 2:
-            # All ranks have read a turn once all have come to the next one.
-            self.store.delete_key(f"{name}/{turn - 2}/{me}")
+        # All ranks have read a turn once all have come to the next one.
+        old = self.written.setdefault(name, deque())
+        old.append([f"{here}/{me}"])
+        if me == ranks[0]:
+            old[-1] += [alike, f"{here}/came", f"{here}/verdict"]
+        for key in old.popleft() if len(old) > 2 else []:
+            self.store.delete_key(key)
 
-    def _read(self, key: str) -> str | None:
-        end = time.monotonic() + self.timeout
+    def _read(self, key: str, wait: float) -> str | None:
+        end = time.monotonic() + wait
         while not self.store.check([key]):
             if time.monotonic() > end:
                 return None

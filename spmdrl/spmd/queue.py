@@ -1,9 +1,14 @@
 """Prompts handed out to engines: an atomic counter on the rendezvous store, or a fixed assignment."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
 from spmdrl.spmd.world import World
+
+ASK_EVERY = 0.1
+"""Seconds after which an engine that has ended nothing asks again for the sum over all engines."""
 
 
 class PromptQueue:
@@ -45,13 +50,14 @@ class PromptQueue:
 class Tally:
     """Counts the work of all engines, and says when it is enough; alike on all ranks of an engine.
 
-    `queue`: an atomic counter for all engines. `static`: each engine counts its own (bit-exact runs).
+    `queue`: an atomic counter for all engines, which an engine without news reads a few times a second, not at each of
+    its steps: a thousand engines share one store. `static`: each engine counts its own (bit-exact runs).
     """
 
     def __init__(self, world: World, round_name: str, enough: int, assignment: str):
         """Start at 0. enough: the count to reach; 0 for a tally that is never reached."""
         self.world, self.enough, self.key = world, enough, f"tally/{round_name}"
-        self.static, self.count = assignment == "static", 0
+        self.static, self.count, self.ask_at = assignment == "static", 0, 0.0
 
     def reached(self, more: int) -> bool:
         """Add the work since the last call; True once it is enough. Collective over the ranks of an engine."""
@@ -60,7 +66,10 @@ class Tally:
         if self.static:
             self.count += more
             return self.count >= self.enough
-        total = self.world.store.add(self.key, more) if self.world.engine_tp_rank == 0 else 0
+        if self.world.engine_tp_rank == 0 and (more or time.monotonic() >= self.ask_at):
+            self.count = self.world.store.add(self.key, more)
+            self.ask_at = time.monotonic() + ASK_EVERY
+        total = self.count
         if self.world.engine_group is not None:
             box = torch.tensor([total], dtype=torch.int64, device=self.world.device)
             dist.broadcast(box, group=self.world.engine_group, group_src=0)

@@ -27,7 +27,9 @@ def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.
     """
     talk, me = dist.PrefixStore("joining", store), secrets.token_hex(8)
     if rank:
-        talk.set(f"asks/{rank}", me)
+        # All requests stand in one text: rank 0 needs one look for all ranks, and reads it when their count has risen.
+        talk.append("asks", f"{me} ")  # type: ignore[attr-defined]
+        talk.add("asked", 1)
         try:
             talk.wait([f"answer/{me}"], wait)
         except RuntimeError as error:
@@ -38,14 +40,14 @@ def own_names(store: dist.Store, rank: int, size: int, wait: timedelta) -> dist.
         prefix = talk.get(f"answer/{me}").decode()
         talk.add(f"has/{prefix}", 1)
         return dist.PrefixStore(prefix, store)
-    until, answered = time.monotonic() + wait.total_seconds(), {}
+    until, answered, seen = time.monotonic() + wait.total_seconds(), 0, 0
     while talk.add(f"has/{me}", 0) < size - 1:
-        for other in range(1, size):
-            if talk.check([f"asks/{other}"]):
-                who = talk.get(f"asks/{other}").decode()
-                if answered.get(other) != who:
-                    answered[other] = who
-                    talk.set(f"answer/{who}", me)
+        if (asked := talk.add("asked", 0)) != seen:
+            seen, who = asked, talk.get("asks").decode().split()
+            if further := who[answered:]:
+                keys = [f"answer/{one}" for one in further]
+                talk.multi_set(keys, [me] * len(keys))  # type: ignore[attr-defined]
+            answered = len(who)
         if time.monotonic() > until:
             came = f"{talk.add(f'has/{me}', 0) + 1} of {size} ranks came"
             raise RuntimeError(

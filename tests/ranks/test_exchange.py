@@ -231,7 +231,7 @@ def uneven_cases(world):
     for counts in ([0] * 4, [5, 5, 5, 5], [1000, 0, 0, 0], [0, 0, 0, 7], [1, 90, 0, 13], [0, 1, 0, 0]):
         mine = torch.arange(counts[world.rank] * 3, dtype=torch.float64).view(-1, 3) + 1e4 * world.rank
         padded = all_gather_rows(mine, group_of(world))
-        shared = all_gather_shared(mine, group_of(world))
+        shared = all_gather_shared(mine, counts[: world.size], group_of(world))
         out.append(len(shared) == len(padded) and all(map(torch.equal, shared, padded)))
     alike = torch.arange(6)[:, None] + world.rank % 2
     for rows in (alike, alike[: 0 if world.rank == 3 else 6], alike[:0], alike[:, 0], alike * 0):

@@ -143,7 +143,15 @@ COLLECTIVES = {
         "logprobs",
         "update",
     ),
-    *("push", "reduce"),
+    *(
+        "push",
+        "reduce",
+        "all_gather_alike",
+        "all_gather_distinct",
+        "all_gather_shared",
+        "broadcast_text",
+        "gather_names",
+    ),
 }
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from spmdrl.checkpoint import file_progress as growth
 from spmdrl.checkpoint.background import Saver
 from spmdrl.health import exit_message as words
-from spmdrl.health import heartbeat
+from spmdrl.health import heartbeat, overview
 from spmdrl.health.exit_message import lost_steps, resume
 from spmdrl.health.heartbeat import Heart
 from spmdrl.health.preempt import ECHO, Preemption, Request
@@ -80,7 +80,7 @@ def test_heart_asks_again_by_itself(store, monkeypatch):
 @pytest.mark.parametrize("skew", [-3600.0, 3600.0])
 def test_heart_times_others_by_no_clock_of_theirs(store, monkeypatch, skew):
     """Clocks of two machines differ by an hour: a rank that beats is not missing, and one that does not is."""
-    monkeypatch.setattr(heartbeat, "STALE", 0.5)
+    monkeypatch.setattr(overview, "STALE", 0.5)
     mine, other = hearts(store)
     now = time.time
     mine._beat("a.py:1", time.monotonic())

@@ -38,7 +38,7 @@ from spmdrl.rollout.vllm.lora import Adapters
 from spmdrl.rollout.vllm.options import build_llm, refusals_as_warnings, set_environment
 from spmdrl.rollout.vllm.world import world_of
 from spmdrl.spmd.checksum import word_sum
-from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.exchange import broadcast_text
 from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Entry
@@ -77,7 +77,7 @@ class VLLMEngine:
         rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")
         shared = []
         if self.on_cpu and cfg.rollout.tp > 1:
-            shared = name_shared_memory(all_gather_text(secrets.token_hex(8), world.rollout_group)[0])
+            shared = name_shared_memory(broadcast_text(secrets.token_hex(8), world.rollout_group))
         with world_of(world.roles.samplers):
             if self.on_cpu:
                 self.packed = Packed()
