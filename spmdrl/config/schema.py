@@ -73,7 +73,8 @@ class ParallelConfig:
     rollout_ranks: int = 0
     """Ranks that sample under `split`."""
     scoring_ranks: int = 0
-    """Ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the trainers do."""
+    """Ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the trainers do.
+    Megatron's axes divide them too."""
 
     dp_replicate: int = 1
     """HSDP: copies of the sharded model."""

@@ -11,6 +11,8 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks, stages
 
+SPLIT = "--parallel.placement split --parallel.rollout-ranks"
+
 
 def problems(ranks: int, words: str) -> list[str]:
     """Returns lines of the message, without its head."""
@@ -44,7 +46,17 @@ def installed(monkeypatch):
         (4, "--parallel.pp 2 --parallel.last-stage-layers -1", ["--parallel.last-stage-layers -1", "0 or more"]),
         (4, "--parallel.pp 2 --parallel.first-stage-layers -1", ["--parallel.first-stage-layers -1", "0 or more"]),
         (4, "--parallel.sp 2", ["--parallel.sp 2", "--parallel.cp divides sequences"]),
-        (4, "--parallel.placement split --parallel.rollout-ranks 2", ["--parallel.placement split", "colocated"]),
+        (8, f"{SPLIT} 3 --parallel.tp 3", ["--parallel.tp 3", "multiply to 3", "must divide the 5 ranks that train"]),
+        (
+            8,
+            f"{SPLIT} 1 --parallel.pp 2 --parallel.scoring-ranks 3",
+            ["--parallel.scoring-ranks 3", "tp x cp x pp = 2", "take a multiple of 2, or 0"],
+        ),
+        (
+            8,
+            f"{SPLIT} 2 --parallel.ep 4 --parallel.scoring-ranks 2",
+            ["--parallel.scoring-ranks 2", "pp x etp x ep = 4", "take a multiple of 4, or 0"],
+        ),
         (4, "--lora.rank 8", ["--lora.rank 8", "take 0"]),
         (4, "--model.dtype float64 --rollout.engine hf", ["--model.dtype float64", "take float32"]),
     ],
@@ -63,6 +75,8 @@ def test_bad_setting_is_one_line_that_says_what_to_change(ranks, words, says):
         (8, "--parallel.pp 2 --parallel.ep 4 --parallel.last-stage-layers 1"),
         (8, "--parallel.pp 4 --parallel.first-stage-layers 3 --parallel.last-stage-layers 1"),
         (4, "--parallel.tp 2 --parallel.dp-shard 2"),
+        (3, f"{SPLIT} 1 --parallel.tp 2"),
+        (9, f"{SPLIT} 1 --parallel.tp 2 --parallel.scoring-ranks 4 --parallel.ep 2"),
         (3, "--parallel.tp 3 --rollout.engine hf"),
     ],
 )

@@ -91,7 +91,7 @@ class MegatronPolicy(Learner):
             self.hf_config = AutoConfig.from_pretrained(self.folder, trust_remote_code=trust)
         self.dtype, self.grid = DTYPES[cfg.model.dtype], layout_of(cfg)
         if not parallel_state.model_parallel_is_initialized():
-            initialize(self.grid)
+            initialize(self.grid, world.role_group)
         if path and path != cfg.model.path and not describe(self.hf_config).settings.get("num_moe_experts"):
             # A critic or reward model may be dense while the policy is a mixture of experts.
             self.grid = replace(self.grid, ep=1, etp=1)
