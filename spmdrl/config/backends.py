@@ -1,6 +1,7 @@
 """Rules for the ranks that train: axes of the mesh, and what each policy backend can do."""
 
 import importlib.util
+from math import lcm
 
 from spmdrl.config.fields import flag
 from spmdrl.config.placement import how_to_have_more, shown
@@ -35,8 +36,11 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
         ]
         if config.policy.liger and importlib.util.find_spec("liger_kernel") is None:
             problems.append("--policy.liger True: Liger is not installed; pip install liger-kernel, or leave it out")
-        if axes.last_stage_layers:
-            problems.append(f"--parallel.last-stage-layers {axes.last_stage_layers}: is of megatron's backend; take 0")
+        problems += [
+            f"{flag('parallel.' + name)} {getattr(axes, name)}: is of megatron's backend; take 0"
+            for name in ("first_stage_layers", "last_stage_layers")
+            if getattr(axes, name)
+        ]
     else:
         problems = _megatron_problems(config, world_size)
     if problems:
@@ -72,8 +76,6 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
         problems.append(f"--parallel.sp {axes.sp}: is of the fsdp backend; --parallel.cp divides sequences in megatron")
     if config.policy.liger:
         problems.append("--policy.liger True: is of the fsdp backend; Megatron has kernels of its own")
-    if axes.placement == "split":
-        problems.append("--parallel.placement split: not with the megatron backend; take colocated")
     if config.policy.attention != "auto":
         problems.append(f"--policy.attention {config.policy.attention}: is of the fsdp backend; leave it out")
     if config.lora.rank:
@@ -93,6 +95,15 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
         )
     if axes.virtual_stages > 1 and axes.pp == 1:
         problems.append(f"--parallel.virtual-stages {axes.virtual_stages}: needs --parallel.pp of at least 2")
-    if axes.last_stage_layers and axes.pp == 1:
-        problems.append(f"--parallel.last-stage-layers {axes.last_stage_layers}: needs --parallel.pp of at least 2")
+    dense, frozen = axes.tp * axes.cp * axes.pp, axes.scoring_ranks
+    if frozen % dense or frozen % rest:
+        problems.append(
+            f"--parallel.scoring-ranks {frozen}: frozen models are divided as the policy is, so tp x cp x pp = {dense} "
+            f"and pp x etp x ep = {rest} must divide these ranks; take a multiple of {lcm(dense, rest)}, or 0"
+        )
+    problems += [
+        f"{flag('parallel.' + name)} {getattr(axes, name)}: needs --parallel.pp of at least 2"
+        for name in ("first_stage_layers", "last_stage_layers")
+        if getattr(axes, name) and axes.pp == 1
+    ]
     return problems

@@ -73,7 +73,8 @@ class ParallelConfig:
     rollout_ranks: int = 0
     """Ranks that sample under `split`."""
     scoring_ranks: int = 0
-    """Ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the trainers do."""
+    """Ranks that hold the frozen models (reference or teacher, reward model) under `split`. 0: the trainers do.
+    Megatron's axes divide them too."""
 
     dp_replicate: int = 1
     """HSDP: copies of the sharded model."""
@@ -89,8 +90,10 @@ class ParallelConfig:
     """Megatron: between the divided parts of a layer, its tokens are divided over tp."""
     pp: int = 1
     """Megatron: stages of the pipeline, which divide the layers."""
+    first_stage_layers: int = 0
+    """Megatron: layers of the first stage, while the others divide the rest. 0: as many as each of these."""
     last_stage_layers: int = 0
-    """Megatron: layers of the last stage, while the others divide the rest. 0: every stage has as many."""
+    """Megatron: layers of the last stage, while the others divide the rest. 0: as many as each of these."""
     virtual_stages: int = 1
     """Megatron: parts of the model on a rank of the pipeline, in turn with other ranks' (an interleaved schedule)."""
     ep: int = 1

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from spmdrl.config.schema import PolicyConfig
+
 
 def backend(name: str) -> Any:
     """Return `FsdpPolicy` or `MegatronPolicy`; both are built with the same arguments."""
@@ -12,3 +14,8 @@ def backend(name: str) -> Any:
     from spmdrl.policy.fsdp.policy import FsdpPolicy
 
     return FsdpPolicy
+
+
+def shares_prompts(cfg: PolicyConfig) -> bool:
+    """Return True if the policy runs a prompt once for all samples that share it; the same answer on every rank."""
+    return cfg.share_prompts and backend(cfg.backend).can_share

@@ -50,6 +50,8 @@ class Learner:
     head: Head
     hf_config: Any
     """The configuration (transformers) that the model was built with."""
+    can_share = False
+    """`--policy.share-prompts` has an effect: see `share`."""
     keeps_masters = False
     """The optimizer state holds the weights even if `model/` stores them without rounding."""
 

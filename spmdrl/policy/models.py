@@ -11,7 +11,7 @@ import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.hub.tokenizer import check_same_tokens
-from spmdrl.policy.backends import backend
+from spmdrl.policy.backends import backend, shares_prompts
 from spmdrl.policy.contract import Head, Policy
 from spmdrl.policy.remote import RemotePolicy
 from spmdrl.spmd.mesh import scoring_world
@@ -125,7 +125,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
             "these ranks have nothing to do",
             cfg.parallel.scoring_ranks,
         )
-    scoring = scoring_world(world, timedelta(seconds=cfg.run.timeout))
+    scoring = scoring_world(world, cfg.parallel, timedelta(seconds=cfg.run.timeout))
 
     def trained(path: str, lr: float, head: Head) -> Policy | None:
         if not world.trains:
@@ -140,7 +140,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         if scoring is world or world.samples:
             return model
         answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
-        return RemotePolicy(model, world, scoring.holders, answers, cfg.policy.share_prompts and head != "score")
+        return RemotePolicy(model, world, scoring.holders, answers, shares_prompts(cfg.policy) and head != "score")
 
     for each in wanted.values():
         if each.path:

@@ -31,7 +31,8 @@ class RemotePolicy:
         Args:
             model: the model itself on a rank that scores, None on one that trains.
             world: all ranks; its holders are the ranks that train.
-            scorers: int64 [data positions, 1], the ranks that score.
+            scorers: int64 [data positions, copies], the ranks that score; of a position's ranks, which hold the same
+                sequences, the first answers.
             dtype: type of the answers.
             share: the model runs a prompt once for all samples that share it, so these are kept on one scorer.
         """
@@ -71,7 +72,8 @@ class RemotePolicy:
         table = Table(torch.stack([asked.seq["origin"], asked.seq["index"]], 1))
         for i, x_T in enumerate(numbers):
             table.lengths[str(i)], table.values[str(i)] = asked.lengths, x_T
-        table = select(table, torch.arange(len(table)).repeat_interleave(copies))
+        answers = len(table) if self.world.rank in self.scorers[:, 0] else 0
+        table = select(table, torch.arange(answers).repeat_interleave(copies))
         back, _ = exchange(
             table, lambda rows: self.world.holders[rows[::copies, 0]].flatten(), self.world.rollout_group, HOST
         )

@@ -13,6 +13,7 @@ from spmdrl.data.batch import Batch, to_episodes
 from spmdrl.data.episode import Episode
 from spmdrl.health.preempt import AbandonedError, PreemptedError, agreed
 from spmdrl.health.status import rank_status
+from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.models import Models
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.rl.batching import pack
@@ -115,8 +116,8 @@ class Run:
 
     def pack(self, episodes: list[Episode], step: int) -> Batch:
         """This rank's episodes as a batch, see `batching.pack`. Collective."""
-        policy, cfg = self.models.policy, self.cfg
-        share = policy.share if policy else cfg.policy.share_prompts
+        # Ranks without the policy add the same columns.
+        cfg, share = self.cfg, shares_prompts(self.cfg.policy)
         return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share)
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:

@@ -15,7 +15,7 @@ from spmdrl.config.schema import ParallelConfig
 from spmdrl.spmd.devices import check_alike, pick_device
 from spmdrl.spmd.groups import apart_from_default, make_data_group, make_mesh, make_shard_mesh, make_side
 from spmdrl.spmd.rendezvous import own_names
-from spmdrl.spmd.roles import AXES, axis_sizes, roles_of
+from spmdrl.spmd.roles import axis_sizes, roles_of
 from spmdrl.spmd.world import World
 
 JOIN = timedelta(seconds=120)
@@ -107,15 +107,16 @@ def world_from_group(
     )
 
 
-def scoring_world(world: World, wait: timedelta) -> World:
-    """The world of frozen models that have ranks of their own, sharded over those ranks. Collective.
+def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> World:
+    """The world of frozen models that have ranks of their own. Collective.
 
-    Where frozen models share the ranks of the trainers it is the world itself.
+    Megatron's axes divide these models as they divide the policy; over the ranks that remain they are sharded. Where
+    frozen models share the ranks of the trainers it is the world itself.
     """
     ranks = world.roles.scorers
     if ranks == world.roles.trainers:
         return world
-    sizes = dict.fromkeys(AXES, 1) | {"dp_shard": len(ranks)}
+    sizes = axis_sizes(replace(parallel, dp_replicate=1, dp_shard=-1, sp=1), len(ranks))
     mesh, shard_mesh = (make(world.device.type, ranks, sizes) for make in (make_mesh, make_shard_mesh))
     later = wait + LATER if world.device.type == "cuda" else wait
     data_group, holders = make_data_group(mesh, later)

@@ -52,6 +52,10 @@ MEGATRON = {
 """Layout -> flags, for two ranks that share an engine."""
 
 
+APART = {"tp2": "--parallel.tp 2", "pp2, layers 1+2": "--parallel.pp 2 --parallel.first_stage_layers 1"}
+"""Layout -> flags, for two ranks that train beside one that samples."""
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> str:
     """Flag that names a random model of two layers with experts and a dense one between them.
@@ -65,14 +69,17 @@ def mixture(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory):
-    """(engine, tp, placement, more flags) -> samples and numbers of each step of that run; run once."""
+    """(engine, tp, placement, more flags) -> samples and numbers of each step of that run; run once.
+
+    alone: ranks that train under `split`.
+    """
     reward, known = tmp_path_factory.mktemp("reward") / "reward.py", {}
     reward.write_text(REWARD)
 
-    def at(engine: str, tp: int, placement: str, more: str = "") -> tuple[list, list]:
+    def at(engine: str, tp: int, placement: str, more: str = "", alone: int = 1) -> tuple[list, list]:
         key = (engine, tp, placement, more)
         if key not in known:
-            folder, apart = tmp_path_factory.mktemp("run"), PLACEMENTS[placement]
+            folder, apart = tmp_path_factory.mktemp("run"), alone * PLACEMENTS[placement]
             flags = f"--rollout.engine {engine} --rollout.tp {tp} --parallel.placement {placement} {more}"
             flags += f" --parallel.rollout_ranks {tp}" if apart else ""
             flags += " --rollout.sglang-push broadcast" if apart and engine == "sglang" else ""
@@ -139,6 +146,31 @@ def test_parity_of_megatron_layouts_with_fsdp_under_vllm(cell, mixture, layout):
     for row in found[1]:
         assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
     check_order(cell)
+
+
+@pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
+@pytest.mark.parametrize("layout", APART)
+def test_parity_of_megatron_split_with_fsdp(cell, mixture, layout):
+    """Two ranks train while a third, which has no part of Megatron's groups, samples."""
+    want = cell("hf", 1, "colocated", mixture)
+    found = cell("hf", 1, "split", f"{mixture} --policy.backend megatron {APART[layout]}", alone=2)
+    assert differences(want, found) == []
+    print(layout, "worst |dlogp|", max(row["logp_diff/max"] for row in found[1]))
+    for row in found[1]:
+        assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
+        assert row["rollout/staleness"] == 0
+
+
+@pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
+def test_stale_samples_of_megatron_split(cell, mixture):
+    """One step ahead samples are a version old, and from step 2 on the run learns from others than a run in turn."""
+    want = cell("hf", 1, "colocated", mixture)
+    flags = f"{mixture} --policy.backend megatron {APART['tp2']} --rollout.staleness 1"
+    samples, rows = cell("hf", 1, "split", flags, alone=2)
+    assert [row["rollout/staleness"] for row in rows] == [min(step, 1) for step in range(STEPS)]
+    # The first update is the same, and its samples are too.
+    assert samples[0] == want[0][0] and abs(rows[0]["loss"] - want[1][0]["loss"]) < LOSS
+    assert rows[0]["logp_diff/max"] < LOGP < rows[1]["logp_diff/max"]
 
 
 def test_parity_of_runs_that_learn_something(cell):

@@ -34,3 +34,46 @@ def test_ranks_on_cpus_get_the_stand_in_whatever_the_machine_has(gpus):
 def test_ranks_on_gpus_have_what_megatron_lacks_without_transformer_engine():
     """Without it the first router ends with a NameError, and latent attention with a TypeError."""
     assert run_ranks(required, 1, True, "nccl") == [(False, False, False)]
+
+
+def halves(world) -> dict:
+    """Gives each half of the ranks Megatron's groups of its own, as on GPUs; returns what this rank sees of them."""
+    from spmdrl.policy.megatron import ranks, repairs
+    from spmdrl.policy.megatron.model import require
+
+    repairs.on_gpus = lambda: True
+    require()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers
+
+    both = [dist.new_group(half) for half in ([0, 1], [2, 3])]
+    place = ranks.over(both[world.rank // 2])
+    # One half makes more groups than the other.
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    for _ in range(2 - world.rank // 2):
+        parallel_state.destroy_model_parallel()
+        with ranks.making_groups(place):
+            parallel_state.initialize_model_parallel(**{sizes[world.rank // 2]: 2}, order="tp-cp-ep-dp-pp")
+    seen = parallel_state.torch.distributed
+    numbers = [None] * seen.get_world_size()
+    seen.all_gather_object(numbers, world.rank)
+    seen.barrier()
+    tp, pp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    everyone, total = dist.new_group(), torch.ones(1)
+    dist.all_reduce(total, group=everyone)
+    return dict(
+        tp=dist.get_process_group_ranks(tp),
+        pp=dist.get_process_group_ranks(pp),
+        numbers=numbers,
+        own=seen.get_world_size(tp),
+        total=total.item(),
+        replaced=[parallel_state.torch is ranks.STAND_IN, layers.torch is torch],
+    )
+
+
+def test_ranks_of_one_role_make_groups_without_the_others():
+    one, two = {"own": 2, "total": 4.0, "replaced": [True, True]}, {"own": 1, "total": 4.0, "replaced": [True, True]}
+    assert run_ranks(halves, 4) == [
+        *({"tp": [0, 1], "pp": [rank], "numbers": [0, 1]} | one for rank in (0, 1)),
+        *({"tp": [rank], "pp": [2, 3], "numbers": [2, 3]} | two for rank in (2, 3)),
+    ]

@@ -49,6 +49,8 @@ RUNS = {
     "megatron pp 3": (3, {"pp": 3}, MEGATRON),
     "megatron pp 2 in 4 stages, cp 2": (4, {"pp": 2, "virtual_stages": 2, "cp": 2}, MIXTURE),
     "megatron ep 2, etp 2": (4, {"tp": 2, "ep": 2, "etp": 2}, MIXTURE),
+    "megatron split tp 2 + 1, one step ahead": (3, split(1, tp=2), MEGATRON | SAVED | AHEAD),
+    "megatron split pp 2 + 2 + 1": (5, split(1, 2, pp=2, first_stage_layers=1), MEGATRON),
 }
 """Ranks, axes and settings of two steps of the demo, with evaluation; one that saves is resumed after the first."""
 
@@ -138,7 +140,7 @@ def forming(cfg: Config, rank: int, size: int) -> Record:
 
             parallel_state._global_process_group_list = None
             initialize(layout_of(cfg))
-        scoring_world(world, LIMIT)
+        scoring_world(world, cfg.parallel, LIMIT)
         twin(world, LIMIT)
     dist.destroy_process_group()
     return recorder.record

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,39 @@ def test_layout_split_learns_what_colocated_does(layout, colocated, tmp_path):
         assert b["rollout/staleness"] == 0 and b["kl/mean"] > 0
     samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 4 * STEPS
+
+
+MEGATRON = {
+    "tp 2 + 1": (split(1, tp=2), 3),
+    "pp 2 with layers 1 + 2, + 1": (split(1, pp=2, first_stage_layers=1), 3),
+    "tp 2 + 2 + 1": (split(1, 2, tp=2), 5),
+}
+
+
+@pytest.fixture(scope="module")
+def colocated_single(tmp_path_factory):
+    """Metrics of FSDP on one rank in float32, as Megatron has no float64."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    run_ranks(train_demo, 1, str(folder), {})
+    return untimed(metrics(folder))
+
+
+@pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
+@pytest.mark.parametrize("layout", MEGATRON)
+def test_layout_megatron_split_learns_what_fsdp_colocated_does(layout, colocated_single, tmp_path):
+    parallel, ranks = MEGATRON[layout]
+    got = run_ranks(split_demo, ranks, str(tmp_path / "run"), parallel, {"policy": {"backend": "megatron"}})
+    apart = ranks == 5
+    own = {"policy": "MegatronPolicy", "reference": "RemotePolicy" if apart else "MegatronPolicy"}
+    assert [rank["models"] for rank in got] == [own] * 2 + [REMOTE] * (ranks - 3) + [{}]
+    rows = untimed(metrics(tmp_path / "run"))
+    assert len(rows) == STEPS
+    for a, b in zip(colocated_single, rows, strict=True):
+        names = a.keys() - {"microbatches", "logp_diff/max", "logp_diff/mean"}
+        print(layout, max((abs(a[n] - b[n]) / max(1.0, abs(a[n])), n) for n in names), b["logp_diff/max"])
+        same(a, b, names, 2e-5)
+        assert b["logp_diff/max"] < 1e-5
+        assert b["rollout/staleness"] == 0 and b["kl/mean"] > 0
 
 
 @pytest.mark.parametrize(("ranks", "staleness"), [(2, 2), (3, 1)])
@@ -245,6 +279,11 @@ BAD = [
     (4, {"parallel": split(2, dp_shard=4)}, ["--parallel.dp-shard 4", "there train 2 ranks", "2 or -1"]),
     (4, {"parallel": split(1, sp=2)}, ["--parallel.sp 2", "must divide the 3 ranks that train"]),
     (4, {"parallel": split(1), "run": {"lockstep_debug": True}}, ["--run.lockstep-debug", "colocated"]),
+    (
+        5,
+        {"parallel": split(1, 1, tp=3), "policy": {"backend": "megatron"}},
+        ["--parallel.scoring-ranks 1", "of 3, or 0"],
+    ),
     (
         4,
         {"parallel": split(1, 1), "reference": {"refresh_every": 2}},

@@ -48,6 +48,8 @@ from spmdrl_kernels.host import use_host_linear
 class FsdpPolicy(Learner):
     """The Policy contract (`policy/contract.py`) on FSDP2."""
 
+    can_share = True
+
     def __init__(
         self,
         cfg: TrainingConfig,

@@ -12,6 +12,7 @@ schedule.py    micro-batches through the pipeline, and how every rank learns wha
 training.py    sums of gradients, the distributed optimizer, its state in files
 host_adamw.py  AdamW on the host
 policy.py      the Policy contract over all of these
+ranks.py       Megatron over those ranks of the job that hold the models
 repairs.py     fixes of Megatron-core for every machine
 cpu.py         substitutes that let Megatron-core run on CPUs
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.policy.megatron import repairs
+from spmdrl.policy.megatron import ranks, repairs
 from spmdrl_kernels.host import host_linear, takes
 
 CPU = torch.device("cpu")
@@ -54,14 +54,11 @@ class _Cuda(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
-class _Distributed(types.ModuleType):
+class _Distributed(ranks.Distributed):
     """torch.distributed, with the two collectives over parts of unequal size that gloo lacks.
 
     Megatron's experts use them where their columns are divided (`--parallel.etp`).
     """
-
-    def __getattr__(self, name):
-        return getattr(torch.distributed, name)
 
     @staticmethod
     def all_gather(tensor_list, tensor, group=None, async_op=False):
@@ -85,14 +82,11 @@ class _Distributed(types.ModuleType):
         output.copy_(whole.split(list(map(len, input_list)))[torch.distributed.get_rank(group)])
 
 
-class _Torch(types.ModuleType):
+class _Torch(ranks.Torch):
     """Stands in for torch in the modules of megatron.core."""
 
     cuda = _Cuda("torch.cuda")
     distributed = _Distributed("torch.distributed")
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
 
 
 def _on_cpu(make: Any) -> Any:
@@ -126,6 +120,7 @@ def install() -> None:
     _linear()
     _experts()
     _optimizer()
+    _messages()
 
 
 def _random_states() -> None:
@@ -195,6 +190,27 @@ def _optimizer() -> None:
 
     for module in (clip_grads, optimizer):
         module.clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
+
+
+def _messages() -> None:
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    def exchange(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
+        # Between two stages Megatron's own sends one way over the default group, which has ranks without a stage.
+        work = {}
+        # A stage's next and previous may be the same rank: it receives in the order in which that one sends.
+        for name, peer in (
+            ("send_next", next_pipeline_rank),
+            ("recv_prev", prev_pipeline_rank),
+            ("send_prev", prev_pipeline_rank),
+            ("recv_next", next_pipeline_rank),
+        ):
+            begin = torch.distributed.isend if name.startswith("send") else torch.distributed.irecv
+            if tensors[f"tensor_{name}"] is not None:
+                work[name] = begin(tensors[f"tensor_{name}"], peer, group=group)
+        return work
+
+    p2p_communication._p2p_ops = exchange
 
 
 def dress(parameters: Any) -> None:

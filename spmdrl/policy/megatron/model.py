@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.policy.contract import Head
-from spmdrl.policy.megatron import cpu, repairs
+from spmdrl.policy.megatron import cpu, ranks, repairs
 from spmdrl.policy.megatron.families import Architecture, describe
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks
-from spmdrl.spmd.groups import apart_from_default
 
 log = logging.getLogger("spmdrl")
 SEED = 1
@@ -45,11 +44,15 @@ def _warn_of(found: str) -> None:
         log.warning("megatron-core %s: --policy.backend megatron is tested with 0.16.1 only", found)
 
 
-def initialize(layout: Layout) -> None:
-    """Create Megatron's process groups over the default group, in the order of the training mesh. Collective.
+def initialize(layout: Layout, group: dist.ProcessGroup | None = None) -> None:
+    """Create Megatron's process groups over the ranks of a group, in the order of a mesh of them. Collective over them.
 
     May be called again for another layout. Axes from the innermost outwards are tp, cp, data, pp; for experts they are
     etp, ep, data, pp.
+
+    Args:
+        layout: sizes of the axes.
+        group: host-side group of the ranks that hold the models, consecutive in the job; None: all ranks.
 
     Raises:
         ValueError: the axes do not fit the number of ranks, or megatron-core is missing.
@@ -58,15 +61,14 @@ def initialize(layout: Layout) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    check_ranks(layout, dist.get_world_size())
-    for group in parallel_state._global_process_group_list or []:
-        if group in dist.distributed_c10d._world.pg_map:
+    place = ranks.over(group)
+    check_ranks(layout, len(place))
+    for old in parallel_state._global_process_group_list or []:
+        if old in dist.distributed_c10d._world.pg_map:
             # Groups of an earlier layout: each gloo group has a thread that wakes a hundred times a second.
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(old)
     parallel_state.destroy_model_parallel()
-    # A group split off the default communicator involves all ranks of the job, thousands of times on hundreds of GPUs;
-    # a host group involves even ranks outside it. A separate communicator is made when its ranks first use it.
-    with apart_from_default():
+    with ranks.making_groups(place):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -95,6 +97,7 @@ def transformer_config(
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
+        num_layers_in_first_pipeline_stage=_first_stage(layout),
         num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -119,6 +122,11 @@ def transformer_config(
         apply_rope_fusion=False,
     )
     return make(**settings | more)
+
+
+def _first_stage(layout: Layout) -> int | None:
+    # Of two stages the last one's number says both; given both, Megatron divides by its count of stages between them.
+    return None if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers or None
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def layout_of(cfg: TrainingConfig) -> Layout:
     """Return the layout that the settings ask for."""
     axes = cfg.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
-    return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers)
+    return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers, axes.first_stage_layers)
 
 
 def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
@@ -91,7 +91,7 @@ class MegatronPolicy(Learner):
             self.hf_config = AutoConfig.from_pretrained(self.folder, trust_remote_code=trust)
         self.dtype, self.grid = DTYPES[cfg.model.dtype], layout_of(cfg)
         if not parallel_state.model_parallel_is_initialized():
-            initialize(self.grid)
+            initialize(self.grid, world.role_group)
         if path and path != cfg.model.path and not describe(self.hf_config).settings.get("num_moe_experts"):
             # A critic or reward model may be dense while the policy is a mixture of experts.
             self.grid = replace(self.grid, ep=1, etp=1)

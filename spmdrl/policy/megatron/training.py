@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.policy.megatron import repairs
+from spmdrl.policy.megatron import ranks, repairs
 from spmdrl.policy.megatron.host_adamw import HostAdamW
 from spmdrl.policy.optimizer import fill_state, restore_settings, settings_of
 from spmdrl.policy.safe_pickle import vet
@@ -179,6 +179,7 @@ def _in_this_process() -> Any:
                 strategies.mcore_to_pyt_state_dict(state, False),
                 storage_writer=checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1),
                 planner=strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=ranks.group(),
             )
 
     return Strategy("torch_dist", 1)
