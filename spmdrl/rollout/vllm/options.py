@@ -3,14 +3,16 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.engines import pushed_parts, sleep_level, starts_empty
+from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.engine import longest_sequence
+from spmdrl.rollout.engine import longest_sequence, without_quantization
 from spmdrl.rollout.vllm.cpu import CPU_BLOCK, cpu_kv_bytes
 from spmdrl.rollout.vllm.lora import lora_options
 
@@ -63,6 +65,44 @@ def advice(error: Exception) -> str:
     )
 
 
+def layout(cfg: Config) -> dict[str, Any]:
+    """Return the arguments that spread experts over ranks and copy the attention.
+
+    Raises:
+        ValueError: the vLLM that is installed has no such argument.
+    """
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    rollout, options = cfg.rollout, {}
+    if rollout.ep > 1:
+        options["enable_expert_parallel"] = True
+    if rollout.dp > 1:
+        # A step then always runs the model, in which all copies meet.
+        options |= {"data_parallel_size": rollout.dp, "async_scheduling": False}
+    known = {field.name for field in fields(EngineArgs)}
+    if lacking := sorted(options.keys() - known):
+        raise ValueError(
+            f"--rollout.ep {rollout.ep}, --rollout.dp {rollout.dp}: vLLM {vllm.__version__} has no "
+            f"{', '.join(lacking)}; take 1 for both, or the version that launch/locks has"
+        )
+    return options
+
+
+def start_with_zeros() -> None:
+    """Make vLLM's loader of invented weights take zeros, and leave buffers as the model made them.
+
+    Its random numbers would stay in the padding of weights and in constants, which no push reaches.
+    """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data.zero_()
+
+    DummyModelLoader.load_weights = load_weights
+
+
 def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     """Build vLLM's LLM for the ranks of one TP group. Collective over them.
 
@@ -76,7 +116,8 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
 
     capacity, longest = cfg.rollout.max_sequences, longest_sequence(cfg)
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    config = whole.get_text_config()
     kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
     if not kv_bytes and on_cpu:
         kv_bytes = cpu_kv_bytes(config, capacity, longest, cfg.model.dtype, cfg.rollout.tp)
@@ -96,7 +137,11 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
             options["moe_backend"] = "triton"
         if routed:
             options["enable_return_routed_experts"] = True
-    if cfg.rollout.tp > 1 or not on_cpu:
+    options |= layout(cfg)
+    if starts_empty(cfg):
+        start_with_zeros()
+        options |= {"load_format": "dummy", "hf_overrides": without_quantization(whole)}
+    if engine_ranks(cfg) > 1 or not on_cpu:
         # Without it vLLM takes the first GPU for an engine of one rank, whichever rank that is.
         options["distributed_executor_backend"] = "external_launcher"
     if "adapter" in pushed_parts(cfg):
@@ -110,7 +155,7 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
             enforce_eager=cfg.rollout.enforce_eager or on_cpu,
             skip_tokenizer_init=True,
             max_model_len=longest,
-            max_num_seqs=capacity,
+            max_num_seqs=-(-capacity // cfg.rollout.dp),
             logprobs_mode="processed_logprobs",
             trust_remote_code=cfg.model.trust_remote_code,
             disable_log_stats=True,

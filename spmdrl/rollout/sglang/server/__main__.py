@@ -6,11 +6,13 @@ Requests and commands arrive on stdin; completions and answers leave on the file
 import asyncio
 import ctypes
 import gc
+import inspect
 import json
 import os
 import re
 import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,13 @@ def build(config: dict):
     import multiprocessing
 
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import ServerArgs
 
+    if lacking := sorted(config["options"].keys() - inspect.signature(ServerArgs).parameters.keys()):
+        raise ValueError(
+            f"SGLang {version('sglang')} has no {', '.join(lacking)}; take --rollout.ep 1 and --rollout.dp 1, or the "
+            "version that launch/locks has"
+        )
     on_cpu = config["options"]["device"] == "cpu"
 
     class TokenEngine(Engine):
@@ -142,7 +150,9 @@ class Server:
         from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
         request = GetWeightsByNameReqInput(name=question, truncate_size=0)
-        return [int(x) for x in await self.tokenizer_manager.get_weights_by_name(request, None)]
+        said = await self.tokenizer_manager.get_weights_by_name(request, None)
+        # Copies of the attention each give the answer of all processes.
+        return [int(x) for x in (said[0] if said and isinstance(said[0], list) else said)]
 
     async def begin(self) -> None:
         """Begin a weight update; an unfinished one is ended first."""

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import xxhash
 from draws import install_sampler
+from layout import install_copies, install_experts, install_naps
 
 # Loaded by path: other files in its folder have the names of packages.
 _spec = spec_from_file_location("needs", Path(__file__).parents[2] / "needs.py")
 assert _spec and _spec.loader
 _needs = module_from_spec(_spec)
 _spec.loader.exec_module(_needs)
-watched_load = _needs.watched_load
+watched_load, unfilled = _needs.watched_load, _needs.unfilled
 
 
 def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
@@ -104,16 +105,19 @@ class Held:
         words = word_sum(self.runner.model, self.uncounted)
         return [words >> 32, words & 0xFFFFFFFF]
 
-    def needs(self, told: list) -> list[float]:
-        """Find the parts that this process reads of tensors (name, shape, type).
+    def needs(self, told: dict) -> list[float]:
+        """Find the parts that this process reads of tensors (name, shape, type), and the weights that none fills.
 
-        Returns `exact`, then for each part: index of the tensor, counted, number of dimensions, box.
+        told: the tensors, and their kinds in the model's folder. Returns the length and the bytes of a text, which has
+        the name of an unfilled weight in each line; `exact`; then for each part: index of the tensor, counted, number
+        of dimensions, box.
         """
-        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in told]
+        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in told["tensors"]]
         found = watched_load(self.runner.model.load_weights, tensors)
         named = self.runner.model.named_parameters()
         self.uncounted = frozenset(n for n, p in named if p.untyped_storage().data_ptr() in found.uncounted)
-        rows: list[float] = [found.exact]
+        text = "\n".join(unfilled(self.runner.model, found, told["kinds"])).encode()
+        rows: list[float] = [len(text), *text, found.exact]
         for (index, box), counted in zip(found.boxes, found.counted, strict=True):
             rows += [index, counted, len(box), *(x for pair in box for x in pair)]
         return rows
@@ -164,6 +168,20 @@ def install_weights(expected: dict[str, Any]) -> None:
     WeightUpdater.receive_weights_from_distributed = receive_weights_from_distributed
 
 
+def install_zeros() -> None:
+    """Make SGLang start with zeros where it would invent weights, and leave buffers as the model made them.
+
+    Its random numbers would stay in the padding of weights and in constants, which no push reaches.
+    """
+    from sglang.srt.model_loader import loader
+
+    def initialize_dummy_weights(model, *_, **__):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+
+    loader.initialize_dummy_weights = initialize_dummy_weights
+
+
 def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
     """Answer the rank's questions about memory and weights, and free memory on a CPU.
 
@@ -208,7 +226,13 @@ def run_scheduler(server_args, port_args, *rest) -> None:
     install_sampler()
     expected: dict[str, Any] = {}
     install_weights(expected)
+    install_zeros()
     install_memory(server_args.device == "cpu", expected)
+    if server_args.device == "cpu":
+        install_experts()
+        install_copies()
+    if server_args.attn_dp_size > 1:
+        install_naps()
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.scheduler import run_scheduler_process
 
