@@ -112,8 +112,8 @@ class Tensors:
         wanted = tuple(-(-n // block) for n, block in zip(shape, self.blocks, strict=False))
         if name + SCALE not in self or len(shape) != 2:
             raise ValueError(
-                f"{self.folder}: the fp8 weight {name} {shape} has no scales ({name + SCALE} {wanted}): copy the folder "
-                "again, or take a dequantised one"
+                f"{self.folder}: the fp8 weight {name} {shape} has no scales ({name + SCALE} {wanted}): copy the "
+                "folder again, or take a dequantised one"
             )
         if (found := self.shape(name + SCALE)) != wanted:
             raise ValueError(f"{self.folder}: {name + SCALE} has shape {found}, the blocks of {name} want {wanted}")

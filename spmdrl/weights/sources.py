@@ -161,13 +161,13 @@ class Sources:
 
     def _copy_experts(self, projections: list[list[str]], shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
         """Copy [experts, projections of each end to end, ...]."""
-        (first, last), *inner = box
+        (first, last), inner = box[0], box[1:]
         rows = shape[1] // len(projections)
         for expert in range(first, last):
             for i, names in enumerate(projections):
                 place: Box = ((i * rows, (i + 1) * rows), *full_box(shape[2:]))
-                if (part := cut(place, tuple(inner))) is None:
+                if (part := cut(place, inner)) is None:
                     continue
-                (top, bottom), *rest = part
-                source: Box = ((top - i * rows, bottom - i * rows), *rest)
-                self.tensors.copy(names[expert], source, inside(into[expert - first], part, tuple(inner)))
+                top, bottom = part[0]
+                source: Box = ((top - i * rows, bottom - i * rows), *part[1:])
+                self.tensors.copy(names[expert], source, inside(into[expert - first], part, inner))

@@ -38,7 +38,7 @@ def folder_of(family: str, folder: Path, dtype=torch.bfloat16, **more) -> Path:
         torch.manual_seed(1)
         config = getattr(transformers, name)(**SMALL | changes | more)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        for name, x in model.state_dict().items():
+        for x in model.state_dict().values():
             x.copy_(torch.randn(x.shape) if x.is_floating_point() else x)
         model.save_pretrained(folder)
     return folder
