@@ -30,14 +30,15 @@ BEYOND = 512.0
 """MiB that a rank may use beyond its share."""
 SHAPES = {
     # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
-    "1B": dict(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, vocab_size=128256
-    ),
-    "135M": dict(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, vocab_size=49152
-    ),
+    "1B": (2048, 8192, 16, 32, 8, 128256),
+    # https://huggingface.co/HuggingFaceTB/SmolLM2-135M/blob/main/config.json
+    "135M": (576, 1536, 30, 9, 3, 49152),
 }
-HEADS = {"1B": 8, "135M": 3}
+"""Sizes, in the order of `NAMES`."""
+NAMES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
 KINDS: dict[str, dict[str, Any]] = {
     "trained": {},
     "frozen": {"trainable": False},
