@@ -31,8 +31,8 @@ BEYOND = 512.0
 SHAPES = {
     # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
     "1B": (2048, 8192, 16, 32, 8, 128256),
-    # https://huggingface.co/HuggingFaceTB/SmolLM2-135M/blob/main/config.json
-    "135M": (576, 1536, 30, 9, 3, 49152),
+    # SmolLM2-135M, with numbers of heads that two ranks divide.
+    "135M": (576, 1536, 30, 8, 4, 49152),
 }
 """Sizes, in the order of `NAMES`."""
 NAMES = (
