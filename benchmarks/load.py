@@ -3,14 +3,16 @@
     python benchmarks/load.py [--quick] [--json FILE] [--only KIND ...] [--ranks N ...]
 
 A random Llama of 1.24B parameters in bfloat16 (quick: 135M) is loaded on 2 and 4 ranks of this machine (quick: 2) as a
-trained model, a frozen one, a critic, a model with adapters, and by Megatron under two layouts. The share of a rank is
-what it holds when its model is built: parameters, and what the optimizer keeps from the start (Megatron's float32
-weights and its buffers of gradients). The peak is the most anonymous and shared memory that the process had meanwhile,
-less what it had before: pages of the mapped files are not counted, because the system takes them back when it likes.
+trained model, a frozen one, a critic, a model with adapters, and by Megatron under layouts that use all ranks. The
+share of a rank is what it holds when its model is built: parameters, and what the optimizer keeps from the start
+(Megatron's float32 weights and its buffers of gradients). The peak is the most anonymous and shared memory that the
+process had meanwhile, less what it had before: pages of the mapped files are not counted, because the system takes them
+back when it likes.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -46,7 +48,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "adapters": {"adapt": True},
     "megatron tp": {"axes": {"tp": 2}},
     "megatron pp": {"axes": {"pp": 2}},
+    "megatron tp pp": {"axes": {"tp": 2, "pp": 2}},
 }
+
+
+def kinds_on(ranks: int) -> list[str]:
+    """The kinds to measure on so many ranks: Megatron's layouts use each of them."""
+    return [kind for kind in KINDS if "axes" not in KINDS[kind] or math.prod(KINDS[kind]["axes"].values()) == ranks]
 
 
 def make_folder(folder: Path, size: str, **more: Any) -> str:
@@ -197,13 +205,13 @@ def main() -> None:
     size, rows = "135M" if args.quick else "1B", []
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_folder(Path(scratch) / "model", size)
-        print(f"{'model':6} {'kind':12} {'ranks':>5} {'share MiB':>10} {'peak MiB':>10} {'beyond MiB':>10} {'s':>6}")
+        print(f"{'model':6} {'kind':14} {'ranks':>5} {'share MiB':>10} {'peak MiB':>10} {'beyond MiB':>10} {'s':>6}")
         for ranks in args.ranks or ([2] if args.quick else [2, 4]):
-            for kind in args.only:
+            for kind in [kind for kind in kinds_on(ranks) if kind in args.only]:
                 row = {"model": size} | measure(folder, kind, ranks, Path(scratch))
                 rows.append(row)
                 numbers = f"{row['share']:10.0f} {row['peak']:10.0f} {row['beyond']:10.0f} {row['seconds']:6.1f}"
-                print(f"{size:6} {kind:12} {ranks:5} {numbers}", flush=True)
+                print(f"{size:6} {kind:14} {ranks:5} {numbers}", flush=True)
     for row in rows:
         name, ok = f"load_{row['kind'].replace(' ', '_')}_{row['ranks']}_ranks_mib", row["beyond"] <= BEYOND
         print(f"target {name} {row['beyond']:.0f} {BEYOND:.0f} {'ok' if ok else 'miss'}")

@@ -8,4 +8,5 @@ shards.py       one rank's part of a parameter that FSDP2 shards
 plan.py         plans which rank sends which regions to which rank
 reshard.py      sends them bucket by bucket, with checksums
 safetensors.py  writes and reads a sharded model as HF safetensors
+writer.py       writes safetensors files as tensors come
 """

@@ -1,6 +1,5 @@
 """Reads and writes a sharded model as Hugging Face safetensors."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,13 @@ from spmdrl.weights.experts import Layout
 from spmdrl.weights.folder import Tensors
 from spmdrl.weights.reshard import Piece, Reshard, catalogue
 from spmdrl.weights.shards import local, pieces_of
+from spmdrl.weights.writer import SafetensorsWriter
 
 MASTERS = "masters"
 """Key in optimizer state: float32 weights, by name, of a model that `model/` stores in a narrower type."""
+
+BUCKET = 256 << 20
+"""Bytes of whole tensors that rank 0 gathers at a time to write a model; a larger tensor comes alone."""
 
 
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
@@ -68,7 +71,7 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
     entries = catalogue(pieces, group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
     over = group if world.apart else None
-    return Reshard(entries, pieces, needs, group, world.device, dtype, 256 << 20, over).run(pieces)
+    return Reshard(entries, pieces, needs, group, world.device, dtype, BUCKET, over).run(pieces)
 
 
 def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
@@ -153,50 +156,3 @@ def save_model(
         with safe_open(file, framework="pt") as handle:
             writer.add({name: handle.get_tensor(name)})
     writer.close()
-
-
-class SafetensorsWriter:
-    """Writes buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes."""
-
-    def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
-        self.folder, self.shard_bytes = folder, shard_bytes
-        self.pending: dict[str, torch.Tensor] = {}
-        self.size = self.total = 0
-        self.files: list[list[str]] = []
-
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add one bucket; writes a file when enough bytes have been collected."""
-        if self.folder is None:
-            return
-        for name, tensor in tensors.items():
-            nbytes = tensor.numel() * tensor.element_size()
-            if self.pending and self.size + nbytes > self.shard_bytes:
-                self._flush()
-            self.pending[name] = tensor.detach().to("cpu", copy=True)
-            self.size += nbytes
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        assert self.folder is not None
-        save_file(self.pending, self.folder / f"part-{len(self.files):05d}.safetensors", metadata={"format": "pt"})
-        self.files.append(list(self.pending))
-        self.total += self.size
-        self.pending, self.size = {}, 0
-
-    def close(self) -> None:
-        """Write the remaining tensors, under the file names that transformers and vLLM look for."""
-        if self.folder is None:
-            return
-        if self.pending:
-            self._flush()
-        if len(self.files) == 1:
-            (self.folder / "part-00000.safetensors").rename(self.folder / "model.safetensors")
-            return
-        weight_map = {}
-        for i, names in enumerate(self.files):
-            final = f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors"
-            (self.folder / f"part-{i:05d}.safetensors").rename(self.folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
