@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from spmdrl.spmd.world import World
-from spmdrl.weights.experts import Layout
-from spmdrl.weights.folder import Tensors
+from spmdrl.weights.experts import Layout, full_box
+from spmdrl.weights.folder import FP8, Tensors
 from spmdrl.weights.reshard import Piece, Reshard, catalogue
 from spmdrl.weights.shards import local, pieces_of
 from spmdrl.weights.writer import SafetensorsWriter
@@ -137,13 +137,13 @@ def save_model(
     dtype: torch.dtype,
     fixed: dict[str, bytes],
     more: Stored | None = None,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Write a HF folder from rank 0. Collective over ranks of this rank's role.
 
-    fixed: files beside the weights (`policy/model_files.py`). more: tensors outside the pieces, copied unchanged.
+    fixed: files beside the weights (`policy/model_files.py`). more: tensors outside the pieces, copied unchanged; fp8
+    weights by blocks (as in `weights/folder.py`) are dequantised, because the saved model is not quantised.
     """
-    from safetensors import safe_open
-
     target = folder if world.is_first else None
     if target:
         for name, content in fixed.items():
@@ -152,7 +152,16 @@ def save_model(
     writer = SafetensorsWriter(target)
     for tensors in on_first(pieces, world, dtype):
         writer.add(tensors)
-    for file, name in (more or []) if target else []:
-        with safe_open(file, framework="pt") as handle:
-            writer.add({name: handle.get_tensor(name)})
+    for folder, names in _by_folder(more or []).items() if target else []:
+        tensors = Tensors(folder, blocks)
+        for name in [name for name in tensors.names() if name in names]:
+            found = tensors.read(name, full_box(tensors.shape(name)))
+            writer.add({name: found.to(dtype) if tensors.dtype(name) in FP8 else found})
     writer.close()
+
+
+def _by_folder(more: Stored) -> dict[Path, set[str]]:
+    found: dict[Path, set[str]] = {}
+    for file, name in more:
+        found.setdefault(file.parent, set()).add(name)
+    return found

@@ -7,7 +7,6 @@ import torch
 
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.lora import initial_values, is_adapter, plain_name
-from spmdrl.hub.quantized import fp8_blocks
 from spmdrl.policy.contract import Head
 from spmdrl.weights.folder import Tensors
 from spmdrl.weights.shards import local, shard_box
@@ -51,7 +50,14 @@ def check_folder_fits(names: Names, sources: Sources, head: Head) -> None:
 
 
 @torch.no_grad()
-def fill_model(model: Any, folder: Path, device: torch.device, head: Head, seed: int) -> None:
+def fill_model(
+    model: Any,
+    folder: Path,
+    device: torch.device,
+    head: Head,
+    seed: int,
+    blocks: tuple[int, int] | None = None,
+) -> None:
     """Give a sharded model memory on this rank's device, and the values of a HF folder.
 
     A rank reads only its own shards, into the tensors that it keeps. Adapters, which no folder holds, get their initial
@@ -63,6 +69,7 @@ def fill_model(model: Any, folder: Path, device: torch.device, head: Head, seed:
         device: this rank's device.
         head: as in the contract.
         seed: the run's, for adapters.
+        blocks: as `fp8_blocks` returns them.
 
     Raises:
         ValueError: a folder that lacks a tensor, or holds one of another shape.
@@ -70,7 +77,7 @@ def fill_model(model: Any, folder: Path, device: torch.device, head: Head, seed:
     names = names_of(model.hf)
     shapes = {n: tuple(t.shape) for t, known in names.values() for n in known if not is_adapter(n)}
     with plain_errors(folder):
-        sources = Sources(model.hf, shapes, Tensors(folder, fp8_blocks(folder)))
+        sources = Sources(model.hf, shapes, Tensors(folder, blocks))
         check_folder_fits(names, sources, head)
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:

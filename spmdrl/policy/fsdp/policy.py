@@ -22,6 +22,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
 from spmdrl.hub.build import DTYPES, empty_model
 from spmdrl.hub.lora import attach, is_adapter, plain_name, without_adapters
+from spmdrl.hub.quantized import fp8_blocks
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
 from spmdrl.policy.attention import packed
@@ -81,6 +82,7 @@ class FsdpPolicy(Learner):
         path = path or cfg.model.path
         self.head = head
         self.folder = resolve(path, cfg.model.trust_remote_code)
+        self.blocks = fp8_blocks(self.folder)
         check_model(self.folder, cfg.model.trust_remote_code, world.sp_size)
         self.compute = DTYPES[cfg.model.dtype]
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
@@ -123,7 +125,7 @@ class FsdpPolicy(Learner):
 
         Everything else in the constructor works on parameters without values, so that a subclass may leave this out.
         """
-        fill_model(self.model, self.folder, self.world.device, self.head, self.cfg.run.seed)
+        fill_model(self.model, self.folder, self.world.device, self.head, self.cfg.run.seed, self.blocks)
 
     # ── forward ──────────────────────────────────────────────────────────────
 

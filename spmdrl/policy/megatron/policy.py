@@ -89,6 +89,7 @@ class MegatronPolicy(Learner):
 
         self.head, trust = head, cfg.model.trust_remote_code
         self.folder = resolve(path or cfg.model.path, trust)
+        self.blocks = fp8_blocks(self.folder)
         with plain_errors(self.folder):
             self.hf_config = AutoConfig.from_pretrained(self.folder, trust_remote_code=trust)
             drop_quantization(self.hf_config, self.folder)
@@ -129,7 +130,7 @@ class MegatronPolicy(Learner):
         """
         from spmdrl.policy.megatron import convert
 
-        convert.load(self.chunks, self.folder, fp8_blocks(self.folder))
+        convert.load(self.chunks, self.folder, self.blocks)
         if self.trainer:
             self.trainer.take_weights()
 
@@ -218,7 +219,7 @@ class MegatronPolicy(Learner):
 
     def save(self, folder: Path) -> None:
         """See the contract. Weights are written in the compute type; the state holds AdamW's own copies."""
-        save_model(folder / "model", self.pieces(), self.world, self.dtype, self.fixed, self.kept)
+        save_model(folder / "model", self.pieces(), self.world, self.dtype, self.fixed, self.kept, self.blocks)
         if self.trainer:
             self.trainer.save(folder / "state" / "optimizer")
 
