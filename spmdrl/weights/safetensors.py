@@ -1,6 +1,5 @@
 """Reads and writes a sharded model as Hugging Face safetensors."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,12 +9,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from spmdrl.spmd.world import World
-from spmdrl.weights.experts import Layout
+from spmdrl.weights.experts import Layout, full_box
+from spmdrl.weights.folder import FP8, Tensors
 from spmdrl.weights.reshard import Piece, Reshard, catalogue
 from spmdrl.weights.shards import local, pieces_of
+from spmdrl.weights.writer import SafetensorsWriter
 
 MASTERS = "masters"
 """Key in optimizer state: float32 weights, by name, of a model that `model/` stores in a narrower type."""
+
+BUCKET = 256 << 20
+"""Bytes of whole tensors that rank 0 gathers at a time to write a model; a larger tensor comes alone."""
 
 
 def has_masters(saved: Mapping[str, tuple[int, ...]], named: Sequence[tuple[str, torch.Tensor]], folder: Path) -> bool:
@@ -36,42 +40,29 @@ def read_into(
     named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout, least: torch.dtype | None = None
 ) -> None:
     """Fill this rank's shards of a Shard(0) model; `least` and errors as in `fill`."""
-    fill(pieces_of(named, layout), folder, least)
+    fill(pieces_of(named, layout), Tensors(folder), least)
 
 
-@torch.no_grad()
-def fill(pieces: Sequence[Piece], folder: Path, least: torch.dtype | None = None) -> None:
-    """Copy HF safetensors into the tensors of pieces, reading only their boxes.
+def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = None) -> None:
+    """Copy tensors of a HF folder into the tensors of pieces, reading only their boxes.
 
     least: the narrowest float type that is accepted; None accepts any.
 
     Raises:
         ValueError: a tensor that the folder does not hold, or one of another shape or in a narrower type.
     """
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    files = json.loads(index.read_text())["weight_map"] if index.exists() else None
-    handles: dict[str, Any] = {}
+    folder = tensors.folder
     for piece in pieces:
-        name, file = piece.name, files.get(piece.name, "") if files else "model.safetensors"
-        if not file:
-            raise ValueError(f"{folder}: no tensor {name}; the folder is of another model")
-        if file not in handles:
-            handles[file] = safe_open(folder / file, framework="pt")
-        if name not in handles[file].keys():  # noqa: SIM118 (safe_open has no __contains__)
-            raise ValueError(f"{folder}/{file}: no tensor {name}; the folder is of another model")
-        view = handles[file].get_slice(name)
-        if tuple(view.get_shape()) != piece.shape:
-            raise ValueError(f"{folder}: {name} has shape {view.get_shape()}, the model wants {piece.shape}")
-        found = view[tuple(slice(a, b) for a, b in piece.box)] if piece.box else view[...]
-        if least and found.is_floating_point() and found.dtype.itemsize < least.itemsize:
+        name, shape, stored = piece.name, tensors.shape(piece.name), tensors.dtype(piece.name)
+        if shape != piece.shape:
+            raise ValueError(f"{folder}: {name} has shape {list(shape)}, the model wants {piece.shape}")
+        if least and stored and stored.itemsize < least.itemsize:
             raise ValueError(
-                f"{folder}: {name} is {found.dtype}, and the checkpoint holds no {least} weights to go on from: resume "
+                f"{folder}: {name} is {stored}, and the checkpoint holds no {least} weights to go on from: resume "
                 "with the --policy.backend that it was made with, or take another --run.dir and start from its model "
                 "with --model.path"
             )
-        piece.tensor.copy_(found)
+        tensors.copy(name, piece.box, piece.tensor)
 
 
 def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
@@ -80,7 +71,7 @@ def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[
     entries = catalogue(pieces, group)
     needs = [(i, entry.box) for i, entry in enumerate(entries)] if world.is_first else []
     over = group if world.apart else None
-    return Reshard(entries, pieces, needs, group, world.device, dtype, 256 << 20, over).run(pieces)
+    return Reshard(entries, pieces, needs, group, world.device, dtype, BUCKET, over).run(pieces)
 
 
 def on_host(pieces: list[Piece], dtype: torch.dtype) -> list[Piece]:
@@ -146,13 +137,13 @@ def save_model(
     dtype: torch.dtype,
     fixed: dict[str, bytes],
     more: Stored | None = None,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Write a HF folder from rank 0. Collective over ranks of this rank's role.
 
-    fixed: files beside the weights (`policy/model_files.py`). more: tensors outside the pieces, copied unchanged.
+    fixed: files beside the weights (`policy/model_files.py`). more: tensors outside the pieces, copied unchanged; fp8
+    weights by blocks (as in `weights/folder.py`) are dequantised, because the saved model is not quantised.
     """
-    from safetensors import safe_open
-
     target = folder if world.is_first else None
     if target:
         for name, content in fixed.items():
@@ -161,54 +152,16 @@ def save_model(
     writer = SafetensorsWriter(target)
     for tensors in on_first(pieces, world, dtype):
         writer.add(tensors)
-    for file, name in (more or []) if target else []:
-        with safe_open(file, framework="pt") as handle:
-            writer.add({name: handle.get_tensor(name)})
+    for folder, names in _by_folder(more or []).items() if target else []:
+        tensors = Tensors(folder, blocks)
+        for name in [name for name in tensors.names() if name in names]:
+            found = tensors.read(name, full_box(tensors.shape(name)))
+            writer.add({name: found.to(dtype) if tensors.dtype(name) in FP8 else found})
     writer.close()
 
 
-class SafetensorsWriter:
-    """Writes buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes."""
-
-    def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
-        self.folder, self.shard_bytes = folder, shard_bytes
-        self.pending: dict[str, torch.Tensor] = {}
-        self.size = self.total = 0
-        self.files: list[list[str]] = []
-
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add one bucket; writes a file when enough bytes have been collected."""
-        if self.folder is None:
-            return
-        for name, tensor in tensors.items():
-            nbytes = tensor.numel() * tensor.element_size()
-            if self.pending and self.size + nbytes > self.shard_bytes:
-                self._flush()
-            self.pending[name] = tensor.detach().to("cpu", copy=True)
-            self.size += nbytes
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        assert self.folder is not None
-        save_file(self.pending, self.folder / f"part-{len(self.files):05d}.safetensors", metadata={"format": "pt"})
-        self.files.append(list(self.pending))
-        self.total += self.size
-        self.pending, self.size = {}, 0
-
-    def close(self) -> None:
-        """Write the remaining tensors, under the file names that transformers and vLLM look for."""
-        if self.folder is None:
-            return
-        if self.pending:
-            self._flush()
-        if len(self.files) == 1:
-            (self.folder / "part-00000.safetensors").rename(self.folder / "model.safetensors")
-            return
-        weight_map = {}
-        for i, names in enumerate(self.files):
-            final = f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors"
-            (self.folder / f"part-{i:05d}.safetensors").rename(self.folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+def _by_folder(more: Stored) -> dict[Path, set[str]]:
+    found: dict[Path, set[str]] = {}
+    for file, name in more:
+        found.setdefault(file.parent, set()).add(name)
+    return found

@@ -36,7 +36,7 @@ def saving(policy: Any, copy: bool = False) -> Write:
         adapter = on_host(adapter, policy.master) if adapter is not None else None
 
     def write(folder: Path, world: World) -> None:
-        save_model(folder / "model", pieces, world, policy.compute, fixed, policy.kept)
+        save_model(folder / "model", pieces, world, policy.compute, fixed, policy.kept, policy.blocks)
         if adapter is not None:
             tensors = {}
             for bucket in on_first(adapter, world, policy.master):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from spmdrl.policy.megatron import host_adamw
 
@@ -43,6 +44,20 @@ def quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+class OneCopy(TorchFunctionMode):
+    """Makes the optimizer's float32 weights from a rank's parameters without another copy of each in bfloat16.
+
+    Megatron calls `.clone().float()` on a part of each parameter; `float` alone copies it. Only for the constructor of
+    its optimizer: there no other copy is made of a bfloat16 tensor.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """See torch."""
+        if func is torch.Tensor.clone and args[0].dtype == torch.bfloat16:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def load() -> dict[str, Any]:

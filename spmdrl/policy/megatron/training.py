@@ -61,7 +61,8 @@ class Trainer:
                 # constructor asks for the version of TransformerEngine, which may not be installed.
                 settings.use_precision_aware_optimizer = True
                 settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-            self.optimizer: Any = get_megatron_optimizer(settings, self.models)
+            with repairs.OneCopy():
+                self.optimizer: Any = get_megatron_optimizer(settings, self.models)
         for group in self.optimizer.param_groups:
             # Megatron's scheduler, which is not used here, exempts vectors from decay by this factor.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]

@@ -1,0 +1,119 @@
+"""Writes tensors to Hugging Face safetensors files as they come, so that no rank holds a model to save it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.weights.folder import DTYPES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Types as safetensors calls them."""
+ALIGN = 8
+FIRST_ROOM = 8 << 10
+
+
+class SafetensorsWriter:
+    """Writes buckets to HF safetensors files of bounded size with an index; only the rank with a folder writes.
+
+    A file begins with a list of its tensors, which may end in spaces
+    (https://github.com/huggingface/safetensors#format). Room for it is left at the start of the file, so that tensors
+    go to disk as they come: what is held in memory are a few that would put later ones at odd places.
+    """
+
+    def __init__(self, folder: Path | None, shard_bytes: int = 2 << 30):
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.files: list[list[str]] = []
+        self.total, self.room = 0, FIRST_ROOM
+        self._begin()
+
+    def _begin(self) -> None:
+        self.file: Any = None
+        self.listed: dict[str, dict] = {}
+        self.late: dict[str, torch.Tensor] = {}
+        self.size = self.written = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write one bucket; begins another file when enough bytes are in one."""
+        if self.folder is None:
+            return
+        for name, tensor in tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            if self.size and self.size + nbytes > self.shard_bytes:
+                self._end()
+            self.size += nbytes
+            if nbytes % ALIGN:
+                # The next tensor would begin at an address that does not suit its type: last in the file.
+                self.late[name] = tensor.detach().to("cpu", copy=True)
+            else:
+                self._write(name, tensor)
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        assert self.folder is not None
+        if self.file is None:
+            self.file = self._path(len(self.files)).open("wb")
+            self.file.seek(8 + self.room)
+        held = tensor.detach().cpu().contiguous()
+        nbytes = held.numel() * held.element_size()
+        place = [self.written, self.written + nbytes]
+        self.listed[name] = {"dtype": NAMES[held.dtype], "shape": list(held.shape), "data_offsets": place}
+        self.file.write(held.reshape(-1).view(torch.uint8).numpy())
+        self.written += nbytes
+
+    def _path(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"part-{number:05d}.safetensors"
+
+    def _end(self) -> None:
+        for name, tensor in sorted(self.late.items(), key=lambda x: -x[1].element_size()):
+            self._write(name, tensor)
+        told = json.dumps({"__metadata__": {"format": "pt"}} | self.listed, separators=(",", ":")).encode()
+        needed = -(-len(told) // ALIGN) * ALIGN
+        path, room = self._path(len(self.files)), self.room
+        if needed > room:
+            self.file.close()
+            self._make_room(path, room, needed)
+            self.file, room = path.open("r+b"), needed
+            # Later files have about as many tensors.
+            self.room = needed + needed // 4 // ALIGN * ALIGN
+        self.file.seek(0)
+        self.file.write(room.to_bytes(8, "little") + told.ljust(room))
+        self.file.close()
+        self.files.append(list(self.listed))
+        self.total += self.size
+        self._begin()
+
+    def _make_room(self, path: Path, room: int, needed: int) -> None:
+        """Move a file's tensors behind a longer list of them."""
+        moved = path.with_suffix(".moved")
+        with path.open("rb") as source, moved.open("wb") as target:
+            source.seek(8 + room)
+            target.seek(8 + needed)
+            shutil.copyfileobj(source, target, 16 << 20)
+        moved.replace(path)
+
+    def close(self) -> None:
+        """Write the remaining tensors, under the file names that transformers and vLLM look for."""
+        if self.folder is None:
+            return
+        if self.listed or self.late:
+            self._end()
+        if len(self.files) == 1:
+            self._path(0).rename(self.folder / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self.files):
+            final = f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors"
+            self._path(i).rename(self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
