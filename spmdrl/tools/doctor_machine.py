@@ -42,7 +42,9 @@ def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = SHM) 
 def limits(infiniband: bool | None = None, get=resource.getrlimit) -> list[Finding]:
     """Limits of the shell: open files, locked memory, core dumps. infiniband: None looks for it."""
     soft, hard = get(resource.RLIMIT_NOFILE)
-    said, fix = f"ulimit -n {_limit(soft)}", f"`ulimit -n {min(65536, hard) if hard > 0 else 65536}` before the start"
+    said, fix = f"ulimit -n {_limit(soft)}", "`ulimit -n 65536` before the start"
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        fix = "raise the hard limit (/etc/security/limits.conf, LimitNOFILE of the service that starts jobs)"
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
         found = [fail("open files", said, fix)]
     elif soft != resource.RLIM_INFINITY and soft < FILES:
