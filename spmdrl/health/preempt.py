@@ -19,7 +19,8 @@ AGENT_WAITS = 25.0
 SAMPLING = 0.5
 """Share of the grace that a step may go on to sample; the rest is for the save."""
 ECHO = 3.0
-"""Seconds in which a second SIGTERM counts as torchrun's own: a job's end may be signalled to all its processes."""
+"""Seconds in which a second signal of one kind counts as torchrun's own: a job's end may be signalled to all its
+processes."""
 
 
 class PreemptedError(Exception):
@@ -69,13 +70,14 @@ class Preemption:
         """Notes a signal to this process; returns True if it is one too many, which ends the job at once.
 
         Under torchrun two SIGTERM within `ECHO` are one: a signal to all processes of a job (the time limit of SLURM,
-        systemd) reaches a rank directly and by way of torchrun.
+        systemd) reaches a rank directly and by way of torchrun. So are two SIGUSR1 where torchrun passes those on
+        (`torchrun --signals-to-handle`).
         """
         self.own.append((number, time.monotonic()))
         echo = (
             len(self.own) == 2
-            and all(one == signal.SIGTERM for one, _ in self.own)
-            and "TORCHELASTIC_RUN_ID" in os.environ
+            and all(one == number for one, _ in self.own)
+            and passed_on(number)
             and self.own[1][1] - self.own[0][1] < ECHO
         )
         return len(self.own) > 1 and not echo
@@ -108,6 +110,13 @@ class Preemption:
 
 
 preemption = Preemption()
+
+
+def passed_on(number: int) -> bool:
+    """True under a torchrun that sends its ranks a signal that it gets; it always does so with SIGTERM."""
+    name = signal.Signals(number).name
+    told = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
+    return "TORCHELASTIC_RUN_ID" in os.environ and (number == signal.SIGTERM or name in told)
 
 
 def agreed(mine: bool, group: dist.ProcessGroup) -> bool:

@@ -23,7 +23,7 @@ FLOORS = [
     ["session"],
     ["rl"],
     ["tools"],
-    ["train", "evaluate", "replay", "flight"],
+    ["train", "evaluate", "replay", "flight", "doctor"],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 EXCEPTIONS = {

@@ -122,14 +122,21 @@ def test_preemption_counts_the_grace_from_when_it_heard():
         (("SIGTERM", "SIGTERM"), 0.1, False, [False, True]),
         (("SIGUSR1", "SIGUSR1"), 0.1, True, [False, True]),
         (("SIGUSR1", "SIGTERM"), 0.1, True, [False, True]),
+        (("SIGUSR1", "SIGUSR1"), ECHO - 0.5, "USR1 too", [False, False]),
+        (("SIGUSR1", "SIGUSR1", "SIGUSR1"), 0.1, "USR1 too", [False, False, True]),
+        (("SIGUSR1", "SIGUSR1"), ECHO + 0.5, "USR1 too", [False, True]),
+        (("SIGUSR1", "SIGTERM"), 0.1, "USR1 too", [False, True]),
     ],
 )
 def test_preemption_a_signal_to_the_whole_job_is_one(monkeypatch, signals, seconds, agent, again):
     now = [100.0]
     monkeypatch.setattr("spmdrl.health.preempt.time.monotonic", lambda: now[0])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
     if agent:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    if agent == "USR1 too":
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
     preemption, said = Preemption(), []
     for name in signals:
         said.append(preemption.again(signal.Signals[name]))

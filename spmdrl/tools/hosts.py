@@ -1,0 +1,204 @@
+"""Runs launch/node.sh on several hosts: `python -m spmdrl.tools.hosts`, which launch/node.sh becomes where HOSTS is set.
+
+In a SLURM job srun does it; else ssh, with a process at the far end that reads its orders from the connection: the
+variables and the command first, then signals. Where the connection ends, the command is ended. Standard library only.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = "./launch/node.sh"
+CARRIED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_", "HF_", "WANDB_", "VLLM_", "SGLANG_", "SPMDRL_", "PYTHON")
+"""Beginnings of variables that other hosts get; they travel in the connection and stand on no command line."""
+SETTINGS = ("NPROC", "MASTER_PORT", "GRACE", "PREFLIGHT", "PATH")
+REACH = 8.0
+"""Seconds in which a host must answer to ssh."""
+OTHERS = 15.0
+"""Seconds that the other hosts have to end by themselves, with a message, once one has failed."""
+ENDING = 10.0
+"""Seconds between SIGTERM and SIGKILL at the far end."""
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-o", "ServerAliveInterval=5"]
+
+
+class Hosts:
+    """A way to run launch/node.sh on hosts: srun, or ssh where that is empty."""
+
+    def __init__(self, srun: Sequence[str] = (), inside: Sequence[str] = ()):
+        """srun: with flags that hold for every call. inside: command that starts another one in a container."""
+        self.srun, self.inside = list(srun), list(inside)
+
+    def start(self, hosts: Sequence[str], words: Sequence[str], **streams) -> list[subprocess.Popen]:
+        """Starts `launch/node.sh WORDS` on all hosts; a process for all under SLURM, for each by ssh."""
+        if self.srun:
+            number = str(len(hosts))
+            flags = ["--nodes", number, "--ntasks", number, "--nodelist", ",".join(hosts), "--kill-on-bad-exit=0"]
+            return [subprocess.Popen([*self.srun, *flags, *self.inside, NODE, *words], cwd=ROOT, **streams)]
+        return [far(host, {"NODE_NAME": host}, [NODE, *words], **streams) for host in hosts]
+
+    def on(self, hosts: Sequence[str], words: Sequence[str], seconds: float, output: Path) -> None:
+        """Runs it on all hosts and waits; what is left after so many seconds is ended. output: file for all they say."""
+        with open(output, "wb") as file:
+            running = self.start(hosts, words, stdout=file, stderr=subprocess.STDOUT)
+            until = time.monotonic() + seconds
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, until - time.monotonic()))
+            end(running)
+
+
+def end(running: Sequence[subprocess.Popen]) -> None:
+    """Ends processes that still run: by their connection or SIGTERM, then by SIGKILL."""
+    left = [process for process in running if process.poll() is None]
+    for process in left:
+        if process.stdin:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        else:
+            process.terminate()
+    until = time.monotonic() + ENDING + 2
+    for process in left:
+        try:
+            process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that a host gets."""
+    return {name: value for name, value in environment.items() if name.startswith(CARRIED) or name in SETTINGS}
+
+
+def far(host: str, variables: dict[str, str], words: Sequence[str], **streams) -> subprocess.Popen:
+    """Starts a command on another host. `tell` sends signals; a closed stdin ends it."""
+    python = ".venv/bin/python" if (ROOT / ".venv" / "bin" / "python").exists() else "python3"
+    line = f"cd {shlex.quote(str(ROOT))} && exec {python} -m spmdrl.tools.hosts --far-end"
+    process = subprocess.Popen([*SSH, host, line], stdin=subprocess.PIPE, **streams)
+    order = {"variables": carried() | variables, "words": list(words)}
+    tell(process, json.dumps(order))
+    return process
+
+
+def tell(process: subprocess.Popen, line: str) -> None:
+    """Sends a line to the far end; nothing happens where it is gone."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+
+
+def far_end() -> int:
+    """Runs the command of the first line on stdin, passes on signals from later ones, ends it at the end of stdin."""
+    order = json.loads(sys.stdin.readline())
+    child = subprocess.Popen(
+        order["words"], env=os.environ | order["variables"], stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+    def listen() -> None:
+        for line in sys.stdin:
+            with contextlib.suppress(OSError, ValueError):
+                child.send_signal(int(line))
+        with contextlib.suppress(OSError):
+            child.terminate()
+        time.sleep(ENDING)
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+    threading.Thread(target=listen, daemon=True).start()
+    return code_of(child.wait())
+
+
+def code_of(returned: int) -> int:
+    """Exit code for what `Popen.wait` returned, by the shell's rule for signals."""
+    return 128 - returned if returned < 0 else returned
+
+
+def unreachable(hosts: Sequence[str]) -> dict[str, str]:
+    """Hosts that do not answer to ssh within seconds, each with the reason. All are asked at once."""
+    line = f"test -x {shlex.quote(str(ROOT / 'launch' / 'node.sh'))} || echo no folder {shlex.quote(str(ROOT))} >&2"
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    asked = {host: subprocess.Popen([*SSH, host, line], text=True, **streams) for host in hosts}
+    until, dead = time.monotonic() + REACH, {}
+    for host, process in asked.items():
+        try:
+            _, said = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            if process.returncode or said.startswith("no folder"):
+                dead[host] = (said.strip().splitlines() or [f"ssh ended with {process.returncode}"])[-1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            dead[host] = f"no answer to ssh within {REACH:.0f} s"
+    return dead
+
+
+# ── the start without SLURM ──────────────────────────────────────────────────
+
+
+def chosen(hosts: list[str], port: int) -> list[str]:
+    """The hosts that the job takes: the first NODES good ones.
+
+    Raises:
+        ValueError: too few answer or are good, or NODES is no such number.
+    """
+    from spmdrl.tools.preflight import choose, look_at
+
+    need = int(os.environ.get("NODES") or len(hosts))
+    if not 0 < need <= len(hosts):
+        raise ValueError(f"NODES={need}: HOSTS names {len(hosts)}")
+    if os.environ.get("PREFLIGHT") == "0":
+        return hosts[:need]
+    floors = tuple(float(os.environ.get(name) or 0) for name in ("FLOOR_ALL_REDUCE", "FLOOR_ALL_TO_ALL"))
+    folder = Path(os.environ.get("RUN_DIR") or ROOT / "runs" / "preflight") / "logs" / "preflight"
+    look = look_at(Hosts(), folder.absolute(), port, say)
+    return choose(hosts, need, look, (floors[0], floors[1]), say, unreachable(hosts))
+
+
+def say(line: str) -> None:
+    """Prints a line of the start."""
+    print(f"[hosts] {line}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Starts `launch/node.sh WORDS` on the hosts of HOSTS; returns the exit code of the one that failed first."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--far-end"]:
+        return far_end()
+    hosts = list(dict.fromkeys(os.environ["HOSTS"].replace(",", " ").split()))
+    port = int(os.environ.get("MASTER_PORT") or 29500)
+    try:
+        hosts = chosen(hosts, port)
+    except (ValueError, OSError) as error:
+        say(f"error: {error}")
+        return 1
+    say(f"nodes: {' '.join(hosts)}")
+    variables = {"NODE_NAMES": " ".join(hosts), "MASTER_PORT": str(port)}
+    running = {host: far(host, variables | {"NODE_NAME": host}, [NODE, *words]) for host in hosts}
+
+    def pass_on(number: int, _) -> None:
+        for process in running.values():
+            tell(process, str(number))
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, pass_on)
+    code, until = 0, float("inf")
+    while any(process.poll() is None for process in running.values()) and time.monotonic() < until:
+        for host, process in running.items():
+            if process.poll() and not code:
+                code, until = code_of(process.returncode), time.monotonic() + OTHERS
+                say(f"{host} ended with exit code {code}")
+        time.sleep(0.2)
+    end(list(running.values()))
+    return code or next((code_of(p.returncode) for p in running.values() if p.returncode), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""Chooses the nodes of a job before it starts: `python -m spmdrl.tools.preflight`, for slurm/job.sh and launch/node.sh.
+
+The doctor runs on every node, then all-reduce and all-to-all between neighbours, all pairs of a round at once. A node is
+bad that does not answer, where a check fails, that has another number of GPUs than most, or that is below the floor
+with every neighbour and with a partner that is not. Good nodes are printed on stdout, as many as the job needs, bad ones
+with their reason on stderr. Standard library only: it runs outside the job's container.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from spmdrl.tools.hosts import Hosts
+
+ALL = 115.0
+"""Seconds for everything here."""
+FIRST, SECOND = 90.0, 40.0
+"""Most seconds of the first and the second look at the nodes."""
+SHARED = 2.0
+"""Seconds after which a file that one node wrote is seen by the others."""
+DOWN = ("down", "fail", "unknown", "not_responding", "*")
+"""Words in a state that `sinfo` gives to a node which cannot work."""
+
+Pair = tuple[str, str]
+Reports = dict[str, dict]
+
+
+class TooFewError(ValueError):
+    """More nodes are bad than there are spares."""
+
+
+# ── pairs ────────────────────────────────────────────────────────────────────
+
+
+def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
+    """Pairs of neighbours, in rounds in which each node is in one pair at most: two rounds, three for three nodes.
+
+    An even number of nodes stands in a ring and an odd one in a row; three stand in a ring, as the middle one of a row
+    would be in every pair.
+    """
+    n = len(hosts)
+    pairs = [(hosts[i], hosts[i + 1]) for i in range(n - 1)]
+    rounds = [pairs[0::2], pairs[1::2]]
+    if n == 3:
+        rounds.append([(hosts[2], hosts[0])])
+    elif n > 3 and n % 2 == 0:
+        rounds[1].append((hosts[-1], hosts[0]))
+    return [each for each in rounds if each]
+
+
+def show_rounds(rounds: Sequence[Sequence[Pair]]) -> str:
+    """The rounds as one word: `a/b,c/d;b/c`."""
+    return ";".join(",".join("/".join(pair) for pair in pairs) for pairs in rounds)
+
+
+def parse_rounds(text: str) -> list[list[Pair]]:
+    """Reads what `show_rounds` wrote."""
+    split = [[tuple(pair.split("/")) for pair in each.split(",")] for each in text.split(";") if each]
+    return [[(pair[0], pair[1]) for pair in pairs] for pairs in split]
+
+
+def port_of(base: int, text: str, number: int, pair: Pair) -> int:
+    """Port at which the first of a pair listens. Pairs of one look differ, as all nodes may be one machine."""
+    rounds = parse_rounds(text)
+    place = sum(map(len, rounds[:number])) + rounds[number].index(pair)
+    # Each look has its own, so that a port still in use by the look before is not met.
+    return base + 1 + (place + zlib.crc32(text.encode()) % 89) % 900
+
+
+# ── judgement ────────────────────────────────────────────────────────────────
+
+
+def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
+    """Nodes that are bad by themselves, each with its reason."""
+    bad = {host: "it gave no report in time" for host in hosts if host not in reports}
+    for host, report in reports.items():
+        wrong = [each for each in report["findings"] if each["level"] == "fail"]
+        if wrong:
+            bad[host] = "; ".join(f"{each['name']}: {each['said']} (fix: {each['fix']})" for each in wrong)
+    counts = Counter(report["gpus"] for report in reports.values())
+    if len(counts) > 1:
+        # Of two numbers that are as frequent, the larger one is what the nodes should have.
+        usual = max(counts, key=lambda number: (counts[number], number))
+        for host, report in reports.items():
+            if report["gpus"] != usual:
+                bad.setdefault(host, f"{report['gpus']} GPUs, where the others have {usual}")
+    return bad
+
+
+def below(pair: dict, floors: tuple[float, float]) -> str:
+    """Reason why a measured pair does not count as good; empty where it does. floors: all-reduce, all-to-all in GB/s."""
+    if pair["error"]:
+        return pair["error"]
+    named = (("all-reduce", pair["all_reduce"], floors[0]), ("all-to-all", pair["all_to_all"], floors[1]))
+    return ", ".join(f"{name} {speed:.2f} GB/s, floor {floor:g}" for name, speed, floor in named if speed < floor)
+
+
+def slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
+    """Nodes without any good pair, each with its worst, and lines on pairs of two nodes that are both good elsewhere.
+
+    hosts: those that are not bad by themselves; pairs with others do not count.
+    """
+    if len(hosts) < 2:
+        return {}, []
+    wrong: dict[frozenset, str] = {}
+    good, seen = set(), {}
+    for host in hosts:
+        for pair in reports[host]["pairs"]:
+            if pair["with"] in hosts:
+                both = frozenset((host, pair["with"]))
+                seen[both] = True
+                if why := below(pair, floors):
+                    wrong[both] = why
+    for both in seen:
+        good |= both if both not in wrong else set()
+    lone = {
+        host: next((f"with {next(iter(both - {host}))}: {why}" for both, why in wrong.items() if host in both), "")
+        for host in hosts
+        if host not in good
+    }
+    odd = [f"{' and '.join(sorted(both))}: {why}" for both, why in wrong.items() if both <= good]
+    return {host: why or "none of its neighbours answered" for host, why in lone.items()}, odd
+
+
+def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
+    """Rounds that pair each suspect with a node that is known to be good."""
+    step = max(1, len(clean))
+    parts = [suspects[at : at + step] for at in range(0, len(suspects), step)]
+    return [list(zip(clean, part, strict=False)) for part in parts] if clean else []
+
+
+# ── the whole ────────────────────────────────────────────────────────────────
+
+
+def choose(
+    hosts: Sequence[str],
+    need: int,
+    look: Callable[[Sequence[str], str, bool, float], Reports],
+    floors: tuple[float, float],
+    say: Callable[[str], None],
+    dead: dict[str, str],
+) -> list[str]:
+    """The first `need` good nodes, in the order given.
+
+    Args:
+        hosts: nodes of the job, spares included.
+        need: how many it takes.
+        look: runs the doctor: (nodes, rounds, only the pairs, seconds) to the reports that came.
+        floors: least all-reduce and all-to-all of a pair, in 1e9 bytes a second.
+        say: prints a line.
+        dead: nodes that are known not to work, with the reason.
+
+    Raises:
+        TooFewError: fewer are good.
+    """
+    began, bad = time.monotonic(), dict(dead)
+    left = [host for host in hosts if host not in bad]
+    enough(hosts, need, bad)
+    reports = look(left, show_rounds(rounds_of(left)), False, FIRST)
+    bad |= unfit(left, reports)
+    left = [host for host in left if host not in bad]
+    suspects, odd = slow(left, reports, floors)
+    clean = [host for host in left if host not in suspects]
+    if suspects and clean:
+        say(f"second look at {', '.join(suspects)}")
+        again = second_look(list(suspects), clean)
+        seconds = min(SECOND, ALL - (time.monotonic() - began))
+        taken = {host for pairs in again for pair in pairs for host in pair}
+        found = look([host for host in left if host in taken], show_rounds(again), True, seconds)
+        answered = [host for host in left if host in found]
+        still, _ = slow(answered, found, floors)
+        suspects = {host: still.get(host, why) for host, why in suspects.items() if host in still or host not in found}
+    bad |= suspects
+    for line in odd:
+        say(f"slow between {line}; each is fast enough with another, and both stay")
+    for host, why in bad.items():
+        say(f"bad node {host}: {why}")
+    enough(hosts, need, bad)
+    measured = [pair for host in left if host in reports for pair in reports[host]["pairs"] if not pair["error"]]
+    if measured:
+        low = [min(pair[name] for pair in measured) for name in ("all_reduce", "all_to_all")]
+        apart = max(pair["clock"] for pair in measured)
+        networks = sorted({pair["network"] for pair in measured if pair["network"]})
+        say(f"pairs: all-reduce from {low[0]:.2f} GB/s, all-to-all from {low[1]:.2f} GB/s; clocks within {apart:.2f} s")
+        for line in networks[:2]:
+            say(line)
+    good = [host for host in hosts if host not in bad]
+    return good[:need]
+
+
+def enough(hosts: Sequence[str], need: int, bad: dict[str, str]) -> None:
+    """Checks that enough nodes are left.
+
+    Raises:
+        TooFewError: they are not.
+    """
+    good = len(hosts) - len(bad)
+    if good >= need:
+        return
+    names = "; ".join(f"{host} ({why})" for host, why in bad.items())
+    raise TooFewError(
+        f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. Leave the bad nodes out "
+        f"(sbatch --exclude={','.join(bad)}, or HOSTS without them), or give more spares (sbatch --nodes above "
+        "NODES, or more HOSTS); FLOOR_ALL_REDUCE and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without "
+        "looking"
+    )
+
+
+def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
+    """The `look` of `choose`: the doctor on nodes, with their reports in files of a folder that all of them share."""
+
+    def look(hosts: Sequence[str], rounds: str, only_pairs: bool, seconds: float) -> Reports:
+        # Each look has a folder of its own: a client of NFS may remember for a minute that a file was not there.
+        place = folder / f"{time.strftime('%Y%m%d-%H%M%S')}{'-again' if only_pairs else ''}"
+        place.mkdir(parents=True)
+        words = ["doctor", "--reports", str(place.absolute()), "--port", str(port)]
+        words += ["--pairs", rounds] if rounds else []
+        words += ["--only-pairs"] if only_pairs else []
+        began = time.monotonic()
+        run.on(hosts, words, seconds, place / "output.txt")
+        found, until = {}, time.monotonic() + SHARED
+        while len(found) < len(hosts):
+            for host in set(os.listdir(place)) & {f"{host}.json" for host in hosts if host not in found}:
+                found[host.removesuffix(".json")] = json.loads((place / host).read_text())["nodes"][0]
+            if time.monotonic() > until:
+                break
+            time.sleep(0.2)
+        say(f"{len(found)} of {len(hosts)} nodes answered in {time.monotonic() - began:.0f} s: {place}")
+        return {host: found[host] for host in hosts if host in found}
+
+    return look
+
+
+def states(hosts: Sequence[str]) -> dict[str, str]:
+    """Nodes that SLURM itself calls down, each with its state."""
+    words = ["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"]
+    try:
+        text = subprocess.run(words, capture_output=True, text=True, timeout=15).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    rows = [line.split() for line in text.splitlines() if len(line.split()) == 2]
+    return {
+        host: f"SLURM says {state}"
+        for host, state in rows
+        if host in hosts and any(word in state.lower() for word in DOWN)
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the chosen nodes on stdout, separated by spaces; exits with 1 where too few are good."""
+    words = argparse.ArgumentParser("python -m spmdrl.tools.preflight", description=(__doc__ or "").splitlines()[0])
+    words.add_argument("--hosts", required=True, help="nodes, separated by spaces or commas")
+    words.add_argument("--need", type=int, required=True, help="nodes that the job takes")
+    words.add_argument("--folder", type=Path, required=True, help="folder on a file system that all nodes share")
+    words.add_argument("--port", type=int, required=True, help="ports from here on are used")
+    words.add_argument("--floors", default="0,0", help="least all-reduce and all-to-all of a pair of nodes, GB/s")
+    words.add_argument("--srun", default="", help="srun with its flags")
+    words.add_argument("--inside", default="", help="command that starts another one in a container")
+    asked = words.parse_args(argv)
+    hosts = list(dict.fromkeys(asked.hosts.replace(",", " ").split()))
+
+    def say(line: str) -> None:
+        print(f"[preflight] {line}", file=sys.stderr, flush=True)
+
+    run = Hosts(shlex.split(asked.srun), shlex.split(asked.inside))
+    try:
+        floors = [float(part) for part in asked.floors.split(",")]
+        look = look_at(run, asked.folder, asked.port, say)
+        print(*choose(hosts, asked.need, look, (floors[0], floors[1]), say, states(hosts)))
+    except (TooFewError, OSError) as error:
+        say(f"error: {error}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
