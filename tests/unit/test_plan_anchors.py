@@ -207,3 +207,42 @@ def test_there_are_enough_of_every_kind():
     assert {m["anchor"] for m in MUTATIONS} == ANCHORS.keys()
     seen = [json.dumps([m["anchor"], m["flags"], m.get("world"), m.get("gpu")]) for m in MUTATIONS]
     assert len(seen) == len(set(seen))
+
+
+# ── docs/scale.md ────────────────────────────────────────────────────────────
+
+SCALE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+
+
+@each_anchor
+def test_the_page_shows_the_layout_and_its_sources(anchor):
+    rows = [line for line in SCALE.splitlines() if line.startswith(f"| `{anchor['name']}` |")]
+    assert len(rows) == 2, "a row of the layout and a row of its plan"
+    layout, engine = anchor["layout"], anchor["engine"]
+    trainer, sampler = rows[0].split(" | ")[2:4]
+    axes = [f"TP{layout['tp']}", f"PP{layout['pp']}", f"CP{layout['cp']}" * (layout["cp"] > 1), f"EP{layout['ep']}"]
+    text = " ".join(filter(None, axes))
+    for key, where in (("first_stage_layers", "first"), ("last_stage_layers", "last")):
+        count = layout[key]
+        if count and where == "last" and layout["first_stage_layers"]:
+            text += f", {count} last"
+        elif count:
+            text += f", {count} {'layer' if count == 1 else 'layers'} {where}"
+    assert trainer == text + ", AdamW on the host" * (anchor["optimizer"] == "host")
+    want = [f"{engine['ranks']} GPUs"] + [f"EP{engine['ep']}"] * (engine["ep"] > 1)
+    assert sampler == ", ".join(want + [f"{engine['dp']} copies of attention"] * (engine["dp"] > 1))
+    assert f"{anchor['prompts']} x {anchor['samples']}, " in rows[0]
+    assert {source["url"] for source in anchor["sources"]} == set(re.findall(r"\((https://[^)]+)\)", rows[0]))
+    assert rows[1].split(" | ")[1] == anchor["gpu"]
+
+
+def test_commands_of_the_walk_name_files_and_models_that_ship():
+    commands = re.findall(r"\| `(--config [^`]+)` \|", SCALE)
+    assert len(commands) == 12
+    worlds = []
+    for command in commands:
+        flags = given(command.split())
+        assert (ROOT / flags["--config"]).is_file() and flags["--gpu"] in GPUS
+        assert "--model.path" not in flags or shipped(flags["--model.path"])
+        worlds.append(int(flags["--world"]))
+    assert worlds == sorted(worlds) and worlds[0] == 1 and worlds[-1] == 1024
