@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from spmdrl.config.placement import shown
+from spmdrl.config.placement import engine_ranks, shown
 from spmdrl.config.schema import Config
 
 VLLM_RANK = 512
@@ -62,9 +62,7 @@ def sglang_python() -> Path | None:
 
 def engine_problems(config: Config, world_size: int) -> list[str]:
     """One line for each setting to change. world_size: ranks that sample; 0 where it is not known."""
-    rollout, problems = config.rollout, []
-    if rollout.tp > 1 and world_size % rollout.tp:
-        problems.append(f"--rollout.tp {rollout.tp}: must divide {shown(config, world_size, 'sample')}")
+    rollout, problems = config.rollout, layout_problems(config, world_size)
     if rollout.engine == "sglang" and sglang_python() is None:
         problems.append(
             "--rollout.engine sglang: SGLang is not installed; run ./launch/install.sh --sglang, or take vllm or hf"
@@ -103,6 +101,38 @@ def engine_problems(config: Config, world_size: int) -> list[str]:
             f"so at least {longest} (max_prompt_tokens {rollout.max_prompt_tokens} + "
             f"max_new_tokens {rollout.max_new_tokens})"
         )
+    return problems
+
+
+def layout_problems(config: Config, world_size: int) -> list[str]:
+    """One line for each setting of an engine's own layout to change. world_size: as in `engine_problems`."""
+    rollout, problems, engine = config.rollout, [], engine_name(config)
+    ranks = engine_ranks(config)
+    if rollout.dp > 1 and world_size % ranks:
+        problems.append(
+            f"--rollout.dp {rollout.dp}: an engine has tp x dp = {ranks} ranks, which must divide "
+            f"{shown(config, world_size, 'sample')}"
+        )
+    elif rollout.tp > 1 and world_size % ranks:
+        problems.append(f"--rollout.tp {rollout.tp}: must divide {shown(config, world_size, 'sample')}")
+    given = {"ep": rollout.ep, "dp": rollout.dp}
+    for name, size in ((name, size) for name, size in given.items() if size > 1):
+        shape = f"--rollout.{name} {size}"
+        if engine == "hf":
+            problems.append(f"{shape}: the hf engine holds every layer on all its ranks; take 1, or vllm or sglang")
+        elif rollout.quantization != "none":
+            problems.append(f"{shape}: not with --rollout.quantization {rollout.quantization}; take 1, or none there")
+        elif config.lora.rank and config.lora.push == "adapter":
+            problems.append(f"{shape}: not beside adapters; take 1, or --lora.push merged")
+        elif name == "ep" and size != ranks:
+            problems.append(
+                f"{shape}: {engine} spreads whole experts over all {ranks} ranks of an engine (tp x dp) or over none; "
+                f"take {ranks} or 1"
+            )
+        elif name == "dp" and engine == "vllm" and rollout.ep == 1:
+            problems.append(f"{shape}: vllm copies the attention beside whole experts only; take --rollout.ep {ranks}")
+        elif name == "dp" and rollout.routing_replay:
+            problems.append(f"{shape}: not with --rollout.routing-replay; take 1")
     return problems
 
 

@@ -13,7 +13,7 @@ from tyro.conf import Suppress
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
-from spmdrl.config.placement import samplers
+from spmdrl.config.placement import engine_ranks, samplers
 from spmdrl.config.plan import count, ranks
 from spmdrl.config.schema import (
     CheckpointConfig,
@@ -141,9 +141,9 @@ def check_config(cfg: EvaluationConfig, world_size: int) -> None:
 
 def evaluation_lines(cfg: Config, world_size: int) -> list[str]:
     """The plan of an evaluation. cfg: as `as_run` makes it."""
-    tp, longest = cfg.rollout.tp, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    of, longest = engine_ranks(cfg), cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     prompts = count(cfg.eval.prompts, "prompt") if cfg.eval.prompts else "all prompts"
-    engines = f"{count(samplers(cfg, world_size) // tp, 'engine')} of {count(tp, 'rank')}"
+    engines = f"{count(samplers(cfg, world_size) // of, 'engine')} of {count(of, 'rank')}"
     return [
         f"ranks    {ranks(cfg, world_size)}",
         f"eval     {prompts} of {cfg.data.eval}, {count(cfg.eval.samples, 'sample')} of each; {engines}",

@@ -18,9 +18,9 @@ def samplers(config: Config, world_size: int) -> int:
     return world_size if config.parallel.placement == "colocated" else config.parallel.rollout_ranks
 
 
-def engine_tp(config: TrainingConfig) -> int:
+def engine_ranks(config: TrainingConfig) -> int:
     """Ranks that share one engine."""
-    return config.rollout.tp if isinstance(config, Config) else 1
+    return config.rollout.tp * config.rollout.dp if isinstance(config, Config) else 1
 
 
 def shown(config: Config, count: int, verb: str) -> str:

@@ -30,7 +30,8 @@ FREE: dict[str, tuple[str, ...]] = {
         *("policy.chunked_loss", "policy.liger", "policy.offload", "reference.offload", "lora.push"),
     ),
     "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them": (
-        *("rollout.tp", "rollout.assignment", "rollout.max_sequences", "rollout.kv_cache_gib"),
+        *("rollout.tp", "rollout.dp", "rollout.ep", "rollout.assignment", "rollout.max_sequences"),
+        "rollout.kv_cache_gib",
         *("rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.deterministic", "rollout.push_bucket_mib"),
         *("rollout.enforce_eager", "rollout.sglang_push"),
     ),

@@ -51,6 +51,8 @@ RULES: dict[str, _Rule] = {
     "lora.rank": _at_least_0,
     "lora.alpha": _at_least_1,
     "rollout.tp": _at_least_1,
+    "rollout.dp": _at_least_1,
+    "rollout.ep": _at_least_1,
     "rollout.prompts_per_step": _at_least_1,
     "rollout.samples_per_prompt": _at_least_1,
     "rollout.max_prompt_tokens": _at_least_1,

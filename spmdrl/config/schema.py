@@ -204,7 +204,13 @@ class RolloutConfig:
     """Sampler. `auto`: vLLM when installed for the run's device, else the HF engine. `sglang`: after
     `launch/install.sh --sglang`."""
     tp: int = 1
-    """Ranks that share one engine; must divide the ranks that sample."""
+    """Ranks that divide an engine's matrices; tp x dp ranks share one engine, and must divide the ranks that sample."""
+    dp: int = 1
+    """Mixture of experts: copies of the attention in one engine (vllm, sglang). Each runs requests of its own, while
+    all tp x dp ranks divide the experts."""
+    ep: int = 1
+    """Mixture of experts: ranks of an engine over which whole experts are spread (vllm, sglang): tp x dp, or 1 for a
+    slice of every expert on each rank."""
     prompts_per_step: int = 32
     """Prompts in one step over all ranks."""
     samples_per_prompt: int = 8

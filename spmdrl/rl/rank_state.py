@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.data import treefile
 from spmdrl.data.batch import Batch
@@ -50,7 +51,7 @@ class RankState:
         leads = world.samples and world.engine_tp_rank == 0
         return {
             # leaders: the first rank of each engine.
-            "layout": {"size": world.size, "leaders": list(samplers[:: self.cfg.rollout.tp])},
+            "layout": {"size": world.size, "leaders": list(samplers[:: engine_ranks(self.cfg)])},
             "settings": self._settings(),
             "ahead": {
                 "step": ahead.step,

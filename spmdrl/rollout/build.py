@@ -11,6 +11,8 @@ from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.world import World
 
 GIB = 1 << 30
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names under which configs give the number of experts in a layer."""
 VLLM_TEMPERATURE = (0.01, 2.0)
 """Temperatures of vLLM 0.32 (`vllm.sampling_params`): it silently raises lower ones to the bound, refuses higher."""
 
@@ -24,6 +26,7 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
     name = engine_name(cfg)
     check_kind(cfg, name, on_cpu)
     check_tp(cfg, name)
+    check_experts(cfg)
     check_kv_cache(cfg, name, on_cpu)
     kind = cfg.rollout.quantization
     if name != "hf" and kind != "none" and (kind != "fp8" or on_cpu):
@@ -118,6 +121,28 @@ def check_tp(cfg: Config, engine: str) -> None:
         from spmdrl.rollout.hf.tp import plan_of
 
         plan_of(model, tp)
+
+
+def check_experts(cfg: Config) -> None:
+    """Raise ValueError if an engine's ranks are to divide experts that the model lacks, or not in equal parts."""
+    from transformers import AutoConfig
+
+    from spmdrl.hub.resolve import resolve
+
+    rollout = cfg.rollout
+    if rollout.ep == rollout.dp == 1:
+        return
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
+    flag = f"--rollout.ep {rollout.ep}" if rollout.ep > 1 else f"--rollout.dp {rollout.dp}"
+    if not experts:
+        raise ValueError(f"{flag}: {cfg.model.path} has no experts, which is what it divides; take 1")
+    if experts % rollout.ep:
+        raise ValueError(
+            f"{flag}: {cfg.model.path} has {experts} experts, which {rollout.ep} ranks cannot hold in equal numbers; "
+            "change --rollout.tp or --rollout.dp with it, or take --rollout.ep 1"
+        )
 
 
 def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:

@@ -14,7 +14,7 @@ from spmdrl import checkpoint
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.load import Loaded
 from spmdrl.config.paths import check_run_folder, run_folder
-from spmdrl.config.placement import engine_tp
+from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.failure import named_exit, watch
 from spmdrl.health.preempt import PreemptedError
@@ -82,7 +82,7 @@ def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool =
             rank_status.saved = newest
         notes = [choose_interface()]
         # The group first: from here on one rank alone speaks for all when something fails.
-        world = start(cfg.parallel, engine_tp(cfg), cfg.run.device, cfg.run.timeout)
+        world = start(cfg.parallel, engine_ranks(cfg), cfg.run.device, cfg.run.timeout)
         if world.device.type == "cuda":
             notes.append(share_cores())
         # There is no log file yet, and the last line says it all: Python would print the traceback of a mistake.

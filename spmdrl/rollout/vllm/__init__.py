@@ -1,8 +1,10 @@
 """The vLLM engine, in this process.
 
 engine.py   the Engine contract
+start.py    vLLM inside a rank's process
 options.py  environment and arguments of vLLM
 cpu.py      adaptations of vLLM's CPU build
+copies.py   copies of the attention in one engine
 lora.py     adapters inside vLLM
 world.py    vLLM among ranks that have no engine
 """

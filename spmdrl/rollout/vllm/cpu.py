@@ -91,13 +91,32 @@ class Packed:
                 weight = torch.cat([pad(w, (0, 0) * (2 - dim) + (0, size)) for w in weight.chunk(parts, dim)], dim)
             return cpu_prepack_moe_weight(weight, experts.isa)
 
-        def apply(self, output, hidden_states, w1, w2, *args, **kwargs):
+        def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, **kwargs):
             if id(w1) not in packed:
                 packed[id(w1)], packed[id(w2)] = pack(self, w1, 2, 1), pack(self, w2, 1, 2)
-            return run(self, output, hidden_states, packed[id(w1)], packed[id(w2)], *args, **kwargs)
+            absent = None
+            if (places := kwargs.get("expert_map")) is not None:
+                topk_weights, topk_ids, absent = held_here(topk_weights, topk_ids, places)
+            run(self, output, hidden_states, packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, **kwargs)
+            if absent is not None and kwargs.get("apply_router_weight_on_input"):
+                # The router's one weight is in the input already, so that the kernel does not read the zeros.
+                output.masked_fill_(absent.all(1, keepdim=True), 0)
 
         CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
         CPUUnquantizedExperts.apply = apply
+
+
+def held_here(
+    weights_TK: torch.Tensor, ids_TK: torch.Tensor, places_E: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Turn the numbers of a token's experts into numbers among this rank's own; the others get the weight 0.
+
+    The kernel of the CPU build reads memory at the number it is given, so an absent expert becomes the first one.
+    places_E: an expert's number on this rank, or -1. Returns weights, numbers, and True for each absent expert.
+    """
+    here_TK = places_E[ids_TK.long()]
+    absent_TK = here_TK < 0
+    return weights_TK.masked_fill(absent_TK, 0), here_TK.clamp(min=0).to(ids_TK.dtype), absent_TK
 
 
 def name_shared_memory(token: str) -> list[str]:

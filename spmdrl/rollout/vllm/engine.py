@@ -5,11 +5,8 @@ Other files adapt its CPU build (`cpu.py`), its groups among ranks without it (`
 """
 
 import logging
-import os
-import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,12 +30,11 @@ from spmdrl.rollout.engine import (
     name_of,
 )
 from spmdrl.rollout.needs import Needs, once, watched_load
-from spmdrl.rollout.vllm.cpu import Packed, name_shared_memory
+from spmdrl.rollout.vllm.copies import Copies, Row
 from spmdrl.rollout.vllm.lora import Adapters
-from spmdrl.rollout.vllm.options import build_llm, refusals_as_warnings, set_environment
-from spmdrl.rollout.vllm.world import world_of
+from spmdrl.rollout.vllm.options import refusals_as_warnings
+from spmdrl.rollout.vllm.start import start_llm
 from spmdrl.spmd.checksum import word_sum
-from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.storage import Parked, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.weights.reshard import Entry
@@ -56,7 +52,6 @@ class VLLMEngine:
         self.world, self.cfg, self.dtype = world, cfg.rollout, cfg.model.dtype
         self.counted: list[str] = []
         self.on_cpu = world.device.type == "cpu"
-        self.packed: Packed | None = None
         self.experts: Any = None
         if cfg.rollout.routing_replay:
             if self.on_cpu:
@@ -70,30 +65,14 @@ class VLLMEngine:
         self.version: int | None = None
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
         self.kv_awake = self.weights_awake = True
-        set_environment(world.device)
-        if cfg.rollout.deterministic or (cfg.run.deterministic and not self.on_cpu):
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        # vLLM reseeds torch and rewrites LOCAL_WORLD_SIZE; both belong to the run.
-        rng, local_world = torch.get_rng_state(), os.environ.get("LOCAL_WORLD_SIZE")
-        shared = []
-        if self.on_cpu and cfg.rollout.tp > 1:
-            shared = name_shared_memory(all_gather_text(secrets.token_hex(8), world.rollout_group)[0])
-        with world_of(world.roles.samplers):
-            if self.on_cpu:
-                self.packed = Packed()
-            self.llm = build_llm(cfg, self.on_cpu, self.experts is not None)
-        for name in set(shared):
-            # All ranks of the group have mapped it: without a name it is freed with the last, however that one ends.
-            Path(f"/dev/shm/{name}_{world.engine_tp_rank}").unlink(missing_ok=True)
-        torch.set_rng_state(rng)
-        if local_world is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = local_world
+        self.llm, self.packed = start_llm(cfg, world, self.experts is not None)
         # Any: vLLM's public types do not describe its internals.
         self.engine: Any = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         held = [*self.model.named_parameters(), *((f"KV cache {i}", x) for i, x in enumerate(self.runner.kv_caches))]
         count = check_device("vllm", held, world.device)
         log.info(f"vllm: {count} parameters and KV caches, all on {world.device}")
+        self.copies = Copies(cfg, world) if cfg.rollout.dp > 1 else None
         self.cache: Parked | None = None
         self.weights: Parked | None = None
         self.adapters = Adapters(self.runner, cfg) if "adapter" in pushed_parts(cfg) else None
@@ -114,6 +93,9 @@ class VLLMEngine:
             raise StaleEngineError("the engine sleeps, and its KV cache is not there: wake it before sampling")
         name = name_of(request.key)
         assert name not in self.partial, f"request {request.key} is running already"
+        self.partial[name] = (request, [], [])
+        if self.copies and not self.copies.take(name):
+            return
         # torch's generators take 63 bits, vLLM's field is checked as a signed 64-bit one. Greedy draws nothing.
         params = SamplingParams(
             temperature=request.temperature,
@@ -128,25 +110,45 @@ class VLLMEngine:
         )
         adapter = self.adapters.request if self.adapters else None
         self.engine.add_request(name, {"prompt_token_ids": request.prompt}, params, lora_request=adapter)
-        self.partial[name] = (request, [], [])
 
     def poll(self) -> list[Completion]:
         """See the contract."""
         done: list[Completion] = []
-        if not self.engine.has_unfinished_requests():
+        if not self.partial:
             return done
-        with nullcontext() if self.on_cpu else refusals_as_warnings():
-            outputs = self.engine.step()
-        for output in outputs:
-            name, part = output.request_id, output.outputs[0]
+        parts = self._step()
+        rows: list[Row] = [
+            (
+                name,
+                list(part.token_ids),
+                [row[token].logprob for token, row in zip(part.token_ids, part.logprobs, strict=True)],
+                part.finish_reason if finished else None,
+            )
+            for name, (part, finished) in parts.items()
+        ]
+        for name, more, more_logp, finish in self.copies.exchange(rows) if self.copies else rows:
             request, tokens, logp = self.partial[name]
-            tokens.extend(part.token_ids)
-            logp.extend(row[token].logprob for token, row in zip(part.token_ids, part.logprobs, strict=True))
-            if output.finished:
-                del self.partial[name]
-                experts = self._routed(part, len(request.prompt) + len(tokens) - 1) if self.experts else None
-                done.append(Completion(request.key, tokens, logp, part.finish_reason, self.version, experts))
+            tokens.extend(more)
+            logp.extend(more_logp)
+            if finish:
+                self._drop(name)
+                rows_of = len(request.prompt) + len(tokens) - 1
+                experts = self._routed(parts[name][0], rows_of) if self.experts else None
+                done.append(Completion(request.key, tokens, logp, finish, self.version, experts))
         return done
+
+    def _step(self) -> dict[str, tuple[Any, bool]]:
+        """Run one step of vLLM; returns its output for each request, and whether that request is finished."""
+        if self.copies and self.copies.idle:
+            self.engine.engine_core.execute_dummy_batch()
+            return {}
+        with nullcontext() if self.on_cpu else refusals_as_warnings():
+            return {output.request_id: (output.outputs[0], output.finished) for output in self.engine.step()}
+
+    def _drop(self, name: str) -> bool:
+        """Forget a request that ended; returns True if it ran on this rank."""
+        del self.partial[name]
+        return self.copies.drop(name) if self.copies else True
 
     def _routed(self, part: Any, rows: int) -> torch.Tensor:
         """Return `Completion.experts` of a finished output, which lists the experts of all layers, [n, layers, K]."""
@@ -157,8 +159,8 @@ class VLLMEngine:
         """See the contract."""
         names = [name_of(key) for key in keys]
         names = [n for n in names if n in self.partial]
-        self.engine.abort_request(names)
-        cut = [self.partial.pop(n) for n in names]
+        cut = [self.partial[n] for n in names]
+        self.engine.abort_request([n for n in names if self._drop(n)])
         return [Completion(request.key, tokens, logp, "abort", self.version) for request, tokens, logp in cut]
 
     def needs(self, entries: list[Entry]) -> Needs:
@@ -221,7 +223,7 @@ class VLLMEngine:
         for _ in range(2):
             if self.llm.reset_prefix_cache():
                 return
-            if not self.partial:
+            if not self.partial and not self.copies:
                 self.engine.step()
         raise StaleEngineError(
             f"vLLM keeps prefixes that it cached under other weights: {len(self.partial)} requests run and hold its KV "

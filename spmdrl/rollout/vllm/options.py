@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.engine import longest_sequence
@@ -63,6 +65,30 @@ def advice(error: Exception) -> str:
     )
 
 
+def layout(cfg: Config) -> dict[str, Any]:
+    """Return the arguments that spread experts over ranks and copy the attention.
+
+    Raises:
+        ValueError: the vLLM that is installed has no such argument.
+    """
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    rollout, options = cfg.rollout, {}
+    if rollout.ep > 1:
+        options["enable_expert_parallel"] = True
+    if rollout.dp > 1:
+        # A step then always runs the model, in which all copies meet.
+        options |= {"data_parallel_size": rollout.dp, "async_scheduling": False}
+    known = {field.name for field in fields(EngineArgs)}
+    if lacking := sorted(options.keys() - known):
+        raise ValueError(
+            f"--rollout.ep {rollout.ep}, --rollout.dp {rollout.dp}: vLLM {vllm.__version__} has no "
+            f"{', '.join(lacking)}; take 1 for both, or install the version of launch/locks"
+        )
+    return options
+
+
 def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     """Build vLLM's LLM for the ranks of one TP group. Collective over them.
 
@@ -96,7 +122,8 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
             options["moe_backend"] = "triton"
         if routed:
             options["enable_return_routed_experts"] = True
-    if cfg.rollout.tp > 1 or not on_cpu:
+    options |= layout(cfg)
+    if engine_ranks(cfg) > 1 or not on_cpu:
         # Without it vLLM takes the first GPU for an engine of one rank, whichever rank that is.
         options["distributed_executor_backend"] = "external_launcher"
     if "adapter" in pushed_parts(cfg):
@@ -110,7 +137,7 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
             enforce_eager=cfg.rollout.enforce_eager or on_cpu,
             skip_tokenizer_init=True,
             max_model_len=longest,
-            max_num_seqs=capacity,
+            max_num_seqs=-(-capacity // cfg.rollout.dp),
             logprobs_mode="processed_logprobs",
             trust_remote_code=cfg.model.trust_remote_code,
             disable_log_stats=True,

@@ -1,0 +1,99 @@
+"""Copies of the attention inside one vLLM engine: each has requests of its own, and all divide the experts.
+
+vLLM calls this data parallelism. Every layer of experts is collective over the copies, so all of them take each step
+together: a copy without requests runs an empty batch (`vllm/v1/engine/llm_engine.py` of 0.32 does the same). Requests
+are given out alike on all ranks, and after each step the copies exchange their tokens, so that every rank of the engine
+sees every completion. The CPU build lacks two of the collectives that this takes; they stand here.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.config.schema import Config
+from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.world import World
+
+Row = tuple[str, list[int], list[float], str | None]
+"""A request's name, its tokens of one step with their logp, and the reason why it finished, if it did."""
+
+
+@contextmanager
+def numbered_within(cfg: Config, world: World) -> Iterator[None]:
+    """Show vLLM this rank's number inside its engine, in which it looks for its copy while it is built."""
+    given = os.environ.get("RANK", "0")
+    if cfg.rollout.dp > 1:
+        os.environ["RANK"] = str(world.engine_tp_rank)
+        if world.device.type == "cpu":
+            _give_cpu_collectives()
+    try:
+        yield
+    finally:
+        os.environ["RANK"] = given
+
+
+class Copies:
+    """The copies of one engine, as one rank sees them. Methods are called alike on all ranks of the engine."""
+
+    def __init__(self, cfg: Config, world: World):
+        from vllm.distributed.parallel_state import get_dp_group
+
+        self.group: dist.ProcessGroup = get_dp_group().cpu_group
+        self.mine = world.engine_tp_rank // cfg.rollout.tp
+        self.running = [0] * cfg.rollout.dp
+        """Requests of each copy."""
+        self.copy_of: dict[str, int] = {}
+
+    def take(self, name: str) -> bool:
+        """Give a request to the copy that has the fewest; returns True if it is this rank's."""
+        copy = self.running.index(min(self.running))
+        self.running[copy] += 1
+        self.copy_of[name] = copy
+        return copy == self.mine
+
+    def drop(self, name: str) -> bool:
+        """Forget a request that ended; returns True if it was this rank's."""
+        copy = self.copy_of.pop(name)
+        self.running[copy] -= 1
+        return copy == self.mine
+
+    @property
+    def idle(self) -> bool:
+        """True if this rank's copy has no request."""
+        return not self.running[self.mine]
+
+    def exchange(self, rows: list[Row]) -> list[Row]:
+        """Return the rows of all copies, in the order of the copies. Collective over the engine."""
+        return [tuple(row) for text in all_gather_text(json.dumps(rows), self.group) for row in json.loads(text)]
+
+
+def _give_cpu_collectives() -> None:
+    """Add the gather and the sum of parts of different sizes to vLLM's communicator on a CPU."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self: Any, input_, dim: int = 0, sizes: list[int] | None = None):
+        if not isinstance(input_, torch.Tensor):
+            return [all_gatherv(self, x, dim, sizes) for x in input_]
+        assert dim == 0
+        counts = sizes or [len(input_)] * self.world_size
+        # Parts are padded to the longest: gloo gathers equal parts only.
+        padded = input_.new_zeros(max(counts), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self.device_group)
+        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
+
+    def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None):
+        assert dim == 0
+        counts = sizes or [len(input_) // self.world_size] * self.world_size
+        total = input_.clone()
+        dist.all_reduce(total, group=self.device_group)
+        return total.split(counts)[self.rank_in_group].clone()
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
