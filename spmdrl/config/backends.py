@@ -35,8 +35,11 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
         ]
         if config.policy.liger and importlib.util.find_spec("liger_kernel") is None:
             problems.append("--policy.liger True: Liger is not installed; pip install liger-kernel, or leave it out")
-        if axes.last_stage_layers:
-            problems.append(f"--parallel.last-stage-layers {axes.last_stage_layers}: is of megatron's backend; take 0")
+        problems += [
+            f"{flag('parallel.' + name)} {getattr(axes, name)}: is of megatron's backend; take 0"
+            for name in ("first_stage_layers", "last_stage_layers")
+            if getattr(axes, name)
+        ]
     else:
         problems = _megatron_problems(config, world_size)
     if problems:
@@ -93,6 +96,9 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
         )
     if axes.virtual_stages > 1 and axes.pp == 1:
         problems.append(f"--parallel.virtual-stages {axes.virtual_stages}: needs --parallel.pp of at least 2")
-    if axes.last_stage_layers and axes.pp == 1:
-        problems.append(f"--parallel.last-stage-layers {axes.last_stage_layers}: needs --parallel.pp of at least 2")
+    problems += [
+        f"{flag('parallel.' + name)} {getattr(axes, name)}: needs --parallel.pp of at least 2"
+        for name in ("first_stage_layers", "last_stage_layers")
+        if getattr(axes, name) and axes.pp == 1
+    ]
     return problems

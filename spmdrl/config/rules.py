@@ -34,6 +34,7 @@ RULES: dict[str, _Rule] = {
     "parallel.tp": _at_least_1,
     "parallel.pp": _at_least_1,
     "parallel.virtual_stages": _at_least_1,
+    "parallel.first_stage_layers": _at_least_0,
     "parallel.last_stage_layers": _at_least_0,
     "parallel.ep": _at_least_1,
     "parallel.etp": _at_least_1,

@@ -89,8 +89,10 @@ class ParallelConfig:
     """Megatron: between the divided parts of a layer, its tokens are divided over tp."""
     pp: int = 1
     """Megatron: stages of the pipeline, which divide the layers."""
+    first_stage_layers: int = 0
+    """Megatron: layers of the first stage, while the others divide the rest. 0: as many as each of these."""
     last_stage_layers: int = 0
-    """Megatron: layers of the last stage, while the others divide the rest. 0: every stage has as many."""
+    """Megatron: layers of the last stage, while the others divide the rest. 0: as many as each of these."""
     virtual_stages: int = 1
     """Megatron: parts of the model on a rank of the pipeline, in turn with other ranks' (an interleaved schedule)."""
     ep: int = 1

@@ -1,12 +1,13 @@
 """HF models as Megatron policies: the same logits on every layout, and every checkpoint tensor back bit for bit."""
 
 from dataclasses import astuple
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from spmdrl.policy.megatron.layout import Layout, check_ranks
+from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks, stages
 from spmdrl.weights.reshard import Reshard, catalogue
 from tests.ranks.harness import run_ranks
 
@@ -85,6 +86,7 @@ ON_2 = {
     "pp2": Layout(pp=2),
     "pp2 vpp2": Layout(pp=2, virtual_stages=2),
     "pp2 3+1": Layout(pp=2, last_stage_layers=1),
+    "pp2 1+3": Layout(pp=2, first_stage_layers=1),
     "ep2": Layout(ep=2),
     "tp2 etp2": Layout(tp=2, etp=2),
     "etp2": Layout(etp=2),
@@ -401,10 +403,41 @@ def test_layout_that_does_not_divide_is_refused(family, layout, says, models):
     from transformers import AutoConfig
 
     from spmdrl.policy.megatron.families import describe
-    from spmdrl.policy.megatron.layout import check_model
 
     with pytest.raises(ValueError, match=says):
         check_model(layout, describe(AutoConfig.from_pretrained(models / family)).settings)
+
+
+def test_layout_of_stages_is_megatrons_own():
+    """Every stage, virtual ones too, gets the layers that Megatron computes from the settings handed to it."""
+    from transformers import LlamaConfig
+
+    from spmdrl.policy.megatron.families import describe
+    from spmdrl.policy.megatron.model import require, transformer_config
+
+    require()
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    seen = 0
+    for layers, pp, parts, first, last in product((4, 6, 10), (2, 3, 4), (1, 2), (0, 1, 2, 4), (0, 1, 2, 4)):
+        layout = Layout(pp=pp, virtual_stages=parts, first_stage_layers=first, last_stage_layers=last)
+        arch = describe(LlamaConfig(**BASE | dict(num_hidden_layers=layers)))
+        try:
+            check_model(layout, arch.settings)
+        except ValueError:
+            continue
+        seen += 1
+        config = transformer_config(arch, layout, torch.float32, torch.device("cpu"))
+        counts, end = stages(layout, layers), 0
+        # Chunks in the order of the layers: all first parts of the stages, then all second ones.
+        for part, rank in product(range(parts), range(pp)):
+            virtual = part if parts > 1 else None
+            assert get_transformer_layer_offset(config, virtual, rank) == end
+            assert get_num_layers_to_build(config, virtual, rank) == counts[rank] // parts
+            end += counts[rank] // parts
+        assert end == layers
+    assert seen > 40
 
 
 @pytest.mark.parametrize(
@@ -414,6 +447,7 @@ def test_layout_that_does_not_divide_is_refused(family, layout, says, models):
         (Layout(ep=3), "--parallel.ep may be 1, 2, 4"),
         (Layout(virtual_stages=2), "needs --parallel.pp of at least 2"),
         (Layout(last_stage_layers=2), "--parallel.last-stage-layers 2 needs --parallel.pp of at least 2"),
+        (Layout(first_stage_layers=2), "--parallel.first-stage-layers 2 needs --parallel.pp of at least 2"),
     ],
 )
 def test_layout_that_does_not_fit_the_ranks_is_refused(layout, says):

@@ -73,12 +73,15 @@ VARIANTS = {
     ("selective", "ep2"): (2, "mixture", {"ep": 2}, CHECKPOINT | {"recompute": "selective"}),
     ("host", "tp2"): (2, "dense", {"tp": 2}, {"host_optimizer": True}),
     ("host", "dp2"): (2, "dense", {}, {"host_optimizer": True}),
+    ("layers 1+3", "pp2"): (2, "deep", {"pp": 2, "first_stage_layers": 1}, {}),
 }
 """Settings that do not change the answer."""
 PLAIN = {
     "tp2": ("dense", "grpo", 2, "tp2+sp"),
     "ep2": ("mixture", "grpo", 2, "ep2"),
     "dp2": ("dense", "grpo", 2, "dp2"),
+    # Four layers, two on each rank.
+    "pp2": ("deep", "grpo", 2, "pp2 vpp2"),
 }
 TOLD = {
     (2, "ep2"): {"ep": 2},

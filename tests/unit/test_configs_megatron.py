@@ -33,7 +33,7 @@ def run_of(name: str) -> Config:
 def layout_of(config: Config) -> Layout:
     axes = config.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
-    return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers)
+    return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers, axes.first_stage_layers)
 
 
 def layer(h, sparse: int, tp: int, ep: int) -> tuple[float, float]:

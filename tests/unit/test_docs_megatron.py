@@ -38,7 +38,8 @@ def test_named_files_exist():
 def test_axes_of_the_table_are_those_of_the_settings():
     rows = table(parts(DOC, 2)["Axes"])
     told = {row[0].strip("`").removeprefix("--parallel.").replace("-", "_") for row in rows}
-    axes = {"tp", "sequence_parallel", "cp", "pp", "last_stage_layers", "virtual_stages", "ep", "etp"}
+    axes = {"tp", "sequence_parallel", "cp", "pp", "virtual_stages", "ep", "etp"}
+    axes |= {"first_stage_layers", "last_stage_layers"}
     assert told == axes and all(f"parallel.{axis}" in leaves(Config) for axis in axes)
 
 

@@ -1,6 +1,8 @@
 """Requests that `--policy.backend megatron` cannot meet, each as one line that names the setting to change."""
 
 import importlib.util
+import re
+from itertools import product
 
 import pytest
 
@@ -38,7 +40,9 @@ def installed(monkeypatch):
         (4, "--parallel.pp 2 --parallel.ep 2 --parallel.etp 2", ["--parallel.ep 2", "= 8 must divide 4 ranks"]),
         (4, "--parallel.virtual-stages 2", ["--parallel.virtual-stages 2", "--parallel.pp of at least 2"]),
         (4, "--parallel.last-stage-layers 2", ["--parallel.last-stage-layers 2", "--parallel.pp of at least 2"]),
+        (4, "--parallel.first-stage-layers 2", ["--parallel.first-stage-layers 2", "--parallel.pp of at least 2"]),
         (4, "--parallel.pp 2 --parallel.last-stage-layers -1", ["--parallel.last-stage-layers -1", "0 or more"]),
+        (4, "--parallel.pp 2 --parallel.first-stage-layers -1", ["--parallel.first-stage-layers -1", "0 or more"]),
         (4, "--parallel.sp 2", ["--parallel.sp 2", "--parallel.cp divides sequences"]),
         (4, "--parallel.placement split --parallel.rollout-ranks 2", ["--parallel.placement split", "colocated"]),
         (4, "--lora.rank 8", ["--lora.rank 8", "take 0"]),
@@ -57,6 +61,7 @@ def test_bad_setting_is_one_line_that_says_what_to_change(ranks, words, says):
     [
         (8, "--parallel.tp 2 --parallel.pp 2 --parallel.cp 2"),
         (8, "--parallel.pp 2 --parallel.ep 4 --parallel.last-stage-layers 1"),
+        (8, "--parallel.pp 4 --parallel.first-stage-layers 3 --parallel.last-stage-layers 1"),
         (4, "--parallel.tp 2 --parallel.dp-shard 2"),
         (3, "--parallel.tp 3 --rollout.engine hf"),
     ],
@@ -65,9 +70,10 @@ def test_settings_that_fit_pass(ranks, words):
     assert problems(ranks, f"--policy.backend megatron {words}") == []
 
 
-def test_bad_axis_of_megatron_under_fsdp():
-    (line,) = problems(4, "--parallel.last-stage-layers 2")
-    assert line == "--parallel.last-stage-layers 2: is of megatron's backend; take 0"
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_bad_axis_of_megatron_under_fsdp(end):
+    (line,) = problems(4, f"--parallel.{end}-stage-layers 2")
+    assert line == f"--parallel.{end}-stage-layers 2: is of megatron's backend; take 0"
 
 
 def test_missing_megatron_core_is_told_with_the_line_that_installs_it(monkeypatch):
@@ -96,6 +102,33 @@ MIXTURE = DENSE | dict(num_moe_experts=8, moe_ffn_hidden_size=24, moe_layer_freq
         (DENSE, Layout(pp=7), "--parallel.pp 7: the model has 6 layers; --parallel.pp may be 1, 2, 3, 6$"),
         (DENSE, Layout(pp=3, last_stage_layers=3), "--parallel.last-stage-layers 3: the other 2 of --parallel.pp 3"),
         (DENSE, Layout(pp=2, last_stage_layers=6), "--parallel.last-stage-layers may be 3, 2, 4, 1, 5$"),
+        (DENSE, Layout(pp=3, first_stage_layers=3), "--parallel.first-stage-layers 3: the other 2 of --parallel.pp 3"),
+        (DENSE, Layout(pp=3, first_stage_layers=3), "--parallel.first-stage-layers may be 2, 4$"),
+        (
+            DENSE,
+            Layout(pp=4, first_stage_layers=2, last_stage_layers=1),
+            "last-stage-layers 1: with --parallel.first-stage-layers 2 the other 2 .* 6 layers; .*-layers may be 2$",
+        ),
+        (
+            DENSE,
+            Layout(pp=2, first_stage_layers=2, last_stage_layers=3),
+            "the two stages do not add up to 6 layers; --parallel.last-stage-layers may be 4$",
+        ),
+        (
+            DENSE,
+            Layout(pp=3, first_stage_layers=5, last_stage_layers=2),
+            "--parallel.last-stage-layers may be nothing with this --parallel.first-stage-layers$",
+        ),
+        (
+            DENSE,
+            Layout(pp=2, virtual_stages=2, first_stage_layers=3),
+            "virtual-stages 2: pipeline ranks hold 3 of the model's layers; --parallel.virtual-stages may be 1, 3$",
+        ),
+        (
+            DENSE,
+            Layout(pp=3, virtual_stages=2, first_stage_layers=3, last_stage_layers=1),
+            "pipeline ranks hold 1 and 2 and 3 of the model's layers; --parallel.virtual-stages may be 1$",
+        ),
         (
             DENSE | {"num_layers": 7},
             Layout(pp=2, virtual_stages=2),
@@ -163,17 +196,26 @@ def test_groups_of_experts_that_limit_nothing_are_left_out():
 
 
 def test_layers_of_stages_add_up():
-    for layers in range(1, 20):
+    for layers in range(1, 14):
         for pp in range(1, 6):
-            for last in range(layers + 2):
+            for first, last in product(range(layers + 2), repeat=2):
+                given = (first > 0) + (last > 0)
+                others, rest = pp - given, layers - first - last
+                even = rest % others == 0 and rest >= others if others > 0 else others == rest == 0
                 try:
-                    found = stages(Layout(pp=pp, last_stage_layers=last), layers)
-                except ValueError:
-                    # Only layouts that divide in no way are refused: pp - 1 stages have as many layers each.
-                    assert last >= layers or pp == 1 or (layers - last) % (pp - 1) or (not last and layers % pp)
+                    found = stages(Layout(pp=pp, first_stage_layers=first, last_stage_layers=last), layers)
+                except ValueError as error:
+                    # Only layouts that divide in no way are refused: the others have as many layers each.
+                    assert not even or (given and pp == 1), (layers, pp, first, last)
+                    flag, _, fits = str(error).rpartition("; --parallel.")[2].partition("-stage-layers may be ")
+                    for n in re.findall(r"\d+", fits):
+                        told = {"first_stage_layers": first, "last_stage_layers": last}
+                        told[f"{flag}_stage_layers"] = int(n)
+                        assert sum(stages(Layout(pp=pp, **told), layers)) == layers
                 else:
-                    assert len(found) == pp and sum(found) == layers and min(found) > 0
-                    assert len(set(found[:-1])) <= 1 and found[-1] == (last or layers // pp)
+                    assert even and len(found) == pp and sum(found) == layers and min(found) > 0
+                    assert len(set(found[bool(first) : pp - bool(last)])) <= 1
+                    assert (not first or found[0] == first) and (not last or found[-1] == last)
 
 
 @pytest.mark.parametrize("ranks", [4, 6])

@@ -23,7 +23,9 @@ class Layout:
     sequence_parallel: bool = True
     """Divide tokens over tp between the tensor-parallel parts of a layer; no effect at tp 1."""
     last_stage_layers: int = 0
-    """Layers of the last stage; the other stages share the rest equally. 0: all stages have the same number."""
+    """Layers of the last stage. 0: it shares equally with the other stages for which no number is given."""
+    first_stage_layers: int = 0
+    """Layers of the first stage. 0: as for the last stage."""
 
     @property
     def sp(self) -> bool:
@@ -51,8 +53,9 @@ def check_ranks(layout: Layout, ranks: int) -> None:
         )
     if layout.virtual_stages > 1 and layout.pp == 1:
         raise ValueError(f"--parallel.virtual-stages {layout.virtual_stages} needs --parallel.pp of at least 2")
-    if layout.last_stage_layers and layout.pp == 1:
-        raise ValueError(f"--parallel.last-stage-layers {layout.last_stage_layers} needs --parallel.pp of at least 2")
+    for flag, count in (("first", layout.first_stage_layers), ("last", layout.last_stage_layers)):
+        if count and layout.pp == 1:
+            raise ValueError(f"--parallel.{flag}-stage-layers {count} needs --parallel.pp of at least 2")
 
 
 def check_model(layout: Layout, settings: dict) -> None:
@@ -101,28 +104,54 @@ def stages(layout: Layout, layers: int) -> list[int]:
     Raises:
         ValueError: the layers cannot be divided so; the message names the flag and values that would fit.
     """
-    last, others = layout.last_stage_layers, layout.pp - 1
-    # Sizes of the last stage that leave all others an equal number of layers, nearest to an even share first.
-    uneven = [n for n in range(1, layers - others + 1) if others and (layers - n) % others == 0]
-    uneven.sort(key=lambda n: abs(n - layers / layout.pp))
-    # Keep those that the virtual stages divide too.
-    parts = layout.virtual_stages
-    would = [n for n in uneven if n % parts == 0 and (layers - n) // others % parts == 0]
-    nothing = "nothing" + (f" with --parallel.virtual-stages {parts}" if parts > 1 else " with this --parallel.pp")
-    if last and last not in uneven:
+    first, last, parts = layout.first_stage_layers, layout.last_stage_layers, layout.virtual_stages
+    if not first and not last:
+        if layers % layout.pp:
+            would = _end_stage(layout, layers, 0)
+            more = f", or this with --parallel.last-stage-layers {would[0]}" if would else ""
+            even = [n for n in divisors(layers) if layers // n % parts == 0 and (n > 1 or parts == 1)]
+            raise ValueError(
+                f"--parallel.pp {layout.pp}: the model has {layers} layers; --parallel.pp may be "
+                f"{some(even) or _nothing(layout)}{more}"
+            )
+        return [layers // layout.pp] * layout.pp
+    # With both set the message is about the last stage, as if the first were given.
+    flag, mine, given = ("last", last, first) if last else ("first", first, 0)
+    others = layout.pp - 1 - bool(given)
+    if mine not in _end_stage(layout, layers, given, parts=1):
+        among = f"with --parallel.first-stage-layers {given} " if given else ""
+        # On two stages both of which have a number, nothing is left to divide.
+        problem = f"the other {others} of --parallel.pp {layout.pp} cannot divide the rest of {layers} layers"
         raise ValueError(
-            f"--parallel.last-stage-layers {last}: the other {others} of --parallel.pp {layout.pp} cannot divide the "
-            f"rest of {layers} layers; --parallel.last-stage-layers may be {some(would) or nothing}"
+            f"--parallel.{flag}-stage-layers {mine}: {among}"
+            + (problem if others or not given else f"the two stages do not add up to {layers} layers")
+            + f"; --parallel.{flag}-stage-layers may be "
+            + (some(_end_stage(layout, layers, given)) or _nothing(layout, given))
         )
-    if not last and layers % layout.pp:
-        more = f", or this with --parallel.last-stage-layers {would[0]}" if would else ""
-        even = [n for n in divisors(layers) if layers // n % parts == 0 and (n > 1 or parts == 1)]
-        raise ValueError(
-            f"--parallel.pp {layout.pp}: the model has {layers} layers; --parallel.pp may be "
-            f"{some(even) or nothing}{more}"
-        )
-    each = (layers - last) // others if last else layers // layout.pp
-    return [each] * others + [last or each]
+    each = (layers - first - last) // max(others, 1)
+    return [first or each, *[each] * (layout.pp - 2), last or each]
+
+
+def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[int]:
+    """Return sizes of the first or last stage that leave all others an equal number, nearest to an even share first.
+
+    given: layers of the stage at the other end; 0 if it is one of the others. parts: virtual stages that divide all
+    sizes; 0 for those of the layout.
+    """
+    parts, others, rest = parts or layout.virtual_stages, layout.pp - 1 - bool(given), layers - given
+    if given % parts:
+        return []
+    if others < 1:
+        return [rest] if given and others == 0 and rest > 0 and rest % parts == 0 else []
+    sizes = [n for n in range(parts, rest - others + 1, parts) if (rest - n) % (others * parts) == 0]
+    return sorted(sizes, key=lambda n: abs(n - layers / layout.pp))
+
+
+def _nothing(layout: Layout, given: int = 0) -> str:
+    """Say that no value fits, and the setting to which that is due."""
+    if layout.virtual_stages > 1:
+        return f"nothing with --parallel.virtual-stages {layout.virtual_stages}"
+    return "nothing with this --parallel." + ("first-stage-layers" if given else "pp")
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:

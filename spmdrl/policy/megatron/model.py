@@ -95,6 +95,7 @@ def transformer_config(
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
+        num_layers_in_first_pipeline_stage=_first_stage(layout),
         num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -119,6 +120,11 @@ def transformer_config(
         apply_rope_fusion=False,
     )
     return make(**settings | more)
+
+
+def _first_stage(layout: Layout) -> int | None:
+    # Of two stages the last one's number says both; given both, Megatron divides by its count of stages between them.
+    return None if layout.pp == 2 and layout.last_stage_layers else layout.first_stage_layers or None
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:

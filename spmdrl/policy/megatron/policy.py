@@ -34,7 +34,7 @@ def layout_of(cfg: TrainingConfig) -> Layout:
     """Return the layout that the settings ask for."""
     axes = cfg.parallel
     sizes = (axes.tp, axes.cp, axes.pp, axes.virtual_stages, axes.ep, axes.etp)
-    return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers)
+    return Layout(*sizes, axes.sequence_parallel, axes.last_stage_layers, axes.first_stage_layers)
 
 
 def balancing(cfg: PolicyConfig, hf_config: Any, demanded: bool) -> tuple[float, float]:
