@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from spmdrl.config.checks import check
+from spmdrl.config.load import from_command_line
+from spmdrl.config.placement import trainers
+from spmdrl.hub.folder import read_config
 from spmdrl.hub.shipped import shipped
 from spmdrl.plan.gpus import GPUS, Gpu
+from spmdrl.policy.megatron.families import describe
+from spmdrl.policy.megatron.layout import check_model, check_ranks
+from spmdrl.policy.megatron.policy import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "tests" / "golden" / "plan"
@@ -207,6 +214,50 @@ def test_there_are_enough_of_every_kind():
     assert {m["anchor"] for m in MUTATIONS} == ANCHORS.keys()
     seen = [json.dumps([m["anchor"], m["flags"], m.get("world"), m.get("gpu")]) for m in MUTATIONS]
     assert len(seen) == len(set(seen))
+
+
+# ── the settings' own checks ─────────────────────────────────────────────────
+
+ABSENT = (
+    "SGLang is not installed",
+    "has no converter for glm4_moe",
+    "--parallel.placement split: not with the megatron",
+)
+"""Messages about parts that are not there; other tests are of those."""
+
+
+def refusal(anchor: dict, flags: tuple[str, ...] | list[str] = (), world: int = 0) -> str:
+    """The message of the checks of settings and layout; empty if they let the job through."""
+    config = from_command_line(["--config", str(ROOT / anchor["config"]), *anchor["flags"], *flags]).config
+    world = world or anchor["gpus"]
+    try:
+        check(config, world)
+        layout = layout_of(config)
+        check_ranks(layout, trainers(config, world))
+        check_model(layout, describe(read_config(shipped(config.model.path))).settings)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@each_anchor
+def test_settings_and_layout_pass_the_checks(anchor):
+    message = refusal(anchor)
+    if any(part in message for part in ABSENT):
+        pytest.skip(message.splitlines()[-1].strip())
+    assert message == ""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m['anchor']}: {m['what']}")
+def test_checks_refuse_what_breaks_rules_and_nothing_else(mutation):
+    """Memory and the KV cache are the plan's to judge."""
+    message = refusal(ANCHORS[mutation["anchor"]], mutation["flags"], mutation.get("world", 0))
+    if mutation["reason"] == "rules" and mutation.get("seen") != "plan":
+        assert f"{mutation['flag']} " in message
+        return
+    if any(part in message for part in ABSENT):
+        pytest.skip(message.splitlines()[-1].strip())
+    assert message == ""
 
 
 # ── docs/scale.md ────────────────────────────────────────────────────────────
