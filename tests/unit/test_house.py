@@ -22,7 +22,7 @@ FLOORS = [
     ["checkpoint"],
     ["session"],
     ["rl"],
-    ["tools"],
+    ["plan", "tools"],
     ["train", "evaluate", "replay", "flight", "doctor"],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
