@@ -18,6 +18,7 @@ from spmdrl.policy.contract import Head
 from spmdrl.policy.megatron import cpu, repairs
 from spmdrl.policy.megatron.families import Architecture, describe
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks
+from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.groups import apart_from_default
 
 log = logging.getLogger("spmdrl")
@@ -104,11 +105,11 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        use_cpu_initialization=device.type == "cpu",
+        use_cpu_initialization=kind_of(device) == "cpu",
         # Micro-batches of packed sequences differ in length, except where `attention.make_packs` makes them alike.
         variable_seq_lengths=layout.pp > 1 and layout.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
-        batch_p2p_comm=device.type != "cpu",
+        batch_p2p_comm=kind_of(device) != "cpu",
         attention_softmax_in_fp32=True,
         moe_grouped_gemm=_has_engine(device) and bool(arch.settings.get("num_moe_experts")),
         bias_dropout_fusion=False,

@@ -1,0 +1,223 @@
+"""One rank of a job on paper: its models, its engine, and the phases of a step, by the code of the job itself."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.plan.batch import full_batch
+from spmdrl.plan.paper import Moment, Paper
+from spmdrl.plan.traffic import Traffic
+from spmdrl.rl.algorithm import Algorithm
+from spmdrl.spmd.world import World
+
+
+@dataclass
+class Pass:
+    """What one pass over some micro-batches took."""
+
+    micros: int
+    peak: Moment
+    flops: int
+    traffic: Traffic
+
+
+@dataclass
+class Work:
+    """One model's passes over a step's micro-batches, measured with one and with two rounds of them."""
+
+    model: str
+    kind: str
+    """`logp` (forward alone) or `update`."""
+    total: int
+    """Micro-batches of a real step: of one update where it updates."""
+    times: int
+    """How often a step does that: its updates."""
+    passes: list[Pass] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """A step of one rank on paper."""
+
+    held: dict[str, int]
+    """Bytes by owner while the rank trains, as the device table counts them, before the first gradient."""
+    moments: dict[str, Moment]
+    """The most at once in each phase: push, rollout, training."""
+    works: list[Work]
+    push: Pass | None
+    parked: dict[str, int]
+    """Bytes off the device while the engine samples, by place."""
+    host: dict[str, int]
+    """Bytes in host memory all the time, by what they are for."""
+    numbers: int
+    """Parameters that this rank holds of all its models."""
+    checkpoint: int
+    """Bytes of a checkpoint of all ranks, 0 on a rank that does not train."""
+
+
+class PaperRank:
+    """A rank of the job, with its models and its engine."""
+
+    def __init__(self, cfg: Config, world: World, algo: Algorithm, models: Any, engine: Any, paper: Paper):
+        self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
+        from spmdrl.session.device_table import Memory
+        from spmdrl.tracking.metrics import Timer
+
+        self.works: list[Work] = []
+        self.memory = Memory(cfg, models, engine, Timer(), world)
+        self.memory.meter = self  # type: ignore[assignment]
+        self.laps: list[Moment] = []
+
+    def lap(self) -> tuple[int, int]:
+        """The meter of the device table: bytes at this moment, and the most since the last call."""
+        self.laps.append(self.paper.lap())
+        return self.paper.live, self.laps[-1].live
+
+    # ── a step ───────────────────────────────────────────────────────────────
+
+    def step(self, rounds: tuple[int, ...] = (1, 2)) -> Step:
+        """Run one step. rounds: numbers of rounds of micro-batches that stand for all of a step's."""
+        self._ready()
+        moments: dict[str, Moment] = {}
+        before, began = self.paper.traffic.copy(), self.paper.flops
+        self.paper.lap()
+        self.laps.clear()
+        with self.memory.rollout_phase():
+            *pushing, sampling = self.laps
+            moments["push"] = max(pushing, key=lambda m: m.live, default=sampling)
+            pushed = self.paper.traffic.since(before)
+            parked = dict(self.paper.parked)
+        moments["rollout"] = max(sampling, self.laps[-1], key=lambda m: m.live)
+        push = Pass(1, moments["push"], self.paper.flops - began, pushed) if self.memory.last_push else None
+        held: dict[str, int] = {}
+        self.laps.clear()
+        with self.memory.training_phase():
+            held = {row.owner: row.bytes for row in self.memory.table() if row.place == "device"}
+            if self.world.trains or self.world.scores:
+                self._train(rounds)
+        peaks = [p.peak for work in self.works for p in work.passes]
+        moments["training"] = max([*self.laps, *peaks], key=lambda m: m.live)
+        policy = self.models.policy
+        checkpoint = sum(m.checkpoint_bytes() for m in self.models.learning().values()) if policy else 0
+        numbers = sum(
+            getattr(p, "_local_tensor", p).numel() for _, m in self.models.named() for p in parameters_of(m)
+        )
+        return Step(held, moments, self.works, push, parked, dict(self.paper.host), numbers, checkpoint)
+
+    def _ready(self) -> None:
+        """Give every optimizer its state, as after a first step."""
+        from spmdrl.policy.optimizer import fill_state
+
+        for name, model in self.models.learning().items():
+            if getattr(model, "optimizer", None) is not None:
+                with self.paper.tagged(f"{name} optimizer"):
+                    fill_state(model.optimizer)
+            trainer = getattr(model, "trainer", None)
+            if trainer is not None:
+                with self.paper.tagged(f"{name} optimizer"):
+                    model.trainer.zero()
+                    model.gradient_norm()
+                    model.step(0.0, 1.0)
+            for kind, tensors in model._held().items():
+                self.paper.retag([x for x in tensors if x is not None], f"{name} {kind}")
+
+    def _train(self, rounds: tuple[int, ...]) -> None:
+        from spmdrl.rl.score import score
+        from spmdrl.rl.update import update
+
+        rollout, peers = self.cfg.rollout, self.world.data_peers
+        sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+        mine = -(-sequences // self.world.data_size)
+        samples = min(mine, rollout.samples_per_prompt)
+        batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, 128)
+        with self._counted(rounds):
+            if self.world.trains:
+                score(batch, self.models, self.algo, self.cfg, peers)
+                batch = self.algo.advantages(batch, peers)
+                updates = self.cfg.algo.updates_per_step
+                if updates > 1:
+                    # Whole groups go to one update.
+                    batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
+                one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
+                update(batch, self.models, self.algo, one, 1 << 30, peers)
+
+    @contextmanager
+    def _counted(self, rounds: tuple[int, ...]) -> Iterator[None]:
+        """Make every pass over a model's micro-batches run as few of them as tell what all would take."""
+        with ExitStack() as stack:
+            for name, model in self.models.named():
+                for method, kind in (("numbers", "logp"), ("gradient", "update")):
+                    if hasattr(model, method):
+                        stub = self._passes(name, kind, model, getattr(model, method), rounds)
+                        stack.enter_context(patch.object(model, method, stub))
+            yield
+
+    def _passes(self, name: str, kind: str, model: Any, run: Any, rounds: tuple[int, ...]) -> Any:
+        def passes(micros: list, *args: Any) -> Any:
+            times = self.cfg.algo.updates_per_step if kind == "update" else 1
+            work = Work(name, kind, len(micros), times)
+            self.works.append(work)
+            out: Any = None
+            for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
+                self.paper.lap()
+                flops, traffic = self.paper.flops, self.paper.traffic.copy()
+                out = run(micros[:count], *args)
+                if kind == "logp":
+                    out = [x for x in out]
+                elif model.world.trains:
+                    model.gradient_norm()
+                work.passes.append(
+                    Pass(count, self.paper.lap(), self.paper.flops - flops, self.paper.traffic.since(traffic))
+                )
+                if kind == "update" and count < len(micros) and count < max(rounds) * model.multiple:
+                    model.zero_grad()
+            if kind == "logp":
+                # Numbers of the micro-batches that did not run.
+                out += [tuple(torch.ones(m.n_tokens) for _ in range(2)) for m in micros[len(out) :]]
+            return out
+
+        return passes
+
+
+def parameters_of(model: Any) -> list[Any]:
+    """Return a policy's parameters on this rank."""
+    return list(model.shards) if hasattr(model, "shards") else [p for chunk in model.chunks for p in chunk.parameters()]
+
+
+def open_rank(cfg: Config, rank: int, size: int, kind: str, folder: Path, engine: Any = None) -> PaperRank:
+    """Build one rank of a job on paper, in this process, which can hold no other afterwards.
+
+    Args:
+        cfg: settings that passed their checks.
+        rank: of `size`.
+        size: ranks of the job.
+        kind: `cuda` or `cpu`, the kind of its devices.
+        folder: the model's config.json; weights are not read.
+        engine: makes the stand-in of the rank's engine from (cfg, world); None for none.
+    """
+    from spmdrl.plan.readers import without_files
+    from spmdrl.plan.substitutes import install
+    from spmdrl.plan.world import name_axes, open_world
+    from spmdrl.policy.models import build_models
+    from spmdrl.rl.compose import compose
+
+    paper = Paper()
+    install(paper, kind)
+    world = open_world(cfg, rank, size)
+    algo = compose(cfg)
+    # One for the whole job: the process ends with it.
+    paper.__enter__()
+    with without_files(folder), paper.tagged("parameters"):
+        models = build_models(cfg, world, algo.needs)
+    for name, model in models.named():
+        for owner, tensors in model._held().items():
+            paper.retag([x for x in tensors if x is not None], f"{name} {owner}")
+    name_axes(paper.traffic, cfg, world)
+    made = engine(cfg, world) if engine is not None and world.samples else None
+    return PaperRank(cfg, world, algo, models, made, paper)
