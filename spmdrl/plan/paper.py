@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -189,10 +188,11 @@ class Paper(TorchDispatchMode):
         if func in _NO_OPERATION:
             return args[0] if func._schema.returns else None
         flat = [x.to(META) if _is_host(x) else x for x in flat]
-        flat = [self._indices(x) if func in _BY_MASK else x for x in flat]
         args, kwargs = tree_unflatten(flat, spec)
-        if func is aten.index.Tensor or func is aten.index_put_.default:
-            args = (args[0], [self._indices(i) for i in args[1]], *args[2:])
+        if func is aten.masked_select.default:
+            return args[0].new_empty(int(self._mask(args[1]).expand(args[0].shape).sum()))
+        if func in _BY_INDEX:
+            args = (args[0], [row for i in args[1] for row in self._indices(i)], *args[2:])
         out = func(*args, **kwargs)
         if func is aten.topk.default:
             self._choose(out[1], args[0].shape[args[3] if len(args) > 3 else -1])
@@ -279,23 +279,51 @@ class Paper(TorchDispatchMode):
             self.known[out] = value
         return out
 
-    def _indices(self, x: Any) -> Any:
-        """Numbers of the rows that a known mask names; anything else as it is."""
+    def _mask(self, x: torch.Tensor) -> torch.Tensor:
+        """The values of a mask."""
+        value = self.told(x) if x.device.type == "meta" else x
+        if value is None:
+            raise RuntimeError(f"a mask {tuple(x.shape)} is unknown on paper: it depends on weights")
+        return value
+
+    def _indices(self, x: Any) -> list[Any]:
+        """Indices along each dimension of a mask, if it is one; else the index as it is."""
         if isinstance(x, torch.Tensor) and x.dtype == torch.bool:
-            value = self.told(x)
-            if value is None and x.device.type != "meta":
-                value = x
-            if value is None:
-                raise RuntimeError(f"a mask {tuple(x.shape)} is unknown on paper: it depends on weights")
-            assert value.ndim == 1, "masks of several dimensions select no rows"
-            return self._noted(torch.nonzero(value).flatten())
-        if _is_host(x):
-            return self._noted(x)
-        return x
+            return [self._noted(rows) for rows in self._mask(x).nonzero(as_tuple=True)]
+        return [self._noted(x) if _is_host(x) else x]
 
     def _choose(self, chosen: torch.Tensor, among: int) -> None:
         """Make a choice known that depends on weights: experts are chosen in turn, so that all get as many tokens."""
         self.known[chosen] = (torch.arange(chosen.numel()) % among).view(chosen.shape)
+
+
+Spec = tuple[list[int], list[str]]
+"""How arguments were laid flat: the length of each list among them (-1 for a plain one), and names of the last."""
+
+
+def tree_flatten(arguments: tuple[tuple, dict]) -> tuple[list, Spec]:
+    """Lay the arguments of an operation flat; lists among them hold tensors or numbers and nothing deeper."""
+    args, kwargs = arguments
+    flat, lengths = [], []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            flat += x
+            lengths.append(len(x))
+        else:
+            flat.append(x)
+            lengths.append(-1)
+    return flat, (lengths, list(kwargs))
+
+
+def tree_unflatten(flat: list, spec: Spec) -> tuple[tuple, dict]:
+    """Undo `tree_flatten`."""
+    lengths, names = spec
+    out, at = [], 0
+    for n in lengths:
+        out.append(flat[at] if n < 0 else flat[at : at + n])
+        at += 1 if n < 0 else n
+    count = len(out) - len(names)
+    return tuple(out[:count]), dict(zip(names, out[count:], strict=True))
 
 
 _FILLS = {
@@ -305,7 +333,7 @@ _FILLS = {
 """Operations that make tensors of numbers that follow from no other tensor's."""
 _UNSET = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.rand_like, aten.randn_like, aten.bernoulli}
 """Operations whose results do not follow from their tensors."""
-_BY_MASK = (aten.masked_select.default,)
+_BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 _NO_OPERATION = {aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr}
 """Operations in place for which torch has no form without values."""
 

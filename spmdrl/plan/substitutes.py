@@ -11,9 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 
 from spmdrl.plan.paper import META, Paper
 from spmdrl.spmd import devices, storage
+
+
+COLLECTIVES = torch.library.Library("c10d", "IMPL")
+"""Collectives over lists of tensors, which torch's simulated groups lack for tensors without values."""
 
 
 def install(paper: Paper, kind: str) -> None:
@@ -24,7 +29,7 @@ def install(paper: Paper, kind: str) -> None:
     torch.meta = torch.cpu  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: META  # type: ignore[assignment]
     _numbers()
-    _groups()
+    _groups(paper)
     _shapes(paper)
     _fsdp()
     _optimizers(paper)
@@ -48,7 +53,7 @@ def _numbers() -> None:
     torch.tensor = tensor
 
 
-def _groups() -> None:
+def _groups(paper: Paper) -> None:
     make = dist.new_group
 
     def new_group(ranks=None, *args, backend=None, **more):
@@ -56,6 +61,17 @@ def _groups() -> None:
         return make(ranks, *args, **more)
 
     dist.new_group = new_group
+    for name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"):
+        COLLECTIVES.impl(name, lambda *args: FakeWork().boxed(), "Meta")
+
+    def messages(operations: list[dist.P2POp]) -> list[Any]:
+        """Count messages that go out together."""
+        for each in operations:
+            if each.op.__name__ == "isend":
+                paper.traffic.add("send", each.group or dist.group.WORLD, each.tensor.nbytes)
+        return [FakeWork()]
+
+    dist.batch_isend_irecv = messages
     dist.distributed_c10d._set_pg_timeout = lambda *args: None  # type: ignore[attr-defined]
 
 
@@ -266,3 +282,10 @@ def _megatron() -> None:
             p.type = f"torch.cuda.{names[p.dtype]}Tensor".__str__
 
     model.cpu.dress = dress
+    settings = model.transformer_config
+
+    def fixed(*args: Any, **more: Any) -> Any:
+        """Stages do not tell each other the lengths of packs, which on paper are all of one length."""
+        return settings(*args, **more, variable_seq_lengths=False)
+
+    model.transformer_config = fixed

@@ -56,11 +56,14 @@ class Traffic:
         word = func.overloadpacket.__name__.strip("_")
         kind = next((kind for begin, kind in KINDS.items() if word.startswith(begin)), word)
         group = next((g for g in map(_group, args) if g is not None), None)
-        if group is None or group.size() == 1:
-            return
+        if group is not None and group.size() > 1:
+            self.add(kind, group, sent(kind, group.size(), group.rank(), args))
+
+    def add(self, kind: str, group: dist.ProcessGroup, size: int) -> None:
+        """Count one collective, or one message, of `size` bytes."""
         key = self.name(group), kind
         self.calls[key] += 1
-        self.bytes[key] += sent(kind, group.size(), group.rank(), args)
+        self.bytes[key] += size
 
 
 def sent(kind: str, n: int, rank: int, args: tuple) -> int:

@@ -16,7 +16,6 @@ from spmdrl.spmd.world import World
 
 def open_world(cfg: Config, rank: int, size: int) -> World:
     """Become one rank of `size` in this process; its device is torch's meta device."""
-    import torch.distributed._tools.fake_collectives  # noqa: F401 (teaches collectives about tensors without values)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
