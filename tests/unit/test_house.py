@@ -22,7 +22,7 @@ FLOORS = [
     ["checkpoint"],
     ["session"],
     ["rl"],
-    ["tools"],
+    ["tools", "plan"],
     ["train", "evaluate", "replay", "flight"],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
