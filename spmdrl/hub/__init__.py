@@ -1,6 +1,7 @@
 """Hugging Face models: folders on disk, building a model, adapters and routers in it.
 
 resolve.py    the folder that --model.path names
+shipped.py    configurations of published models beside the package, for plans
 folder.py     checks a folder; explains errors of libraries in plain words
 gguf.py       converts a GGUF file into a folder, once
 tokenizer.py  the tokenizer of a folder

