@@ -5,7 +5,8 @@ shipped.py    configurations of published models beside the package, for plans
 folder.py     checks a folder; explains errors of libraries in plain words
 gguf.py       converts a GGUF file into a folder, once
 tokenizer.py  the tokenizer of a folder
-build.py      the model of a folder
+build.py      the model of a folder, with its weights or without values
+quantized.py  the quantised folders that are read: fp8 by blocks
 lora.py       low-rank adapters in a model
 routing.py    records and replays the choices of routers in a mixture of experts
 """

@@ -1,11 +1,13 @@
-"""Builds the model of a Hugging Face folder."""
+"""Builds the model of a Hugging Face folder: with its weights, or without values, to be sharded before it is filled."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spmdrl.hub.folder import plain_errors
+from spmdrl.hub.quantized import drop_quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """`--model.dtype` in torch's terms."""
@@ -53,10 +55,81 @@ def build_model(
     if wrong:
         names = ", ".join(wrong[:4])
         raise ValueError(f"the weights in {folder} do not fit its config.json: missing or misshapen {names}")
+    _train_padding(model)
+    return model
+
+
+def empty_model(
+    folder: Path,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    head: str = "lm",
+) -> Any:
+    """Build the model of a Hugging Face folder on the meta device, from its config.json alone, in eval mode.
+
+    Parameters and the buffers that checkpoints hold have no values; tied parameters are one. The other buffers (rotary
+    tables and the like) are on the CPU and hold the values that transformers' `from_pretrained` gives them.
+
+    Arguments and errors are those of `build_model`; a quantised folder gives a plain model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.initialization import meta_device_safe_creation_ops
+
+    kind: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    # transformers' kernels for experts have no float64.
+    kernels = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    labels = {} if head == "lm" else {"num_labels": 1}
+    with plain_errors(folder), torch.random.fork_rng(devices=[]):
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True, **labels
+        )
+        drop_quantization(config, folder)
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model: Any = kind.from_config(
+                config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attn_implementation,
+                **kernels,
+            )
+        _keep_types(model, dtype)
+        _fill_buffers(model)
+    _train_padding(model)
+    return model.eval()
+
+
+def _keep_types(model: Any, dtype: Any) -> None:
+    """Give weights that a family keeps in float32 that type, as `from_pretrained` does."""
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        for module_name, module in model.named_modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None or not re.search(pattern.replace("*", ".*"), f"{module_name}.{name}"):
+                        continue
+                    if isinstance(tensor, torch.nn.Parameter):
+                        tensor.data = tensor.data.to(kept)
+                    else:
+                        held[name] = tensor.to(kept)
+
+
+def _fill_buffers(model: Any) -> None:
+    """Compute the buffers that no checkpoint holds as `from_pretrained` does: by the model's initialisation."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    # Parameters are on the meta device, where this costs nothing.
+    model.initialize_weights()
+
+
+def _train_padding(model: Any) -> None:
     # torch gives the padding token's embedding no gradient. A pack has no padding: in it that token, which may also be
     # the end token, is an ordinary one.
     model.get_input_embeddings().padding_idx = None
-    return model
 
 
 def decoder_layers(hf: Any) -> list[torch.nn.Module]:

@@ -65,9 +65,9 @@ def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]
 
 
 def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool = False):
-    """Put adapters of `dtype` into a whole HF model, in place; returns PEFT's LoraConfig. B starts at 0.
+    """Put adapters of `dtype` into a HF model, in place; returns PEFT's LoraConfig.
 
-    A is drawn from the run's seed and the layer's name: the same on every rank, for any number of ranks.
+    They start at `initial_values`, except in a model on the meta device, where they are there as well.
 
     Args:
         hf: a model whose layers are not sharded.
@@ -87,20 +87,33 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
         task_type="CAUSAL_LM",
     )
     frozen = {name: p.dtype for name, p in hf.named_parameters()}
+    empty = next(hf.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
-        inject_adapter_in_model(config, hf)
+        inject_adapter_in_model(config, hf, low_cpu_mem_usage=empty)
     for name, p in hf.named_parameters():
         name = plain_name(name)
         if not is_adapter(name):
             assert p.dtype == frozen[name], f"{name} was cast"
             continue
         p.data = p.data.to(dtype)
-        if ".lora_A." in name:
-            # PEFT's own distribution: uniform within 1 / sqrt(D).
-            draw = torch.Generator().manual_seed(seed_for(seed, *name.encode()))
-            bound = 1 / math.sqrt(p.shape[1])
-            p.data.copy_(torch.empty(p.shape, dtype=torch.float64).uniform_(-bound, bound, generator=draw))
+        if not empty:
+            p.data.copy_(initial_values(name, tuple(p.shape), seed))
     return config
+
+
+def initial_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return the values with which a whole adapter starts, float64 on the CPU: B is 0.
+
+    A is drawn from the run's seed and the layer's name: the same on every rank, for any number of ranks.
+
+    name: of an adapter, as `plain_name` gives it.
+    """
+    if ".lora_A." not in name:
+        return torch.zeros(shape, dtype=torch.float64)
+    # PEFT's own distribution: uniform within 1 / sqrt(D).
+    draw = torch.Generator().manual_seed(seed_for(seed, *name.encode()))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape, dtype=torch.float64).uniform_(-bound, bound, generator=draw)
 
 
 @contextmanager

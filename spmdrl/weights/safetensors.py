@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout
+from spmdrl.weights.folder import Tensors
 from spmdrl.weights.reshard import Piece, Reshard, catalogue
 from spmdrl.weights.shards import local, pieces_of
 
@@ -36,42 +37,29 @@ def read_into(
     named: Sequence[tuple[str, torch.Tensor]], folder: Path, layout: Layout, least: torch.dtype | None = None
 ) -> None:
     """Fill this rank's shards of a Shard(0) model; `least` and errors as in `fill`."""
-    fill(pieces_of(named, layout), folder, least)
+    fill(pieces_of(named, layout), Tensors(folder), least)
 
 
-@torch.no_grad()
-def fill(pieces: Sequence[Piece], folder: Path, least: torch.dtype | None = None) -> None:
-    """Copy HF safetensors into the tensors of pieces, reading only their boxes.
+def fill(pieces: Sequence[Piece], tensors: Tensors, least: torch.dtype | None = None) -> None:
+    """Copy tensors of a HF folder into the tensors of pieces, reading only their boxes.
 
     least: the narrowest float type that is accepted; None accepts any.
 
     Raises:
         ValueError: a tensor that the folder does not hold, or one of another shape or in a narrower type.
     """
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    files = json.loads(index.read_text())["weight_map"] if index.exists() else None
-    handles: dict[str, Any] = {}
+    folder = tensors.folder
     for piece in pieces:
-        name, file = piece.name, files.get(piece.name, "") if files else "model.safetensors"
-        if not file:
-            raise ValueError(f"{folder}: no tensor {name}; the folder is of another model")
-        if file not in handles:
-            handles[file] = safe_open(folder / file, framework="pt")
-        if name not in handles[file].keys():  # noqa: SIM118 (safe_open has no __contains__)
-            raise ValueError(f"{folder}/{file}: no tensor {name}; the folder is of another model")
-        view = handles[file].get_slice(name)
-        if tuple(view.get_shape()) != piece.shape:
-            raise ValueError(f"{folder}: {name} has shape {view.get_shape()}, the model wants {piece.shape}")
-        found = view[tuple(slice(a, b) for a, b in piece.box)] if piece.box else view[...]
-        if least and found.is_floating_point() and found.dtype.itemsize < least.itemsize:
+        name, shape, stored = piece.name, tensors.shape(piece.name), tensors.dtype(piece.name)
+        if shape != piece.shape:
+            raise ValueError(f"{folder}: {name} has shape {list(shape)}, the model wants {piece.shape}")
+        if least and stored and stored.itemsize < least.itemsize:
             raise ValueError(
-                f"{folder}: {name} is {found.dtype}, and the checkpoint holds no {least} weights to go on from: resume "
+                f"{folder}: {name} is {stored}, and the checkpoint holds no {least} weights to go on from: resume "
                 "with the --policy.backend that it was made with, or take another --run.dir and start from its model "
                 "with --model.path"
             )
-        piece.tensor.copy_(found)
+        tensors.copy(name, piece.box, piece.tensor)
 
 
 def on_first(pieces: list[Piece], world: World, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:

@@ -326,13 +326,13 @@ def refusals(world, folder, odd):
     """Returns the messages of refusals, the models built before them, and the history of a right program."""
     four = world_of(world, {"sp": 4})
     built, messages = [], []
-    build = fsdp.build_model
-    fsdp.build_model = lambda *_: built.append(1)
+    build = fsdp.empty_model
+    fsdp.empty_model = lambda *_: built.append(1)
     try:
         build_policy(settings(odd), four)
     except ValueError as error:
         messages.append(str(error))
-    fsdp.build_model = build
+    fsdp.empty_model = build
     policy = build_policy(settings(folder), four)
     try:
         policy.logprobs(from_episodes(synthetic_batch(1, 1 + world.rank)), 1.0)

@@ -20,7 +20,7 @@ from spmdrl.config.engines import Part
 from spmdrl.config.schema import OptimizerConfig, TrainingConfig
 from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
-from spmdrl.hub.build import DTYPES, build_model
+from spmdrl.hub.build import DTYPES, empty_model
 from spmdrl.hub.lora import attach, is_adapter, plain_name, without_adapters
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
@@ -30,6 +30,7 @@ from spmdrl.policy.contract import Head, Objective, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
 from spmdrl.policy.fsdp.checkpoint import load, saving
 from spmdrl.policy.fsdp.liger import use_liger
+from spmdrl.policy.fsdp.loading import fill_model
 from spmdrl.policy.fsdp.sharding import recompute, sharded
 from spmdrl.policy.heads import Second
 from spmdrl.policy.learner import Learner
@@ -85,7 +86,8 @@ class FsdpPolicy(Learner):
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
         adapt = adapt and cfg.lora.rank > 0
         kept = self.master if trainable and not adapt else self.compute
-        hf = build_model(self.folder, kept, cfg.model.trust_remote_code, packed.register(), head)
+        # Without values until `fill`: no rank holds more of the model than its own shards.
+        hf = empty_model(self.folder, kept, cfg.model.trust_remote_code, packed.register(), head)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{path}: an output head with a bias is not supported")
         keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path
@@ -105,6 +107,7 @@ class FsdpPolicy(Learner):
         trained = is_adapter if adapt and trainable else (lambda name: trainable)
         # Any: fully_shard adds methods, and the parameters become DTensors.
         self.model: Any = sharded(hf, cfg, world, head, self.compute, self.share, trained)
+        self.fill()
         # Routing biases and the like: every rank holds them whole.
         kept = self.model.hf.state_dict().keys()
         self.buffers: list[tuple[str, Any]] = [(n, b) for n, b in self.model.hf.named_buffers() if n in kept]
@@ -114,6 +117,13 @@ class FsdpPolicy(Learner):
         self.gathering: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
         self.away: list[Parked] = []
         self.parameters_away = False
+
+    def fill(self) -> None:
+        """Give the sharded model its memory and the values of its folder.
+
+        Everything else in the constructor works on parameters without values, so that a subclass may leave this out.
+        """
+        fill_model(self.model, self.folder, self.world.device, self.head, self.cfg.run.seed)
 
     # ── forward ──────────────────────────────────────────────────────────────
 

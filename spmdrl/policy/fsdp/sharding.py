@@ -69,7 +69,7 @@ def sharded(
     share: bool,
     trained: Callable[[str], bool],
 ) -> Any:
-    """Wrap, freeze and shard a HF model, and move it to this rank's device. Collective.
+    """Wrap, freeze and shard a HF model, which may be on the meta device: it stays where it is. Collective.
 
     compute: type of the forward. share: prompts run once for all their samples. trained: True for the names of
     parameters that train.
@@ -83,4 +83,4 @@ def sharded(
         p.requires_grad_(trained(name))
     # The lockstep recorder wants to see collectives, which direct sends are not.
     shard(model, world, compute, cfg.policy.reshard_after_forward, not cfg.run.lockstep_debug)
-    return model.to(world.device)
+    return model

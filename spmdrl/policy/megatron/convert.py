@@ -19,6 +19,7 @@ import torch
 
 from spmdrl.policy.megatron.names import OUTSIDE
 from spmdrl.weights.experts import full_box
+from spmdrl.weights.folder import Tensors
 from spmdrl.weights.reshard import Box, Piece
 from spmdrl.weights.safetensors import fill
 
@@ -72,34 +73,21 @@ def pieces(models: Sequence[Any]) -> list[Piece]:
     return [Piece(h.name, h.shape, h.box, h.view, h.exact) for h in slots(models)]
 
 
-def load(models: Sequence[Any], folder: Path) -> None:
+def load(models: Sequence[Any], folder: Path, blocks: tuple[int, int] | None = None) -> None:
     """Fill the models from HF safetensors; each rank reads what it holds.
 
-    A `value` head that the folder lacks starts at 0.
+    A `value` head that the folder lacks starts at 0. blocks: as of `weights/folder.py` for a folder in fp8.
 
     Raises:
         ValueError: a tensor that the folder does not hold, or one of another shape.
     """
-    wanted = pieces(models)
-    if any(unwrapped(m).head == "value" for m in models) and not in_folder(folder, "score.weight"):
+    wanted, tensors = pieces(models), Tensors(folder, blocks)
+    if any(unwrapped(m).head == "value" for m in models) and "score.weight" not in tensors:
         for piece in wanted:
             if piece.name == "score.weight":
                 piece.tensor.zero_()
         wanted = [p for p in wanted if p.name != "score.weight"]
-    fill(wanted, folder)
-
-
-def in_folder(folder: Path, name: str) -> bool:
-    """Return True if HF safetensors hold a tensor of that name."""
-    import json
-
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return name in json.loads(index.read_text())["weight_map"]
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return name in file.keys()  # noqa: SIM118 (safe_open has no __contains__)
+    fill(wanted, tensors)
 
 
 def unwrapped(model: Any) -> Any:

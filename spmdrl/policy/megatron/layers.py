@@ -44,7 +44,7 @@ class Norm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
         self.eps, self.centered = eps, config.layernorm_zero_centered_gamma
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         # finalize_model_grads sums over tp the gradients of modules that see only part of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class DuplicatedLinear(nn.Module):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any):
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -106,7 +106,7 @@ class Scalar(nn.Module):
 
     def __init__(self, config: Any, tp_group: Any):
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 

@@ -5,6 +5,7 @@ TransformerEngine. Parameters have the same names either way: norms are separate
 """
 
 import logging
+from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -148,7 +149,8 @@ def build(
 
     Args:
         hf_config: configuration of transformers.
-        folder: HF safetensors that fill it; None leaves the weights uninitialized.
+        folder: HF safetensors that fill it; None leaves the weights uninitialized, on a CPU in memory that the system
+            has not handed out yet.
         layout: the layout given to `initialize`.
         dtype: type of the parameters.
         device: this rank's device.
@@ -166,7 +168,9 @@ def build(
 
     arch = describe(hf_config)
     check_model(layout, arch.settings)
-    with repairs.quiet():
+    host = device.type == "cpu"
+    # On a CPU Megatron makes each weight whole, in float32, before it takes a rank's part.
+    with repairs.quiet(), torch.device("meta") if host else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
         for stage in range(layout.virtual_stages):
@@ -174,11 +178,30 @@ def build(
             first = parallel_state.is_pipeline_first_stage(**place)
             last = parallel_state.is_pipeline_last_stage(**place)
             virtual = stage if layout.virtual_stages > 1 else None
-            models.append(Model(config, arch, layout, head, first, last, virtual, _has_engine(device)).to(device))
+            model = Model(config, arch, layout, head, first, last, virtual, _has_engine(device))
+            models.append(_with_memory(model, device) if host else model.to(device))
     cpu.dress(p for model in models for p in model.parameters())
     if folder is not None:
         convert.load(models, folder)
     return models
+
+
+def _with_memory(model: Any, device: torch.device) -> Any:
+    """Put parameters and buffers that are on the meta device onto a device; buffers start at 0. Returns the model."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None or not p.is_meta:
+                continue
+            if id(p) not in made:
+                made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                # Megatron's notes on the parameter: how it is divided, and over which ranks its gradient is summed.
+                made[id(p)].__dict__.update(p.__dict__)
+            module._parameters[name] = made[id(p)]
+        for name, b in module._buffers.items():
+            if b is not None and b.is_meta:
+                module._buffers[name] = torch.zeros_like(b, device=device)
+    return model
 
 
 def head_weight(model: Any) -> tuple[torch.Tensor, int]:

@@ -15,6 +15,7 @@ from spmdrl.config.schema import OptimizerConfig, PolicyConfig, TrainingConfig
 from spmdrl.data.batch import Batch
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import plain_errors
+from spmdrl.hub.quantized import drop_quantization, fp8_blocks
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.contract import Head, Objective, Shared
 from spmdrl.policy.heads import Second, divisor_of, softcap_of
@@ -26,6 +27,7 @@ from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
+from spmdrl.weights.folder import Tensors
 from spmdrl.weights.reshard import Piece
 from spmdrl.weights.safetensors import Stored, fill, prediction_heads, save_model, stored
 
@@ -89,6 +91,7 @@ class MegatronPolicy(Learner):
         self.folder = resolve(path or cfg.model.path, trust)
         with plain_errors(self.folder):
             self.hf_config = AutoConfig.from_pretrained(self.folder, trust_remote_code=trust)
+            drop_quantization(self.hf_config, self.folder)
         self.dtype, self.grid = DTYPES[cfg.model.dtype], layout_of(cfg)
         if not parallel_state.model_parallel_is_initialized():
             initialize(self.grid)
@@ -99,7 +102,7 @@ class MegatronPolicy(Learner):
         if cfg.policy.recompute == "full":
             recompute |= dict(recompute_method="uniform", recompute_num_layers=1)
         more = recompute if cfg.policy.activation_checkpointing and trainable else {}
-        self.chunks = build(self.hf_config, self.folder, self.grid, self.dtype, world.device, head, **more)
+        self.chunks = build(self.hf_config, None, self.grid, self.dtype, world.device, head, **more)
         own = trainable and path in ("", cfg.model.path)
         self.kept: Stored = []
         if own and head == "lm":
@@ -117,6 +120,18 @@ class MegatronPolicy(Learner):
         # An interleaved schedule runs its chunks in rounds of pp micro-batches.
         self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
         self.away: list[Parked] = []
+        self.fill()
+
+    def fill(self) -> None:
+        """Read this rank's part of the folder into the model and into the optimizer's own copies.
+
+        The last step of the constructor, which does not depend on values before it: a subclass may leave it out.
+        """
+        from spmdrl.policy.megatron import convert
+
+        convert.load(self.chunks, self.folder, fp8_blocks(self.folder))
+        if self.trainer:
+            self.trainer.take_weights()
 
     # ── forward, update ──────────────────────────────────────────────────────
 
@@ -209,7 +224,7 @@ class MegatronPolicy(Learner):
 
     def load(self, folder: Path) -> None:
         """See the contract."""
-        fill(self.pieces(), folder / "model")
+        fill(self.pieces(), Tensors(folder / "model"))
         if self.trainer:
             self.trainer.take_weights()
             self.trainer.load(folder / "state" / "optimizer")

@@ -1,0 +1,163 @@
+"""Reads boxes of the tensors in a Hugging Face folder, straight from its safetensors files.
+
+A file is mapped, and only the bytes of a box are copied, a bounded number at a time: a rank that needs a part of a
+model never holds more than that part and one chunk. Weights in fp8 with a scale for each block, the form in which
+DeepSeek-V3 is published (https://arxiv.org/abs/2412.19437, section 3.3), are dequantised box by box.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.weights.boxes import Box, inside, size
+
+CHUNK = 32 << 20
+"""Bytes that are copied at a time, counted in float32 for fp8 weights."""
+SCALE = "_scale_inv"
+"""Ending that the scales of a weight add to its name."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Floating-point types by their names in safetensors."""
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Tensors:
+    """The tensors of a HF folder."""
+
+    def __init__(self, folder: Path, blocks: tuple[int, int] | None = None):
+        """Open a folder; only headers are read.
+
+        Args:
+            folder: safetensors, in one file or with an index.
+            blocks: rows and columns of the blocks of fp8 weights that share a scale; None if there are none.
+
+        Raises:
+            ValueError: a file that is missing or unreadable.
+        """
+        self.folder, self.blocks = folder, blocks
+        self.handles: dict[str, Any] = {}
+        self.slices: dict[str, Any] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            # Only the last part of a path counts: weights do not lie outside their folder.
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.files: dict[str, str] = {name: Path(file).name for name, file in found.items()}
+        else:
+            file = "model.safetensors"
+            self.files = dict.fromkeys(self._open(file).keys(), file)
+
+    def _open(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self.handles:
+            try:
+                self.handles[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                reason = f"{self.folder / file} is not a complete safetensors file ({error}): copy it again"
+                raise ValueError(reason) from error
+        return self.handles[file]
+
+    def _slice(self, name: str) -> Any:
+        from safetensors import SafetensorError
+
+        if name not in self.slices:
+            if name not in self.files:
+                raise ValueError(f"{self.folder}: no tensor {name}; the folder is of another model")
+            try:
+                self.slices[name] = self._open(self.files[name]).get_slice(name)
+            except SafetensorError as error:
+                where = f"{self.folder}/{self.files[name]}"
+                raise ValueError(f"{where}: no tensor {name}; the folder is of another model") from error
+        return self.slices[name]
+
+    def __contains__(self, name: str) -> bool:
+        """Return True if the folder holds a tensor of that name."""
+        return name in self.files
+
+    def names(self) -> list[str]:
+        """List the tensors; scales belong to their weights and are left out."""
+        return [
+            n for n in self.files if not (self.blocks and n.endswith(SCALE) and n.removesuffix(SCALE) in self.files)
+        ]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the floating-point type of a tensor as it is stored; None for another kind."""
+        return DTYPES.get(self._slice(name).get_dtype())
+
+    def check_scales(self, name: str) -> None:
+        """Check that an fp8 tensor can be dequantised.
+
+        Raises:
+            ValueError: scales that are missing or do not fit, or a folder that has no blocks.
+        """
+        if self.dtype(name) not in FP8:
+            return
+        if self.blocks is None:
+            raise ValueError(f"{self.folder}: {name} is in fp8, and config.json tells no quantization_config for it")
+        shape = self.shape(name)
+        wanted = tuple(-(-n // block) for n, block in zip(shape, self.blocks, strict=False))
+        if name + SCALE not in self or len(shape) != 2:
+            raise ValueError(
+                f"{self.folder}: the fp8 weight {name} {shape} has no scales ({name + SCALE} {wanted}): copy the "
+                "folder again, or take a dequantised one"
+            )
+        if (found := self.shape(name + SCALE)) != wanted:
+            raise ValueError(f"{self.folder}: {name + SCALE} has shape {found}, the blocks of {name} want {wanted}")
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Read a box; dequantised weights are float32."""
+        view = self._slice(name)
+        found = view[tuple(slice(a, b) for a, b in box)] if box else view[...]
+        return self._dequantised(name, box, found) if found.dtype in FP8 else found
+
+    def _dequantised(self, name: str, box: Box, found: torch.Tensor) -> torch.Tensor:
+        self.check_scales(name)
+        assert self.blocks
+        around = tuple((a // n, -(-b // n)) for (a, b), n in zip(box, self.blocks, strict=True))
+        scale = self._slice(name + SCALE)[tuple(slice(a, b) for a, b in around)].float()
+        for dim, ((a, b), (first, _), n) in enumerate(zip(box, around, self.blocks, strict=True)):
+            scale = scale.repeat_interleave(n, dim).narrow(dim, a - first * n, b - a)
+        return found.float().mul_(scale)
+
+    @torch.no_grad()
+    def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
+        """Copy a box into a tensor of its shape, of any type and on any device, chunk by chunk."""
+        stored = self.dtype(name)
+        width = 8 if stored is None else 4 if stored in FP8 else stored.itemsize
+        for part in chunks(box, CHUNK // width):
+            inside(into, part, box).copy_(self.read(name, part))
+
+    def differs(self, name: str, box: Box, other: torch.Tensor) -> bool:
+        """Return True if a box, cast to the other's type, does not equal it."""
+        parts = chunks(box, CHUNK // 8)
+        return any(not torch.equal(self.read(name, p).to(other), inside(other, p, box)) for p in parts)
+
+
+def chunks(box: Box, most: int) -> Iterator[Box]:
+    """Cut a box into parts of at most `most` elements, or of one row of its last dimension."""
+    if not box or size(box) <= most:
+        yield box
+        return
+    (first, last), rest = box[0], box[1:]
+    inner = max(1, math.prod(b - a for a, b in rest))
+    if inner > most and rest:
+        for row in range(first, last):
+            yield from (((row, row + 1), *part) for part in chunks(rest, most))
+        return
+    step = max(1, most // inner)
+    for row in range(first, last, step):
+        yield ((row, min(row + step, last)), *rest)

@@ -1,0 +1,173 @@
+"""Finds the tensors of a Hugging Face folder that the parameters of a model are read from.
+
+transformers renames tensors when it loads a folder, adds or drops the prefix of the inner model, packs the experts of a
+layer into one parameter, and for a few families splits or turns tensors. The rules are its own
+(`core_model_loading.py`); they are applied to names here, and to the boxes that a rank needs, so that any part of a
+parameter is read without the rest. `experts.py` has the opposite direction.
+"""
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmdrl.weights.boxes import Box, cut, inside
+from spmdrl.weights.experts import full_box
+from spmdrl.weights.folder import Tensors
+
+
+@dataclass(eq=False)
+class Converted:
+    """Tensors that go through a conversion of transformers."""
+
+    first: str
+    """The first parameter that the conversion makes; it may make several."""
+    converter: Any
+    """transformers' WeightConverter."""
+    by_pattern: dict[str, list[str]]
+    """The tensors, by the pattern of the converter that their names match, in transformers' order."""
+
+    def packs(self) -> bool:
+        """Return True if experts are packed along dim 0 and their projections along dim 1, and nothing else happens."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        steps = [(type(op), getattr(op, "dim", None)) for op in self.converter.operations]
+        several = len(self.converter.target_patterns) > 1
+        return not several and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+    def projections(self) -> list[list[str]]:
+        """For each projection, in its order along dim 1, the tensors of the experts."""
+        return [self.by_pattern.get(pattern, []) for pattern in self.converter.source_patterns]
+
+    def run(self, hf: Any, tensors: Tensors, meta: bool = False) -> dict[str, torch.Tensor]:
+        """Return the parameters that the conversion makes, by name. meta: only their shapes, nothing is read."""
+        converter = deepcopy(self.converter)
+        for pattern, names in self.by_pattern.items():
+            for name in names:
+                shape = tensors.shape(name)
+                found = torch.empty(shape, device="meta") if meta else tensors.read(name, full_box(shape))
+                converter.add_tensor(self.first, name, pattern, found)
+        made = converter.convert(self.first, model=hf, config=hf.config)
+        return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+
+
+class Sources:
+    """Where each parameter of a model is in a folder."""
+
+    def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
+        """Match names; no weights are read.
+
+        Args:
+            hf: a transformers model; it may be on the meta device, sharded, or hold adapters.
+            shapes: names in the original model -> whole shapes, of all parameters and persistent buffers.
+            tensors: the folder.
+        """
+        self.hf, self.shapes, self.tensors = hf, dict(shapes), tensors
+        self.plain: dict[str, str] = {}
+        self.converted: dict[str, Converted] = {}
+        self.last: tuple[Converted, dict[str, torch.Tensor]] | None = None
+        self._match()
+        # One conversion may make several parameters, under names that only it knows.
+        for first, each in list(self.converted.items()):
+            if not each.packs():
+                for name in self._made(each):
+                    self.converted.setdefault(name, self.converted[first])
+
+    def _match(self) -> None:
+        """Assign each tensor to a parameter, as transformers' `convert_and_load_state_dict_in_model` does."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        known = get_model_conversion_mapping(self.hf)
+        renamings = [t for t in known if isinstance(t, WeightRenaming)]
+        converters = [t for t in known if isinstance(t, WeightConverter)]
+        of_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+        prefix: Any = self.hf.base_model_prefix
+        shapes: Any = self.shapes
+        for name in sorted(self.tensors.names(), key=dot_natural_key):
+            renamed, pattern = rename_source_key(name, renamings, converters, prefix, shapes)
+            if renamed not in shapes and name in shapes:
+                renamed, pattern = rename_source_key(name, [], [], prefix, shapes)
+            if renamed not in shapes:
+                continue
+            if pattern is None:
+                # As in transformers, the first of several tensors for one parameter.
+                self.plain.setdefault(renamed, name)
+            else:
+                at = self.converted.setdefault(renamed, Converted(renamed, of_pattern[pattern], {}))
+                at.by_pattern.setdefault(pattern, []).append(name)
+
+    def _made(self, each: Converted) -> dict[str, tuple[int, ...]]:
+        try:
+            made = each.run(self.hf, self.tensors, meta=True)
+        except (RuntimeError, ValueError, IndexError):
+            # Tensors that do not go together; `unfit` tells.
+            return {}
+        return {name: tuple(x.shape) for name, x in made.items()}
+
+    def __contains__(self, name: str) -> bool:
+        """Return True if the folder has tensors for a parameter."""
+        return name in self.plain or name in self.converted
+
+    def fits(self, name: str) -> bool:
+        """Return True if the folder has a parameter, in the right shape."""
+        shape = self.shapes[name]
+        if name in self.plain:
+            return self.tensors.shape(self.plain[name]) == shape
+        if name not in self.converted:
+            return False
+        each = self.converted[name]
+        if not each.packs():
+            return self._made(each).get(name) == shape
+        projections = each.projections()
+        rows, odd = divmod(shape[1], len(projections)) if len(shape) > 1 else (0, 1)
+        part = (rows, *shape[2:])
+        return not odd and all(
+            len(names) == shape[0] and all(self.tensors.shape(n) == part for n in names) for names in projections
+        )
+
+    def may_lack(self, name: str) -> bool:
+        """Return True if the model's class says that a folder need not hold a parameter."""
+        return any(re.search(pattern, name) for pattern in self.hf._keys_to_ignore_on_load_missing or ())
+
+    def read_from(self, name: str) -> list[str]:
+        """List the tensors that a parameter is read from."""
+        if name in self.plain:
+            return [self.plain[name]]
+        return [tensor for names in self.converted[name].by_pattern.values() for tensor in names]
+
+    @torch.no_grad()
+    def copy(self, name: str, box: Box, into: torch.Tensor) -> None:
+        """Copy a box of a parameter that `fits` into a tensor of the box's shape."""
+        if name in self.plain:
+            self.tensors.copy(self.plain[name], box, into)
+            return
+        each = self.converted[name]
+        if each.packs():
+            self._copy_experts(each.projections(), self.shapes[name], box, into)
+            return
+        if self.last is None or self.last[0] is not each:
+            # Other boxes, and other parameters of the same conversion, are likely to be next.
+            self.last = each, each.run(self.hf, self.tensors)
+        into.copy_(inside(self.last[1][name], box))
+
+    def _copy_experts(self, projections: list[list[str]], shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
+        """Copy [experts, projections of each end to end, ...]."""
+        (first, last), inner = box[0], box[1:]
+        rows = shape[1] // len(projections)
+        for expert in range(first, last):
+            for i, names in enumerate(projections):
+                place: Box = ((i * rows, (i + 1) * rows), *full_box(shape[2:]))
+                if (part := cut(place, inner)) is None:
+                    continue
+                top, bottom = part[0]
+                source: Box = ((top - i * rows, bottom - i * rows), *part[1:])
+                self.tensors.copy(names[expert], source, inside(into[expert - first], part, inner))
