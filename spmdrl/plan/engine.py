@@ -14,7 +14,8 @@ from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
 from spmdrl.hub.lora import are_adapters
 from spmdrl.plan.engine_boxes import EngineLayout
-from spmdrl.plan.engine_bytes import Model, cache_of, kind_of, longest_of, model_of, weights_of, workspace_of
+from spmdrl.plan.engine_memory import cache_of, kind_of, longest_of, workspace_of
+from spmdrl.plan.engine_weights import Model, model_of, weights_of
 from spmdrl.rollout.engine import Completion, Key, Owner, Request
 from spmdrl.rollout.needs import Needs
 from spmdrl.weights.boxes import Entry
@@ -43,9 +44,11 @@ class PaperEngine:
         self.layout = EngineLayout(self.kind, hf_config, rollout.tp, dp, ep)
         self.capacity, self.longest = rollout.max_sequences, longest_of(cfg, hf_config)
         self.version: int | None = None
-        found = weights_of(cfg, self.layout, model or model_of(hf_config, cfg.model.trust_remote_code), self.place)
-        self.weight_bytes, self.unknown = found.bytes, found.unknown
-        """Bytes of the parameters, padding included; names of tensors that no rule covers, counted whole."""
+        model = model or model_of(hf_config, cfg.model.trust_remote_code)
+        found = weights_of(cfg, self.layout, model, self.place, self.on_cpu)
+        self.weight_bytes, self.packed_bytes, self.unknown = found.bytes, found.packed, found.unknown
+        """Bytes of the parameters, padding included; what vLLM's CPU build adds to them when it first samples; names of
+        tensors that no rule covers, counted whole."""
         self.workspace: dict[str, int] = {}
         """Estimated bytes beside weights and cache while the engine is awake, by what they are for; none on a CPU."""
         if gpu_memory is not None:
@@ -88,9 +91,9 @@ class PaperEngine:
         return []
 
     def needs(self, entries: list[Entry]) -> Needs:
-        """See the contract. Tensors that rounding needs whole, and adapters, are read whole, as by the real engine."""
-        whole = are_adapters(e.name for e in entries) if entries else False
-        if self.kind != "hf" and self.cfg.rollout.quantization != "none":
+        """See the contract. vLLM reads adapters whole, and so everything that it rounds."""
+        whole = bool(entries) and are_adapters(entry.name for entry in entries)
+        if self.kind == "vllm" and self.cfg.rollout.quantization != "none":
             whole = True
         if self.kind == "sglang" and self.cfg.rollout.sglang_push == "broadcast" and self.layout.ranks > 1:
             # The first rank sends whole tensors to all processes.

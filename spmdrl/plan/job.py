@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +11,9 @@ import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.plan.batch import full_batch
+from spmdrl.plan.boxes import Everyone
 from spmdrl.plan.paper import Moment, Paper
+from spmdrl.plan.push import plan_push
 from spmdrl.plan.traffic import Traffic
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.spmd.world import World
@@ -64,8 +66,12 @@ class Step:
 class PaperRank:
     """A rank of the job, with its models and its engine."""
 
-    def __init__(self, cfg: Config, world: World, algo: Algorithm, models: Any, engine: Any, paper: Paper):
+    def __init__(
+        self, cfg: Config, world: World, algo: Algorithm, models: Any, engine: Any, paper: Paper, engine_at: Any
+    ):
+        """engine: this rank's; None if it does not sample. engine_at: makes that of any place in an engine."""
         self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
+        self.engine_at = engine_at
         from spmdrl.session.device_table import Memory
         from spmdrl.tracking.metrics import Timer
 
@@ -73,6 +79,8 @@ class PaperRank:
         self.memory = Memory(cfg, models, engine, Timer(), world)
         self.memory.meter = self  # type: ignore[assignment]
         self.laps: list[Moment] = []
+        if models.policy is not None:
+            plan_push(paper, self.memory.transfer, lambda part: Everyone(world, models.policy, engine_at, part))
 
     def lap(self) -> tuple[int, int]:
         """The meter of the device table: bytes at this moment, and the most since the last call."""
@@ -88,7 +96,9 @@ class PaperRank:
         before, began = self.paper.traffic.copy(), self.paper.flops
         self.paper.lap()
         self.laps.clear()
+        self.paper.tag = "push buffers"
         with self.memory.rollout_phase():
+            self.paper.tag = "activations"
             *pushing, sampling = self.laps
             moments["push"] = max(pushing, key=lambda m: m.live, default=sampling)
             pushed = self.paper.traffic.since(before)
@@ -190,7 +200,7 @@ def parameters_of(model: Any) -> list[Any]:
     return list(model.shards) if hasattr(model, "shards") else [p for chunk in model.chunks for p in chunk.parameters()]
 
 
-def open_rank(cfg: Config, rank: int, size: int, kind: str, folder: Path, engine: Any = None) -> PaperRank:
+def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | None = None) -> PaperRank:
     """Build one rank of a job on paper, in this process, which can hold no other afterwards.
 
     Args:
@@ -198,14 +208,25 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, folder: Path, engine
         rank: of `size`.
         size: ranks of the job.
         kind: `cuda` or `cpu`, the kind of its devices.
-        folder: the model's config.json; weights are not read.
-        engine: makes the stand-in of the rank's engine from (cfg, world); None for none.
+        gpu_memory: bytes of one GPU; None for a CPU.
     """
-    from spmdrl.plan.readers import without_files
+    from transformers import AutoConfig
+
+    from spmdrl.plan.engine import PaperEngine
+    from spmdrl.plan.engine_weights import model_of
+    from spmdrl.plan.readers import folders_of, without_files
     from spmdrl.plan.substitutes import install
     from spmdrl.plan.world import name_axes, open_world
     from spmdrl.policy.models import build_models
     from spmdrl.rl.compose import compose
+
+    folders = folders_of(cfg)
+    hf_config = AutoConfig.from_pretrained(folders[cfg.model.path], trust_remote_code=cfg.model.trust_remote_code)
+    tensors = model_of(hf_config, cfg.model.trust_remote_code)
+
+    def engine(place: int) -> PaperEngine:
+        with paper.tagged("engine"):
+            return PaperEngine(cfg, SimpleNamespace(engine_tp_rank=place), hf_config, gpu_memory, tensors)
 
     paper = Paper()
     install(paper, kind)
@@ -213,11 +234,14 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, folder: Path, engine
     algo = compose(cfg)
     # One for the whole job: the process ends with it.
     paper.__enter__()
-    with without_files(folder), paper.tagged("parameters"):
+    with without_files(folders), paper.tagged("parameters"):
         models = build_models(cfg, world, algo.needs)
     for name, model in models.named():
-        for owner, tensors in model._held().items():
-            paper.retag([x for x in tensors if x is not None], f"{name} {owner}")
+        for owner, tensors_of in model._held().items():
+            paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
     name_axes(paper.traffic, cfg, world)
-    made = engine(cfg, world) if engine is not None and world.samples else None
-    return PaperRank(cfg, world, algo, models, made, paper)
+    made = None
+    if world.samples:
+        made = engine(world.engine_tp_rank)
+        made.sleep(2)
+    return PaperRank(cfg, world, algo, models, made, paper, engine)

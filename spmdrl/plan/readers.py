@@ -1,40 +1,68 @@
-"""Builds models on paper from their config.json: nothing is read from files of weights."""
+"""Builds policies on paper from a model's config.json: nothing is read from files of weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
+from spmdrl.config.schema import Config
+from spmdrl.hub.shipped import shipped
 from spmdrl.plan.paper import META
+
+Find = Callable[..., Path]
+"""Finds the folder of a path as `--model.path` takes it."""
+
+
+def folder_of(path: str, trust_remote_code: bool = False) -> Path:
+    """Return a folder with the config.json that a path names; its weights may be absent.
+
+    Raises:
+        ValueError: there is none; the message says what to do.
+    """
+    local = Path(path).expanduser()
+    if (local / "config.json").is_file():
+        return local
+    if found := shipped(path):
+        return found
+    from spmdrl.hub.resolve import resolve
+
+    return resolve(path, trust_remote_code)
+
+
+def folders_of(cfg: Config) -> dict[str, Path]:
+    """Return the folder of every model path of a run: the policy's, and those of its other models where given."""
+    paths = [cfg.model.path, cfg.reference.path, cfg.critic.path, cfg.process_reward.path]
+    paths += [cfg.reward.model, cfg.safety.cost_model]
+    return {path: folder_of(path, cfg.model.trust_remote_code) for path in paths if path}
 
 
 @contextmanager
-def without_files(folder: Path) -> Iterator[None]:
-    """Inside this context policies are built from that folder's config.json, on the meta device."""
+def without_files(folders: dict[str, Path]) -> Iterator[None]:
+    """Inside this context policies are built from the config.json of these folders, on the meta device."""
     from spmdrl.policy import models
     from spmdrl.policy.fsdp import policy as fsdp
 
-    places: list[tuple[Any, str, Any]] = [
-        (fsdp, "resolve", lambda *args: folder),
-        (fsdp, "build_model", empty_model),
-        (fsdp, "prediction_heads", lambda *args: []),
-        (models, "check_same_tokens", lambda *args: None),
-    ]
-    from importlib.util import find_spec
+    def find(path: str, *_: Any) -> Path:
+        return folders[path]
 
+    places: list[tuple[Any, str, Any]] = [
+        (fsdp, "resolve", find),
+        (fsdp, "fill_model", lambda model, *_: model.to(META)),
+        (fsdp, "prediction_heads", lambda *_: []),
+        (models, "check_same_tokens", lambda *_: None),
+    ]
     if find_spec("megatron") is not None:
         from spmdrl.policy.megatron import convert
         from spmdrl.policy.megatron import policy as megatron
 
         places += [
-            (megatron, "resolve", lambda *args: folder),
-            (megatron, "build", on_meta(megatron.build)),
-            (megatron, "prediction_heads", lambda *args: []),
-            (megatron, "stored", lambda *args: []),
-            (convert, "load", lambda *args: None),
+            (megatron, "resolve", find),
+            (megatron, "build", _on_meta(megatron.build)),
+            (megatron, "prediction_heads", lambda *_: []),
+            (megatron, "stored", lambda *_: []),
+            (convert, "load", lambda *_: None),
         ]
     with ExitStack() as stack:
         for module, name, value in places:
@@ -42,28 +70,9 @@ def without_files(folder: Path) -> Iterator[None]:
         yield
 
 
-def on_meta(build: Any) -> Any:
-    """Wrap Megatron's builder so that parameters are made on the meta device."""
-
-    def built(*args, **kwargs):
+def _on_meta(build: Any) -> Any:
+    def built(*args: Any, **more: Any) -> Any:
         with META:
-            return build(*args, **kwargs)
+            return build(*args, **more)
 
     return built
-
-
-def empty_model(folder, dtype, trust_remote_code=False, attn_implementation="sdpa", head="lm"):
-    """Stand in for `hub.build.build_model`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    config = AutoConfig.from_pretrained(folder)
-    kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
-    if head != "lm":
-        config.num_labels = 1
-    with META:
-        model = kind.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    model.get_input_embeddings().padding_idx = None
-    return model.eval()
-
-
-torch  # noqa: B018

@@ -1,53 +1,27 @@
-"""An engine's weights, workspace and KV cache in bytes, from the model's config and the settings.
+"""An engine's workspace and KV cache in bytes, from the model's config and the settings.
 
-Weights and the cache's bytes of a token are those of the engine itself; the workspace is an estimate, and says of what.
+A token's bytes in the cache are those of the engine itself; the workspace is an estimate, and says of what.
 """
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from spmdrl.config.engines import engine_name
 from spmdrl.config.schema import Config
 from spmdrl.hub.build import DTYPES
-from spmdrl.hub.lora import is_adapter
 from spmdrl.plan.engine_boxes import EngineLayout, Kind
 from spmdrl.rollout.engine import kv_bytes_per_token
 from spmdrl.rollout.sglang.options import CPU_KV_BYTES, SPARE_TOKENS
 from spmdrl.rollout.vllm.cpu import CPU_BLOCK, cpu_kv_bytes
 from spmdrl.rollout.vllm.options import GPU_BLOCK
-from spmdrl.weights.boxes import Entry, size
-from spmdrl.weights.experts import Layout, full_box
 
 GIB = 1 << 30
 MLA_BLOCK = 64
 """Tokens in one KV block of vLLM's kernels for latent attention on Hopper (`v1/attention/backends/mla`)."""
+CPU_MLA_BLOCK = 16
+"""The same of its kernel for CPUs (`platforms/cpu.py`)."""
 OUTSIDE = GIB
 """Estimate: bytes of a GPU that communication buffers, kernels and graphs of an engine take beside torch's own."""
-
-
-@dataclass
-class Model:
-    """Tensors of a checkpoint, without values."""
-
-    entries: list[Entry]
-    linear: set[str] = field(default_factory=set)
-    """Weights of the linear layers below the head, which the HF engine can round to 8 bits."""
-
-
-@dataclass
-class Weights:
-    """An engine's parameters on one rank."""
-
-    bytes: int = 0
-    beside: int = 0
-    """Bytes of matrices that the engine makes of its weights and does not count as parameters."""
-    largest: int = 0
-    """Bytes of the largest tensor that it reads."""
-    unknown: list[str] = field(default_factory=list)
-    """Names that no rule covers, taken as whole."""
 
 
 @dataclass
@@ -71,69 +45,10 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
     return "sglang" if name == "sglang" else "vllm" if name == "vllm" else "hf"
 
 
-def model_of(config: Any, trust_remote_code: bool = False) -> Model:
-    """List the tensors of a model's checkpoints from its config: parameters, tied ones once, and persistent buffers."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    kept = hf.state_dict().keys()
-    tensors = dict(hf.named_parameters()) | {name: x for name, x in hf.named_buffers() if name in kept}
-    layout = Layout(hf)
-    slots = [s for name, x in tensors.items() for s in layout.slots(name, tuple(x.shape), full_box(x.shape))]
-    prefix = f"{hf.base_model_prefix}."
-    linear = {f"{prefix}{n}.weight" for n, m in hf.base_model.named_modules() if type(m) is torch.nn.Linear}
-    return Model([Entry(s.name, s.shape) for s in slots], linear)
-
-
 def longest_of(cfg: Config, config: Any) -> int:
     """Return `rollout.engine.longest_sequence` from a config that is at hand."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, positions)
-
-
-def weights_of(cfg: Config, layout: EngineLayout, model: Model, place: int) -> Weights:
-    """Return the parameters of the rank at `place` of an engine."""
-    out, text = Weights(), layout.config
-    width, kind = DTYPES[cfg.model.dtype].itemsize, cfg.rollout.quantization
-    for entry in model.entries:
-        if is_adapter(entry.name):
-            continue
-        cut = layout.cut(entry.name, entry.shape, place)
-        numbers = sum(size(box) for box in cut.boxes)
-        out.largest = max(out.largest, numbers * width)
-        if cut.group == "unknown":
-            out.unknown.append(entry.name)
-        if cut.group == "vocabulary":
-            module = entry.name.split(".")[-2]
-            numbers = math.prod(entry.shape[1:]) * layout.vocab_rows(module, entry.shape[0])
-        if kind != "none" and _rounded(layout, model, entry.name, cut.group) and len(entry.shape) > 1:
-            # vLLM and SGLang keep one scale for each matrix, the HF engine one for each row.
-            rows = cut.boxes[0][0][1] - cut.boxes[0][0][0] if cut.boxes else 0
-            out.bytes += numbers + 4 * (rows if layout.kind == "hf" else bool(cut.boxes))
-            continue
-        out.bytes += numbers * (4 if _in_float32(layout, entry.name) else width)
-    # Latent attention runs with kv_b_proj cut in two, W_UK and W_UV: vLLM's are views of its weights, copies where
-    # these are rounded, and SGLang's are always copies.
-    if rank := getattr(text, "kv_lora_rank", None):
-        absorbed = text.num_hidden_layers * layout.heads // layout.tp * rank * (text.qk_nope_head_dim + text.v_head_dim)
-        if layout.kind == "vllm" and kind != "none":
-            out.bytes += absorbed * width
-        if layout.kind == "sglang":
-            out.beside += absorbed * width
-    return out
-
-
-def _rounded(layout: EngineLayout, model: Model, name: str, group: str) -> bool:
-    return name in model.linear if layout.kind == "hf" else group in ("linear", "expert")
-
-
-def _in_float32(layout: EngineLayout, name: str) -> bool:
-    """Return True for tensors of the router that engines keep in float32 whatever the model's type is."""
-    if layout.kind == "hf":
-        return False
-    router = name.endswith("mlp.gate.weight") and layout.config.model_type == "glm4_moe"
-    return name.endswith("e_score_correction_bias") or (router and layout.kind == "vllm")
 
 
 def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> int:
@@ -225,10 +140,6 @@ def _block(text: Any, on_cpu: bool) -> int:
     if getattr(text, "kv_lora_rank", None):
         return CPU_MLA_BLOCK if on_cpu else MLA_BLOCK
     return CPU_BLOCK if on_cpu else GPU_BLOCK
-
-
-CPU_MLA_BLOCK = 16
-"""Tokens of a block of vLLM's cache for latent attention on a CPU, where the run leaves the choice to it."""
 
 
 def _growing(cfg: Config, text: Any, longest: int, tp: int, room: int | None) -> Cache:
