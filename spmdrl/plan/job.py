@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 
+from spmdrl.config.engines import Part
 from spmdrl.config.schema import Config
 from spmdrl.plan.batch import full_batch
 from spmdrl.plan.boxes import Everyone
@@ -79,8 +80,35 @@ class PaperRank:
         self.memory = Memory(cfg, models, engine, Timer(), world)
         self.memory.meter = self  # type: ignore[assignment]
         self.laps: list[Moment] = []
+        self.known: dict[tuple[int, Part], Everyone] = {}
         if models.policy is not None:
-            plan_push(paper, self.memory.transfer, lambda part: Everyone(world, models.policy, engine_at, part))
+            plan_push(paper, self.memory.transfer, lambda part: self.everyone(models.policy, part))
+
+    def everyone(self, model: Any, part: Part) -> Everyone:
+        """Return the boxes that all ranks hold of a model."""
+        if (id(model), part) not in self.known:
+            # Other ranks' models are not on this one.
+            self.paper.aside = True
+            self.known[id(model), part] = Everyone(self.world, model, self.engine_at, part)
+            self.paper.aside = False
+        return self.known[id(model), part]
+
+    def _checkpoint(self) -> int:
+        """Return the bytes of a checkpoint, by the models' own count of them."""
+        from spmdrl.hub.lora import are_adapters
+        from spmdrl.policy import learner
+
+        total = 0
+        for model in self.models.learning().values():
+
+            def listed(pieces: list, group: Any, model: Any = model) -> list:
+                adapted = are_adapters(p.name for p in pieces)
+                part: Part = "adapter" if adapted else "base"
+                return self.everyone(model, part).entries
+
+            with patch.object(learner, "catalogue", listed):
+                total += model.checkpoint_bytes()
+        return total
 
     def lap(self) -> tuple[int, int]:
         """The meter of the device table: bytes at this moment, and the most since the last call."""
@@ -104,21 +132,20 @@ class PaperRank:
             pushed = self.paper.traffic.since(before)
             parked = dict(self.paper.parked)
         moments["rollout"] = max(sampling, self.laps[-1], key=lambda m: m.live)
-        push = Pass(1, moments["push"], self.paper.flops - began, pushed) if self.memory.last_push else None
-        held: dict[str, int] = {}
         self.laps.clear()
+        push = Pass(1, moments["push"], self.paper.flops - began, pushed) if self.memory.last_push else None
         with self.memory.training_phase():
+            # The first lap ends with the engine's sleep, and its peak is the rollout's.
+            del self.laps[: self.engine is not None and self.world.trains]
             held = {row.owner: row.bytes for row in self.memory.table() if row.place == "device"}
             if self.world.trains or self.world.scores:
                 self._train(rounds)
         peaks = [p.peak for work in self.works for p in work.passes]
         moments["training"] = max([*self.laps, *peaks], key=lambda m: m.live)
-        policy = self.models.policy
-        checkpoint = sum(m.checkpoint_bytes() for m in self.models.learning().values()) if policy else 0
         numbers = sum(
             getattr(p, "_local_tensor", p).numel() for _, m in self.models.named() for p in parameters_of(m)
         )
-        return Step(held, moments, self.works, push, parked, dict(self.paper.host), numbers, checkpoint)
+        return Step(held, moments, self.works, push, parked, dict(self.paper.host), numbers, self._checkpoint())
 
     def _ready(self) -> None:
         """Give every optimizer its state, as after a first step."""
@@ -225,8 +252,12 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     tensors = model_of(hf_config, cfg.model.trust_remote_code)
 
     def engine(place: int) -> PaperEngine:
-        with paper.tagged("engine"):
-            return PaperEngine(cfg, SimpleNamespace(engine_tp_rank=place), hf_config, gpu_memory, tensors)
+        """Make the engine of a rank at that place in it, asleep."""
+        paper.aside = True
+        made = PaperEngine(cfg, SimpleNamespace(engine_tp_rank=place), hf_config, gpu_memory, tensors)
+        made.sleep(2)
+        paper.aside = False
+        return made
 
     paper = Paper()
     install(paper, kind)
@@ -240,8 +271,13 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
         for owner, tensors_of in model._held().items():
             paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
     name_axes(paper.traffic, cfg, world)
-    made = None
-    if world.samples:
-        made = engine(world.engine_tp_rank)
-        made.sleep(2)
+    made = engine(world.engine_tp_rank) if world.samples else None
+    if made is not None:
+        wake = made.wake
+
+        def tagged(what: Any) -> None:
+            with paper.tagged("engine weights" if what == "weights" else "KV cache"):
+                wake(what)
+
+        made.wake = tagged  # type: ignore[method-assign]
     return PaperRank(cfg, world, algo, models, made, paper, engine)
