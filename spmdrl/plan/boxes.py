@@ -119,8 +119,7 @@ def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
     own = state.get_pipeline_model_parallel_rank()
     for stage in range(grid.pp):
         state.set_pipeline_model_parallel_rank(stage)
-        with META:
-            chunks = build(policy.hf_config, None, grid, policy.dtype, META, policy.head)
+        chunks = build(policy.hf_config, None, grid, policy.dtype, META, policy.head)
         local = np.arange(stages.shape[1])
         tp, etp, ep = local % grid.tp, local % grid.etp, local // grid.etp % grid.ep
         for key in sorted(set(zip(tp.tolist(), etp.tolist(), ep.tolist(), strict=True))):

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.config.engines import Part
 from spmdrl.config.schema import Config
@@ -88,9 +90,8 @@ class PaperRank:
         """Return the boxes that all ranks hold of a model."""
         if (id(model), part) not in self.known:
             # Other ranks' models are not on this one.
-            self.paper.aside = True
-            self.known[id(model), part] = Everyone(self.world, model, self.engine_at, part)
-            self.paper.aside = False
+            with _disable_current_modes():
+                self.known[id(model), part] = Everyone(self.world, model, self.engine_at, part)
         return self.known[id(model), part]
 
     def _checkpoint(self) -> int:
@@ -251,14 +252,6 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     hf_config = AutoConfig.from_pretrained(folders[cfg.model.path], trust_remote_code=cfg.model.trust_remote_code)
     tensors = model_of(hf_config, cfg.model.trust_remote_code)
 
-    def engine(place: int) -> PaperEngine:
-        """Make the engine of a rank at that place in it, asleep."""
-        paper.aside = True
-        made = PaperEngine(cfg, SimpleNamespace(engine_tp_rank=place), hf_config, gpu_memory, tensors)
-        made.sleep(2)
-        paper.aside = False
-        return made
-
     paper = Paper()
     install(paper, kind)
     world = open_world(cfg, rank, size)
@@ -271,7 +264,9 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
         for owner, tensors_of in model._held().items():
             paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
     name_axes(paper.traffic, cfg, world)
-    made = engine(world.engine_tp_rank) if world.samples else None
+    made = PaperEngine(cfg, world, hf_config, gpu_memory, tensors) if world.samples else None
+    template = made or PaperEngine(cfg, SimpleNamespace(engine_tp_rank=0), hf_config, gpu_memory, tensors)
+    template.sleep(2)
     if made is not None:
         wake = made.wake
 
@@ -280,4 +275,10 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
                 wake(what)
 
         made.wake = tagged  # type: ignore[method-assign]
-    return PaperRank(cfg, world, algo, models, made, paper, engine)
+
+    def engine_at(place: int) -> PaperEngine:
+        other = copy(template)
+        other.place = place
+        return other
+
+    return PaperRank(cfg, world, algo, models, made, paper, engine_at)

@@ -21,7 +21,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from spmdrl.plan.traffic import Traffic
 
@@ -51,7 +50,8 @@ class Paper(TorchDispatchMode):
         self.peak = Moment()
         self.tag = "activations"
         self.held: dict[int, tuple[int, str]] = {}
-        self.known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.known: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+        """id of a tensor -> the tensor, and its numbers on the host."""
         self.aside = False
         """True while a library computes shapes by tensors of its own, which no rank would hold."""
         self.unknown: set[int] = set()
@@ -125,12 +125,19 @@ class Paper(TorchDispatchMode):
 
     def told(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the numbers of a tensor on paper, on the host; None if they are unknown."""
-        value = self.known.get(x)
-        return None if value is None or x.untyped_storage()._cdata in self.unknown else value
+        found = self.known.get(id(x))
+        if found is None or found[0]() is not x or x.untyped_storage()._cdata in self.unknown:
+            return None
+        return found[1]
+
+    def tell(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Note the numbers of a tensor on paper. value: of its shape, on the host."""
+        key = id(x)
+        self.known[key] = weakref.ref(x, lambda _: self.known.pop(key, None)), value
 
     def forget(self, x: torch.Tensor) -> None:
         """Note that unknown numbers were written into a tensor, and so into all that share its storage."""
-        self.known.pop(x, None)
+        self.known.pop(id(x), None)
         self.unknown.add(x.untyped_storage()._cdata)
 
     # ── operations ───────────────────────────────────────────────────────────
@@ -167,7 +174,7 @@ class Paper(TorchDispatchMode):
             if value is None:
                 self.forget(into)
             if value is not None:
-                self.known[into] = value.flatten().repeat(into.numel() // max(1, mine.numel())).view(into.shape)
+                self.tell(into, value.flatten().repeat(into.numel() // max(1, mine.numel())).view(into.shape))
 
     def _computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
         flat, spec = tree_flatten((args, kwargs))
@@ -252,7 +259,7 @@ class Paper(TorchDispatchMode):
         if isinstance(value, torch.Tensor) and func.is_view and tensors and tensors[0].device.type == "meta":
             meta_args, meta_kwargs = tree_unflatten(flat, spec)
             out = func(*meta_args, **meta_kwargs)
-            self.known[out] = value
+            self.tell(out, value)
             return out
         if isinstance(value, (tuple, list)):
             views = None
@@ -276,7 +283,7 @@ class Paper(TorchDispatchMode):
         if out is None:
             out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
         if value.numel() <= MOST_KNOWN:
-            self.known[out] = value
+            self.tell(out, value)
         return out
 
     def _mask(self, x: torch.Tensor) -> torch.Tensor:
@@ -294,7 +301,7 @@ class Paper(TorchDispatchMode):
 
     def _choose(self, chosen: torch.Tensor, among: int) -> None:
         """Make a choice known that depends on weights: experts are chosen in turn, so that all get as many tokens."""
-        self.known[chosen] = (torch.arange(chosen.numel()) % among).view(chosen.shape)
+        self.tell(chosen, (torch.arange(chosen.numel()) % among).view(chosen.shape))
 
 
 Spec = tuple[list[int], list[str]]

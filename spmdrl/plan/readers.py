@@ -59,7 +59,6 @@ def without_files(folders: dict[str, Path]) -> Iterator[None]:
 
         places += [
             (megatron, "resolve", find),
-            (megatron, "build", _on_meta(megatron.build)),
             (megatron, "prediction_heads", lambda *_: []),
             (megatron, "stored", lambda *_: []),
             (convert, "load", lambda *_: None),
@@ -69,10 +68,3 @@ def without_files(folders: dict[str, Path]) -> Iterator[None]:
             stack.enter_context(patch.object(module, name, value))
         yield
 
-
-def _on_meta(build: Any) -> Any:
-    def built(*args: Any, **more: Any) -> Any:
-        with META:
-            return build(*args, **more)
-
-    return built

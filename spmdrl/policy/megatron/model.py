@@ -170,7 +170,7 @@ def build(
     check_model(layout, arch.settings)
     host = device.type == "cpu"
     # On a CPU Megatron makes each weight whole, in float32, before it takes a rank's part.
-    with repairs.quiet(), torch.device("meta") if host else nullcontext():
+    with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
         for stage in range(layout.virtual_stages):
