@@ -105,7 +105,7 @@ def compared(cfg: Config, world, engine) -> dict:
         facts[name] = {"boxes": {n: sorted(b) for n, b in boxes.items()}, "bytes": one.bytes_by_owner()}
         facts[name]["capacity"] = one.capacity
     facts["tokens"], facts["unknown"], facts["lack"] = paper.cache_tokens, paper.unknown, paper.lack
-    if cfg.rollout.engine == "vllm" and not cfg.lora.rank:
+    if cfg.rollout.engine == "vllm" and world.size == 1:
         engine.version = 0
         engine.submit(Request((0, 0), [3, 4, 5], 7, 0, 2))
         while not engine.poll():
