@@ -83,7 +83,9 @@ def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], 
         def local(param: torch.Tensor, box: Callable = box) -> torch.Tensor:
             return torch.empty([b - a for a, b in box(param)], dtype=param.dtype, device=META)
 
-        sharded = patch.multiple(shards, shard_box=_or_whole(box, shards.shard_box), local=_or_whole(local, shards.local))
+        sharded = patch.multiple(
+            shards, shard_box=_or_whole(box, shards.shard_box), local=_or_whole(local, shards.local)
+        )
         also = patch.multiple(lora, shard_box=_or_whole(box, lora.shard_box), local=_or_whole(local, lora.local))
         with sharded, also:
             yield [world.roles.trainers[i] for i in places[:, index]], policy.pieces(part)
@@ -110,16 +112,25 @@ def _place(size: int, rank: int) -> Place:
 def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
     """Yield ranks and the pieces they hold, stage by stage, for each place on the axes that divide weights."""
     from megatron.core import parallel_state as state
+    from megatron.core.transformer import transformer_block, transformer_layer
 
     from spmdrl.policy.megatron import convert
     from spmdrl.policy.megatron.model import build
 
     grid, trainers = policy.grid, np.array(world.roles.trainers)
     stages = trainers.reshape(grid.pp, -1)
-    own = state.get_pipeline_model_parallel_rank()
+    pipeline, own = state.get_pipeline_model_parallel_group(), state.get_pipeline_model_parallel_rank()
     for stage in range(grid.pp):
         state.set_pipeline_model_parallel_rank(stage)
-        chunks = build(policy.hf_config, None, grid, policy.dtype, META, policy.head)
+
+        def place(group: Any = None, stage: int = stage) -> int:
+            return stage if group is pipeline else group.rank()
+
+        with (
+            patch.object(transformer_block, "get_pg_rank", place),
+            patch.object(transformer_layer, "get_pg_rank", place),
+        ):
+            chunks = build(policy.hf_config, None, grid, policy.dtype, META, policy.head)
         local = np.arange(stages.shape[1])
         tp, etp, ep = local % grid.tp, local % grid.etp, local // grid.etp % grid.ep
         for key in sorted(set(zip(tp.tolist(), etp.tolist(), ep.tolist(), strict=True))):

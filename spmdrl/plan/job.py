@@ -143,9 +143,7 @@ class PaperRank:
                 self._train(rounds)
         peaks = [p.peak for work in self.works for p in work.passes]
         moments["training"] = max([*self.laps, *peaks], key=lambda m: m.live)
-        numbers = sum(
-            getattr(p, "_local_tensor", p).numel() for _, m in self.models.named() for p in parameters_of(m)
-        )
+        numbers = sum(getattr(p, "_local_tensor", p).numel() for _, m in self.models.named() for p in parameters_of(m))
         return Step(held, moments, self.works, push, parked, dict(self.paper.host), numbers, self._checkpoint())
 
     def _ready(self) -> None:

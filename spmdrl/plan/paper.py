@@ -158,9 +158,7 @@ class Paper(TorchDispatchMode):
             out = func(*args, **kwargs)
         else:
             out = self._computed(func, args, kwargs)
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
+        self.flops += flops_of(func, args, kwargs, out)
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, torch.Tensor):
                 self.see(x)
@@ -213,7 +211,9 @@ class Paper(TorchDispatchMode):
             if func.overloadpacket in (aten.arange, aten.scalar_tensor):
                 return True
             if isinstance(shape, torch.Tensor):
-                shape = args[1] if func.overloadpacket in (aten.new_zeros, aten.new_ones, aten.new_full) else shape.shape
+                shape = (
+                    args[1] if func.overloadpacket in (aten.new_zeros, aten.new_ones, aten.new_full) else shape.shape
+                )
             return math.prod(shape) <= MOST_KNOWN
         if not tensors or func.overloadpacket in _UNSET:
             return False
@@ -302,6 +302,22 @@ class Paper(TorchDispatchMode):
     def _choose(self, chosen: torch.Tensor, among: int) -> None:
         """Make a choice known that depends on weights: experts are chosen in turn, so that all get as many tokens."""
         self.tell(chosen, (torch.arange(chosen.numel()) % among).view(chosen.shape))
+
+
+PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
+"""Products of matrices, and the place of the first matrix among their arguments."""
+
+
+def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """Return the floating-point operations of a matrix product or of attention; 0 for other operations."""
+    packet = func.overloadpacket
+    if packet in PRODUCTS:
+        a, b = args[PRODUCTS[packet]], args[PRODUCTS[packet] + 1]
+        return 2 * a.numel() * b.shape[-1]
+    if "attention" not in packet.__name__:
+        return 0
+    count = flop_registry.get(packet)
+    return count(*args, **kwargs, out_val=out) if count else 0
 
 
 Spec = tuple[list[int], list[str]]

@@ -67,4 +67,3 @@ def without_files(folders: dict[str, Path]) -> Iterator[None]:
         for module, name, value in places:
             stack.enter_context(patch.object(module, name, value))
         yield
-
