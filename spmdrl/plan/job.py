@@ -79,6 +79,8 @@ class PaperRank:
         from spmdrl.tracking.metrics import Timer
 
         self.works: list[Work] = []
+        self.hf_config: Any = None
+        self.numbers = self.expert_numbers = 0
         self.memory = Memory(cfg, models, engine, Timer(), world)
         self.memory.meter = self  # type: ignore[assignment]
         self.laps: list[Moment] = []
@@ -279,4 +281,16 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
         other.place = place
         return other
 
-    return PaperRank(cfg, world, algo, models, made, paper, engine_at)
+    rank_on_paper = PaperRank(cfg, world, algo, models, made, paper, engine_at)
+    rank_on_paper.hf_config = hf_config
+    rank_on_paper.numbers, rank_on_paper.expert_numbers = count_numbers(hf_config)
+    return rank_on_paper
+
+
+def count_numbers(hf_config: Any) -> tuple[int, int]:
+    """Return the number of a model's parameters, and of those that are in routed experts."""
+    from transformers import AutoModelForCausalLM
+
+    with _disable_current_modes(), torch.device("meta"):
+        named = [(n, p.numel()) for n, p in AutoModelForCausalLM.from_config(hf_config).named_parameters()]
+    return sum(n for _, n in named), sum(n for name, n in named if ".experts." in name)

@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import FakeWork
 from spmdrl.plan.paper import META, Paper
 from spmdrl.spmd import devices, storage
 
-
 COLLECTIVES = torch.library.Library("c10d", "IMPL")
 """Collectives over lists of tensors, which torch's simulated groups lack for tensors without values."""
 
