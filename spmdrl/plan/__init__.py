@@ -1,4 +1,22 @@
-"""The job on paper: memory, bytes and times of every rank, computed before a GPU is asked for.
+"""A job on paper: what its ranks would hold and send, computed before a GPU is asked for.
 
-gpus.py  the GPUs that a plan knows, and files that describe others
+paper.py          counts memory, traffic and operations on tensors without values
+traffic.py        bytes that a rank sends, by axis and kind of collective
+substitutes.py    kernels, streams and groups that cannot run without a device, and their stand-ins
+world.py          the world of one simulated rank
+readers.py        models from their config.json alone
+boxes.py          the boxes of weights that all ranks hold and need
+push.py           a weight push from them
+batch.py          the batch of one data position, of sequences of full length
+job.py            one rank: its models, its engine and the phases of a step
+kinds.py          which ranks are unlike
+scaled.py         from few micro-batches to all of a step's
+times.py          least times by a roofline
+run.py            plans a job: one rank of each kind, side by side
+report.py         the plan in words and as JSON
+engine.py         an engine's bytes and the boxes that it reads, without an engine
+engine_boxes.py   the part of each checkpoint tensor that a rank of an engine holds
+engine_memory.py  an engine's workspace and KV cache in bytes
+engine_weights.py an engine's weights in bytes
+gpus.py           the GPUs that a plan knows, and files that describe others
 """

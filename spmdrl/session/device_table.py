@@ -23,6 +23,7 @@ from spmdrl.rollout.engine import Engine
 from spmdrl.session.meter import Meter
 from spmdrl.session.room import Held, three_flags
 from spmdrl.session.transfer import PushReport, Transfer
+from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.exchange import all_reduce, gather_names
 from spmdrl.spmd.storage import give_back
 from spmdrl.spmd.world import World
@@ -91,7 +92,7 @@ class Memory:
         self.phases: dict[str, Border] = {}
         """Last border of each name, in the order in which `rollout_phase` and `training_phase` pass them."""
         self.meter, self.peak = Meter(world.device), 0
-        self.short = world.device.type == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
+        self.short = kind_of(world.device) == "cuda" or "disk" in (cfg.policy.offload, cfg.reference.offload)
         """True if freed memory goes back to the device."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
@@ -177,7 +178,7 @@ class Memory:
             self._give_back(self.last_push.bytes)
 
     def _sleep_level(self) -> int:
-        return sleep_level(self.cfg, self.world.device.type == "cpu")
+        return sleep_level(self.cfg, kind_of(self.world.device) == "cpu")
 
     def _give_back(self, size: int) -> None:
         if self.short:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from spmdrl.config.engines import sleep_level
 from spmdrl.config.schema import Config
+from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.storage import moves
 from spmdrl.spmd.world import World
 
@@ -50,14 +51,14 @@ def three_flags(cfg: Config, world: World, held: Held, phase: str) -> list[str]:
 
 def while_sampling(cfg: Config, world: World, held: Held, learns: int, frozen: int) -> list[tuple[float, str]]:
     """(bytes that it would free, what to set). learns, frozen: bytes of the models that train and of the others."""
-    away = "disk" if world.device.type == "cpu" else "host"
+    away = "disk" if kind_of(world.device) == "cpu" else "host"
     options: list[tuple[float, str]] = []
     if not moves(cfg.policy.offload, world.device) and held.shared:
         options.append((learns, f"--policy.offload {away}"))
     if not moves(cfg.reference.offload, world.device) and held.shared and frozen:
         options.append((frozen, f"--reference.offload {away}"))
     if held.cache and held.samples:
-        if cfg.rollout.kv_cache_gib or world.device.type == "cpu":
+        if cfg.rollout.kv_cache_gib or kind_of(world.device) == "cpu":
             smaller = f"--rollout.kv-cache-gib {held.cache / 2 / GIB:.2g}"
         else:
             smaller = f"--rollout.gpu-memory-utilization below {cfg.rollout.gpu_memory_utilization}"
@@ -69,7 +70,7 @@ def while_sampling(cfg: Config, world: World, held: Held, learns: int, frozen: i
 def while_training(cfg: Config, world: World, held: Held, learns: int, engine: int) -> list[tuple[float, str]]:
     """(bytes that it would free, what to set). learns: bytes of the models that train; engine: those of the engine."""
     options: list[tuple[float, str]] = []
-    level = sleep_level(cfg, world.device.type == "cpu")
+    level = sleep_level(cfg, kind_of(world.device) == "cpu")
     if held.shared and level < 2:
         options.append((engine, f"--rollout.sleep-level {2 if level else 1}"))
     tokens = cfg.policy.max_tokens_per_microbatch

@@ -5,6 +5,14 @@ import os
 import torch
 import torch.distributed as dist
 
+STANDS_FOR: dict[str, str] = {"meta": "cuda"}
+"""Kinds of devices that have no memory: a plan (`plan/`) computes on torch's meta device, which stands for a GPU."""
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of a rank's device, `cpu` or `cuda`, also where a plan computes on a stand-in of it."""
+    return STANDS_FOR.get(device.type, device.type)
+
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
     """The device of this rank: its own GPU, or the CPU.

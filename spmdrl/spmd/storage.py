@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from spmdrl.spmd.devices import kind_of
+
 Place = Literal["host", "disk", "gone"]
 """Place of parked bytes. `host` is pinned memory beside a GPU; `disk` a file without a name, which ends with the
 process; `gone` keeps no bytes, and the content is undefined when the tensors come back."""
@@ -26,7 +28,7 @@ WORTH_TRIMMING = 32 << 20
 
 def moves(place: str, device: torch.device) -> bool:
     """True if parking at `place` takes anything off `device`: a CPU's memory is the host's already."""
-    return place in ("disk", "gone") or (place == "host" and device.type != "cpu")
+    return place in ("disk", "gone") or (place == "host" and kind_of(device) != "cpu")
 
 
 def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> list[torch.UntypedStorage]:
@@ -38,7 +40,7 @@ def storages_of(tensors: Iterable[torch.Tensor | None], device_type: str) -> lis
         # The attribute: `to_local()` makes a node of autograd's, and this runs over every tensor at every phase.
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.nbytes() and storage.device.type == device_type:
-            found.setdefault(storage.data_ptr(), storage)
+            found.setdefault(storage._cdata, storage)
     return list(found.values())
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from spmdrl.health.flight_record import send_and_receive
 from spmdrl.health.status import tick
 from spmdrl.spmd.checksum import digest
+from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.exchange import all_gather_distinct
 from spmdrl.weights.boxes import Box, Entry, Piece, inside, merged, most_dims, runs, size, sizes, to_rows
 from spmdrl.weights.plan import Bucket, Regions, Routes, Sets
@@ -96,7 +97,7 @@ class Reshard:
         self.entries, self.device, self.over = entries, device, over
         self.dtypes = [entry.dtype or dtype for entry in entries]
         self.ranks = dist.get_process_group_ranks(host_group)
-        if len(self.ranks) == 1 and device.type == "cpu":
+        if len(self.ranks) == 1 and kind_of(device) == "cpu":
             bucket_bytes = min(bucket_bytes, IN_CACHE)  # no message gains by being long
         self.index = {entry.name: i for i, entry in enumerate(entries)}
         places = bucket_places(entries, dtype.itemsize, bucket_bytes)

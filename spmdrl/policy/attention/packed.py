@@ -18,6 +18,7 @@ from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.attention.packing import LengthClass, Packing
 from spmdrl.policy.attention.varlen import KERNELS, attend, installed, needs_of, needs_of_model, pick
+from spmdrl.spmd.devices import kind_of
 
 NAME = "spmdrl_packed"
 
@@ -70,7 +71,7 @@ def _padded_class(q, k, v, group: LengthClass, kind: str, scale: float, window: 
     if window is not None and window >= group.trunk + group.longest:
         window = None
     # torch's fused backward in bfloat16 on a CPU takes 3 to 6 times as long as the plain form (40 to 256 tokens).
-    slow_fused = q.device.type == "cpu" and q.dtype == torch.bfloat16 and group.longest <= 512
+    slow_fused = kind_of(q.device) == "cpu" and q.dtype == torch.bfloat16 and group.longest <= 512
     if kind == "eager" or softcap or window or slow_fused:
         out = _plain_attention(q, k, v, _hidden(group, window, q.device), scale, softcap)
     elif group.trunk:

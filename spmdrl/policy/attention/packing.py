@@ -14,6 +14,7 @@ import torch.distributed as dist
 from spmdrl.data.tree import Tree
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import Runs, make_runs
+from spmdrl.spmd.devices import kind_of
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Packing:
         classes = _whole_classes(self.trunks, self.device)
         if self.branches:
             # On a GPU, causality aligned to the end then needs no mask.
-            exact = self.device.type == "cuda"
+            exact = kind_of(self.device) == "cuda"
             classes += _branch_classes(self._below, self._branch_starts, self.branches, self.device, exact)
         return classes
 

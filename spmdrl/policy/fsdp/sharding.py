@@ -13,6 +13,7 @@ from spmdrl.config.schema import TrainingConfig
 from spmdrl.hub.build import decoder_layers
 from spmdrl.policy.contract import Head
 from spmdrl.policy.heads import PackedLM, PackedScalar
+from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.world import World
 
@@ -32,7 +33,7 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
     )
     layers = decoder_layers(model.hf)
-    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE[world.device.type]:
+    if sum(p.numel() for p in model.parameters()) * compute.itemsize <= GATHERED_WHOLE[kind_of(world.device)]:
         layers = []
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
@@ -44,7 +45,7 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
             # Gradients are sums: denominators are global and already in the loss.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if direct and world.device.type == "cpu" and world.size > 1:
+            if direct and kind_of(world.device) == "cpu" and world.size > 1:
                 module.set_custom_all_gather(DirectAllGather())
                 module.set_custom_reduce_scatter(DirectReduceScatter())
 

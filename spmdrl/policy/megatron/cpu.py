@@ -170,6 +170,7 @@ def _experts() -> None:
 
     def to_host(tensor, as_numpy=False, record_stream=False):
         # Callers want split sizes as numpy; Megatron's own converts them only when it copies from a GPU.
+        tensor = tensor.cpu() if torch.is_tensor(tensor) else tensor
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     for module in (moe_utils, token_dispatcher):

@@ -19,6 +19,7 @@ from spmdrl.policy.contract import Head
 from spmdrl.policy.megatron import cpu, ranks, repairs
 from spmdrl.policy.megatron.families import Architecture, describe
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks
+from spmdrl.spmd.devices import kind_of
 
 log = logging.getLogger("spmdrl")
 SEED = 1
@@ -108,11 +109,11 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        use_cpu_initialization=device.type == "cpu",
+        use_cpu_initialization=kind_of(device) == "cpu",
         # Micro-batches of packed sequences differ in length, except where `attention.make_packs` makes them alike.
         variable_seq_lengths=layout.pp > 1 and layout.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
-        batch_p2p_comm=device.type != "cpu",
+        batch_p2p_comm=kind_of(device) != "cpu",
         attention_softmax_in_fp32=True,
         moe_grouped_gemm=_has_engine(device) and bool(arch.settings.get("num_moe_experts")),
         bias_dropout_fusion=False,
@@ -177,7 +178,7 @@ def build(
     check_model(layout, arch.settings)
     host = device.type == "cpu"
     # On a CPU Megatron makes each weight whole, in float32, before it takes a rank's part.
-    with repairs.quiet(), torch.device("meta") if host else nullcontext():
+    with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
         models: list[Any] = []
         for stage in range(layout.virtual_stages):

@@ -111,9 +111,9 @@ class Trainer:
         buffers = self._buffers()
         states = [s for each in self._optimizers() for s in each.state.values()]
         masters = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
-        known = {p.untyped_storage().data_ptr() for model in self.models for p in model.module.parameters()}
+        known = {p.untyped_storage()._cdata for model in self.models for p in model.module.parameters()}
         moments: list[torch.Tensor | None] = [x for state in states for x in state.values() if torch.is_tensor(x)]
-        own = [p for p in masters if p.untyped_storage().data_ptr() not in known]
+        own = [p for p in masters if p.untyped_storage()._cdata not in known]
         return {"gradients": [b.grad_data for b in buffers], "optimizer": moments + own}
 
     def _buffers(self) -> list[Any]:

@@ -1,0 +1,80 @@
+"""Plans a job before a GPU is asked for: `python -m spmdrl.plan --config configs/dapo_671b.yaml --world 512 --gpu h100`.
+
+Options beside the settings of a run, which stand as for `spmdrl.train`:
+
+    --world N        ranks of the job
+    --gpu NAME|FILE  h100, h200, h20, b200, a100, or a file that describes another (docs/scale.md)
+    --json FILE      write the plan as JSON, `-` for the standard output
+    --picture FILE   draw the memory of each phase as an SVG
+    --sweep          try other layouts, and rank those that fit
+
+Ends with exit code 0 if the job fits, 1 if it does not, 2 for a mistake in the settings.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.load import from_command_line
+
+
+def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split the planner's own options from the settings of the run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spmdrl.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, required=True, metavar="N")
+    parser.add_argument("--gpu", required=True, metavar="NAME|FILE")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--picture", metavar="FILE")
+    parser.add_argument("--sweep", action="store_true")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plan, print, and return the exit code."""
+    own, settings = options(sys.argv[1:] if argv is None else argv)
+    warnings.simplefilter("ignore")
+    try:
+        if own.world < 1:
+            raise ValueError(f"--world {own.world}: a job has at least one rank")
+        from spmdrl.plan.gpus import gpu
+
+        device = gpu(own.gpu)
+        cfg = from_command_line(settings).config
+        check(cfg, own.world)
+        from spmdrl.plan.run import plan
+
+        made = plan(cfg, own.world, device)
+    except (ConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from spmdrl.plan.report import facts_of, text_of
+
+    facts = facts_of(made)
+    if own.json != "-":
+        print(text_of(made))
+    if own.sweep or made.spare < 0:
+        from spmdrl.plan.sweep import nearest, sweep, sweep_lines
+
+        rows = sweep(cfg, own.world, device) if own.sweep else nearest(made)
+        facts["sweep" if own.sweep else "nearest"] = [row.facts() for row in rows]
+        if own.json != "-":
+            print("\n" + "\n".join(sweep_lines(rows, own.sweep)))
+    if own.picture:
+        from spmdrl.plan.picture import picture
+
+        Path(own.picture).write_text(picture(made), encoding="utf-8")
+    if own.json == "-":
+        print(json.dumps(facts, indent=1))
+    elif own.json:
+        Path(own.json).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    return 0 if made.spare >= 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""The batch of one data position on paper: sequences of full length, with the columns of a real step."""
+
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch, from_episodes
+from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.rl.algorithm import Algorithm
+
+
+def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: int) -> Batch:
+    """Make `groups` prompts with `samples` responses each, prompts and responses of the greatest length.
+
+    Rewards differ within each group, so that every sequence is learnt from. vocab: tokens lie below it.
+    """
+    rollout = cfg.rollout
+    response = [1 % vocab] * rollout.max_new_tokens
+    episodes = []
+    for position in range(groups):
+        prompt = [(position + i) % vocab for i in range(rollout.max_prompt_tokens)]
+        for sample in range(samples):
+            made = Episode(position, sample, position, [prompt_segment(prompt)], "length", float(sample % 2))
+            made.add_sampled(response, [-1.0] * len(response), 0)
+            made.parts = {"a_part": float(sample % 2)}
+            episodes.append(made)
+    batch = from_episodes(episodes, ("a_part",), turns="turns" in algo.needs)
+    batch.seq["seed"] = torch.arange(len(batch))
+    batch.seq["work"] = batch.lengths
+    batch.seq["update"] = torch.zeros(len(batch), dtype=torch.int64)
+    return batch

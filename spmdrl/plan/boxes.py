@@ -1,0 +1,144 @@
+"""The boxes that all ranks of a job hold and need, found on one of them.
+
+A push is planned from the boxes of every rank, which a real job gathers. On paper there is one rank: it asks its own
+models and engines which boxes they would have in the place of every other rank.
+"""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from spmdrl.config.engines import Part
+from spmdrl.plan.paper import META
+from spmdrl.spmd.world import World
+from spmdrl.weights.boxes import Box, Entry, Piece, merged, most_dims, runs, to_rows
+from spmdrl.weights.plan import Sets
+
+Boxes = list[Piece]
+
+
+class Everyone:
+    """What each rank of the job holds and needs of one part of the policy."""
+
+    def __init__(self, world: World, policy: Any, engine: Any, part: Part):
+        """policy: this rank's, which stands for those of all ranks that train; engine: makes that of any place."""
+        self.world, self.part = world, part
+        self.pieces: list[Boxes] = []
+        """The different sets of pieces that ranks hold; the first one is empty."""
+        self.holds = np.zeros(world.size, dtype=np.int64)
+        held = of_megatron(world, policy) if hasattr(policy, "chunks") else of_fsdp(world, policy, part)
+        self.pieces.append([])
+        for ranks, pieces in held:
+            self.holds[ranks] = len(self.pieces)
+            self.pieces.append(pieces)
+        names: dict[str, Entry] = {}
+        for pieces in self.pieces:
+            for p in pieces:
+                names.setdefault(p.name, Entry(p.name, p.shape, p.tensor.dtype if p.exact else None))
+        self.entries = list(names.values())
+        self.index = {name: i for i, name in enumerate(names)}
+        self.dims = most_dims(self.entries)
+        self.engine = engine
+
+    def held(self) -> Sets:
+        """Return the boxes that ranks hold."""
+        return Sets([self._rows([(self.index[p.name], p.box) for p in pieces]) for pieces in self.pieces], self.holds)
+
+    def wanted(self) -> Sets:
+        """Return the boxes that ranks need: engines are alike, so the places of one stand for all."""
+        samplers = self.world.roles.samplers
+        width = self.world.rollout_mesh["tp"].size()
+        of = np.zeros(self.world.size, dtype=np.int64)
+        sets = [self._rows([])]
+        for place in range(width):
+            of[list(samplers[place::width])] = len(sets)
+            sets.append(self._rows(merged(self.engine(place).needs(self.entries).boxes)))
+        return Sets(sets, of)
+
+    def _rows(self, boxes: list[tuple[int, Box]]) -> np.ndarray:
+        rows = to_rows(boxes, self.dims)
+        order, begins = runs(rows)
+        return rows[order[begins]]
+
+
+def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:
+    """Yield the ranks of each shard, and the pieces they hold."""
+    from spmdrl.policy.fsdp import lora
+    from spmdrl.weights import shards
+
+    count = world.shard_mesh.size(world.shard_mesh.ndim - 1)
+    places = np.arange(len(world.roles.trainers)).reshape(*world.mesh.mesh.shape)
+    # dp_shard and sp together are the shards; other axes hold copies.
+    places = np.moveaxis(places, (2, 3), (-2, -1)).reshape(-1, count)
+    for index in range(count):
+
+        def box(param: torch.Tensor, index: int = index) -> Box:
+            rows = shards.shard_rows(param.shape[0], count, index)
+            return (rows, *((0, n) for n in param.shape[1:]))
+
+        def local(param: torch.Tensor, box: Callable = box) -> torch.Tensor:
+            return torch.empty([b - a for a, b in box(param)], dtype=param.dtype, device=META)
+
+        sharded = patch.multiple(
+            shards, shard_box=_or_whole(box, shards.shard_box), local=_or_whole(local, shards.local)
+        )
+        also = patch.multiple(lora, shard_box=_or_whole(box, lora.shard_box), local=_or_whole(local, lora.local))
+        with sharded, also:
+            yield [world.roles.trainers[i] for i in places[:, index]], policy.pieces(part)
+
+
+def _or_whole(function: Callable, plain: Callable) -> Callable:
+    """For a sharded parameter `function`; for a plain one the function that stands there."""
+    from torch.distributed.tensor import DTensor
+
+    return lambda param: function(param) if isinstance(param, DTensor) else plain(param)
+
+
+class Place(SimpleNamespace):
+    """A group as far as boxes look at it: its size, and a rank."""
+
+    size: Callable[[], int]
+    rank: Callable[[], int]
+
+
+def _place(size: int, rank: int) -> Place:
+    return Place(size=lambda: size, rank=lambda: rank)
+
+
+def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
+    """Yield ranks and the pieces they hold, stage by stage, for each place on the axes that divide weights."""
+    from megatron.core import parallel_state as state
+    from megatron.core.transformer import transformer_block, transformer_layer
+
+    from spmdrl.policy.megatron import convert
+    from spmdrl.policy.megatron.model import build
+
+    grid, trainers = policy.grid, np.array(world.roles.trainers)
+    stages = trainers.reshape(grid.pp, -1)
+    pipeline, own = state.get_pipeline_model_parallel_group(), state.get_pipeline_model_parallel_rank()
+    for stage in range(grid.pp):
+        state.set_pipeline_model_parallel_rank(stage)
+
+        def place(group: Any = None, stage: int = stage) -> int:
+            return stage if group is pipeline else group.rank()
+
+        with (
+            patch.object(transformer_block, "get_pg_rank", place),
+            patch.object(transformer_layer, "get_pg_rank", place),
+        ):
+            chunks = build(policy.hf_config, None, grid, policy.dtype, META, policy.head)
+        local = np.arange(stages.shape[1])
+        tp, etp, ep = local % grid.tp, local % grid.etp, local // grid.etp % grid.ep
+        for key in sorted(set(zip(tp.tolist(), etp.tolist(), ep.tolist(), strict=True))):
+            here = (tp == key[0]) & (etp == key[1]) & (ep == key[2])
+            for chunk in chunks:
+                model = convert.unwrapped(chunk)
+                model.pg_collection = SimpleNamespace(
+                    tp=_place(grid.tp, key[0]), expt_tp=_place(grid.etp, key[1]), ep=_place(grid.ep, key[2])
+                )
+            yield stages[stage][here].tolist(), convert.pieces(chunks)
+    state.set_pipeline_model_parallel_rank(own)

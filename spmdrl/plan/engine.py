@@ -1,0 +1,150 @@
+"""An engine on paper: the Engine contract as far as memory and weight pushes use it, with a real engine's bytes.
+
+A plan cannot start vLLM or SGLang, so this class is a stand-in and the only part of a plan that is not the program that
+runs. It samples nothing. It holds one tensor of the meta device for weights and one for the KV cache, with the
+sizes that a real engine allocates, so that whatever follows a program's storages sees them come and go.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from spmdrl.config.engines import sleep_level
+from spmdrl.config.schema import Config
+from spmdrl.hub.lora import are_adapters
+from spmdrl.plan.engine_boxes import EngineLayout
+from spmdrl.plan.engine_memory import cache_of, kind_of, longest_of, workspace_of
+from spmdrl.plan.engine_weights import Model, model_of, weights_of
+from spmdrl.rollout.engine import Completion, Key, Owner, Request
+from spmdrl.rollout.needs import Needs
+from spmdrl.weights.boxes import Entry
+
+
+class PaperEngine:
+    """The Engine contract (`rollout/engine.py`) without an engine."""
+
+    def __init__(self, cfg: Config, world: Any, hf_config: Any, gpu_memory: int | None, model: Model | None = None):
+        """Size the engine's memory; it is awake and holds no version, as a real engine after its start.
+
+        Args:
+            cfg: the run's settings.
+            world: has `engine_tp_rank`, this rank's place in its engine.
+            hf_config: transformers' config of the model; its weights are not needed.
+            gpu_memory: bytes of one GPU, or None for an engine on a CPU.
+            model: the checkpoint's tensors where they are known already; else they follow from `hf_config`.
+
+        Raises:
+            ValueError: the HF engine cannot divide this model over its ranks.
+        """
+        rollout, self.on_cpu = cfg.rollout, gpu_memory is None
+        self.cfg, self.kind = cfg, kind_of(cfg, not self.on_cpu)
+        self.place = world.engine_tp_rank
+        dp, ep = getattr(rollout, "dp", 1), getattr(rollout, "ep", 1)
+        self.layout = EngineLayout(self.kind, hf_config, rollout.tp, dp, ep)
+        self.capacity, self.longest = rollout.max_sequences, longest_of(cfg, hf_config)
+        self.version: int | None = None
+        model = model or model_of(hf_config, cfg.model.trust_remote_code)
+        found = weights_of(cfg, self.layout, model, self.place, self.on_cpu)
+        self.weight_bytes, self.packed_bytes, self.unknown = found.bytes, found.packed, found.unknown
+        """Bytes of the parameters, padding included; what vLLM's CPU build adds to them when it first samples; names of
+        tensors that no rule covers, counted whole."""
+        self.workspace: dict[str, int] = {}
+        """Estimated bytes beside weights and cache while the engine is awake, by what they are for; none on a CPU."""
+        if gpu_memory is not None:
+            self.workspace = workspace_of(cfg, self.layout, self.longest, gpu_memory)
+            if found.beside:
+                self.workspace["absorbed matrices"] = found.beside
+        # SGLang's share of a GPU covers weights and cache, vLLM's also the workspace.
+        held = self.weight_bytes + (found.beside if self.kind == "sglang" else self.workspace_bytes)
+        cache = cache_of(cfg, self.layout, self.longest, held, gpu_memory)
+        self.cache_bytes, self.cache_tokens, self.sequences, self.lack = (
+            cache.bytes,
+            cache.tokens,
+            cache.sequences,
+            cache.lack,
+        )
+        """Bytes of the KV cache, tokens and sequences of the longest length that it holds, and bytes that are missing
+        for one such sequence beside weights and workspace (0: it fits)."""
+        self.grows = self.kind == "hf"
+        """True if the KV cache exists only while sequences are sampled: `cache_bytes` is then its peak."""
+        self.weights: torch.Tensor | None = None
+        self.cache: torch.Tensor | None = None
+        self.wake("weights")
+        self.wake("kv_cache")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Sum of `workspace`: an estimate."""
+        return sum(self.workspace.values())
+
+    def submit(self, request: Request) -> None:
+        """Refuse a request: nothing is sampled on paper."""
+        raise NotImplementedError("a paper engine does not sample")
+
+    def poll(self) -> list[Completion]:
+        """See the contract."""
+        return []
+
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
+        """See the contract."""
+        return []
+
+    def needs(self, entries: list[Entry]) -> Needs:
+        """See the contract. vLLM reads adapters whole, and so everything that it rounds."""
+        whole = bool(entries) and are_adapters(entry.name for entry in entries)
+        if self.kind == "vllm" and self.cfg.rollout.quantization != "none":
+            whole = True
+        if self.kind == "sglang" and self.cfg.rollout.sglang_push == "broadcast" and self.layout.ranks > 1:
+            # The first rank sends whole tensors to all processes.
+            whole = True
+            entries = entries if self.place == 0 else []
+        boxes = []
+        for i, entry in enumerate(entries):
+            cut = [entry.box] if whole else self.layout.cut(entry.name, entry.shape, self.place).boxes
+            boxes += [(i, box) for box in cut]
+        return Needs(boxes, [False] * len(boxes), exact=False)
+
+    def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
+        """See the contract. Buckets are asked for one after another, and none is kept."""
+        self.version = None
+        if self.kind == "hf":
+            self.wake("weights")
+        for _ in buckets:
+            pass
+        self.version = version
+
+    def sleep(self, level: int) -> None:
+        """See the contract; each kind of engine frees what the real one frees on its device."""
+        forgets = level == 2
+        if self.kind == "sglang" and level == 1 and not self.on_cpu:
+            # Only at start can SGLang be told to keep a host copy of a GPU's weights.
+            forgets = sleep_level(self.cfg, False) != 1
+        if forgets:
+            self.version = None
+        if level:
+            self.cache = None
+        if level == 2 or (level == 1 and not self.on_cpu):
+            self.weights = None
+
+    def wake(self, what: Owner) -> None:
+        """See the contract."""
+        if what == "weights" and self.weights is None:
+            self.weights = torch.empty(self.weight_bytes, dtype=torch.uint8, device="meta")
+        if what == "kv_cache" and self.cache is None and not self.grows:
+            self.cache = torch.empty(self.cache_bytes, dtype=torch.uint8, device="meta")
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See the contract."""
+        return {
+            "engine weights": 0 if self.weights is None else self.weights.nbytes,
+            "KV cache": 0 if self.cache is None else self.cache.nbytes,
+        }
+
+    def held_words(self) -> int | None:
+        """See the contract: nothing is summed on paper."""
+        return None
+
+    def close(self) -> None:
+        """See the contract."""
+        self.sleep(2)

@@ -1,0 +1,222 @@
+"""The part of each checkpoint tensor that a rank of an engine holds: how vLLM, SGLang and the HF engine cut a model.
+
+Read in the sources of vLLM 0.32 and SGLang 0.5.23 (`model_executor/models`, `layers/linear.py`, `layers/fused_moe`,
+`layers/vocab_parallel_embedding.py`), and held against real engines in `tests/engines/test_paper_engine.py`. Attention
+is cut over the tp ranks of each of the dp copies; experts over all tp x dp ranks, or they are spread whole under ep.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spmdrl.rollout.hf.tp import plan_of
+from spmdrl.weights.boxes import Box
+
+Kind = Literal["vllm", "sglang", "hf"]
+Span = tuple[int, int]
+VOCAB_PADDING = 64
+"""vLLM and SGLang round the rows of embedding and head up to a multiple of this before they divide them."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names under which configs give the number of experts in a layer."""
+ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "sinks")
+"""Modules of attention whose outputs are cut by heads."""
+WHOLE = (
+    *("q_a_proj", "kv_a_proj_with_mqa", "indexer", "gate", "router", "shared_expert_gate"),
+    *("e_score_correction_bias", "expert_bias", "score"),
+)
+"""Modules and tensors that every rank holds whole; norms are the others."""
+VOCAB = ("embed_tokens", "lm_head")
+
+
+def experts_of(config: Any) -> int:
+    """Return the experts of one layer by a text config, 0 for a dense model."""
+    return next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of one tensor that a rank holds."""
+
+    boxes: list[Box]
+    """Ranges of the tensor; empty if the rank holds nothing of it."""
+    group: Literal["vocabulary", "linear", "expert", "whole", "unknown"] = "whole"
+    """`unknown`: a name that no rule covers, taken whole."""
+
+
+class EngineLayout:
+    """The cuts of one model by one kind of engine."""
+
+    def __init__(self, kind: Kind, config: Any, tp: int, dp: int = 1, ep: int = 1):
+        """config: transformers' config of the model. tp, dp, ep: as `--rollout.tp`, `--rollout.dp`, `--rollout.ep`.
+
+        Raises:
+            ValueError: the HF engine cannot divide this model.
+        """
+        self.kind, self.tp, self.dp, self.ep = kind, tp, dp, ep
+        self.config = config.get_text_config()
+        self.heads = self.config.num_attention_heads
+        self.kv_heads = getattr(self.config, "num_key_value_heads", None) or self.heads
+        self.experts = experts_of(self.config)
+        self.layers = self.config.num_hidden_layers
+        self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tp * self.dp
+
+    def vocab_ranks(self, module: str) -> int:
+        """Return the ranks that divide the embedding or the head. SGLang divides a head over all ranks."""
+        return self.ranks if self.kind == "sglang" and module == "lm_head" else self.tp
+
+    def vocab_rows(self, module: str, rows: int) -> int:
+        """Return the rows, padding included, that a rank allocates of an embedding or a head with `rows` rows."""
+        if self.kind == "hf":
+            return rows
+        ranks, to = self.vocab_ranks(module), VOCAB_PADDING
+        if self.kind == "sglang" and -(-rows // to) * to % ranks:
+            to *= ranks
+        return -(-(-(-rows // to) * to) // ranks)
+
+    def cut(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
+        """Return the part of a checkpoint tensor that the rank at `place` (0 to tp x dp - 1) of an engine reads.
+
+        name, shape: of the whole tensor. Copy number place // tp holds the attention of part place % tp.
+        """
+        whole = [tuple((0, n) for n in shape)]
+        if self.kind == "hf":
+            return self._hf(name, shape, place)
+        if "rotary_emb.inv_freq" in name or self._beyond(name):
+            return Cut([])
+        parts = name.split(".")
+        bias = parts[-1] == "bias"
+        module = parts[-2] if parts[-1] in ("weight", "bias") else parts[-1]
+        tp = place % self.tp
+        if module in VOCAB:
+            ranks = self.vocab_ranks(module)
+            rows = self.vocab_rows(module, shape[0])
+            first = (place if ranks == self.ranks else tp) * rows
+            # The last ranks may hold nothing but padding.
+            return Cut([_rows(shape, first, min(first + rows, shape[0]))] if first < shape[0] else [], "vocabulary")
+        if "experts" in parts:
+            return self._expert(parts, module, shape, place)
+        if any("norm" in part for part in parts[-2:]):
+            return Cut(whole)
+        if any(part in WHOLE for part in parts):
+            group = "linear" if module in ("q_a_proj", "kv_a_proj_with_mqa") else "whole"
+            return Cut(whole, group)
+        if any("attn" in part or "attention" in part for part in parts):
+            return self._attention(module, shape, tp, bias) or Cut(whole, "unknown")
+        at, ranks = self._mlp_group(name, place)
+        return self._mlp(module, shape, at, ranks, bias) or Cut(whole, "unknown")
+
+    def _beyond(self, name: str) -> bool:
+        """Return True for layers that predict more than one token, which an engine passes over (DeepSeek-V3's 61st)."""
+        found = re.search(r"\.layers\.(\d+)\.", name)
+        return bool(found and int(found[1]) >= self.layers)
+
+    def _attention(self, module: str, shape: tuple[int, ...], tp: int, bias: bool) -> Cut | None:
+        if module in ROWS:
+            return Cut([_part(shape, 0, tp, self.tp)], "linear")
+        if module in ("k_proj", "v_proj"):
+            return Cut([_rows(shape, *self._kv_rows(shape[0], tp))], "linear")
+        if module == "qkv_proj":
+            unit = shape[0] // (self.heads + 2 * self.kv_heads)
+            queries, keys = self.heads * unit, self.kv_heads * unit
+            step = queries // self.tp
+            low, high = self._kv_rows(keys, tp)
+            spans = [(tp * step, (tp + 1) * step), *((at + low, at + high) for at in (queries, queries + keys))]
+            return Cut([_rows(shape, a, b) for a, b in spans], "linear")
+        if module in ("o_proj", "dense"):
+            return Cut([tuple((0, n) for n in shape) if bias else _part(shape, 1, tp, self.tp)], "linear")
+        return None
+
+    def _kv_rows(self, rows: int, tp: int) -> Span:
+        """Return the rows of keys or values; where there are more ranks than heads, several ranks hold the same."""
+        if self.tp <= self.kv_heads:
+            return tp * rows // self.tp, (tp + 1) * rows // self.tp
+        head, size = tp * self.kv_heads // self.tp, rows // self.kv_heads
+        return head * size, (head + 1) * size
+
+    def _mlp_group(self, name: str, place: int) -> tuple[int, int]:
+        """Return the place and the number of the ranks that divide a feed-forward layer or shared experts."""
+        if self.kind == "sglang":
+            return place, self.ranks
+        # vLLM's `use_sequence_parallel_moe`: where copies have several ranks, each rank has tokens of its own, and
+        # DeepSeek's shared experts are then whole.
+        apart = self.ep > 1 and self.tp > 1 and self.dp > 1
+        if apart and "shared_experts" in name and self.config.model_type.startswith(("deepseek", "kimi")):
+            return 0, 1
+        return place % self.tp, self.tp
+
+    def _mlp(self, module: str, shape: tuple[int, ...], at: int, ranks: int, bias: bool) -> Cut | None:
+        if module in ("gate_proj", "up_proj", "w1", "w3", "fc1"):
+            return Cut([_part(shape, 0, at, ranks)], "linear")
+        if module == "gate_up_proj":
+            return Cut(_halves(shape, 0, at, ranks), "linear")
+        if module in ("down_proj", "w2", "fc2"):
+            return Cut([tuple((0, n) for n in shape) if bias else _part(shape, 1, at, ranks)], "linear")
+        return None
+
+    def _expert(self, parts: list[str], module: str, shape: tuple[int, ...], place: int) -> Cut:
+        """Cut one expert's tensor, or one that holds all experts of a layer."""
+        at, ranks = (0, 1) if self.ep > 1 else (place, self.ranks)
+        number = parts[parts.index("experts") + 1]
+        first, last = self._held(place)
+        if number.isdigit():
+            if not first <= int(number) < last:
+                return Cut([], "expert")
+            cut = self._mlp(module, shape, at, ranks, parts[-1] == "bias")
+            return Cut(cut.boxes, "expert") if cut else Cut([tuple((0, n) for n in shape)], "unknown")
+        # Packed: [E, 2I, H] and [E, H, I], or transposed, [E, H, 2I] and [E, I, H]; biases [E, 2I] and [E, H].
+        transposed = self.config.model_type in ("gpt_oss", "llama4_text") and len(shape) == 3
+        inner = shape[1:]
+        if "down_proj" in module:
+            dim = None if "bias" in module else 0 if transposed else 1
+            boxes = [_part(inner, dim, at, ranks) if dim is not None else tuple((0, n) for n in inner)]
+        elif self.config.model_type == "gpt_oss":
+            # Its gate and up rows alternate.
+            boxes = [_part(inner, len(inner) - 1, at, ranks)]
+        else:
+            boxes = _halves(inner, 1 if transposed else 0, at, ranks)
+        return Cut([((first, last), *box) for box in boxes] if first < last else [], "expert")
+
+    def _held(self, place: int) -> Span:
+        """Return the range of experts on a rank; the first ranks have one more where they do not divide evenly."""
+        if self.ep == 1:
+            return 0, max(self.experts, 1)
+        base, more = divmod(self.experts, self.ep)
+        place %= self.ep
+        first = place * base + min(place, more)
+        return first, first + base + (place < more)
+
+    def _hf(self, name: str, shape: tuple[int, ...], place: int) -> Cut:
+        """Cut a tensor by the plan that transformers keeps with the architecture, see `rollout/hf/tp.py`."""
+        module, _, kind = name.rpartition(".")
+        inside = module[at:] if (at := module.find("layers.")) >= 0 else module
+        style = self.plan.get(re.sub(r"\.\d+(?=\.)", ".*", inside))
+        whole = tuple((0, n) for n in shape)
+        group = "linear" if kind == "weight" and len(shape) == 2 and inside.startswith("layers.") else "whole"
+        if style == "colwise":
+            return Cut([_part(shape, 0, place, self.tp)], group)
+        if style == "rowwise" and kind == "weight":
+            return Cut([_part(shape, 1, place, self.tp)], group)
+        return Cut([whole], group)
+
+
+def _rows(shape: tuple[int, ...], first: int, last: int) -> Box:
+    return ((first, last), *((0, n) for n in shape[1:]))
+
+
+def _part(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> Box:
+    """Return part `at` of `ranks` equal ones along a dimension."""
+    step = shape[dim] // ranks
+    return tuple((at * step, (at + 1) * step) if d == dim else (0, n) for d, n in enumerate(shape))
+
+
+def _halves(shape: tuple[int, ...], dim: int, at: int, ranks: int) -> list[Box]:
+    """Return part `at` of each half along a dimension: gate rows lie before up rows."""
+    half = shape[dim] // 2
+    step = half // ranks
+    spans = [(start + at * step, start + (at + 1) * step) for start in (0, half)]
+    return [tuple(span if d == dim else (0, n) for d, n in enumerate(shape)) for span in spans]

@@ -1,0 +1,296 @@
+"""One rank of a job on paper: its models, its engine, and the phases of a step, by the code of the job itself."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spmdrl.config.engines import Part
+from spmdrl.config.schema import Config
+from spmdrl.plan.batch import full_batch
+from spmdrl.plan.boxes import Everyone
+from spmdrl.plan.paper import Moment, Paper
+from spmdrl.plan.push import plan_push
+from spmdrl.plan.traffic import Traffic
+from spmdrl.rl.algorithm import Algorithm
+from spmdrl.spmd.world import World
+
+
+@dataclass
+class Pass:
+    """What one pass over some micro-batches took."""
+
+    micros: int
+    peak: Moment
+    flops: int
+    traffic: Traffic
+
+
+@dataclass
+class Work:
+    """One model's passes over a step's micro-batches, measured with one and with two rounds of them."""
+
+    model: str
+    kind: str
+    """`logp` (forward alone) or `update`."""
+    total: int
+    """Micro-batches of a real step: of one update where it updates."""
+    times: int
+    """How often a step does that: its updates."""
+    passes: list[Pass] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """A step of one rank on paper."""
+
+    held: dict[str, int]
+    """Bytes by owner while the rank trains, as the device table counts them, before the first gradient."""
+    moments: dict[str, Moment]
+    """The most at once in each phase: push, rollout, training."""
+    works: list[Work]
+    push: Pass | None
+    parked: dict[str, int]
+    """Bytes off the device while the engine samples, by place."""
+    host: dict[str, int]
+    """Bytes in host memory all the time, by what they are for."""
+    numbers: int
+    """Parameters that this rank holds of all its models."""
+    checkpoint: int
+    """Bytes of a checkpoint of all ranks, 0 on a rank that does not train."""
+
+
+class PaperRank:
+    """A rank of the job, with its models and its engine."""
+
+    def __init__(
+        self, cfg: Config, world: World, algo: Algorithm, models: Any, engine: Any, paper: Paper, engine_at: Any
+    ):
+        """engine: this rank's; None if it does not sample. engine_at: makes that of any place in an engine."""
+        self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
+        self.engine_at = engine_at
+        from spmdrl.session.device_table import Memory
+        from spmdrl.tracking.metrics import Timer
+
+        self.works: list[Work] = []
+        self.hf_config: Any = None
+        self.numbers = self.expert_numbers = 0
+        self.memory = Memory(cfg, models, engine, Timer(), world)
+        self.memory.meter = self  # type: ignore[assignment]
+        self.laps: list[Moment] = []
+        self.known: dict[tuple[int, Part], Everyone] = {}
+        if models.policy is not None:
+            plan_push(paper, self.memory.transfer, lambda part: self.everyone(models.policy, part))
+
+    def everyone(self, model: Any, part: Part) -> Everyone:
+        """Return the boxes that all ranks hold of a model."""
+        if (id(model), part) not in self.known:
+            # Other ranks' models are not on this one.
+            with _disable_current_modes():
+                self.known[id(model), part] = Everyone(self.world, model, self.engine_at, part)
+        return self.known[id(model), part]
+
+    def _checkpoint(self) -> int:
+        """Return the bytes of a checkpoint, by the models' own count of them."""
+        from spmdrl.hub.lora import are_adapters
+        from spmdrl.policy import learner
+
+        total = 0
+        for model in self.models.learning().values():
+
+            def listed(pieces: list, group: Any, model: Any = model) -> list:
+                adapted = are_adapters(p.name for p in pieces)
+                part: Part = "adapter" if adapted else "base"
+                return self.everyone(model, part).entries
+
+            with patch.object(learner, "catalogue", listed):
+                total += model.checkpoint_bytes()
+        return total
+
+    def lap(self) -> tuple[int, int]:
+        """The meter of the device table: bytes at this moment, and the most since the last call."""
+        self.laps.append(self.paper.lap())
+        return self.paper.live, self.laps[-1].live
+
+    # ── a step ───────────────────────────────────────────────────────────────
+
+    def step(self, rounds: tuple[int, ...] = (1, 2)) -> Step:
+        """Run one step. rounds: numbers of rounds of micro-batches that stand for all of a step's."""
+        self._ready()
+        moments: dict[str, Moment] = {}
+        before, began = self.paper.traffic.copy(), self.paper.flops
+        self.paper.lap()
+        self.laps.clear()
+        self.paper.tag = "push buffers"
+        with self.memory.rollout_phase():
+            self.paper.tag = "activations"
+            *pushing, sampling = self.laps
+            moments["push"] = max(pushing, key=lambda m: m.live, default=sampling)
+            pushed = self.paper.traffic.since(before)
+            parked = dict(self.paper.parked)
+        moments["rollout"] = max(sampling, self.laps[-1], key=lambda m: m.live)
+        self.laps.clear()
+        push = Pass(1, moments["push"], self.paper.flops - began, pushed) if self.memory.last_push else None
+        with self.memory.training_phase():
+            # The first lap ends with the engine's sleep, and its peak is the rollout's.
+            del self.laps[: self.engine is not None and self.world.trains]
+            held = {row.owner: row.bytes for row in self.memory.table() if row.place == "device"}
+            if self.world.trains or self.world.scores:
+                self._train(rounds)
+        peaks = [p.peak for work in self.works for p in work.passes]
+        moments["training"] = max([*self.laps, *peaks], key=lambda m: m.live)
+        numbers = sum(getattr(p, "_local_tensor", p).numel() for _, m in self.models.named() for p in parameters_of(m))
+        return Step(held, moments, self.works, push, parked, dict(self.paper.host), numbers, self._checkpoint())
+
+    def _ready(self) -> None:
+        """Give every optimizer its state, as after a first step."""
+        from spmdrl.policy.optimizer import fill_state
+
+        for name, model in self.models.learning().items():
+            if getattr(model, "optimizer", None) is not None:
+                with self.paper.tagged(f"{name} optimizer"):
+                    fill_state(model.optimizer)
+            trainer = getattr(model, "trainer", None)
+            if trainer is not None:
+                with self.paper.tagged(f"{name} optimizer"):
+                    model.trainer.zero()
+                    model.gradient_norm()
+                    model.step(0.0, 1.0)
+            for kind, tensors in model._held().items():
+                self.paper.retag([x for x in tensors if x is not None], f"{name} {kind}")
+
+    def _train(self, rounds: tuple[int, ...]) -> None:
+        from spmdrl.rl.score import score
+        from spmdrl.rl.update import update
+
+        rollout, peers = self.cfg.rollout, self.world.data_peers
+        sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+        mine = -(-sequences // self.world.data_size)
+        samples = min(mine, rollout.samples_per_prompt)
+        batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, 128)
+        with self._counted(rounds):
+            if self.world.trains:
+                score(batch, self.models, self.algo, self.cfg, peers)
+                batch = self.algo.advantages(batch, peers)
+                updates = self.cfg.algo.updates_per_step
+                if updates > 1:
+                    # Whole groups go to one update.
+                    batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
+                one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
+                update(batch, self.models, self.algo, one, 1 << 30, peers)
+
+    @contextmanager
+    def _counted(self, rounds: tuple[int, ...]) -> Iterator[None]:
+        """Make every pass over a model's micro-batches run as few of them as tell what all would take."""
+        with ExitStack() as stack:
+            for name, model in self.models.named():
+                for method, kind in (("numbers", "logp"), ("gradient", "update")):
+                    if hasattr(model, method):
+                        stub = self._passes(name, kind, model, getattr(model, method), rounds)
+                        stack.enter_context(patch.object(model, method, stub))
+            yield
+
+    def _passes(self, name: str, kind: str, model: Any, run: Any, rounds: tuple[int, ...]) -> Any:
+        def passes(micros: list, *args: Any) -> Any:
+            times = self.cfg.algo.updates_per_step if kind == "update" else 1
+            work = Work(name, kind, len(micros), times)
+            self.works.append(work)
+            out: Any = None
+            for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
+                self.paper.lap()
+                flops, traffic = self.paper.flops, self.paper.traffic.copy()
+                out = run(micros[:count], *args)
+                if kind == "logp":
+                    out = [x for x in out]
+                elif model.world.trains:
+                    model.gradient_norm()
+                work.passes.append(
+                    Pass(count, self.paper.lap(), self.paper.flops - flops, self.paper.traffic.since(traffic))
+                )
+                if kind == "update" and count < len(micros) and count < max(rounds) * model.multiple:
+                    model.zero_grad()
+            if kind == "logp":
+                # Numbers of the micro-batches that did not run.
+                out += [tuple(torch.ones(m.n_tokens) for _ in range(2)) for m in micros[len(out) :]]
+            return out
+
+        return passes
+
+
+def parameters_of(model: Any) -> list[Any]:
+    """Return a policy's parameters on this rank."""
+    return list(model.shards) if hasattr(model, "shards") else [p for chunk in model.chunks for p in chunk.parameters()]
+
+
+def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | None = None) -> PaperRank:
+    """Build one rank of a job on paper, in this process, which can hold no other afterwards.
+
+    Args:
+        cfg: settings that passed their checks.
+        rank: of `size`.
+        size: ranks of the job.
+        kind: `cuda` or `cpu`, the kind of its devices.
+        gpu_memory: bytes of one GPU; None for a CPU.
+    """
+    from transformers import AutoConfig
+
+    from spmdrl.plan.engine import PaperEngine
+    from spmdrl.plan.engine_weights import model_of
+    from spmdrl.plan.readers import folders_of, without_files
+    from spmdrl.plan.substitutes import install
+    from spmdrl.plan.world import name_axes, open_world
+    from spmdrl.policy.models import build_models
+    from spmdrl.rl.compose import compose
+
+    folders = folders_of(cfg)
+    hf_config = AutoConfig.from_pretrained(folders[cfg.model.path], trust_remote_code=cfg.model.trust_remote_code)
+    tensors = model_of(hf_config, cfg.model.trust_remote_code)
+
+    paper = Paper()
+    install(paper, kind)
+    world = open_world(cfg, rank, size)
+    algo = compose(cfg)
+    # One for the whole job: the process ends with it.
+    paper.__enter__()
+    with without_files(folders), paper.tagged("parameters"):
+        models = build_models(cfg, world, algo.needs)
+    for name, model in models.named():
+        for owner, tensors_of in model._held().items():
+            paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
+    name_axes(paper.traffic, cfg, world)
+    made = PaperEngine(cfg, world, hf_config, gpu_memory, tensors) if world.samples else None
+    template = made or PaperEngine(cfg, SimpleNamespace(engine_tp_rank=0), hf_config, gpu_memory, tensors)
+    template.sleep(2)
+    if made is not None:
+        wake = made.wake
+
+        def tagged(what: Any) -> None:
+            with paper.tagged("engine weights" if what == "weights" else "KV cache"):
+                wake(what)
+
+        made.wake = tagged  # type: ignore[method-assign]
+
+    def engine_at(place: int) -> PaperEngine:
+        other = copy(template)
+        other.place = place
+        return other
+
+    rank_on_paper = PaperRank(cfg, world, algo, models, made, paper, engine_at)
+    rank_on_paper.hf_config = hf_config
+    rank_on_paper.numbers, rank_on_paper.expert_numbers = count_numbers(hf_config)
+    return rank_on_paper
+
+
+def count_numbers(hf_config: Any) -> tuple[int, int]:
+    """Return the number of a model's parameters, and of those that are in routed experts."""
+    from transformers import AutoModelForCausalLM
+
+    with _disable_current_modes(), torch.device("meta"):
+        named = [(n, p.numel()) for n, p in AutoModelForCausalLM.from_config(hf_config).named_parameters()]
+    return sum(n for _, n in named), sum(n for name, n in named if ".experts." in name)

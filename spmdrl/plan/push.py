@@ -1,0 +1,89 @@
+"""A weight push on paper: its plan from the boxes of all ranks, and its heaviest buckets run."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from spmdrl.config.engines import Part
+from spmdrl.plan.boxes import Everyone
+from spmdrl.plan.paper import Paper
+from spmdrl.session import transfer
+from spmdrl.weights import reshard
+from spmdrl.weights.boxes import Piece, sizes
+from spmdrl.weights.plan import Routes
+from spmdrl.weights.reshard import Reshard
+
+FEW = 16
+"""Buckets that are all run; of more, those around the heaviest one."""
+
+
+def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) -> None:
+    """Let a `Transfer` plan its routes from the boxes of all ranks, and run few of its buckets.
+
+    paper: counts the messages of all buckets. moved: the Transfer. everyone: boxes of all ranks for one part.
+    """
+    route = moved._route
+
+    def planned(part: Part) -> Any:
+        boxes = everyone(part)
+        sets = iter((boxes.held(), boxes.wanted()))
+        with (
+            patch.object(transfer, "catalogue", lambda *_: boxes.entries),
+            patch.object(reshard, "gather_sets", lambda *_: next(sets)),
+        ):
+            made = route(part)
+        made.plan.run = lambda pieces: heaviest(paper, made.plan, pieces)
+        return made
+
+    moved._route = planned
+
+
+def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
+    """Run the buckets around the one that takes most memory; the bytes of all buckets are counted."""
+    into, out, space = weights(plan)
+    paper.traffic.add("push: receive", torch.distributed.group.WORLD, int(into.sum()))
+    paper.traffic.add("push: send", torch.distributed.group.WORLD, int(out.sum()))
+    plan.received_bytes = int(into.sum())
+    chosen = range(plan.buckets)
+    if plan.buckets > FEW:
+        # A bucket waits while the next one is on its way.
+        load = into + out
+        pairs = load[:-1] + load[1:] + space[:-1]
+        at = int(pairs.argmax())
+        chosen = range(max(0, at - 1), min(plan.buckets, at + 3))
+    flights = []
+    counting = paper.traffic.copy()
+    for k in chosen:
+        flights.append(plan._start(plan.routes.bucket(k), pieces))
+        if len(flights) > 1:
+            yield plan._finish(flights.pop(0), pieces)
+    while flights:
+        yield plan._finish(flights.pop(0), pieces)
+    # Its messages are counted above.
+    for counts, before in ((paper.traffic.bytes, counting.bytes), (paper.traffic.calls, counting.calls)):
+        for key in [key for key in counts if key[1] == "send"]:
+            counts[key] = before[key]
+            if not counts[key]:
+                del counts[key]
+
+
+def weights(plan: Reshard) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the bytes of each bucket: received, in messages to send, and of the tensors that parts are put into."""
+    routes: Routes = plan.routes
+    width = np.array([d.itemsize for d in plan.dtypes])
+    whole = np.array([int(np.prod(e.shape, dtype=np.int64)) for e in plan.entries]) * width
+    into, out, space = (np.zeros(plan.buckets, dtype=np.int64) for _ in range(3))
+    ends = np.array(routes.receive_ends, dtype=np.int64)
+    rows = routes.regions_in
+    of = np.repeat(np.arange(plan.buckets), np.diff(ends, prepend=0))
+    np.add.at(into, of, sizes(rows) * width[rows[:, 0]])
+    tensors, first = np.unique(rows[:, 0], return_index=True)
+    np.add.at(space, of[first], whole[tensors])
+    for parcel in routes.parcels:
+        sent = parcel.regions[parcel.sent]
+        of = np.repeat(np.arange(plan.buckets), np.diff(parcel.ends, prepend=0))
+        np.add.at(out, of, sizes(sent) * width[sent[:, 0]] * len(parcel.ranks))
+    return into, out, space

@@ -1,0 +1,69 @@
+"""Builds policies on paper from a model's config.json: nothing is read from files of weights."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from spmdrl.config.schema import Config
+from spmdrl.hub.shipped import shipped
+from spmdrl.plan.paper import META
+
+Find = Callable[..., Path]
+"""Finds the folder of a path as `--model.path` takes it."""
+
+
+def folder_of(path: str, trust_remote_code: bool = False) -> Path:
+    """Return a folder with the config.json that a path names; its weights may be absent.
+
+    Raises:
+        ValueError: there is none; the message says what to do.
+    """
+    local = Path(path).expanduser()
+    if (local / "config.json").is_file():
+        return local
+    if found := shipped(path):
+        return found
+    from spmdrl.hub.resolve import resolve
+
+    return resolve(path, trust_remote_code)
+
+
+def folders_of(cfg: Config) -> dict[str, Path]:
+    """Return the folder of every model path of a run: the policy's, and those of its other models where given."""
+    paths = [cfg.model.path, cfg.reference.path, cfg.critic.path, cfg.process_reward.path]
+    paths += [cfg.reward.model, cfg.safety.cost_model]
+    return {path: folder_of(path, cfg.model.trust_remote_code) for path in paths if path}
+
+
+@contextmanager
+def without_files(folders: dict[str, Path]) -> Iterator[None]:
+    """Inside this context policies are built from the config.json of these folders, on the meta device."""
+    from spmdrl.policy import models
+    from spmdrl.policy.fsdp import policy as fsdp
+
+    def find(path: str, *_: Any) -> Path:
+        return folders[path]
+
+    places: list[tuple[Any, str, Any]] = [
+        (fsdp, "resolve", find),
+        (fsdp, "fill_model", lambda model, *_: model.to(META)),
+        (fsdp, "prediction_heads", lambda *_: []),
+        (models, "check_same_tokens", lambda *_: None),
+    ]
+    if find_spec("megatron") is not None:
+        from spmdrl.policy.megatron import convert
+        from spmdrl.policy.megatron import policy as megatron
+
+        places += [
+            (megatron, "resolve", find),
+            (megatron, "prediction_heads", lambda *_: []),
+            (megatron, "stored", lambda *_: []),
+            (convert, "load", lambda *_: None),
+        ]
+    with ExitStack() as stack:
+        for module, name, value in places:
+            stack.enter_context(patch.object(module, name, value))
+        yield

@@ -1,0 +1,166 @@
+"""A plan in words: its table, its verdict, and the flags that would help."""
+
+from dataclasses import asdict
+from typing import Any
+
+from spmdrl.config.plan import plan_lines
+from spmdrl.plan.run import GIB, OUTSIDE, Plan, Planned
+
+ROWS = (
+    ("parameters", ("parameters",)),
+    ("gradients", ("gradients",)),
+    ("optimizer", ("optimizer",)),
+    ("activations", ("activations",)),
+    ("logits", ("logits",)),
+    ("push buckets", ("push buffers",)),
+    ("engine weights", ("engine weights",)),
+    ("engine workspace", ("engine workspace",)),
+    ("KV cache", ("KV cache",)),
+)
+"""Rows of the table, each with the endings of the tags that it sums."""
+PHASES = ("push", "rollout", "logp", "update")
+
+
+def rows_of(tags: dict[str, int]) -> dict[str, int]:
+    """Return the bytes of each row of the table; what no row names is an activation."""
+    rows = dict.fromkeys((name for name, _ in ROWS), 0)
+    for tag, size in tags.items():
+        row = next((name for name, ends in ROWS if tag.endswith(ends)), "activations")
+        rows[row] += size
+    return rows
+
+
+def gib(size: float) -> str:
+    """Format bytes in GiB, as `12.34`."""
+    return f"{size / GIB:,.2f}"
+
+
+def text_of(plan: Plan) -> str:
+    """Return the plan as text."""
+    cfg, gpu = plan.cfg, plan.gpu
+    lines = [
+        f"model    {cfg.model.path}, {plan.numbers / 1e9:,.2f} G parameters, {cfg.model.dtype}",
+        *plan_lines(cfg, plan.world),
+        f"GPU      {gpu.name}: {gpu.memory_gib:g} GiB, of which {gib(OUTSIDE)} are left to CUDA and NCCL (estimate)",
+    ]
+    for planned in plan.kinds:
+        lines += ["", *kind_lines(planned)]
+    lines += ["", *verdict_lines(plan)]
+    return "\n".join(lines)
+
+
+def kind_lines(planned: Planned) -> list[str]:
+    """Return the lines on one kind of ranks."""
+    kind, rank = planned.kind, planned.rank
+    lines = [
+        f"{kind.name}: {kind.ranks:,} ranks, {rank.numbers / 1e9:,.3f} G parameters each (planned as rank {kind.rank})"
+    ]
+    phases = [phase for phase in PHASES if phase in rank.memory]
+    tables = {phase: rows_of(rank.memory[phase]) for phase in phases}
+    lines.append("  " + f"{'GiB on the device':<20}" + "".join(f"{phase:>10}" for phase in phases))
+    for name, _ in ROWS:
+        if any(tables[phase][name] for phase in phases):
+            lines.append("  " + f"{name:<20}" + "".join(f"{gib(tables[phase][name]):>10}" for phase in phases))
+    totals = "".join(f"{gib(sum(tables[phase].values())):>10}" for phase in phases)
+    lines.append("  " + f"{'sum':<20}" + totals)
+    for name, size in rank.host.items():
+        lines.append(f"  host: {name} {gib(size)} GiB")
+    if planned.engine:
+        e = planned.engine
+        lines.append(
+            f"  engine over {e['ranks']} ranks: the cache holds {e['tokens']:,} tokens, {e['sequences']:,} sequences of "
+            f"full length (at most {e['capacity']:,} run at a time)"
+        )
+        if e["unknown"]:
+            lines.append(f"  tensors that no rule of the engine covers, counted whole: {', '.join(e['unknown'][:4])}")
+    for phase in (*PHASES,):
+        bound = planned.bounds.get(phase)
+        if bound is None or not bound.seconds:
+            continue
+        load = rank.loads.get(phase)
+        sent = sorted(load.sent.items(), key=lambda item: -item[1])[:3] if load else []
+        shown = "".join(f"; {axis} {kind} {size / 1e9:,.2f} GB" for (axis, kind), size in sent if size > 5e6)
+        flops = f"; {load.flops / 1e12:,.0f} TFLOP" if load and load.flops else ""
+        lines.append(f"  {phase}: at least {bound.seconds:,.1f} s ({bound.by}){flops}{shown}")
+    return lines
+
+
+def verdict_lines(plan: Plan) -> list[str]:
+    """Return the verdict on a job, and the rest that concerns all of it."""
+    worst = plan.worst()
+    phase, _ = worst.peak()
+    lines = []
+    total = sum(max((p.bounds[name].seconds for p in plan.kinds if name in p.bounds), default=0) for name in PHASES)
+    if total:
+        lines.append(f"step     at least {total:,.0f} s, by peak rates; real kernels and links take longer")
+    host = plan.host_of_node()
+    if host:
+        known = plan.gpu.host_memory_gib
+        of = f" of {known:,.0f}" if known else ""
+        lines.append(f"node     {gib(host)} GiB{of} in host memory, {plan.gpu.gpus_per_node} ranks")
+    saved = max(planned.rank.checkpoint for planned in plan.kinds)
+    if saved:
+        lines.append(f"saved    {gib(saved)} GiB a checkpoint, of all ranks; {saved / 1e9 / 2:,.0f} s at 2 GB/s")
+    if plan.spare >= 0:
+        lines.append(
+            f"verdict  fits with {gib(plan.spare)} GiB to spare on each {plan.gpu.name} ({worst.kind.name}, in {phase})"
+        )
+    else:
+        lines.append(f"verdict  does not fit: {gib(-plan.spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
+    return lines
+
+
+def where(plan: Plan) -> str:
+    """Name the ranks, the phase and the largest row of what is too much."""
+    lacking = [p for p in plan.kinds if p.engine.get("lack")]
+    if lacking:
+        longest = plan.cfg.rollout.max_prompt_tokens + plan.cfg.rollout.max_new_tokens
+        return (
+            f"({lacking[0].kind.name}: the engine's KV cache holds not one sequence of {longest:,} tokens): raise "
+            "--rollout.gpu-memory-utilization or --rollout.tp"
+        )
+    worst = plan.worst()
+    phase, _ = worst.peak()
+    rows = rows_of(worst.rank.memory[phase])
+    largest = sorted(rows, key=lambda name: -rows[name])[:2]
+    named = " and ".join(f"{name} {gib(rows[name])}" for name in largest)
+    return f"({worst.kind.name}, in {phase}; {named} GiB)"
+
+
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """Return the plan as numbers for JSON: bytes, seconds, operations."""
+    kinds = []
+    for planned in plan.kinds:
+        rank = planned.rank
+        kinds.append(
+            {
+                "kind": asdict(planned.kind),
+                "device_bytes": {phase: rows_of(tags) for phase, tags in rank.memory.items()},
+                "held_bytes": rank.held,
+                "host_bytes": rank.host,
+                "parameters": rank.numbers,
+                "flops": {phase: load.flops for phase, load in rank.loads.items()},
+                "sent_bytes": {
+                    phase: {f"{axis}: {kind}": n for (axis, kind), n in load.sent.items()}
+                    for phase, load in rank.loads.items()
+                },
+                "collectives": {
+                    phase: {f"{axis}: {kind}": n for (axis, kind), n in load.calls.items()}
+                    for phase, load in rank.loads.items()
+                },
+                "least_seconds": {phase: {"seconds": b.seconds, "by": b.by} for phase, b in planned.bounds.items()},
+                "engine": planned.engine,
+                "microbatches": rank.micros,
+            }
+        )
+    return {
+        "world": plan.world,
+        "gpu": asdict(plan.gpu),
+        "parameters": plan.numbers,
+        "fits": plan.spare >= 0,
+        "spare_bytes": plan.spare,
+        "host_bytes_of_node": plan.host_of_node(),
+        "checkpoint_bytes": max(planned.rank.checkpoint for planned in plan.kinds),
+        "verdict": verdict_lines(plan)[-1].removeprefix("verdict").strip(),
+        "kinds": kinds,
+    }

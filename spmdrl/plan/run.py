@@ -1,0 +1,210 @@
+"""Plans a job: one rank of each kind in a process of its own, side by side."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmdrl.config.placement import samplers, trainers
+from spmdrl.config.schema import Config
+from spmdrl.plan.gpus import Gpu
+from spmdrl.plan.kinds import Kind, kinds_of
+from spmdrl.plan.readers import folder_of
+from spmdrl.plan.scaled import Rank, rank_of
+from spmdrl.plan.times import Bound, bound_of, rollout_bound
+
+GIB = 1 << 30
+OUTSIDE = 2 * GIB
+"""Memory of a GPU beside tensors: CUDA's context, NCCL's buffers, fragments. An estimate: no GPU measured it."""
+
+
+@dataclass
+class Planned:
+    """The plan of one kind of ranks."""
+
+    kind: Kind
+    rank: Rank
+    bounds: dict[str, Bound]
+    engine: dict[str, Any]
+    """Facts about its engine; empty on ranks that do not sample."""
+
+    def peak(self) -> tuple[str, int]:
+        """Return the phase that takes most of the device, and its bytes."""
+        sums = {phase: sum(tags.values()) for phase, tags in self.rank.memory.items()}
+        phase = max(sums, key=lambda name: sums[name])
+        return phase, sums[phase]
+
+
+@dataclass
+class Plan:
+    """The plan of a job."""
+
+    cfg: Config
+    world: int
+    gpu: Gpu
+    kinds: list[Planned]
+    numbers: int
+    """Parameters of the policy."""
+
+    def worst(self) -> Planned:
+        """Return the kind whose device is fullest."""
+        return max(self.kinds, key=lambda planned: planned.peak()[1])
+
+    @property
+    def spare(self) -> int:
+        """Bytes of a GPU that stay free on the fullest rank; negative where it does not fit."""
+        lack = max((planned.engine.get("lack", 0) for planned in self.kinds), default=0)
+        room = int(self.gpu.memory_gib * GIB) - OUTSIDE - self.worst().peak()[1]
+        return min(room, -lack) if lack else room
+
+    def host_of_node(self) -> int:
+        """Return the bytes that the fullest ranks of one node park in host memory together."""
+        return self.gpu.gpus_per_node * max(sum(p.rank.host.values()) for p in self.kinds)
+
+
+def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
+    """Return the layers of each pipeline stage, and for each layer of the model whether it has experts."""
+    text = hf_config.get_text_config()
+    count = text.num_hidden_layers
+    if cfg.policy.backend != "megatron":
+        return [count], [False] * count
+    from spmdrl.policy.megatron.families import describe
+    from spmdrl.policy.megatron.layout import as_list, check_model, stages
+    from spmdrl.policy.megatron.policy import layout_of
+
+    settings = describe(hf_config).settings
+    layout = layout_of(cfg)
+    check_model(layout, settings)
+    freq = settings.get("moe_layer_freq", 1) if settings.get("num_moe_experts") else 0
+    sparse = as_list(freq) if isinstance(freq, str | list) else [bool(freq)] * count
+    return stages(layout, count), [bool(x) for x in sparse]
+
+
+def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
+    """Plan a job whose settings passed their checks. kind: `cuda`, or `cpu` for a job of gloo ranks.
+
+    Raises:
+        ValueError: a model, or a layout that does not fit it; the message names the flag.
+    """
+    from transformers import AutoConfig
+
+    folder = folder_of(cfg.model.path, cfg.model.trust_remote_code)
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    layers, sparse = stages_of(cfg, hf_config)
+    kinds = kinds_of(cfg, world, layers, sparse)
+    memory = int(gpu.memory_gib * GIB) if kind == "cuda" else None
+    tasks = [lambda each=each: _one(cfg, world, each, len(layers), kind, memory, gpu) for each in kinds]
+    planned = list(side_by_side(tasks))
+    return Plan(cfg, world, gpu, planned, numbers_of(hf_config))
+
+
+def numbers_of(hf_config: Any) -> int:
+    """Return the number of a model's parameters."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(hf_config).parameters())
+
+
+def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: int | None, gpu: Gpu) -> Planned:
+    from spmdrl.plan.job import open_rank
+
+    made = open_rank(cfg, kind.rank, world, device, memory)
+    engine = made.engine
+    virtual = cfg.parallel.virtual_stages
+    step = made.step()
+    rank = rank_of(step, kind.stage, stages, virtual, engine.workspace_bytes if engine else 0)
+    near = {
+        name for ranks, name in made.paper.traffic.axes.items() if len({r // gpu.gpus_per_node for r in ranks}) == 1
+    }
+    bounds = {}
+    for phase, load in rank.loads.items():
+        bounds[phase] = bound_of(load, gpu, near, rank.micros.get(phase, 0), stages)
+    facts = engine_facts(cfg, made) if engine else {}
+    if facts:
+        engines = samplers(cfg, world) // facts["ranks"]
+        bounds["rollout"] = rollout_bound(cfg, gpu, engines, facts)
+    return Planned(kind, rank, bounds, facts)
+
+
+def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
+    """Return what a table shows of an engine and what its times follow from."""
+    engine, text = made.engine, made.hf_config.get_text_config()
+    ranks = made.world.rollout_mesh["tp"].size()
+    experts = getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None)
+    used = getattr(text, "num_experts_per_tok", None)
+    total, in_experts = made.numbers, made.expert_numbers
+    share = 1.0
+    if experts and used:
+        # Of a mixture a token uses few experts; many tokens use nearly all of them.
+        share = min(1.0, used * min(cfg.rollout.max_sequences, 1 << 20) / experts)
+    return {
+        "ranks": ranks,
+        "weights": engine.weight_bytes,
+        "cache": engine.cache_bytes,
+        "tokens": engine.cache_tokens,
+        "sequences": engine.sequences,
+        "lack": engine.lack,
+        "unknown": engine.unknown,
+        "workspace": dict(engine.workspace),
+        "capacity": engine.capacity,
+        "token_bytes": engine.cache_bytes / engine.cache_tokens if engine.cache_tokens else 0.0,
+        "read_bytes": engine.weight_bytes * (1 - in_experts / total * (1 - share)),
+        "active_numbers": total - in_experts * (1 - (used / experts if experts and used else 1.0)),
+    }
+
+
+def side_by_side(tasks: list[Callable[[], Any]]) -> Iterator[Any]:
+    """Run tasks in forked processes, as many at a time as there are cores, and yield their results in order.
+
+    Raises:
+        ValueError: of a task, with its message.
+        RuntimeError: a task that failed otherwise.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting, running, results = list(enumerate(tasks)), {}, {}
+    most = max(1, min(len(os.sched_getaffinity(0)), 4))
+    while waiting or running:
+        while waiting and len(running) < most:
+            index, task = waiting.pop(0)
+            mine, theirs = context.Pipe(False)
+            process = context.Process(target=_run, args=(task, theirs))
+            process.start()
+            theirs.close()
+            running[index] = process, mine
+        index = min(running)
+        process, pipe = running.pop(index)
+        try:
+            results[index] = pipe.recv()
+        except EOFError:
+            results[index] = "fault", f"a process of the plan ended with exit code {process.exitcode}"
+        process.join()
+    for index in range(len(tasks)):
+        outcome, value = results[index]
+        if outcome == "mistake":
+            raise ValueError(value)
+        if outcome == "fault":
+            raise RuntimeError(value)
+        yield value
+
+
+def _run(task: Callable[[], Any], pipe: Any) -> None:
+    try:
+        said = ("done", task())
+    except ValueError as error:
+        said = ("mistake", str(error))
+    except BaseException:
+        said = ("fault", traceback.format_exc())
+    pipe.send(said)
+    pipe.close()
+    # Torch's simulated groups complain when they are torn down.
+    os._exit(0)
+
+
+def trainers_of(plan: Plan) -> int:
+    """Return the number of ranks that train."""
+    return trainers(plan.cfg, plan.world)

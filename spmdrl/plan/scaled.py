@@ -1,0 +1,124 @@
+"""From the few micro-batches that ran on paper to all of a step's: memory, operations and bytes of one rank."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from spmdrl.plan.job import Step, Work
+from spmdrl.plan.paper import Moment
+
+
+@dataclass
+class Load:
+    """What a rank does in one phase of a step."""
+
+    flops: int = 0
+    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(axis, kind of collective) -> bytes."""
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+@dataclass
+class Rank:
+    """One rank's step."""
+
+    memory: dict[str, dict[str, int]]
+    """phase (`push`, `rollout`, `logp`, `update`) -> bytes on the device at its peak, by what they are for."""
+    loads: dict[str, Load]
+    """phase -> what it does."""
+    host: dict[str, int]
+    """Bytes in host memory, by what they are for, at the most of a step."""
+    held: dict[str, int]
+    """Bytes of the models' own tensors while the rank trains, by owner."""
+    numbers: int
+    """Parameters on this rank."""
+    checkpoint: int
+    """Bytes of a checkpoint, all ranks together."""
+    micros: dict[str, int]
+    """Micro-batches of the policy's passes: `logp` of a step, `update` of one optimizer step."""
+
+
+def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
+    """Return the chunks of a pipeline rank whose activations live at once, of so many micro-batches.
+
+    1F1B keeps as many as there are stages from this one on; the interleaved schedule two for each stage behind this
+    one, and one round for each further chunk (https://arxiv.org/abs/2104.04473).
+    """
+    if virtual == 1:
+        return min(stages - stage, micros)
+    return min((stages - stage - 1) * 2 + (virtual - 1) * stages + 1, micros * virtual)
+
+
+def line(at: list[tuple[int, float]], x: int) -> float:
+    """Return the value at x of the line through the last two points; of a single point, its own value."""
+    if len(at) == 1 or at[-1][0] == at[-2][0]:
+        return at[-1][1]
+    (a, fa), (b, fb) = at[-2:]
+    return fb + (fb - fa) / (b - a) * (x - b)
+
+
+def peak_of(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]:
+    """Return the bytes of each kind at the peak of a pass over all micro-batches."""
+    if work.kind == "logp" or stages == 1:
+        # Without a pipeline one micro-batch runs at a time; gradients stay from the first on.
+        return dict(max((p.peak for p in work.passes), key=lambda m: m.live).by_tag)
+    flying = [in_flight(stage, stages, virtual, p.micros) for p in work.passes]
+    most = in_flight(stage, stages, virtual, work.total)
+    tags = {tag for p in work.passes for tag in p.peak.by_tag}
+    points = {tag: [(n, p.peak.by_tag.get(tag, 0)) for n, p in zip(flying, work.passes, strict=True)] for tag in tags}
+    return {tag: int(line(at, most)) if at[-1][0] < most else at[-1][1] for tag, at in points.items()}
+
+
+def load_of(work: Work) -> Load:
+    """Return what a pass does over all micro-batches, as often as a step does it."""
+
+    def scaled(values: list[tuple[int, float]]) -> int:
+        return int(line(values, work.total) * work.times)
+
+    counts = [p.micros for p in work.passes]
+    keys = {key for p in work.passes for key in p.traffic.calls}
+
+    def counter(name: str) -> dict[tuple[str, str], int]:
+        of = [getattr(p.traffic, name) for p in work.passes]
+        return {key: scaled([(n, c.get(key, 0)) for n, c in zip(counts, of, strict=True)]) for key in keys}
+
+    flops = scaled([(p.micros, p.flops) for p in work.passes])
+    return Load(flops, counter("bytes"), counter("calls"))
+
+
+def added(loads: list[Load]) -> Load:
+    """Add loads up."""
+    return Load(
+        sum(x.flops for x in loads),
+        dict(sum((Counter(x.sent) for x in loads), Counter())),
+        dict(sum((Counter(x.calls) for x in loads), Counter())),
+    )
+
+
+def rank_of(step: Step, stage: int, stages: int, virtual: int, workspace: int) -> Rank:
+    """Make the plan of one rank of what ran on paper.
+
+    stage: its pipeline stage, of `stages`, each of `virtual` chunks. workspace: bytes that its engine takes beside
+    weights and cache while it samples.
+    """
+    memory: dict[str, dict[str, int]] = {"push": _named(step.moments["push"])}
+    memory["rollout"] = _named(step.moments["rollout"]) | ({"engine workspace": workspace} if workspace else {})
+    loads = {"push": Load()}
+    if step.push:
+        loads["push"] = Load(step.push.flops, dict(step.push.traffic.bytes), dict(step.push.traffic.calls))
+    for phase in ("logp", "update"):
+        works = [work for work in step.works if work.kind == phase and work.passes]
+        if works:
+            peaks = [peak_of(work, stage, stages, virtual) for work in works]
+            memory[phase] = _clean(max(peaks, key=lambda tags: sum(tags.values())))
+            loads[phase] = added([load_of(work) for work in works])
+    host = dict(step.host) | {f"off the device ({place})": n for place, n in step.parked.items() if n}
+    micros = {work.kind: work.total for work in step.works if work.model == "policy"}
+    return Rank(memory, loads, host, step.held, step.numbers, step.checkpoint, micros)
+
+
+def _named(moment: Moment) -> dict[str, int]:
+    return _clean(moment.by_tag)
+
+
+def _clean(tags: dict[str, int]) -> dict[str, int]:
+    return {tag: n for tag, n in tags.items() if n > 0}

@@ -1,0 +1,56 @@
+"""The world of one rank of a job that exists on paper: groups that send nothing, axes as in a real job."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.config.placement import engine_tp
+from spmdrl.config.schema import Config
+from spmdrl.plan.paper import META
+from spmdrl.plan.traffic import Traffic
+from spmdrl.spmd.mesh import world_from_group
+from spmdrl.spmd.roles import AXES
+from spmdrl.spmd.world import World
+
+
+def open_world(cfg: Config, rank: int, size: int) -> World:
+    """Become one rank of `size` in this process; its device is torch's meta device."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    return replace(world_from_group(cfg.parallel, engine_tp(cfg), torch.device("cpu")), device=META)
+
+
+def name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
+    """Give the groups of this rank the names of their axes; the last name given to a group stays."""
+    names: dict[tuple[int, ...], str] = {tuple(range(world.size)): "all ranks"}
+    if world.data_group is not None:
+        names[_ranks(world.data_group)] = "data"
+    if world.trains:
+        for axis in AXES:
+            names[_ranks(world.mesh.get_group(axis))] = axis
+        for axis in range(world.shard_mesh.ndim):
+            names[_ranks(world.shard_mesh.get_group(axis))] = ("dp_replicate", "dp_shard")[axis - world.shard_mesh.ndim]
+    if cfg.policy.backend == "megatron" and world.trains:
+        from megatron.core import parallel_state as state
+
+        names |= {
+            _ranks(group): axis
+            for axis, group in (
+                ("data", state.get_data_parallel_group(with_context_parallel=True)),
+                ("expert data", state.get_expert_data_parallel_group()),
+                ("cp", state.get_context_parallel_group()),
+                ("tp x ep", state.get_expert_tensor_and_model_parallel_group()),
+                ("ep", state.get_expert_model_parallel_group()),
+                ("tp", state.get_tensor_model_parallel_group()),
+                ("pp", state.get_pipeline_model_parallel_group()),
+            )
+        }
+    traffic.axes |= {ranks: name for ranks, name in names.items() if len(ranks) > 1}
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
