@@ -277,7 +277,7 @@ def test_lockstep_debug_reads_no_entry_of_another_rank_while_all_agree(monkeypat
 
 
 def gathers(monkeypatch, size: int) -> list[int]:
-    """Makes this process one of `size` ranks that all send the same; the bytes of each gather go into the returned list."""
+    """Makes this process one of `size` ranks that all send the same; bytes of each gather go into the returned list."""
     sent: list[int] = []
 
     def all_gather(out, mine, group):
