@@ -95,7 +95,9 @@ def _writable(file: Path) -> None:
         with open(file, "a"):
             pass
     except OSError as error:
-        raise doctor_folder.FolderError(f"--json {file.with_suffix('')}: it cannot be written: {error.strerror}") from error
+        raise doctor_folder.FolderError(
+            f"--json {file.with_suffix('')}: it cannot be written: {error.strerror}"
+        ) from error
 
 
 def show(reports: list[dict], out) -> None:

@@ -45,9 +45,13 @@ def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None 
         other = "NVIDIA's" if nvidia else "AMD's"
         return fail("build", f"torch for {built} on {other} GPUs", "install the build of torch for these GPUs")
     if nvidia or amd:
-        return fail("build", f"{without_gpu()} ({driver() or 'driver unknown'})", "update the driver, or unset the limit")
+        return fail(
+            "build", f"{without_gpu()} ({driver() or 'driver unknown'})", "update the driver, or unset the limit"
+        )
     said = f"torch for {built} and no GPU on this machine"
-    return either(True, side == "gpu", "build", said, "start on a node with GPUs; inside a container pass --nv or --gpus")
+    return either(
+        True, side == "gpu", "build", said, "start on a node with GPUs; inside a container pass --nv or --gpus"
+    )
 
 
 def driver() -> str:

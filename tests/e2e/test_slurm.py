@@ -4,12 +4,9 @@ Nodes are loopback addresses. What a real cluster adds (its network, GPUs, conta
 """
 
 import hashlib
-import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 

@@ -51,6 +51,18 @@ LATENT = dict(
     first_k_dense_replace=1,
     routed_scaling_factor=2.5,
 )
+GLM = dict(
+    head_dim=16,
+    attention_bias=True,
+    use_qk_norm=True,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+)
 GEMMA2 = dict(
     head_dim=16,
     sliding_window=7,
@@ -75,10 +87,16 @@ FAMILIES = {
         "DeepseekV3",
         LATENT | EXPERTS | dict(n_group=1, topk_group=1, num_experts_per_tok=6, q_lora_rank=None),
     ),
+    # As in GLM-4.5: half of a head's channels are turned.
+    "glm4_moe": ("Glm4Moe", GLM | EXPERTS),
     "gemma2": ("Gemma2", GEMMA2),
 }
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight")
-MOONLIGHT = (Layout(), Layout(tp=2), Layout(ep=2), Layout(tp=2, ep=2))
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "glm4_moe")
+FEW = {
+    "moonlight": (Layout(), Layout(tp=2), Layout(ep=2), Layout(tp=2, ep=2)),
+    "glm4_moe": (Layout(), Layout(tp=2), Layout(ep=2), Layout(pp=2), Layout(cp=2), Layout(tp=2, pp=2)),
+}
+"""Families that share most of their code with another, and the layouts that they are tested on."""
 ON_2 = {
     "tp1": Layout(),
     "tp2": Layout(tp=2, sequence_parallel=False),
@@ -105,7 +123,7 @@ LENGTHS = [[9, 1, 23, 12], [30, 5, 6]]
 
 def fits(family: str, layout: Layout) -> bool:
     """Returns True for a layout that can divide the family; the tests ask for no other."""
-    if family == "moonlight" and layout not in MOONLIGHT:
+    if family in FEW and layout not in FEW[family]:
         return False
     mixture = family in MIXTURES
     if mixture and layout.tp > 1 and not layout.sequence_parallel:
@@ -462,7 +480,8 @@ def test_models_without_converter_are_refused(models):
 
     with pytest.raises(ValueError, match=r"no converter for phi; it has llama, qwen2.*docs/megatron.md"):
         describe(PhiConfig())
-    for changes in (dict(attention_bias=True), dict(rope_parameters=LLAMA3 | dict(rope_type="dynamic"))):
+    half = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))
+    for changes in (dict(attention_bias=True), dict(rope_parameters=LLAMA3 | dict(rope_type="dynamic")), half):
         config = AutoConfig.from_pretrained(models / "llama")
         config.__dict__.update(changes)
         with pytest.raises(ValueError, match="does not support"):

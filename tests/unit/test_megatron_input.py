@@ -209,6 +209,23 @@ def test_groups_of_experts_that_limit_nothing_are_left_out():
         describe(DeepseekV3Config(n_group=8, topk_group=4, num_experts_per_tok=6))
 
 
+def test_rotary_embedding_of_a_part_of_each_head():
+    from transformers import Glm4MoeConfig
+
+    from spmdrl.policy.megatron.families import describe
+
+    rope = dict(rope_theta=1e4, partial_rotary_factor=0.5)
+    large = describe(Glm4MoeConfig(head_dim=128, attention_bias=True, use_qk_norm=True))
+    assert (large.rotary_share, large.rope_base, large.frequencies) == (0.5, 1e4, None)
+    assert large.settings["add_qkv_bias"] and large.settings["qk_layernorm"]
+    assert large.settings["moe_router_num_groups"] is None and large.settings["moe_layer_freq"][:2] == [0, 1]
+    longer = describe(Glm4MoeConfig(head_dim=128, rope_parameters=rope | dict(rope_type="linear", factor=2.0)))
+    assert longer.frequencies is not None and longer.frequencies.shape == (32,)
+    far = rope | dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    with pytest.raises(ValueError, match="rope_type yarn with a partial_rotary_factor of glm4_moe"):
+        describe(Glm4MoeConfig(head_dim=128, rope_parameters=far))
+
+
 def test_layers_of_stages_add_up():
     for layers in range(1, 14):
         for pp in range(1, 6):

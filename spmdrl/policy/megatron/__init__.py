@@ -1,6 +1,7 @@
 """Policies on Megatron-core: tensor, pipeline, context and expert parallelism of the same HF models.
 
 layout.py      how a model is divided over ranks, and whether it can be
+arch.py        description of a model, from which it is built
 families.py    a HF config in Megatron's terms; a new architecture is added there
 names.py       names of Megatron's parameters in HF checkpoints
 model.py       groups and modules: `initialize`, `build`

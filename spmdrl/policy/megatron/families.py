@@ -4,15 +4,14 @@ A family is a function that adds its settings to the common ones, with a table o
 its checkpoints; `FAMILIES` lists all. Nothing here imports Megatron.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from spmdrl.policy.megatron.names import GEMMA2, LATENT, MIXTRAL, NAMES, Names
+from spmdrl.policy.megatron.arch import Architecture, Family
+from spmdrl.policy.megatron.names import GEMMA2, LATENT, MIXTRAL, NAMES
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -21,40 +20,6 @@ ACTIVATIONS = {
 }
 ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of a sequence."""
-
-
-@dataclass
-class Architecture:
-    """Description of one model, from which `model.py` builds it."""
-
-    settings: dict
-    """Keyword arguments of TransformerConfig; of MLATransformerConfig with `multi_latent_attention`."""
-    names: Names
-    vocab: int
-    positions: int
-    """Longest sequence."""
-    tied: bool
-    """The output head is the embedding."""
-    rope_base: float
-    frequencies: torch.Tensor | None = None
-    """Frequencies of the rotary embedding, float32 [head_dim / 2]; None if they follow from `rope_base`."""
-    softcap: float | None = None
-    """Cap on attention scores."""
-    embedding_scale: float | None = None
-    """Factor on embeddings."""
-    post_norms: bool = False
-    """The outputs of attention and feed-forward are normed before they are added to the residual."""
-    beside: str = ""
-    """Prefix of checkpoint tensors that are not trained but saved unchanged: a vision tower."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """The settings and names in which one architecture differs from the common ones."""
-
-    adapt: Callable[[Any, Architecture], None] = lambda h, a: None
-    """(HF config, architecture with the common settings): changes the latter in place."""
-    names: Names = field(default_factory=dict)
 
 
 def describe(h: Any) -> Architecture:
@@ -74,6 +39,8 @@ def describe(h: Any) -> Architecture:
     out = _common(text, bool(h.tie_word_embeddings))
     out.names |= family.names
     family.adapt(text, out)
+    if out.rotary_share != 1.0 and not family.partial_rotary:
+        raise _refuse(text, "partial_rotary_factor")
     return out
 
 
@@ -141,12 +108,14 @@ def _rope(h: Any, out: Architecture) -> float:
     kind = rope.get("rope_type", "default")
     if kind not in ROPE:
         raise _refuse(h, f"rope_type {kind}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _refuse(h, "partial_rotary_factor")
+    out.rotary_share = float(rope.get("partial_rotary_factor", 1.0))
     out.rope_base = float(rope["rope_theta"])
     if kind == "default":
         return 1.0
     out.frequencies, factor = ROPE_INIT_FUNCTIONS[kind](h, torch.device("cpu"))
+    if factor != 1.0 and out.rotary_share != 1.0:
+        # The factor on the turned channels alone would differ within a head.
+        raise _refuse(h, f"rope_type {kind} with a partial_rotary_factor")
     return factor
 
 
@@ -199,15 +168,38 @@ def _mixtral(h: Any, out: Architecture) -> None:
     _experts(h, out, h.num_local_experts, h.intermediate_size, [1] * h.num_hidden_layers)
 
 
-def _deepseek_v3(h: Any, out: Architecture) -> None:
-    _llama(h, out)
-    if not h.norm_topk_prob or not getattr(h, "rope_interleave", True):
-        raise _refuse(h, "norm_topk_prob or rope_interleave set to false")
+def _biased_experts(h: Any, out: Architecture) -> None:
+    """Add DeepSeek-V3's experts: sigmoid scores, a bias that only chooses, shared experts, dense layers first."""
+    if not h.norm_topk_prob:
+        raise _refuse(h, "norm_topk_prob set to false")
     # Groups do not limit the choice if a token may choose from all of them.
     limited = h.n_group != h.topk_group
     if limited and h.num_experts_per_tok // h.topk_group != 2:
         # Megatron scores a group by its best topk // topk_group experts, the model by its best two.
         raise _refuse(h, "num_experts_per_tok other than twice topk_group")
+    dense = h.first_k_dense_replace
+    _experts(
+        h,
+        out,
+        h.n_routed_experts,
+        h.moe_intermediate_size,
+        [int(i >= dense) for i in range(h.num_hidden_layers)],
+        moe_shared_expert_intermediate_size=h.moe_intermediate_size * h.n_shared_experts,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        # The checkpoint's bias is kept: engines route with it too.
+        moe_router_bias_update_rate=0.0,
+        moe_router_topk_scaling_factor=h.routed_scaling_factor,
+        moe_router_num_groups=h.n_group if limited else None,
+        moe_router_group_topk=h.topk_group if limited else None,
+    )
+
+
+def _deepseek_v3(h: Any, out: Architecture) -> None:
+    _llama(h, out)
+    if not getattr(h, "rope_interleave", True):
+        raise _refuse(h, "rope_interleave set to false")
+    _biased_experts(h, out)
     head, rope = h.qk_nope_head_dim + h.qk_rope_head_dim, h.rope_parameters
     # A factor on the rotary part alone would differ within a head.
     if _rope(_RotaryHead(h), out) != 1.0:
@@ -227,22 +219,6 @@ def _deepseek_v3(h: Any, out: Architecture) -> None:
         mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
         qk_layernorm=True,
     )
-    dense = h.first_k_dense_replace
-    _experts(
-        h,
-        out,
-        h.n_routed_experts,
-        h.moe_intermediate_size,
-        [int(i >= dense) for i in range(h.num_hidden_layers)],
-        moe_shared_expert_intermediate_size=h.moe_intermediate_size * h.n_shared_experts,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        # The checkpoint's bias is kept: engines route with it too.
-        moe_router_bias_update_rate=0.0,
-        moe_router_topk_scaling_factor=h.routed_scaling_factor,
-        moe_router_num_groups=h.n_group if limited else None,
-        moe_router_group_topk=h.topk_group if limited else None,
-    )
 
 
 class _RotaryHead:
@@ -253,6 +229,11 @@ class _RotaryHead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.hf, name)
+
+
+def _glm4_moe(h: Any, out: Architecture) -> None:
+    out.settings |= dict(add_qkv_bias=h.attention_bias, qk_layernorm=h.use_qk_norm)
+    _biased_experts(h, out)
 
 
 def _gemma2(h: Any, out: Architecture) -> None:
@@ -272,6 +253,7 @@ FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe),
     "mixtral": Family(_mixtral, MIXTRAL),
     "deepseek_v3": Family(_deepseek_v3, LATENT),
+    "glm4_moe": Family(_glm4_moe, partial_rotary=True),
     "gemma2": Family(_gemma2, GEMMA2),
 }
 """Families by `model_type` of the HF config."""

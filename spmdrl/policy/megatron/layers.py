@@ -32,8 +32,8 @@ from megatron.core.transformer.transformer_layer import (
 from torch import nn
 
 from spmdrl.policy.contract import Head
+from spmdrl.policy.megatron.arch import Architecture
 from spmdrl.policy.megatron.attention import CoreAttention
-from spmdrl.policy.megatron.families import Architecture
 from spmdrl.policy.megatron.layout import Layout, as_list
 from spmdrl.policy.megatron.routing import Router, attach
 
@@ -142,6 +142,7 @@ class Model(GPTModel):
             share_embeddings_and_output_weights=arch.tied and head == "lm",
             position_embedding_type="rope",
             rotary_base=arch.rope_base,  # type: ignore[arg-type]
+            rotary_percent=arch.rotary_share,
             vp_stage=stage,
         )
         self.arch, self.layout, self.head = arch, layout, head

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from spmdrl.policy.contract import Head
 from spmdrl.policy.megatron import cpu, ranks, repairs
-from spmdrl.policy.megatron.families import Architecture, describe
+from spmdrl.policy.megatron.arch import Architecture
+from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout, check_model, check_ranks
 from spmdrl.spmd.devices import kind_of
 

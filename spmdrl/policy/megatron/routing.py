@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_a
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
-from spmdrl.policy.megatron.families import Architecture
+from spmdrl.policy.megatron.arch import Architecture
 from spmdrl.policy.megatron.layout import as_list
 
 
