@@ -128,9 +128,10 @@ class Sources:
         if not each.packs():
             return self._made(each).get(name) == shape
         projections = each.projections()
-        rows, odd = divmod(shape[1], len(projections)) if len(shape) > 1 else (0, 1)
-        part = (rows, *shape[2:])
-        return not odd and all(
+        if len(shape) < 2 or shape[1] % len(projections):
+            return False
+        part = (shape[1] // len(projections), *shape[2:])
+        return all(
             len(names) == shape[0] and all(self.tensors.shape(n) == part for n in names) for names in projections
         )
 

@@ -205,7 +205,8 @@ def _with_memory(model: Any, device: torch.device) -> Any:
             if id(p) not in made:
                 made[id(p)] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
                 # Megatron's notes on the parameter: how it is divided, and over which ranks its gradient is summed.
-                made[id(p)].__dict__.update(p.__dict__)
+                for note, value in vars(p).items():
+                    setattr(made[id(p)], note, value)
             module._parameters[name] = made[id(p)]
         for name, b in module._buffers.items():
             if b is not None and b.is_meta:
