@@ -1,4 +1,4 @@
-"""Checks of the accelerators: what torch was built for beside what the machine has, NCCL, and other jobs on the GPUs."""
+"""Checks of the accelerators: torch's build beside the machine's devices and driver, NCCL, other jobs on the GPUs."""
 
 import os
 import subprocess
@@ -45,9 +45,13 @@ def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None 
         other = "NVIDIA's" if nvidia else "AMD's"
         return fail("build", f"torch for {built} on {other} GPUs", "install the build of torch for these GPUs")
     if nvidia or amd:
-        return fail("build", f"{without_gpu()} ({driver() or 'driver unknown'})", "update the driver, or unset the limit")
+        return fail(
+            "build", f"{without_gpu()} ({driver() or 'driver unknown'})", "update the driver, or unset the limit"
+        )
     said = f"torch for {built} and no GPU on this machine"
-    return either(True, side == "gpu", "build", said, "start on a node with GPUs; inside a container pass --nv or --gpus")
+    return either(
+        True, side == "gpu", "build", said, "start on a node with GPUs; inside a container pass --nv or --gpus"
+    )
 
 
 def driver() -> str:
@@ -63,7 +67,7 @@ def driver() -> str:
 
 
 def listed(text: str) -> list[Finding]:
-    """Reads the answer of `nvidia-smi --query-gpu=index,name,memory.total,memory.used --format=csv,noheader,nounits`."""
+    """Reads what `nvidia-smi --query-gpu` says of QUERY, as `--format=csv,noheader,nounits`."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
     names = Counter(row[1] for row in rows)
     said = ", ".join(f"{number} x {name}" for name, number in names.items())
