@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if first and asked.json not in ("", "-"):
             _writable(Path(asked.json))
+        if asked.dir:
+            _folder(asked.dir)
         reports = everyone(asked) if ranked else [one_node(asked, False)]
     except (ConfigError, doctor_folder.FolderError) as error:
         if first:
@@ -92,15 +94,27 @@ def _writable(file: Path) -> Path:
     Raises:
         FolderError: it cannot.
     """
-    part = file.with_name(f"{file.name}.part")
     try:
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        part = file.with_name(f"{file.name}.part")
         part.touch()
         part.unlink()
     except OSError as error:
         raise doctor_folder.FolderError(f"--json {file}: it cannot be written: {error.strerror}") from error
     return part
+
+
+def _folder(name: str) -> None:
+    """Checks a folder by its path alone, before anything that takes time.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    try:
+        doctor_folder.nearest(Path(name))
+    except doctor_folder.FolderError as error:
+        raise doctor_folder.FolderError(f"--dir {error}") from error
 
 
 def show(reports: list[dict], out) -> None:
