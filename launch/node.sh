@@ -26,7 +26,7 @@ if [[ $1 == doctor ]]; then
     unset NODE_RANK MASTER_ADDR
     exec "$python" -m spmdrl.doctor --node "$name" "$@"
 fi
-if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-} ]]; then
+if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # a host that was started from here starts no others
     exec "$python" -m spmdrl.tools.hosts "$@"
 fi
 nodes=${NNODES:-${SLURM_NNODES:-1}}

@@ -10,6 +10,7 @@ through rank 0, and all-reduce and all-to-all run between all ranks instead of t
 """
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -63,7 +64,9 @@ def main(argv: list[str] | None = None) -> None:
     first = not ranked or os.environ["RANK"] == "0"
     try:
         if first and asked.json not in ("", "-"):
-            _writable(Path(f"{asked.json}.part"))
+            _writable(Path(asked.json))
+        if asked.dir:
+            _folder(asked.dir)
         reports = everyone(asked) if ranked else [one_node(asked, False)]
     except (ConfigError, doctor_folder.FolderError) as error:
         if first:
@@ -76,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         if asked.json == "-":
             print(text)
         elif asked.json:
-            part = Path(f"{asked.json}.part")
+            part = _writable(Path(asked.json))
             part.write_text(text + "\n")
             os.replace(part, asked.json)
     sys.stdout.flush()
@@ -85,19 +88,33 @@ def main(argv: list[str] | None = None) -> None:
     os._exit(int(bad))
 
 
-def _writable(file: Path) -> None:
-    """Checks that a file can be written. file: the one that is renamed when it is whole.
+def _writable(file: Path) -> Path:
+    """Checks that a file can be written; returns the one that is renamed to it once it is whole.
 
     Raises:
         FolderError: it cannot.
     """
     try:
-        with open(file, "a"):
-            pass
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        part = file.with_name(f"{file.name}.part")
+        part.touch()
+        part.unlink()
     except OSError as error:
-        raise doctor_folder.FolderError(
-            f"--json {file.with_suffix('')}: it cannot be written: {error.strerror}"
-        ) from error
+        raise doctor_folder.FolderError(f"--json {file}: it cannot be written: {error.strerror}") from error
+    return part
+
+
+def _folder(name: str) -> None:
+    """Checks a folder by its path alone, before anything that takes time.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    try:
+        doctor_folder.nearest(Path(name))
+    except doctor_folder.FolderError as error:
+        raise doctor_folder.FolderError(f"--dir {error}") from error
 
 
 def show(reports: list[dict], out) -> None:
@@ -149,7 +166,12 @@ def local(asked: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
     if not asked.quick:
         found += [doctor_software.flash_attention(), doctor_machine.hub()]
     folder = Path(asked.dir) if asked.dir else run_folder(config) if config else Path("runs")
-    found += doctor_folder.folder(folder, 8 if asked.quick else 128)
+    try:
+        found += doctor_folder.folder(folder, 8 if asked.quick else 128)
+    except doctor_folder.FolderError as error:
+        if asked.dir:
+            raise doctor_folder.FolderError(f"--dir {error}") from error
+        found.append(fail("disk", str(error), "give a --run.dir (here --dir) that can be written"))
     return found if ranked else [*found, two_ranks(gpus, asked.quick)]
 
 

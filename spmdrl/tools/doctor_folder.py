@@ -30,9 +30,9 @@ def nearest(folder: Path) -> Path:
     """
     at = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not at.is_dir():
-        raise FolderError(f"--dir {folder}: {at} is no folder")
+        raise FolderError(f"{folder}: {at} is no folder")
     if not os.access(at, os.W_OK | os.X_OK):
-        raise FolderError(f"--dir {folder}: {at} cannot be written by this user")
+        raise FolderError(f"{folder}: {at} cannot be written by this user")
     return at
 
 
@@ -55,7 +55,7 @@ def folder(place: Path, mib: int) -> list[Finding]:
         speed = mib * MIB / 1e6 / (time.perf_counter() - began)
         locks = lock(file)
     except OSError as error:
-        raise FolderError(f"--dir {place}: nothing can be written in {at}: {error.strerror or error}") from error
+        raise FolderError(f"{place}: nothing can be written in {at}: {error.strerror or error}") from error
     finally:
         file.unlink(missing_ok=True)
     said = f"{at}: {speed:.0f} MB/s for {mib} MiB with fsync"

@@ -1,4 +1,4 @@
-"""Checks of the accelerators: what torch was built for beside what the machine has, NCCL, and other jobs on the GPUs."""
+"""Checks of the accelerators: torch's build beside the machine's devices and driver, NCCL, other jobs on the GPUs."""
 
 import os
 import subprocess
@@ -67,7 +67,7 @@ def driver() -> str:
 
 
 def listed(text: str) -> list[Finding]:
-    """Reads the answer of `nvidia-smi --query-gpu=index,name,memory.total,memory.used --format=csv,noheader,nounits`."""
+    """Reads what `nvidia-smi --query-gpu` says of QUERY, as `--format=csv,noheader,nounits`."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
     names = Counter(row[1] for row in rows)
     said = ", ".join(f"{number} x {name}" for name, number in names.items())

@@ -137,7 +137,7 @@ def together(
         limit: seconds for all of it.
     """
     # A process that forks after CUDA began has none; without GPUs a fork saves the seconds of an import.
-    context = multiprocessing.get_context("spawn" if gpus else "fork")
+    context = multiprocessing.get_context("spawn") if gpus else multiprocessing.get_context("fork")
     running = []
     for local in range(here):
         ours, theirs = context.Pipe(duplex=False)
@@ -149,7 +149,7 @@ def together(
         theirs.close()
         running.append((process, ours))
     until, found = time.monotonic() + limit + 5, []
-    for process, ours in running:
+    for _, ours in running:
         ready = wait([ours], max(0.0, until - time.monotonic()))
         try:
             found.append(Measured(**json.loads(ours.recv_bytes())) if ready else None)

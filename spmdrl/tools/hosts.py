@@ -1,4 +1,4 @@
-"""Runs launch/node.sh on several hosts: `python -m spmdrl.tools.hosts`, which launch/node.sh becomes where HOSTS is set.
+"""Runs launch/node.sh on several hosts: `python -m spmdrl.tools.hosts`, which it becomes itself where HOSTS is set.
 
 In a SLURM job srun does it; else ssh, with a process at the far end that reads its orders from the connection: the
 variables and the command first, then signals. Where the connection ends, the command is ended. Standard library only.
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = "./launch/node.sh"
@@ -37,7 +38,7 @@ class Hosts:
         """srun: with flags that hold for every call. inside: command that starts another one in a container."""
         self.srun, self.inside = list(srun), list(inside)
 
-    def start(self, hosts: Sequence[str], words: Sequence[str], **streams) -> list[subprocess.Popen]:
+    def start(self, hosts: Sequence[str], words: Sequence[str], **streams: Any) -> list[subprocess.Popen]:
         """Starts `launch/node.sh WORDS` on all hosts; a process for all under SLURM, for each by ssh."""
         if self.srun:
             number = str(len(hosts))
@@ -46,7 +47,7 @@ class Hosts:
         return [far(host, {"NODE_NAME": host}, [NODE, *words], **streams) for host in hosts]
 
     def on(self, hosts: Sequence[str], words: Sequence[str], seconds: float, output: Path) -> None:
-        """Runs it on all hosts and waits; what is left after so many seconds is ended. output: file for all they say."""
+        """Runs it on all hosts and waits; ends what is left after so many seconds. output: file for all they say."""
         with open(output, "wb") as file:
             running = self.start(hosts, words, stdout=file, stderr=subprocess.STDOUT)
             until = time.monotonic() + seconds
@@ -79,7 +80,7 @@ def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(CARRIED) or name in SETTINGS}
 
 
-def far(host: str, variables: dict[str, str], words: Sequence[str], **streams) -> subprocess.Popen:
+def far(host: str, variables: dict[str, str], words: Sequence[str], **streams: Any) -> subprocess.Popen:
     """Starts a command on another host. `tell` sends signals; a closed stdin ends it."""
     python = ".venv/bin/python" if (ROOT / ".venv" / "bin" / "python").exists() else "python3"
     line = f"cd {shlex.quote(str(ROOT))} && exec {python} -m spmdrl.tools.hosts --far-end"
@@ -100,8 +101,10 @@ def tell(process: subprocess.Popen, line: str) -> None:
 def far_end() -> int:
     """Runs the command of the first line on stdin, passes on signals from later ones, ends it at the end of stdin."""
     order = json.loads(sys.stdin.readline())
+    # A host whose shell sets HOSTS must not start the others in its turn.
+    variables = {name: value for name, value in os.environ.items() if name not in ("HOSTS", "NODE_RANK")}
     child = subprocess.Popen(
-        order["words"], env=os.environ | order["variables"], stdin=subprocess.DEVNULL, start_new_session=True
+        order["words"], env=variables | order["variables"], stdin=subprocess.DEVNULL, start_new_session=True
     )
 
     def listen() -> None:
@@ -126,7 +129,7 @@ def code_of(returned: int) -> int:
 def unreachable(hosts: Sequence[str]) -> dict[str, str]:
     """Hosts that do not answer to ssh within seconds, each with the reason. All are asked at once."""
     line = f"test -x {shlex.quote(str(ROOT / 'launch' / 'node.sh'))} || echo no folder {shlex.quote(str(ROOT))} >&2"
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     asked = {host: subprocess.Popen([*SSH, host, line], text=True, **streams) for host in hosts}
     until, dead = time.monotonic() + REACH, {}
     for host, process in asked.items():

@@ -1,9 +1,9 @@
 """Chooses the nodes of a job before it starts: `python -m spmdrl.tools.preflight`, for slurm/job.sh and launch/node.sh.
 
-The doctor runs on every node, then all-reduce and all-to-all between neighbours, all pairs of a round at once. A node is
-bad that does not answer, where a check fails, that has another number of GPUs than most, or that is below the floor
-with every neighbour and with a partner that is not. Good nodes are printed on stdout, as many as the job needs, bad ones
-with their reason on stderr. Standard library only: it runs outside the job's container.
+The doctor runs on every node, then all-reduce and all-to-all between neighbours, all pairs of a round at once. A node
+is bad that does not answer, where a check fails, that has another number of GPUs than most, or that is below the floor
+with every neighbour and with a partner that is not. Good nodes are printed on stdout, as many as the job needs, bad
+ones with their reason on stderr. Standard library only: it runs outside the job's container.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
 
 
 def below(pair: dict, floors: tuple[float, float]) -> str:
-    """Reason why a measured pair does not count as good; empty where it does. floors: all-reduce, all-to-all in GB/s."""
+    """Reason why a measured pair is not good; empty where it is. floors: all-reduce, all-to-all in GB/s."""
     if pair["error"]:
         return pair["error"]
     named = (("all-reduce", pair["all_reduce"], floors[0]), ("all-to-all", pair["all_to_all"], floors[1]))

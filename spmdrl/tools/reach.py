@@ -1,6 +1,7 @@
 """Reaches for the first node of a job from another: `python -m spmdrl.tools.reach ADDRESS PORT`.
 
-Prints the network interface towards it, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; empty where the libraries choose.
+Prints the network interface towards it, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; an empty line leaves the choice
+to the libraries.
 """
 
 import os

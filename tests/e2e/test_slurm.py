@@ -25,7 +25,8 @@ model: {{path: tiny, dtype: float32}}
 policy: {{max_tokens_per_microbatch: 2048}}
 rollout: {{engine: hf, assignment: static, prompts_per_step: 4, samples_per_prompt: 4, max_sequences: 16,
   max_prompt_tokens: 64, max_new_tokens: 8}}
-data: {{train: "builtin:reverse", eval: "builtin:reverse:eval", prompt_column: prompt, answer_column: answer, template: ""}}
+data: {{train: "builtin:reverse", eval: "builtin:reverse:eval", prompt_column: prompt, answer_column: answer,
+  template: ""}}
 reward: {{function: {reward}, timeout: 100, workers: 1}}
 eval: {{every: 1000, prompts: 8}}
 checkpoint: {{every: 2, keep: 10}}
@@ -45,7 +46,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """Reward whose gradings stand still in the fourth step as long as there is a file `hold`."""
 
 
-def job(folder: Path, nodes: int, script: str = "gsm8k_8gpu", flags=(), env=None, options=(), **cluster) -> Job:
+def job(folder: Path, allot: int, script: str = "gsm8k_8gpu", flags=(), env=None, options=(), **cluster) -> Job:
     """Submits a script to a fake SLURM of three nodes; what it leaves is in the folder."""
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
@@ -55,7 +56,7 @@ def job(folder: Path, nodes: int, script: str = "gsm8k_8gpu", flags=(), env=None
     leaked = {"HOSTS": "elsewhere", "NODE_RANK": "7", "MASTER_ADDR": "192.0.2.9", "RANK": "3", "WORLD_SIZE": "99"}
     leaked |= {"TORCHELASTIC_RUN_ID": "old", "PET_NNODES": "5", "LOCAL_RANK": "3", "NODE_NAMES": "x y"}
     given = {"NODES": "2", "NPROC": "2", "RUN_DIR": str(folder / "run"), "GLOO_SOCKET_IFNAME": "lo"}
-    words = ["sbatch", "--nodes", nodes, *options, ROOT / "slurm" / f"{script}.sh"]
+    words = ["sbatch", "--nodes", allot, *options, ROOT / "slurm" / f"{script}.sh"]
     words += flags or ["--config", folder / "tiny.yaml"]
     return Job(words, module="tests.e2e.fake_slurm", env=leaked | given | fake | (env or {}))
 
@@ -155,3 +156,193 @@ def test_resume_after_the_death_of_a_node_is_bit_equal(undisturbed, tmp_path):
     assert any(line.startswith("resumed from") and "step_2: step 2" in line for line in ended.out), ended.show()
     assert len([line for line in ended.err if line.startswith("spmdrl: rank ")]) >= 1, ended.show()
     assert digests(tmp_path) == digests(undisturbed[0]) and numbers(tmp_path) == numbers(undisturbed[0])
+
+
+# ── refusals, dry runs, containers ───────────────────────────────────────────
+
+
+def ends(running: Job, limit: float = 60) -> Ended:
+    try:
+        ended = running.wait(limit)
+    finally:
+        running.kill()
+    no_process_is_left(ended)
+    return ended
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_are_short_and_start_on_paper(script, tmp_path):
+    text = (ROOT / "slurm" / f"{script}.sh").read_text()
+    asked = dict(re.findall(r"#SBATCH --([\w-]+)=(\S+)", text))
+    need = int(re.search(r"NODES:-(\d+)", text)[1])
+    grace, lead = int(re.search(r"GRACE:-(\d+)", text)[1]), int(asked["signal"].removeprefix("B:USR1@"))
+    # SLURM may send the signal up to a minute late or early; torchrun waits for a minute beyond the grace.
+    assert grace + 60 < lead and "--requeue" in text and asked["ntasks-per-node"] == "1"
+    assert int(asked["nodes"]) >= need
+    for path in (ROOT / "slurm").glob("*.sh"):
+        assert len(path.read_text().splitlines()) < 80
+        assert subprocess.run(["bash", "-n", path]).returncode == 0
+    env = {"NODES": "", "NPROC": "", "RUN_DIR": ""}
+    ended = ends(job(tmp_path, int(asked["nodes"]), script, ["--dry-run"], env, nodes=[A] * int(asked["nodes"])))
+    assert ended.rc == 0, ended.show()
+    assert any(line.startswith(f"ranks    {8 * need} = ") for line in ended.out), ended.show()
+    assert any(line.strip() == f"grace: {grace}.0" for line in ended.out) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "env", "said"),
+    [
+        ((), (), {"ROOT": "/"}, "no slurm/job.sh in /: sbatch from the project's folder, or set ROOT to it"),
+        (
+            ("--time", "00:23:00"),
+            (),
+            {},
+            "a time limit of 23 min is too short for GRACE=240 s: sbatch --time of 24 min",
+        ),
+        ((), (), {"NODES": "3"}, "NODES=3 and SLURM gave 2: sbatch --nodes=3 at least, more for spares"),
+        ((), ("--run.dir", "x"), {}, "--run.dir: the scripts must know it, too; set RUN_DIR before sbatch"),
+        ((), ("--run.grace=9",), {}, "--run.grace: torchrun must know it, too; set GRACE before sbatch"),
+    ],
+    ids=["root", "limit", "nodes", "dir", "grace"],
+)
+def test_bad_start_is_one_message(options, flags, env, said, tmp_path):
+    ended = ends(job(tmp_path, 2, flags=flags, env=env, options=options))
+    assert ended.rc == 1 and len(ended.err) == 1 and ended.err[0].startswith(f"[job] error: {said}"), ended.show()
+    assert calls(tmp_path, "srun") == []
+
+
+def test_bad_start_without_slurm_says_how():
+    ended = subprocess.run(["slurm/gsm8k_8gpu.sh"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and "sbatch slurm/NAME.sh; without SLURM: HOSTS=" in ended.stderr
+
+
+def test_job_that_failed_is_not_requeued_and_keeps_its_exit_code(tmp_path):
+    """The file of an earlier request to leave is there, and does not count."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "PREEMPTED").write_text('{"step": 3, "signal": "SIGUSR1"}')
+    ended = ends(job(tmp_path, 2, env={"PREFLIGHT": "0"}, before={A: "exit 5", B: "exit 3"}))
+    assert ended.rc == 5 and calls(tmp_path, "scontrol requeue") == [], ended.show()
+
+
+def test_time_limit_without_progress_ends_the_requeues(tmp_path):
+    """The step stands in for a run that leaves at step 4 in each start."""
+    text = '{\\"step\\": 4, \\"signal\\": \\"SIGUSR1\\", \\"time\\": $RANDOM}'
+    leaves = f'echo "{text}" >{tmp_path}/run/PREEMPTED; exit 1'
+    ended = ends(job(tmp_path, 1, env={"PREFLIGHT": "0", "NODES": "1"}, before={A: leaves}))
+    assert ended.rc == 1 and len(calls(tmp_path, "scontrol requeue")) == 1, ended.show()
+    assert any('saved at "step": 4, as before' in line for line in ended.err), ended.show()
+
+
+def test_bad_spares_exhausted_names_every_bad_node_and_the_way_out(tmp_path):
+    """SLURM calls one node down; between the other two nothing reaches the floor. Nothing starts."""
+    env = {"FLOOR_ALL_TO_ALL": "1e6", "NPROC": "1"}
+    ended = ends(job(tmp_path, 3, env=env, states={C: "down*"}), 150)
+    assert ended.rc == 1 and len(calls(tmp_path, "srun")) == 1, ended.show()
+    (line,) = [line for line in ended.err if line.startswith("[preflight] error: ")]
+    assert "2 nodes are needed and 0 of 3 are good: " in line
+    assert f"{C} (SLURM says down*)" in line and f"{A} (with {B}: all-to-all " in line
+    assert "floor 1e+06" in line and f"sbatch --exclude={C},{A},{B}" in line and "FLOOR_ALL_TO_ALL" in line
+    assert ended.err[-1] == "[job] error: the preflight found too few good nodes"
+
+
+def test_bad_dead_node_without_a_spare_ends_the_job_in_seconds(tmp_path):
+    ended = ends(job(tmp_path, 2, states={B: "down*"}))
+    assert ended.rc == 1 and calls(tmp_path, "srun") == [] and ended.seconds < GONE_WITHIN, ended.show()
+    assert any(f"{B} (SLURM says down*)" in line for line in ended.err), ended.show()
+
+
+APPTAINER = """#!/bin/sh
+# A fake: no container is made.
+while [ "$1" != image.sif ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("image", ["image.sif", "nvcr.io#nvidia/pytorch:26.01-py3"])
+def test_container_holds_what_srun_starts(image, tmp_path):
+    env = {"CONTAINER": image, "MOUNTS": "/data", "NODES": "", "NPROC": ""}
+    tmp_path.joinpath("bin").mkdir()
+    (tmp_path / "bin" / "apptainer").write_text(APPTAINER)
+    (tmp_path / "bin" / "apptainer").chmod(0o755)
+    # Python of "the image".
+    path = f"{tmp_path / 'slurm' / 'bin'}:{tmp_path / 'bin'}:{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
+    ended = ends(job(tmp_path, 1, flags=["--dry-run"], env=env | {"PATH": path}))
+    assert ended.rc == 0 and any(line.startswith("ranks    8 = ") for line in ended.out), ended.show()
+    (call,) = calls(tmp_path, "srun")
+    if image.endswith(".sif"):
+        assert f"apptainer exec --nv --bind {ROOT},/data --pwd {ROOT} image.sif env " in call
+    else:
+        flags = f"--container-image={image} --container-mounts={ROOT}:{ROOT},/data --container-workdir={ROOT} "
+        assert flags in call and call.endswith("--dry-run") and " python3 -m spmdrl.train " in call
+
+
+# ── without SLURM ────────────────────────────────────────────────────────────
+
+SSH = """#!/bin/bash
+# A fake: every host is this machine, except one that never answers.
+while [[ $1 == -o ]]; do shift 2; done
+[[ $1 != 127.0.0.9 ]] || exec sleep 100
+exec setsid --wait bash -c "$2"
+"""
+WAITS = """
+import pathlib, os, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+def left(*_):
+    (here / f"left_{os.environ['RANK']}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, left)
+(here / f"up_{os.environ['RANK']}").touch()
+time.sleep(100)
+"""
+
+
+def hosts(folder: Path, words, **env) -> Job:
+    """Starts launch/node.sh with a fake ssh."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ssh").write_text(SSH)
+    (folder / "bin" / "ssh").chmod(0o755)
+    given = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo", "RUN_DIR": str(folder)}
+    given |= {"MASTER_PORT": str(33000 + os.getpid() % 9000), "NPROC": "1"}
+    return Job([ROOT / "launch" / "node.sh", *words], module="tests.e2e.start", env=given | env)
+
+
+def test_hosts_without_slurm_leave_a_dead_one_out_and_report_by_node(tmp_path):
+    ended = ends(hosts(tmp_path, ["-m", "spmdrl.doctor", "--quick"], HOSTS=f"127.0.0.9,{A} {B}", NODES="2"), 150)
+    assert ended.rc == 0, ended.show()
+    assert "[hosts] bad node 127.0.0.9: no answer to ssh within 8 s" in ended.err, ended.show()
+    assert f"[hosts] nodes: {A} {B}" in ended.err, ended.show()
+    reports = [line for line in ended.out if re.match(r"\S+:$", line)]
+    assert len(reports) == 2 and sum(line.startswith("ok   all ranks ") for line in ended.out) == 1, ended.show()
+    assert sum(line.startswith("ok   clocks ") for line in ended.out) == 1, ended.show()
+
+
+def test_bad_dead_host_in_the_list_ends_the_start_in_seconds(tmp_path):
+    ended = ends(hosts(tmp_path, ["-m", "spmdrl.train"], HOSTS=f"{A} 127.0.0.9"))
+    assert ended.rc == 1 and ended.seconds < 8 + GONE_WITHIN, ended.show()
+    (line,) = [line for line in ended.err if line.startswith("[hosts] error: ")]
+    assert "2 nodes are needed and 1 of 2 are good: 127.0.0.9 (no answer to ssh within 8 s)" in line
+
+
+def test_hosts_get_signals_and_end_together(tmp_path):
+    """PREFLIGHT=0 asks no host; SIGUSR1 reaches the ranks through ssh and torchrun, and nothing is left."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    running = hosts(tmp_path, [tmp_path / "waits.py", tmp_path], HOSTS=f"{A} {B}", PREFLIGHT="0")
+    try:
+        running.wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2, 100, "both ranks")
+        running.process.send_signal(signal.SIGUSR1)
+        ended = running.wait(60)
+    finally:
+        running.kill()
+    no_process_is_left(ended)
+    # torchrun's exit code where it was told to end; the ranks' own is 0.
+    assert ended.rc == 1, ended.show()
+    assert len(list(tmp_path.glob("left_*"))) == 2, ended.show()
+
+
+def test_bad_first_node_that_cannot_be_reached_is_named_in_seconds(tmp_path):
+    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}
+    ended = ends(hosts(tmp_path, ["-m", "spmdrl.train"], **env))
+    assert ended.rc == 1 and len(ended.err) == 1, ended.show()
+    assert "does not reach the first node, no-such-host.invalid port" in ended.err[0]
+    assert "PREFLIGHT=0 starts without asking" in ended.err[0]
