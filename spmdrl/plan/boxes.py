@@ -4,6 +4,7 @@ A push is planned from the boxes of every rank, which a real job gathers. On pap
 models and engines which boxes they would have in the place of every other rank.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -54,10 +55,44 @@ class Everyone:
         width = self.world.rollout_mesh["tp"].size()
         of = np.zeros(self.world.size, dtype=np.int64)
         sets = [self._rows([])]
+        alike, first = self._alike()
+        like = [self.entries[i] for i in first]
         for place in range(width):
             of[list(samplers[place::width])] = len(sets)
-            sets.append(self._rows(merged(self.engine(place).needs(self.entries).boxes)))
+            sets.append(self._spread(merged(self.engine(place).needs(like).boxes), alike))
         return Sets(sets, of)
+
+    def _alike(self) -> tuple[np.ndarray, list[int]]:
+        """Number the tensors that differ by their layer alone, which an engine cuts alike.
+
+        Returns the number of each entry, int64 [entries], and the first entry of each number.
+        """
+        numbers: dict[tuple, int] = {}
+        first, of = [], np.zeros(len(self.entries), dtype=np.int64)
+        for i, entry in enumerate(self.entries):
+            found = re.search(r"\.layers\.(\d+)\.", entry.name)
+            beyond = bool(found) and int(found[1]) >= self.engine(0).layout.layers
+            key = re.sub(r"\.layers\.\d+\.", ".layers.N.", entry.name), entry.shape, beyond
+            if key not in numbers:
+                numbers[key] = len(first)
+                first.append(i)
+            of[i] = numbers[key]
+        return of, first
+
+    def _spread(self, boxes: list[tuple[int, Box]], alike: np.ndarray) -> np.ndarray:
+        """Return the rows of all entries, sorted and unique, from the boxes of the first of each number."""
+        few = to_rows(boxes, self.dims)
+        parts = []
+        order = np.argsort(alike, kind="stable")
+        starts = np.searchsorted(alike[order], few[:, 0], "left")
+        ends = np.searchsorted(alike[order], few[:, 0], "right")
+        for row, start, end in zip(few, starts, ends, strict=True):
+            many = np.repeat(row[None], end - start, 0)
+            many[:, 0] = order[start:end]
+            parts.append(many)
+        rows = np.concatenate(parts) if parts else few
+        order, begins = runs(rows)
+        return rows[order[begins]]
 
     def _rows(self, boxes: list[tuple[int, Box]]) -> np.ndarray:
         rows = to_rows(boxes, self.dims)
