@@ -1,4 +1,6 @@
-"""Plans a job before a GPU is asked for: `python -m spmdrl.plan --config configs/dapo_671b.yaml --world 512 --gpu h100`.
+"""Plans a job before a GPU is asked for.
+
+    python -m spmdrl.plan --config configs/dapo_671b.yaml --world 512 --gpu h100
 
 Options beside the settings of a run, which stand as for `spmdrl.train`:
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -261,7 +261,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     with without_files(folders), paper.tagged("parameters"):
         models = build_models(cfg, world, algo.needs)
     for name, model in models.named():
-        for owner, tensors_of in model._held().items():
+        for owner, tensors_of in cast(Any, model)._held().items():
             paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
     name_axes(paper.traffic, cfg, world)
     made = PaperEngine(cfg, world, hf_config, gpu_memory, tensors) if world.samples else None

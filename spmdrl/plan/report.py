@@ -68,8 +68,8 @@ def kind_lines(planned: Planned) -> list[str]:
     if planned.engine:
         e = planned.engine
         lines.append(
-            f"  engine over {e['ranks']} ranks: the cache holds {e['tokens']:,} tokens, {e['sequences']:,} sequences of "
-            f"full length (at most {e['capacity']:,} run at a time)"
+            f"  engine over {e['ranks']} ranks: the cache holds {e['tokens']:,} tokens, {e['sequences']:,} sequences "
+            f"of full length (at most {e['capacity']:,} run at a time)"
         )
         if e["unknown"]:
             lines.append(f"  tensors that no rule of the engine covers, counted whole: {', '.join(e['unknown'][:4])}")

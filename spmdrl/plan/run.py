@@ -79,7 +79,7 @@ def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
     settings = describe(hf_config).settings
     layout = layout_of(cfg)
     check_model(layout, settings)
-    freq = settings.get("moe_layer_freq", 1) if settings.get("num_moe_experts") else 0
+    freq: Any = settings.get("moe_layer_freq", 1) if settings.get("num_moe_experts") else 0
     sparse = as_list(freq) if isinstance(freq, str | list) else [bool(freq)] * count
     return stages(layout, count), [bool(x) for x in sparse]
 

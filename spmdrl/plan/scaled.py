@@ -1,6 +1,7 @@
 """From the few micro-batches that ran on paper to all of a step's: memory, operations and bytes of one rank."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spmdrl.plan.job import Step, Work
@@ -48,7 +49,7 @@ def in_flight(stage: int, stages: int, virtual: int, micros: int) -> int:
     return min((stages - stage - 1) * 2 + (virtual - 1) * stages + 1, micros * virtual)
 
 
-def line(at: list[tuple[int, float]], x: int) -> float:
+def line(at: Sequence[tuple[int, float]], x: int) -> float:
     """Return the value at x of the line through the last two points; of a single point, its own value."""
     if len(at) == 1 or at[-1][0] == at[-2][0]:
         return at[-1][1]

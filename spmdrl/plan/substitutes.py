@@ -5,6 +5,7 @@ copies to the host, AdamW's fused step, gloo's and NCCL's groups. A substitute a
 computes nothing. It stays in force until the process ends, so plans are made in processes of their own.
 """
 
+import importlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -105,8 +106,7 @@ def _fsdp() -> None:
 
 
 def _optimizers(paper: Paper) -> None:
-    from torch.optim import adam
-
+    adam = importlib.import_module("torch.optim.adam")
     adam._device_dtype_check_for_fused = lambda *args, **more: None
     from spmdrl.policy.megatron.host_adamw import HostAdamW
 

@@ -59,7 +59,7 @@ class Traffic:
         if group is not None and group.size() > 1:
             self.add(kind, group, sent(kind, group.size(), group.rank(), args))
 
-    def add(self, kind: str, group: dist.ProcessGroup, size: int) -> None:
+    def add(self, kind: str, group: Any, size: int) -> None:
         """Count one collective, or one message, of `size` bytes."""
         key = self.name(group), kind
         self.calls[key] += 1

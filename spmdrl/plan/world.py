@@ -1,11 +1,12 @@
 """The world of one rank of a job that exists on paper: groups that send nothing, axes as in a real job."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.placement import engine_tp
+from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.plan.paper import META
 from spmdrl.plan.traffic import Traffic
@@ -21,7 +22,7 @@ def open_world(cfg: Config, rank: int, size: int) -> World:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    return replace(world_from_group(cfg.parallel, engine_tp(cfg), torch.device("cpu")), device=META)
+    return replace(world_from_group(cfg.parallel, engine_ranks(cfg), torch.device("cpu")), device=META)
 
 
 def name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
@@ -52,5 +53,5 @@ def name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
     traffic.axes |= {ranks: name for ranks, name in names.items() if len(ranks) > 1}
 
 
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+def _ranks(group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
