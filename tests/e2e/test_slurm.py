@@ -6,6 +6,7 @@ Nodes are loopback addresses. What a real cluster adds (its network, GPUs, conta
 import hashlib
 import os
 import re
+import subprocess
 import signal
 import time
 from pathlib import Path
