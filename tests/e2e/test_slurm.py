@@ -6,8 +6,8 @@ Nodes are loopback addresses. What a real cluster adds (its network, GPUs, conta
 import hashlib
 import os
 import re
-import subprocess
 import signal
+import subprocess
 import time
 from pathlib import Path
 
