@@ -1,4 +1,4 @@
-"""Plans a job before a GPU is asked for: `python -m spmdrl.plan --config configs/dapo_671b.yaml --world 512 --gpu h100`.
+"""Plans a job before a GPU is asked for: `python -m spmdrl.plan --config FILE --world 512 --gpu h100`.
 
 Options beside the settings of a run, which stand as for `spmdrl.train`:
 
@@ -58,13 +58,13 @@ def main(argv: list[str] | None = None) -> int:
     facts = facts_of(made)
     if own.json != "-":
         print(text_of(made))
-    if own.sweep or made.spare < 0:
+    if own.sweep or not made.fits:
         from spmdrl.plan.sweep import nearest, sweep, sweep_lines
 
-        rows = sweep(cfg, own.world, device) if own.sweep else nearest(made)
-        facts["sweep" if own.sweep else "nearest"] = [row.facts() for row in rows]
+        tried = sweep(made) if own.sweep else nearest(made)
+        facts["sweep" if own.sweep else "nearest"] = tried.facts()
         if own.json != "-":
-            print("\n" + "\n".join(sweep_lines(rows, own.sweep)))
+            print("\n" + "\n".join(sweep_lines(tried)))
     if own.picture:
         from spmdrl.plan.picture import picture
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(facts, indent=1))
     elif own.json:
         Path(own.json).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    return 0 if made.spare >= 0 else 1
+    return 0 if made.fits else 1
 
 
 if __name__ == "__main__":
