@@ -7,6 +7,7 @@ Options beside the settings of a run, which stand as for `spmdrl.train`:
     --json FILE      write the plan as JSON, `-` for the standard output
     --picture FILE   draw the memory of each phase as an SVG
     --sweep          try other layouts, and rank those that fit
+    --no-nearest     of a job that does not fit, look for no settings that do
 
 Ends with exit code 0 if the job fits, 1 if it does not, 2 for a mistake in the settings.
 """
@@ -32,6 +33,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--picture", metavar="FILE")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--no-nearest", action="store_true")
     return parser.parse_known_args(argv)
 
 
@@ -58,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = facts_of(made)
     if own.json != "-":
         print(text_of(made))
-    if own.sweep or not made.fits:
+    if own.sweep or not (made.fits or own.no_nearest):
         from spmdrl.plan.sweep import nearest, sweep, sweep_lines
 
         tried = sweep(made) if own.sweep else nearest(made)
