@@ -14,6 +14,9 @@ scaled.py         from few micro-batches to all of a step's
 times.py          least times by a roofline
 run.py            plans a job: one rank of each kind, side by side
 report.py         the plan in words and as JSON
+changes.py        changes of the settings that a plan may try
+sweep.py          the nearest settings that fit, and others ranked
+picture.py        the memory of each phase as an SVG
 engine.py         an engine's bytes and the boxes that it reads, without an engine
 engine_boxes.py   the part of each checkpoint tensor that a rank of an engine holds
 engine_memory.py  an engine's workspace and KV cache in bytes

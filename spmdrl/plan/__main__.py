@@ -1,6 +1,4 @@
-"""Plans a job before a GPU is asked for.
-
-    python -m spmdrl.plan --config configs/dapo_671b.yaml --world 512 --gpu h100
+"""Plans a job before a GPU is asked for: `python -m spmdrl.plan --config FILE --world 512 --gpu h100`.
 
 Options beside the settings of a run, which stand as for `spmdrl.train`:
 
@@ -9,6 +7,7 @@ Options beside the settings of a run, which stand as for `spmdrl.train`:
     --json FILE      write the plan as JSON, `-` for the standard output
     --picture FILE   draw the memory of each phase as an SVG
     --sweep          try other layouts, and rank those that fit
+    --no-nearest     of a job that does not fit, look for no settings that do
 
 Ends with exit code 0 if the job fits, 1 if it does not, 2 for a mistake in the settings.
 """
@@ -34,6 +33,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--picture", metavar="FILE")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--no-nearest", action="store_true")
     return parser.parse_known_args(argv)
 
 
@@ -60,13 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     facts = facts_of(made)
     if own.json != "-":
         print(text_of(made))
-    if own.sweep or made.spare < 0:
+    if own.sweep or not (made.fits or own.no_nearest):
         from spmdrl.plan.sweep import nearest, sweep, sweep_lines
 
-        rows = sweep(cfg, own.world, device) if own.sweep else nearest(made)
-        facts["sweep" if own.sweep else "nearest"] = [row.facts() for row in rows]
+        tried = sweep(made) if own.sweep else nearest(made)
+        facts["sweep" if own.sweep else "nearest"] = tried.facts()
         if own.json != "-":
-            print("\n" + "\n".join(sweep_lines(rows, own.sweep)))
+            print("\n" + "\n".join(sweep_lines(tried)))
     if own.picture:
         from spmdrl.plan.picture import picture
 
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(facts, indent=1))
     elif own.json:
         Path(own.json).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    return 0 if made.spare >= 0 else 1
+    return 0 if made.fits else 1
 
 
 if __name__ == "__main__":

@@ -90,9 +90,8 @@ def verdict_lines(plan: Plan) -> list[str]:
     worst = plan.worst()
     phase, _ = worst.peak()
     lines = []
-    total = sum(max((p.bounds[name].seconds for p in plan.kinds if name in p.bounds), default=0) for name in PHASES)
-    if total:
-        lines.append(f"step     at least {total:,.0f} s, by peak rates; real kernels and links take longer")
+    if plan.seconds:
+        lines.append(f"step     at least {plan.seconds:,.3g} s, by peak rates; real kernels and links take longer")
     host = plan.host_of_node()
     if host:
         known = plan.gpu.host_memory_gib
@@ -101,13 +100,31 @@ def verdict_lines(plan: Plan) -> list[str]:
     saved = max(planned.rank.checkpoint for planned in plan.kinds)
     if saved:
         lines.append(f"saved    {gib(saved)} GiB a checkpoint, of all ranks; {saved / 1e9 / 2:,.0f} s at 2 GB/s")
-    if plan.spare >= 0:
+    if plan.fits:
         lines.append(
             f"verdict  fits with {gib(plan.spare)} GiB to spare on each {plan.gpu.name} ({worst.kind.name}, in {phase})"
         )
     else:
-        lines.append(f"verdict  does not fit: {gib(-plan.spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
+        lines.append(f"verdict  does not fit: {' and '.join(lacks(plan))}")
     return lines
+
+
+def lacks(plan: Plan) -> list[str]:
+    """Say of the devices, and of the hosts, by how much a job is too large for them."""
+    found = []
+    if plan.spare < 0:
+        found.append(f"{gib(-plan.spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
+    if (plan.host_spare or 0) < 0:
+        found.append(f"{gib(-(plan.host_spare or 0))} GiB too much for the host memory of each node {parked(plan)}")
+    return found
+
+
+def parked(plan: Plan) -> str:
+    """Name what fills the host of a node most."""
+    host = max((p.rank.host for p in plan.kinds), key=lambda held: sum(held.values()))
+    each = plan.gpu.gpus_per_node
+    largest = sorted(host, key=lambda name: -host[name])[:2]
+    return "(" + " and ".join(f"{name} {gib(each * host[name])}" for name in largest) + " GiB)"
 
 
 def where(plan: Plan) -> str:
@@ -157,8 +174,10 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "world": plan.world,
         "gpu": asdict(plan.gpu),
         "parameters": plan.numbers,
-        "fits": plan.spare >= 0,
+        "fits": plan.fits,
         "spare_bytes": plan.spare,
+        "host_spare_bytes": plan.host_spare,
+        "least_seconds": plan.seconds,
         "host_bytes_of_node": plan.host_of_node(),
         "checkpoint_bytes": max(planned.rank.checkpoint for planned in plan.kinds),
         "verdict": verdict_lines(plan)[-1].removeprefix("verdict").strip(),

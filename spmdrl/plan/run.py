@@ -61,6 +61,23 @@ class Plan:
         room = int(self.gpu.memory_gib * GIB) - OUTSIDE - self.worst().peak()[1]
         return min(room, -lack) if lack else room
 
+    @property
+    def host_spare(self) -> int | None:
+        """Bytes of a node's host memory that stay free; None where that memory is not known."""
+        known = self.gpu.host_memory_gib
+        return int(known * GIB) - self.host_of_node() if known else None
+
+    @property
+    def fits(self) -> bool:
+        """True if devices and hosts have room, and every engine's KV cache holds a sequence of full length."""
+        return self.spare >= 0 and (self.host_spare or 0) >= 0
+
+    @property
+    def seconds(self) -> float:
+        """Least seconds of a step: its phases one after another, each as long as its slowest ranks."""
+        phases = {phase for planned in self.kinds for phase in planned.bounds}
+        return sum(max(p.bounds[phase].seconds for p in self.kinds if phase in p.bounds) for phase in phases)
+
     def host_of_node(self) -> int:
         """Return the bytes that the fullest ranks of one node park in host memory together."""
         return self.gpu.gpus_per_node * max(sum(p.rank.host.values()) for p in self.kinds)
@@ -80,7 +97,7 @@ def stages_of(cfg: Config, hf_config: Any) -> tuple[list[int], list[bool]]:
     layout = layout_of(cfg)
     check_model(layout, settings)
     freq: Any = settings.get("moe_layer_freq", 1) if settings.get("num_moe_experts") else 0
-    sparse = as_list(freq) if isinstance(freq, str | list) else [bool(freq)] * count
+    sparse = as_list(freq) if isinstance(freq, list) else [bool(freq)] * count
     return stages(layout, count), [bool(x) for x in sparse]
 
 

@@ -38,7 +38,7 @@ class Bound:
 def bound_of(load: Load, gpu: Gpu, within_node: set[str], micros: int, stages: int) -> Bound:
     """Return the bound of a phase.
 
-    within_node: axes whose ranks are in one node. micros: micro-batches of one pass, for the bubble.
+    within_node: axes whose ranks are in one node. micros: micro-batches of one pass, for the pipeline's bubble.
     """
     near = sum(n for (axis, _), n in load.sent.items() if axis in within_node)
     far = sum(n for (axis, _), n in load.sent.items() if axis not in within_node)

@@ -1,0 +1,177 @@
+"""Changes of the settings that a plan may try: each value by itself, those first that free memory where it lacks."""
+
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+from typing import Any
+
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError, flag, get
+from spmdrl.config.placement import samplers
+from spmdrl.config.schema import Config
+
+SAMPLING = frozenset({"push", "rollout", "cache"})
+TRAINING = frozenset({"logp", "update"})
+EVERYWHERE = SAMPLING | TRAINING
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that change together, such as stages of a pipeline and the layers of the last one."""
+
+    values: tuple[tuple[str, Any], ...]
+    """Dotted names and values; the first one is what the change is about."""
+    frees: frozenset[str]
+    """Where it may free memory: phases, `cache` (room for the KV cache), `host`."""
+
+    @property
+    def flags(self) -> str:
+        """The change as words of a command line."""
+        return " ".join(f"{flag(name)} {str(value).lower()}" for name, value in self.values)
+
+    def __add__(self, other: "Change") -> "Change":
+        """Both changes."""
+        return Change(self.values + other.values, self.frees | other.frees)
+
+    def meets(self, other: "Change") -> bool:
+        """True if both change one setting."""
+        return not {name for name, _ in self.values}.isdisjoint(name for name, _ in other.values)
+
+
+def changed(cfg: Config, change: Change) -> Config:
+    """Return settings with a change; `cfg` stays as it is."""
+    out = deepcopy(cfg)
+    for name, value in change.values:
+        section, _, last = name.rpartition(".")
+        setattr(get(out, section), last, value)
+    return out
+
+
+def allowed(cfg: Config, world: int, change: Change, hf_config: Any) -> bool:
+    """True if the checks of the settings, and the model's divisions, allow a change."""
+    made = changed(cfg, change)
+    text = hf_config.get_text_config()
+    try:
+        check(made, world)
+        if made.policy.backend == "megatron":
+            from spmdrl.policy.megatron.families import describe
+            from spmdrl.policy.megatron.layout import check_model
+            from spmdrl.policy.megatron.policy import layout_of
+
+            check_model(layout_of(made), describe(hf_config).settings)
+        elif text.num_attention_heads % made.parallel.sp:
+            return False
+    except (ConfigError, ValueError):
+        return False
+    # vLLM and SGLang divide the attention's heads over the ranks of an engine.
+    return text.num_attention_heads % made.rollout.tp == 0
+
+
+def changes_of(cfg: Config, world: int, hf_config: Any) -> list[Change]:
+    """Return the changes of one setting that are allowed: first one for each setting, then each one's next."""
+    groups = [_memory(cfg), *_engine(cfg, world), *_layout(cfg, world, hf_config)]
+    tried = [change for several in zip_longest(*groups) for change in several if change is not None]
+    known = {f"{part.name}.{f.name}" for part in fields(cfg) for f in fields(getattr(cfg, part.name))}
+    news = [c for c in tried if all(name in known for name, _ in c.values)]
+    news = [c for c in news if get(cfg, c.values[0][0]) != c.values[0][1]]
+    return [change for change in dict.fromkeys(news) if allowed(cfg, world, change, hf_config)]
+
+
+def _one(name: str, value: Any, frees: frozenset[str]) -> Change:
+    return Change(((name, value),), frees)
+
+
+def _memory(cfg: Config) -> list[Change]:
+    """What costs time alone."""
+    policy, longest = cfg.policy, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    out = []
+    if policy.offload == "none":
+        out.append(_one("policy.offload", "host", SAMPLING))
+    if not policy.activation_checkpointing:
+        out.append(_one("policy.activation_checkpointing", True, TRAINING))
+    elif policy.recompute == "selective":
+        out.append(_one("policy.recompute", "full", TRAINING))
+    if policy.backend == "megatron" and not policy.host_optimizer:
+        out.append(_one("policy.host_optimizer", True, EVERYWHERE))
+    divided = cfg.parallel.cp * cfg.parallel.sp
+    for tokens in (policy.max_tokens_per_microbatch // 2, longest):
+        if longest <= tokens < policy.max_tokens_per_microbatch and tokens % divided == 0:
+            out.append(_one("policy.max_tokens_per_microbatch", tokens, TRAINING))
+    if policy.offload == "host":
+        out.append(_one("policy.offload", "disk", frozenset({"host"})))
+        out.append(_one("policy.offload", "none", frozenset({"host"})))
+    if policy.host_optimizer:
+        out.append(_one("policy.host_optimizer", False, frozenset({"host"})))
+    if policy.activation_checkpointing:
+        out.append(_one("policy.activation_checkpointing", False, frozenset()))
+    return out
+
+
+def _engine(cfg: Config, world: int) -> list[list[Change]]:
+    """The engine's ranks and its share of the memory."""
+    rollout, count = cfg.rollout, samplers(cfg, world)
+    sizes = [n for n in (rollout.tp * 2, rollout.tp * 4, rollout.tp // 2) if n and count % n == 0]
+    groups = [[_one("rollout.tp", n, SAMPLING if n > rollout.tp else frozenset()) for n in sizes]]
+    if rollout.kv_cache_gib:
+        smaller = [_one("rollout.kv_cache_gib", rollout.kv_cache_gib / 2, SAMPLING - {"cache"})]
+        groups.append([*smaller, _one("rollout.kv_cache_gib", rollout.kv_cache_gib * 2, frozenset({"cache"}))])
+    else:
+        share = rollout.gpu_memory_utilization
+        below = [x for x in (0.7, 0.5, 0.3) if x < share]
+        above = [x for x in (0.7, 0.85) if x > share]
+        groups.append([_one("rollout.gpu_memory_utilization", x, SAMPLING - {"cache"}) for x in below])
+        groups.append([_one("rollout.gpu_memory_utilization", x, frozenset({"cache"})) for x in above])
+    for name in ("ep", "dp"):
+        if size := getattr(rollout, name, 0):
+            groups.append([_one(f"rollout.{name}", n, SAMPLING) for n in (size * 2, size // 2) if n])
+    return groups
+
+
+def _layout(cfg: Config, world: int, hf_config: Any) -> list[list[Change]]:
+    """The axes of the ranks that train."""
+    axes = cfg.parallel
+    rest = (("parallel.dp_shard", -1),) if axes.dp_shard != -1 else ()
+    if cfg.policy.backend == "fsdp":
+        copies = [Change((("parallel.dp_replicate", n), ("parallel.dp_shard", -1)), EVERYWHERE) for n in (1, 2)]
+        spread = [Change((("parallel.sp", n), *rest), TRAINING) for n in (axes.sp * 2, axes.sp * 4, 1)]
+        return [spread, copies if axes.dp_replicate > 1 else copies[1:]]
+    layers = hf_config.get_text_config().num_hidden_layers
+
+    def sizes(axis: str, frees: frozenset[str]) -> list[Change]:
+        size = getattr(axes, axis)
+        return [
+            Change(((f"parallel.{axis}", n), *rest), frees if n > size else frozenset())
+            for n in (size * 2, size * 4, size // 2)
+            if n
+        ]
+
+    deeper = [
+        Change((("parallel.pp", n), *_stages(cfg, n, layers), *rest), EVERYWHERE if n > axes.pp else frozenset())
+        for n in (axes.pp * 2, axes.pp * 4, axes.pp // 2)
+        if 0 < n <= layers
+    ]
+    return [
+        sizes("ep", EVERYWHERE),
+        deeper,
+        sizes("cp", TRAINING),
+        sizes("tp", EVERYWHERE),
+        [_one("parallel.virtual_stages", n, TRAINING if n == 1 else frozenset()) for n in (1, 2)],
+    ]
+
+
+def _stages(cfg: Config, pp: int, layers: int) -> list[tuple[str, Any]]:
+    """Return the settings that go with a number of stages: layers of the last one that leave the others alike."""
+    others = pp - 1
+    if layers % pp == 0 or pp == 1:
+        last = 0
+    else:
+        fits = [n for n in range(1, layers - others + 1) if (layers - n) % others == 0]
+        last = min(fits, key=lambda n: (max(n, (layers - n) // others), n), default=0)
+    out: list[tuple[str, Any]] = []
+    if last != cfg.parallel.last_stage_layers:
+        out.append(("parallel.last_stage_layers", last))
+    if getattr(cfg.parallel, "first_stage_layers", 0):
+        out.append(("parallel.first_stage_layers", 0))
+    if cfg.parallel.virtual_stages > 1:
+        out.append(("parallel.virtual_stages", 1))
+    return out
