@@ -60,8 +60,8 @@ def even_choice():
 
 
 @contextmanager
-def shapes_aside(paper: Paper):
-    """Tensors by which DTensor finds shapes are no rank's."""
+def followed(paper: Paper):
+    """Storages that change their size are followed, and tensors by which DTensor finds shapes are not: no rank's."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     find = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -73,7 +73,17 @@ def shapes_aside(paper: Paper):
         finally:
             paper.aside = before
 
-    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside):
+    resize = torch.UntypedStorage.resize_
+
+    def resized(self, size):
+        out = resize(self, size)
+        paper.resized(self)
+        return out
+
+    with (
+        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside),
+        patch.object(torch.UntypedStorage, "resize_", resized),
+    ):
         yield
 
 
@@ -112,7 +122,9 @@ class Watched:
         model.numbers, model.gradient, model.gradient_norm = all_numbers, whole_gradient, gradient_norm
 
     def begin(self) -> None:
-        """A pass begins."""
+        """A pass begins; FSDP's root, which may be gathered since an earlier one, is not."""
+        if hasattr(self.model, "_reshard"):
+            self.model._reshard()
         self.paper.lap()
         self.begun = self.paper.live, self.paper.traffic.copy()
 
@@ -142,7 +154,7 @@ def measured(world, cfg: Config) -> dict:
 
         initialize(layout_of(cfg))
     paper, algo = Paper(device="cpu"), compose(cfg)
-    with paper, shapes_aside(paper), sharded_by_layer(cfg), boxes_seen() as boxes:
+    with paper, followed(paper), sharded_by_layer(cfg), boxes_seen() as boxes:
         models = build_models(cfg, world, algo.needs)
         engine = build_engine(cfg, world, {2})
         memory = Memory(cfg, models, engine, Timer(), world)
@@ -216,11 +228,13 @@ def boxes_seen():
 
 
 def batch_of(cfg: Config, world, algo) -> Batch:
-    """The batch of the planner, on a real rank."""
+    """The batch of the planner, on a real rank; tokens differ, so that gradients of a group do not cancel out."""
     sequences = cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt
     mine = -(-sequences // world.data_size)
     samples = min(mine, cfg.rollout.samples_per_prompt)
-    return full_batch(cfg, algo, -(-mine // samples), samples, 128)
+    batch = full_batch(cfg, algo, -(-mine // samples), samples, 128)
+    batch.token["tokens"] = torch.arange(batch.n_tokens) * 7 % 101 + 3
+    return batch
 
 
 def train(cfg: Config, world, models, algo) -> None:
@@ -242,25 +256,39 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
         stage = rank // (ranks // stages)
     with sharded_by_layer(cfg), boxes_seen() as boxes:
         made = open_rank(cfg, rank, ranks, "cpu", None)
-        live: list[tuple[int, int]] = []
+        live: list[int] = []
         push = made.memory._push
 
         def measured_push():
             made.paper.lap()
-            live.append((made.paper.live, 0))
+            live.append(made.paper.live)
             push()
-            live.append((made.paper.lap().live, 0))
+            live.append(made.paper.lap().live)
 
         made.memory._push = measured_push
+        begun = begins(made)
         step = made.step()
         plan = rank_of(step, stage, stages, cfg.parallel.virtual_stages, 0)
-    held = sum(step.held.values())
-    out: dict[str, Any] = {"held": step.held, "push": live[1][0] - live[0][0], "boxes": boxes}
+    out: dict[str, Any] = {"held": step.held, "push": live[1] - live[0], "boxes": boxes}
     out["received"] = step.push.traffic.bytes.get(("all ranks", "push: receive"), 0) if step.push else 0
     for phase in ("logp", "update"):
-        out[phase] = sum(plan.memory[phase].values()) - held
+        out[phase] = sum(plan.memory[phase].values()) - begun[phase]
         out[phase + " sent"] = by_kind(plan.loads[phase].sent)
     return out
+
+
+def begins(made: Any) -> dict[str, int]:
+    """Returns phase -> bytes that live where its first pass begins; filled while a step runs on paper."""
+    found: dict[str, int] = {}
+    for _, model in made.models.named():
+        for method, phase in (("numbers", "logp"), ("gradient", "update")):
+
+            def run(*args, own=getattr(model, method), phase=phase):
+                found.setdefault(phase, made.paper.live)
+                return own(*args)
+
+            setattr(model, method, run)
+    return found
 
 
 def changed(cfg: Config, **sections) -> Config:
