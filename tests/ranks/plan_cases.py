@@ -1,6 +1,5 @@
 """One job twice, for `test_plan.py`: on real gloo ranks, and by the planner, both counted in the same way."""
 
-import dataclasses
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -270,7 +269,7 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
         step = made.step()
         plan = rank_of(step, stage, stages, cfg.parallel.virtual_stages, 0)
     out: dict[str, Any] = {"held": step.held, "push": live[1] - live[0], "boxes": boxes}
-    out["received"] = step.push.traffic.bytes.get(("all ranks", "push: receive"), 0) if step.push else 0
+    out["received"] = by_kind(step.push.traffic.bytes).get("push: receive", 0) if step.push else 0
     for phase in ("logp", "update"):
         out[phase] = sum(plan.memory[phase].values()) - begun[phase]
         out[phase + " sent"] = by_kind(plan.loads[phase].sent)
@@ -289,8 +288,3 @@ def begins(made: Any) -> dict[str, int]:
 
             setattr(model, method, run)
     return found
-
-
-def changed(cfg: Config, **sections) -> Config:
-    """A config with other values in some sections."""
-    return dataclasses.replace(cfg, **{n: dataclasses.replace(getattr(cfg, n), **v) for n, v in sections.items()})
