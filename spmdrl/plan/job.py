@@ -203,6 +203,9 @@ class PaperRank:
             self.works.append(work)
             out: Any = None
             for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
+                if hasattr(model, "_reshard"):
+                    # Passes begin alike: FSDP's root stays gathered after a forward.
+                    model._reshard()
                 self.paper.lap()
                 flops, traffic = self.paper.flops, self.paper.traffic.copy()
                 out = run(micros[:count], *args)

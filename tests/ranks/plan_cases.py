@@ -1,0 +1,290 @@
+"""One job twice, for `test_plan.py`: on real gloo ranks, and by the planner, both counted in the same way."""
+
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import Batch
+from spmdrl.plan.batch import full_batch
+from spmdrl.plan.paper import Paper
+from spmdrl.plan.scaled import rank_of
+from spmdrl.plan.traffic import Traffic
+from spmdrl.policy.models import build_models
+from spmdrl.rl.compose import compose
+from spmdrl.rl.score import score
+from spmdrl.rl.update import update
+from spmdrl.rollout.build import build_engine
+from spmdrl.session.device_table import Memory
+from spmdrl.spmd.mesh import world_from_group
+from spmdrl.tracking.metrics import Timer
+from spmdrl.weights.boxes import size
+from tests.ranks.megatron_cases import drop_groups
+
+ENGINE = ("engine weights", "KV cache")
+
+
+def plain_products() -> None:
+    """Leaves products to torch: the tiles and widened copies of a host's own are not planned."""
+    from spmdrl_kernels import host
+
+    host.AVAILABLE = host.WIDENS = False
+
+
+@contextmanager
+def sharded_by_layer(cfg: Config):
+    """FSDP gathers layer by layer, as it does models larger than these."""
+    from spmdrl.policy.fsdp import sharding
+
+    with patch.dict(sharding.GATHERED_WHOLE, cpu=0):
+        yield
+
+
+@contextmanager
+def even_choice():
+    """All experts get as many tokens, as the planner takes it: routers of random weights do not spread them evenly."""
+    choose = torch.topk
+
+    def topk(x, k, dim=-1, *args, **more):
+        values, chosen = choose(x, k, dim, *args, **more)
+        if x.dim() != 2 or not x.dtype.is_floating_point:
+            return values, chosen
+        chosen = (torch.arange(chosen.numel()) % x.shape[dim]).view(chosen.shape)
+        return x.gather(dim, chosen), chosen
+
+    with patch.object(torch, "topk", topk):
+        yield
+
+
+@contextmanager
+def followed(paper: Paper):
+    """Storages that change their size are followed, and tensors by which DTensor finds shapes are not: no rank's."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    find = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def aside(self, *args, **more):
+        before, paper.aside = paper.aside, True
+        try:
+            return find(self, *args, **more)
+        finally:
+            paper.aside = before
+
+    resize = torch.UntypedStorage.resize_
+
+    def resized(self, size):
+        out = resize(self, size)
+        paper.resized(self)
+        return out
+
+    with (
+        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside),
+        patch.object(torch.UntypedStorage, "resize_", resized),
+    ):
+        yield
+
+
+def by_kind(sent: dict[tuple[str, str], int]) -> dict[str, int]:
+    """Bytes by kind of collective, over all groups."""
+    out: dict[str, int] = {}
+    for (_, kind), n in sent.items():
+        out[kind] = out.get(kind, 0) + n
+    return {kind: n for kind, n in out.items() if n}
+
+
+class Watched:
+    """Measures the passes of a real model: what a pass takes beyond what is held, and what it sends."""
+
+    def __init__(self, name: str, model: Any, paper: Paper):
+        self.name, self.model, self.paper = name, model, paper
+        self.found: dict[str, tuple[int, dict[str, int]]] = {}
+        self.begun: tuple[int, Traffic] = 0, Traffic()
+        numbers, gradient, norm = model.numbers, model.gradient, model.gradient_norm
+
+        def all_numbers(*args):
+            self.begin()
+            out = [x for x in numbers(*args)]
+            self.end("logp")
+            return out
+
+        def whole_gradient(*args):
+            self.begin()
+            return gradient(*args)
+
+        def gradient_norm():
+            out = norm()
+            self.end("update")
+            return out
+
+        model.numbers, model.gradient, model.gradient_norm = all_numbers, whole_gradient, gradient_norm
+
+    def begin(self) -> None:
+        """A pass begins; FSDP's root, which may be gathered since an earlier one, is not."""
+        if hasattr(self.model, "_reshard"):
+            self.model._reshard()
+        self.paper.lap()
+        self.begun = self.paper.live, self.paper.traffic.copy()
+
+    def end(self, kind: str) -> None:
+        """It ended."""
+        live, traffic = self.begun
+        growth = self.paper.lap().live - live
+        before, sent = self.found.get(kind, (0, {}))
+        sent = {k: n + sent.get(k, 0) for k, n in by_kind(self.paper.traffic.since(traffic).bytes).items()} or sent
+        self.found[kind] = max(growth, before), sent
+
+
+def real(world, cases: list) -> dict:
+    """Returns case -> what this rank holds, takes and sends. cases: (key, config)."""
+    plain_products()
+    with even_choice():
+        return {key: measured(world, cfg) for key, cfg in cases}
+
+
+def measured(world, cfg: Config) -> dict:
+    """Measures a second step of a job on this rank: its optimizers have their state."""
+    drop_groups()
+    world = world_from_group(cfg.parallel, cfg.rollout.tp, torch.device("cpu"), world.rank)
+    if cfg.policy.backend == "megatron":
+        from spmdrl.policy.megatron.model import initialize
+        from spmdrl.policy.megatron.policy import layout_of
+
+        initialize(layout_of(cfg))
+    paper, algo = Paper(device="cpu"), compose(cfg)
+    with paper, followed(paper), sharded_by_layer(cfg), boxes_seen() as boxes:
+        models = build_models(cfg, world, algo.needs)
+        engine = build_engine(cfg, world, {2})
+        memory = Memory(cfg, models, engine, Timer(), world)
+        out: dict[str, Any] = {}
+        for again in (False, True):
+            push = pushed(memory, paper)
+            with memory.training_phase():
+                if again:
+                    out["held"] = {row.owner: row.bytes for row in memory.table() if row.place == "device"}
+                    watched = [Watched(name, model, paper) for name, model in models.named()]
+                train(cfg, world, models, algo)
+            out |= push if not again else {}
+        out["boxes"] = boxes
+    for phase in ("logp", "update"):
+        found = [w.found[phase] for w in watched if phase in w.found]
+        out[phase] = max(growth for growth, _ in found)
+        out[phase + " sent"] = summed([sent for _, sent in found])
+    return out
+
+
+def summed(counts: list[dict[str, int]]) -> dict[str, int]:
+    """Adds counts up."""
+    return {key: sum(c.get(key, 0) for c in counts) for key in {key for c in counts for key in c}}
+
+
+def pushed(memory: Memory, paper: Paper) -> dict[str, int]:
+    """Goes through a rollout phase without rollouts; returns the bytes that its push received and took."""
+    from spmdrl.weights.reshard import Reshard
+
+    start, received = Reshard._start, 0
+
+    def counted(self, bucket, pieces):
+        nonlocal received
+        received += sum(
+            size(box) * self.dtypes[i].itemsize for regions in bucket.receive.values() for i, box in regions
+        )
+        return start(self, bucket, pieces)
+
+    push, out = memory._push, {}
+
+    def measured_push():
+        paper.lap()
+        live = paper.live
+        push()
+        out["push"] = paper.lap().live - live
+
+    with patch.object(Reshard, "_start", counted), patch.object(memory, "_push", measured_push):
+        with memory.rollout_phase():
+            pass
+    return out | {"received": received}
+
+
+@contextmanager
+def boxes_seen():
+    """Notes the boxes that all ranks hold and need, from which a push is planned: by name, whatever the order."""
+    from spmdrl.weights import reshard
+
+    seen: list = []
+    routes = reshard.Routes
+
+    def noted(held, wanted, me, pieces, entries, buckets):
+        of_all = [
+            [sorted([entries[row[0]].name, *row[1:]] for row in sets.rows[i].tolist()) for i in sets.of.tolist()]
+            for sets in (held, wanted)
+        ]
+        seen.append(of_all)
+        return routes(held, wanted, me, pieces, entries, buckets)
+
+    with patch.object(reshard, "Routes", noted):
+        yield seen
+
+
+def batch_of(cfg: Config, world, algo) -> Batch:
+    """The batch of the planner, on a real rank; tokens differ, so that gradients of a group do not cancel out."""
+    sequences = cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt
+    mine = -(-sequences // world.data_size)
+    samples = min(mine, cfg.rollout.samples_per_prompt)
+    batch = full_batch(cfg, algo, -(-mine // samples), samples, 128)
+    batch.token["tokens"] = torch.arange(batch.n_tokens) * 7 % 101 + 3
+    return batch
+
+
+def train(cfg: Config, world, models, algo) -> None:
+    """Scores a batch and updates on it."""
+    batch = batch_of(cfg, world, algo)
+    score(batch, models, algo, cfg, world.data_peers)
+    batch = algo.advantages(batch, world.data_peers)
+    update(batch, models, algo, cfg, 1 << 30, world.data_peers)
+
+
+def planned(cfg: Config, rank: int, ranks: int) -> dict:
+    """Returns what the planner says of a rank, in the words of `measured`. It needs a process of its own."""
+    from spmdrl.plan.job import open_rank
+
+    plain_products()
+    stage, stages = 0, 1
+    if cfg.policy.backend == "megatron":
+        stages = cfg.parallel.pp
+        stage = rank // (ranks // stages)
+    with sharded_by_layer(cfg), boxes_seen() as boxes:
+        made = open_rank(cfg, rank, ranks, "cpu", None)
+        live: list[int] = []
+        push = made.memory._push
+
+        def measured_push():
+            made.paper.lap()
+            live.append(made.paper.live)
+            push()
+            live.append(made.paper.lap().live)
+
+        made.memory._push = measured_push
+        begun = begins(made)
+        step = made.step()
+        plan = rank_of(step, stage, stages, cfg.parallel.virtual_stages, 0)
+    out: dict[str, Any] = {"held": step.held, "push": live[1] - live[0], "boxes": boxes}
+    out["received"] = by_kind(step.push.traffic.bytes).get("push: receive", 0) if step.push else 0
+    for phase in ("logp", "update"):
+        out[phase] = sum(plan.memory[phase].values()) - begun[phase]
+        out[phase + " sent"] = by_kind(plan.loads[phase].sent)
+    return out
+
+
+def begins(made: Any) -> dict[str, int]:
+    """Returns phase -> bytes that live where its first pass begins; filled while a step runs on paper."""
+    found: dict[str, int] = {}
+    for _, model in made.models.named():
+        for method, phase in (("numbers", "logp"), ("gradient", "update")):
+
+            def run(*args, own=getattr(model, method), phase=phase):
+                found.setdefault(phase, made.paper.live)
+                return own(*args)
+
+            setattr(model, method, run)
+    return found
