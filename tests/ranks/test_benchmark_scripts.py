@@ -280,3 +280,30 @@ def shared_prompt():
 def test_benchmark_shared_prompt_runs():
     row = forked(shared_prompt)
     assert row["ratio"] > 0 and row["logp_difference"] < 1e-4
+
+
+def scaling(folder: str):
+    from benchmarks import scaling as bench
+
+    sys.argv = ["scaling.py", "--quick", "--json", f"{folder}/out.json", "--plot", f"{folder}/out.svg"]
+    bench.main()
+
+
+def test_benchmark_scaling_quick_runs_and_counts(tmp_path):
+    forked(scaling, str(tmp_path), limit=120.0)
+    two, four = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert two["ranks"] == 2 and two["all_collectives"] == four["all_collectives"] and two["collectives"] > 10
+    # Two gathers and a reduce-scatter of one wrapped model, and as many sends as there are others in the group.
+    assert four["messages"] == 3 * two["messages"] > 0
+    assert 0.9 < four["ring"] / two["ring"] < 1.1 and four["sent"] > two["sent"]
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_benchmark_scaling_misses_its_targets_where_the_world_adds_to_a_step():
+    from benchmarks import scaling as bench
+
+    row = {"ranks": 2, "all_collectives": [20], "ring": 1000.0, "requests": 2.0}
+    worse = {"ranks": 8, "all_collectives": [20, 22], "ring": 1200.0, "requests": 9.0}
+    assert [met for *_, met in bench.targets([row, row | {"ranks": 8}])] == [True] * 3
+    assert [met for *_, met in bench.targets([row, worse])] == [False] * 3
+    assert bench.targets([row]) == [] and bench.planned(None) == []

@@ -1,0 +1,276 @@
+"""Communication of one training step on 1, 2, 4 and 8 ranks, with the same work for each rank.
+
+    python benchmarks/scaling.py [--quick] [--json FILE] [--plot FILE]
+
+Each world is a number of gloo processes of this machine that train the tiny model for a few steps: the whole step
+(GRPO, the HF engine, FSDP2 over all ranks), four prompts of four samples for each rank. A mode of torch's dispatcher
+sees every operation of torch.distributed. Counted for a step of one rank, as the mean over ranks and steps after the
+first:
+
+- *collectives*: they must be as many in every world of several ranks.
+- *messages*: sends to one other rank. FSDP2's gathers are made of these over gloo (`spmdrl/spmd/gloo.py`), one to each
+  other rank, so their number grows; under NCCL each such gather is one collective.
+- *sent*: bytes that a bandwidth-optimal algorithm sends from the rank (`_axis_bytes.py` has the rules).
+- *ring*: sent x n / (n - 1) on groups of n ranks. Of a tensor of S bytes a ring sends S (n - 1) / n from each rank,
+  which comes near S as n grows; the factor takes that out, so that the figure is flat where the tensors are the same.
+- *requests*: of the step to the rendezvous store, without those of the heartbeat's thread.
+
+Times are not measured: the ranks share the cores of one machine. With `--plan CONFIG` there are rows for more ranks
+than a machine can run, from the planner (`python -m spmdrl.plan`).
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from benchmarks._axis_bytes import sent  # noqa: E402
+
+MESSAGES = ("send", "recv_", "recv_any_source_")
+WORLDS = (1, 2, 4, 8)
+PLANNED = (8, 64, 512, 4096)
+PROMPTS, SAMPLES, TOKENS = 4, 4, 8
+"""Prompts of a rank in a step, samples of each, and the most tokens of a sample."""
+STEPS = 4
+FLAT = 1.1
+"""The most by which the bytes of the largest world may exceed those of the smallest of several ranks."""
+
+
+class Traffic(TorchDispatchMode):
+    """A context manager in which `now` adds up what this rank communicates."""
+
+    def __init__(self):
+        super().__init__()
+        self.now: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self._count(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operation: str, args: tuple) -> None:
+        group = group_of(args)
+        ranks = group.size() if group is not None else 1
+        if ranks == 1:
+            return
+        size = sent(operation, args, ranks)
+        self.now["sent"] += size
+        # Sends to all others of a group make up a gather, and count as one.
+        self.now["ring"] += size * ranks / (ranks - 1)
+        if operation in MESSAGES:
+            self.now["messages"] += operation == "send"
+        else:
+            self.now["collectives"] += 1
+            self.now[f"collectives/{operation.strip('_')}"] += 1
+
+
+def group_of(args: tuple) -> dist.ProcessGroup | None:
+    """The process group among the arguments of an operation."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg)
+            except (RuntimeError, TypeError):
+                continue
+    return None
+
+
+class CountingStore:
+    """The rendezvous store, whose requests are counted in `now`."""
+
+    def __init__(self, store: dist.Store, now: Counter):
+        self.store, self.now = store, now
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.store, name)
+
+        def call(*args):
+            self.now["requests"] += 1
+            return found(*args)
+
+        return call
+
+
+def settings(folder: str, ranks: int, steps: int):
+    """Settings of a run with the same work for each rank."""
+    import dataclasses
+
+    from spmdrl.config.presets import with_preset
+    from spmdrl.config.schema import Config
+
+    cfg = with_preset(Config(), "grpo")
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": folder, "steps": steps, "seed": 3, "device": "cpu"},
+        "model": {"path": "tiny", "dtype": "float32"},
+        "rollout": {
+            **{"engine": "hf", "prompts_per_step": PROMPTS * ranks, "samples_per_prompt": SAMPLES},
+            **{"max_new_tokens": TOKENS, "max_prompt_tokens": 16},
+        },
+        "algo": {"kl_coef": 0.05},
+        "eval": {"every": 0},
+        "checkpoint": {"every": 0, "at_end": False},
+        "tracking": {"trackers": ("jsonl",)},
+    }
+    return dataclasses.replace(
+        cfg, **{name: dataclasses.replace(getattr(cfg, name), **values) for name, values in sections.items()}
+    )
+
+
+def one_rank(rank: int, ranks: int, steps: int, folder: str) -> None:
+    """Trains on one rank, and writes what each of its steps communicated to FOLDER/<ranks>_<rank>.json."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from spmdrl.config.schema import ParallelConfig
+    from spmdrl.rl.build import build_run
+    from spmdrl.session.session import Session
+    from spmdrl.spmd.mesh import world_from_group
+    from spmdrl.tracking.metrics import Timer
+    from spmdrl.train import train
+
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=300)
+    store = dist.FileStore(f"{folder}/store_{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    world = world_from_group(ParallelConfig(), 1, torch.device("cpu"), rank, limit)
+    traffic = Traffic()
+    world.store = CountingStore(world.store, traffic.now)  # type: ignore[assignment]
+    os.makedirs(f"{folder}/run_{ranks}", exist_ok=True)
+    run = build_run(Session(settings(f"{folder}/run_{ranks}", ranks, steps), world, Timer()))
+    told, begin = [], run.steps
+
+    def counted():
+        for step in begin():
+            before = Counter(traffic.now)
+            yield step
+            told.append({name: traffic.now[name] - before[name] for name in traffic.now})
+
+    run.steps = counted
+    with traffic:
+        train(run)
+    Path(folder, f"{ranks}_{rank}.json").write_text(json.dumps(told))
+    dist.barrier()
+    os._exit(0)  # Destructors of a group wait for ranks that may be gone.
+
+
+def measured(ranks: int, steps: int = STEPS) -> dict[str, Any]:
+    """The row of one world: figures of one step of one rank, the mean over ranks and over steps after the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(one_rank, (ranks, steps, folder), ranks, start_method="fork")
+        said = [json.loads(Path(folder, f"{ranks}_{r}.json").read_text()) for r in range(ranks)]
+    rows = [step for rank in said for step in rank[1:]]
+    names = sorted({name for row in rows for name in row} | {"collectives", "messages", "sent", "ring", "requests"})
+    counts = sorted({row.get("collectives", 0) for row in rows})
+    mean = {name: sum(row.get(name, 0) for row in rows) / len(rows) for name in names}
+    return {"ranks": ranks, "all_collectives": counts} | mean
+
+
+def planned(config: Path | None, worlds: tuple[int, ...] = PLANNED) -> list[dict[str, Any]]:
+    """Rows of the planner on simulated ranks: its seconds and what it says, as `plan`. None without a planner.
+
+    config: settings of the job that is planned; None for no plan.
+    """
+    if config is None or find_spec("spmdrl.plan") is None:
+        return []
+    rows = []
+    for ranks in worlds:
+        command = [sys.executable, "-m", "spmdrl.plan", "--config", str(config)]
+        began = time.perf_counter()
+        done = subprocess.run(
+            [*command, "--world", str(ranks), "--gpu", "h100", "--json", "-"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rows.append({"ranks": ranks, "seconds": time.perf_counter() - began, "plan": json.loads(done.stdout)})
+    return rows
+
+
+def targets(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
+    """(name, value, goal, met) of each target."""
+    several = [row for row in rows if row["ranks"] > 1]
+    if len(several) < 2:
+        return []
+    counts = {count for row in several for count in row["all_collectives"]}
+    first, last = several[0], several[-1]
+    bytes_ratio = last["ring"] / first["ring"]
+    worst = max(row["requests"] for row in several)
+    return [
+        ("scaling-collectives-spread", max(counts) - min(counts), "0", len(counts) == 1),
+        ("scaling-bytes-over-2-ranks", bytes_ratio, f"<={FLAT}", bytes_ratio <= FLAT),
+        ("scaling-store-requests", worst, f"<={2 * PROMPTS}", worst <= 2 * PROMPTS),
+    ]
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draws figures of a rank over the number of ranks, relative to the first world of several."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    several = [row for row in rows if row["ranks"] > 1]
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    for name in ("collectives", "ring", "sent", "messages"):
+        if first := several[0][name]:
+            values = [row[name] / first for row in several]
+            axes.plot([row["ranks"] for row in several], values, "o-", label=f"{name} ({first:,.0f} on 2 ranks)")
+    axes.set_xscale("log", base=2)
+    ticks = [row["ranks"] for row in several]
+    axes.set_xticks(ticks, labels=list(map(str, ticks)))
+    axes.set(xlabel="ranks", ylabel=f"relative to {ticks[0]} ranks", ylim=(0, None), title="one step of one rank")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="2 and 4 ranks, two steps each")
+    parser.add_argument("--plan", type=Path, default=None, metavar="CONFIG", help="settings that the planner plans")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--plot", type=Path, default=None, help="an image of the table: .png or .svg")
+    args = parser.parse_args()
+    rows = []
+    print(f"{'ranks':>5} {'collectives':>11} {'messages':>9} {'sent KiB':>9} {'ring KiB':>9} {'requests':>9}")
+    for ranks in (2, 4) if args.quick else WORLDS:
+        rows.append(row := measured(ranks, 2 if args.quick else STEPS))
+        print(
+            f"{ranks:5} {row['collectives']:11.1f} {row['messages']:9.1f} {row['sent'] / 1024:9.0f} "
+            f"{row['ring'] / 1024:9.0f} {row['requests']:9.1f}",
+            flush=True,
+        )
+    plans = planned(args.plan)
+    for row in plans:
+        print(f"plan {row['ranks']:5} ranks: {row['seconds']:.1f} s")
+    for name, value, goal, met in targets(rows):
+        print(f"target {name} {value:.2f} {goal} {'ok' if met else 'miss'}")
+    if args.json:
+        facts = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+        facts |= {"date": time.strftime("%Y-%m-%d"), "rows": rows, "plans": plans}
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
