@@ -13,12 +13,13 @@ fail() { echo "[node] error: $*" >&2; exit 1; }
 (($# > 0)) || fail "nothing to run: pass what torchrun should start, e.g. -m spmdrl.train --config configs/gsm8k_grpo.yaml"
 python=.venv/bin/python torchrun=.venv/bin/torchrun
 if [[ -n ${IN_CONTAINER:-} ]]; then # the image brings what .venv holds elsewhere
-    python=$(command -v python3) && torchrun=$(command -v torchrun) || fail "the container has no python3 and torchrun on PATH"
+    torchrun=$(command -v torchrun) || fail "the container has no torchrun on PATH"
+    python=python3
     export PYTHONPATH=$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}
 fi
 [[ -x $torchrun ]] || fail "no .venv here: run ./launch/install.sh once (on a shared file system one node is enough)"
 # What an outer job left in the shell is not this one's. torchrun sets these for its ranks, and reads PET_* as flags.
-unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME ${!TORCHELASTIC_@} ${!PET_@}
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "${!TORCHELASTIC_@}" "${!PET_@}"
 
 name=${NODE_NAME:-${SLURMD_NODENAME:-$(hostname)}}
 if [[ $1 == doctor ]]; then
