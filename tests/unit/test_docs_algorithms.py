@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = ("engines", "megatron", "performance", "placement", "reliability", "scale", "slurm")
-"""Pages whose settings and commands other tests check: test_docs_{engines,megatron,slurm}.py and test_plan_anchors.py."""
+"""Pages whose settings and commands other tests check: test_docs_{engines,megatron,slurm}.py, test_plan_anchors.py."""
 METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "usage")]
 """Pages of the algorithms."""
 DOC = "\n".join(DOCS[name] for name in METHOD_PAGES)
