@@ -97,8 +97,11 @@ def random_model(folder: Path, family: str, seed: int, **settings: Any) -> Path:
     return folder
 
 
-def tiny_mixture(folder: Path) -> Path:
-    """A random Qwen3 of two layers with experts and a dense one between them."""
+def tiny_mixture(folder: Path, dense: tuple[int, ...] = (1,)) -> Path:
+    """A random Qwen3 of three layers with experts, of which those in `dense` have a plain MLP instead.
+
+    SGLang 0.5.23 takes every layer of a Qwen3 for one with experts.
+    """
     return random_model(
         folder,
         "Qwen3Moe",
@@ -107,7 +110,7 @@ def tiny_mixture(folder: Path) -> Path:
         intermediate_size=96,
         moe_intermediate_size=64,
         num_hidden_layers=3,
-        mlp_only_layers=[1],
+        mlp_only_layers=list(dense),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

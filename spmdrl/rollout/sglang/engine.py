@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.engines import sglang_python, sleep_level
+from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.resolve import resolve
@@ -68,11 +69,12 @@ class SGLangEngine:
         self.in_waves = cfg.run.deterministic and self.on_cpu
         self.wave: list[dict] = []
         self.backlog: list[Completion] = []
-        self.group = self._tp_group(cfg)
+        self.ranks = engine_ranks(cfg)
+        self.group = self._engine_group(cfg)
         self.process: Process | None = None
         self.transport: SharedMemory | Broadcast = SharedMemory()
         if cfg.rollout.sglang_push == "broadcast":
-            self.transport = Broadcast(cfg.rollout.tp, "gloo" if self.on_cpu else "nccl", cfg.run.timeout)
+            self.transport = Broadcast(engine_ranks(cfg), "gloo" if self.on_cpu else "nccl", cfg.run.timeout)
         if world.engine_tp_rank == 0:
             python = sglang_python()
             assert python is not None, "checked with the other settings"
@@ -89,9 +91,9 @@ class SGLangEngine:
         self.held = dict(zip(("weights", "kv_cache"), facts, strict=True))
         self.parts: dict[str, list[Box]] = {}
 
-    def _tp_group(self, cfg: Config) -> dist.ProcessGroup | None:
+    def _engine_group(self, cfg: Config) -> dist.ProcessGroup | None:
         """Make the host-side group of this engine's ranks. Collective over the ranks that sample."""
-        if cfg.rollout.tp == 1:
+        if self.ranks == 1:
             return None
         hosts = dict(
             zip(self.world.roles.samplers, all_gather_text(os.uname().nodename, self.world.rollout_group), strict=True)
@@ -99,7 +101,8 @@ class SGLangEngine:
         mine = None
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
-                raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
+                flag = f"--rollout.tp {cfg.rollout.tp}, --rollout.dp {cfg.rollout.dp}"
+                raise ValueError(f"{flag}: the ranks of an SGLang engine must share a node")
             # Only its members create it: ranks without an engine do not run this.
             limit = timedelta(seconds=cfg.run.timeout)
             with apart_from_default():
@@ -203,7 +206,7 @@ class SGLangEngine:
             needs.counted.append(bool(counted))
             self.parts.setdefault(entries[index].name, []).append(needs.boxes[-1][1])
             rows = rows[3 + 2 * dims :]
-        if isinstance(self.transport, Broadcast) and self.cfg.tp > 1:
+        if isinstance(self.transport, Broadcast) and self.ranks > 1:
             # The first rank sends whole tensors to all processes.
             whole = [(i, entry.box) for i, entry in enumerate(entries)] if self.process else []
             return Needs(whole, [False] * len(whole))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.engines import sleep_level
+from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.world import World
@@ -26,7 +27,10 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "trust_remote_code": cfg.model.trust_remote_code,
         "dtype": cfg.model.dtype,
         "device": world.device.type,
-        "tp_size": rollout.tp,
+        # SGLang counts every rank of an engine here; copies of the attention divide them.
+        "tp_size": engine_ranks(cfg),
+        "ep_size": rollout.ep,
+        "attn_dp_size": rollout.dp,
         "context_length": longest,
         "max_running_requests": rollout.max_sequences,
         "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",

@@ -142,7 +142,9 @@ class Server:
         from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
         request = GetWeightsByNameReqInput(name=question, truncate_size=0)
-        return [int(x) for x in await self.tokenizer_manager.get_weights_by_name(request, None)]
+        said = await self.tokenizer_manager.get_weights_by_name(request, None)
+        # Copies of the attention each give the answer of all processes.
+        return [int(x) for x in (said[0] if said and isinstance(said[0], list) else said)]
 
     async def begin(self) -> None:
         """Begin a weight update; an unfinished one is ended first."""

@@ -203,12 +203,38 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
         Manager.resume_memory_occupation = resume_memory_occupation
 
 
+def install_experts() -> None:
+    """Let the forward of experts on a CPU leave out the number -1, SGLang's mark for an expert of another process.
+
+    A copy of the attention without tokens computes nothing.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    native = fused_moe_native.moe_forward_native
+
+    def moe_forward_native(layer, x_TD, topk_output, config):
+        ids_TK, weights_TK = topk_output.topk_ids, topk_output.topk_weights
+        token, place = (ids_TK >= 0).nonzero(as_tuple=True)
+        if len(token) == ids_TK.numel() > 0:
+            return native(layer, x_TD, topk_output, config)
+        out_TD = torch.zeros_like(x_TD)
+        if len(token):
+            # A row for each pair of a token and an expert that is here: SGLang counts an expert once in a row.
+            pairs = topk_output._replace(topk_ids=ids_TK[token, place, None], topk_weights=weights_TK[token, place, None])
+            out_TD.index_add_(0, token, native(layer, x_TD[token], pairs, config))
+        return out_TD
+
+    fused_moe_native.moe_forward_native = moe_forward_native
+
+
 def run_scheduler(server_args, port_args, *rest) -> None:
     """Run SGLang's scheduler process with these changes installed."""
     install_sampler()
     expected: dict[str, Any] = {}
     install_weights(expected)
     install_memory(server_args.device == "cpu", expected)
+    if server_args.device == "cpu":
+        install_experts()
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.scheduler import run_scheduler_process
 
