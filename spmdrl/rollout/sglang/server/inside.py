@@ -20,6 +20,9 @@ _spec.loader.exec_module(_needs)
 watched_load = _needs.watched_load
 
 
+NAP_MS = 5
+
+
 def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of one bucket, as views of the memory that the rank filled."""
     with open(file, "r+b") as f:
@@ -227,6 +230,47 @@ def install_experts() -> None:
     fused_moe_native.moe_forward_native = moe_forward_native
 
 
+def install_copies() -> None:
+    """Give SGLang on a CPU the two collectives and the fill value with which copies of the attention meet.
+
+    Its own are NCCL's. Parts have different lengths (`sizes`) and are padded to the longest.
+    """
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def all_gatherv(self, input_, sizes=None, output=None):
+        if not isinstance(input_, torch.Tensor):
+            return [all_gatherv(self, x, sizes) for x in input_]
+        counts = sizes or [len(input_)] * self.world_size
+        padded = input_.new_zeros(max(counts), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in counts]
+        torch.distributed.all_gather(parts, padded, group=self.device_group)
+        whole = torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
+        return whole if output is None else output.copy_(whole)
+
+    def reduce_scatterv(self, input_, output=None, sizes=None):
+        counts = sizes or [len(input_) // self.world_size] * self.world_size
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        part = total.split(counts)[self.rank_in_group]
+        return part.clone() if output is None else output.copy_(part)
+
+    GroupCoordinator.all_gatherv = all_gatherv
+    GroupCoordinator.reduce_scatterv = reduce_scatterv
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def install_naps() -> None:
+    """Let idle schedulers that are copies of the attention look for work every few milliseconds.
+
+    They take every step together, but a message wakes one of them; the others would sleep on for up to a second.
+    """
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+
+    IdleSleeper.maybe_sleep = lambda self: self.poller.poll(NAP_MS)
+
+
 def run_scheduler(server_args, port_args, *rest) -> None:
     """Run SGLang's scheduler process with these changes installed."""
     install_sampler()
@@ -235,6 +279,9 @@ def run_scheduler(server_args, port_args, *rest) -> None:
     install_memory(server_args.device == "cpu", expected)
     if server_args.device == "cpu":
         install_experts()
+        install_copies()
+    if server_args.attn_dp_size > 1:
+        install_naps()
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.scheduler import run_scheduler_process
 
