@@ -51,6 +51,14 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
     return 1 if on_cpu or adapters else 2
 
 
+def starts_empty(config: Config) -> bool:
+    """True where an engine starts without reading weights, all of which the first push brings.
+
+    vLLM and SGLang round to 8 bits while they read, and so read the folder.
+    """
+    return config.rollout.quantization == "none"
+
+
 def sglang_python() -> Path | None:
     """An interpreter that has SGLang: that of `launch/install.sh --sglang`, else this one; None if neither has it."""
     python = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"

@@ -14,6 +14,7 @@ from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.needs import Needs
 from spmdrl.weights.reshard import Entry
+from spmdrl.weights.safetensors import stored
 
 Owner = Literal["weights", "kv_cache"]
 Finish = Literal["stop", "length", "abort"]
@@ -156,6 +157,20 @@ def longest_sequence(cfg: Config) -> int:
     config = AutoConfig.from_pretrained(resolve(cfg.model.path, trust), trust_remote_code=trust).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or 1 << 30
     return min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, positions)
+
+
+def without_quantization(config: Any) -> dict[str, Any]:
+    """Return what to change in a folder's config so that an engine holds its weights as they are pushed.
+
+    config: transformers' config of the folder, whose own files may be quantised.
+    """
+    return {"quantization_config": None} if getattr(config, "quantization_config", None) else {}
+
+
+def tensor_kinds(cfg: Config) -> list[str]:
+    """Return the last parts of the names of the tensors in the model's folder, such as `weight`."""
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    return sorted({name.rpartition(".")[2] for _, name in stored(folder)})
 
 
 def kv_bytes_per_token(config: Any, dtype: str, tp: int) -> int:

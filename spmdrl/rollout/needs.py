@@ -27,6 +27,8 @@ class Needs:
     """Addresses of the model's storages whose words are not counted."""
     exact: bool = True
     """True if every read was a plain copy into the model."""
+    filled: frozenset[int] = frozenset()
+    """Addresses of the storages that the loader wrote into."""
 
 
 def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
@@ -68,6 +70,7 @@ class Watch(TorchDispatchMode):
         self.watched: dict[int, tuple[int, torch.Tensor]] = {}
         self.into: list[int] = []
         self.odd: set[int] = set()
+        self.written: set[int] = set()
 
     def watch(self, index: int, tensor: torch.Tensor) -> None:
         """Watch a tensor; it replaces an earlier one that had the same address."""
@@ -78,6 +81,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "is_view", False):
             return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self.written |= set(written_by(func, args, kwargs))
         tensors = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)]
         read = [x for x in tensors if x.untyped_storage().data_ptr() in self.watched]
         if func is torch.ops.aten.copy_.default and len(read) == 1 and read[0] is args[1]:
@@ -101,9 +106,39 @@ class Watch(TorchDispatchMode):
 
     def done(self) -> Needs:
         """Return all recorded reads."""
-        self.needs.uncounted = frozenset(self.odd)
+        self.needs.uncounted, self.needs.filled = frozenset(self.odd), frozenset(self.written)
         self.needs.counted = [place not in self.odd for place in self.into]
         return self.needs
+
+
+def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[int]:
+    """Yield the addresses of the storages that an operation writes into, by its schema."""
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+            yield value.untyped_storage().data_ptr()
+
+
+def unfilled(model: torch.nn.Module, needs: Needs, kinds: Iterable[str]) -> list[str]:
+    """Return the names of an engine's weights that its loader did not write into.
+
+    These are parameters and persistent buffers. Buffers of a kind that no checkpoint has are left out: the model makes
+    them for itself. kinds: last parts of the names of the checkpoint's tensors.
+    """
+    kept, kinds = model.state_dict().keys(), set(kinds)
+    buffers = [(n, x) for n, x in model.named_buffers() if n in kept and n.rpartition(".")[2] in kinds]
+    held = [*model.named_parameters(), *buffers]
+    return [n for n, x in held if x.numel() and x.untyped_storage().data_ptr() not in needs.filled]
+
+
+def check_filled(engine: str, lacking: list[str]) -> None:
+    """Raise ValueError if a push leaves out weights of the engine, which started without any (law 5)."""
+    if lacking:
+        raise ValueError(
+            f"--rollout.engine {engine}: the trainer has no tensor for {len(lacking)} of the engine's weights "
+            f"({', '.join(lacking[:3])}): {engine} takes the model for another than transformers does; take another "
+            "engine, such as hf"
+        )
 
 
 def watched_load(

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.engines import sglang_python, sleep_level
+from spmdrl.config.engines import sglang_python, sleep_level, starts_empty
 from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.hub.build import DTYPES
@@ -29,8 +29,9 @@ from spmdrl.rollout.engine import (
     check_version,
     longest_sequence,
     name_of,
+    tensor_kinds,
 )
-from spmdrl.rollout.needs import Needs
+from spmdrl.rollout.needs import Needs, check_filled
 from spmdrl.rollout.sglang.options import options
 from spmdrl.rollout.sglang.process import Broadcast, EngineDiedError, Process, SharedMemory, answers
 from spmdrl.spmd.exchange import all_gather_text
@@ -62,6 +63,7 @@ class SGLangEngine:
         self.keeps_weights = sleep_level(cfg, self.on_cpu) == 1
         self.capacity, self.longest = cfg.rollout.max_sequences, longest_sequence(cfg)
         self.version: int | None = None
+        self.empty, self.kinds = starts_empty(cfg), tensor_kinds(cfg)
         self.asleep: set[str] = set()
         self.running: dict[str, Key] = {}
         # On a CPU rounding depends on the other requests of a batch, and the scheduler batches whatever has arrived. So
@@ -69,7 +71,6 @@ class SGLangEngine:
         self.in_waves = cfg.run.deterministic and self.on_cpu
         self.wave: list[dict] = []
         self.backlog: list[Completion] = []
-        self.ranks = engine_ranks(cfg)
         self.group = self._engine_group(cfg)
         self.process: Process | None = None
         self.transport: SharedMemory | Broadcast = SharedMemory()
@@ -93,7 +94,7 @@ class SGLangEngine:
 
     def _engine_group(self, cfg: Config) -> dist.ProcessGroup | None:
         """Make the host-side group of this engine's ranks. Collective over the ranks that sample."""
-        if self.ranks == 1:
+        if engine_ranks(cfg) == 1:
             return None
         hosts = dict(
             zip(self.world.roles.samplers, all_gather_text(os.uname().nodename, self.world.rollout_group), strict=True)
@@ -101,8 +102,7 @@ class SGLangEngine:
         mine = None
         for ranks in self.world.rollout_mesh.mesh.tolist():
             if len({hosts[r] for r in ranks}) > 1:
-                flag = f"--rollout.tp {cfg.rollout.tp}, --rollout.dp {cfg.rollout.dp}"
-                raise ValueError(f"{flag}: the ranks of an SGLang engine must share a node")
+                raise ValueError(f"--rollout.tp {cfg.rollout.tp}: the ranks of an SGLang engine must share a node")
             # Only its members create it: ranks without an engine do not run this.
             limit = timedelta(seconds=cfg.run.timeout)
             with apart_from_default():
@@ -196,8 +196,10 @@ class SGLangEngine:
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""
         types = {e.name: str(e.dtype or DTYPES[self.dtype]).removeprefix("torch.") for e in entries}
-        told = json.dumps([(e.name, e.shape, types[e.name]) for e in entries])
-        exact, *rows = self._answer(self.process.call("ask", question=f"needs {told}") if self.process else None)
+        told = json.dumps({"tensors": [(e.name, e.shape, types[e.name]) for e in entries], "kinds": self.kinds})
+        long, *rows = self._answer(self.process.call("ask", question=f"needs {told}") if self.process else None)
+        lacking, (exact, *rows) = bytes(rows[:long]).decode(), rows[long:]
+        check_filled("sglang", lacking.splitlines() if self.empty else [])
         needs = Needs(exact=bool(exact))
         while rows:
             index, counted, dims = rows[:3]
@@ -206,7 +208,7 @@ class SGLangEngine:
             needs.counted.append(bool(counted))
             self.parts.setdefault(entries[index].name, []).append(needs.boxes[-1][1])
             rows = rows[3 + 2 * dims :]
-        if isinstance(self.transport, Broadcast) and self.ranks > 1:
+        if isinstance(self.transport, Broadcast) and self.group is not None:
             # The first rank sends whole tensors to all processes.
             whole = [(i, entry.box) for i, entry in enumerate(entries)] if self.process else []
             return Needs(whole, [False] * len(whole))

@@ -1,12 +1,13 @@
 """The arguments of SGLang's Engine, from the settings of a run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.engines import sleep_level
+from spmdrl.config.engines import sleep_level, starts_empty
 from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
-from spmdrl.rollout.engine import kv_bytes_per_token, longest_sequence
+from spmdrl.rollout.engine import kv_bytes_per_token, longest_sequence, without_quantization
 from spmdrl.spmd.world import World
 
 CPU_KV_BYTES = 256 << 20
@@ -20,7 +21,8 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     rollout = cfg.rollout
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    config = whole.get_text_config()
     longest = longest_sequence(cfg) + SPARE_TOKENS
     values: dict[str, Any] = {
         "model_path": str(folder),
@@ -29,8 +31,8 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         "device": world.device.type,
         # SGLang counts every rank of an engine here; copies of the attention divide them.
         "tp_size": engine_ranks(cfg),
-        "ep_size": rollout.ep,
-        "attn_dp_size": rollout.dp,
+        **({"ep_size": rollout.ep} if rollout.ep > 1 else {}),
+        **({"attn_dp_size": rollout.dp} if rollout.dp > 1 else {}),
         "context_length": longest,
         "max_running_requests": rollout.max_sequences,
         "disable_cuda_graph": rollout.enforce_eager or world.device.type == "cpu",
@@ -38,6 +40,8 @@ def options(cfg: Config, world: World, folder: Path) -> dict[str, Any]:
         # A scheduler that spins during training takes a core from the trainer.
         "sleep_on_idle": True,
     }
+    if starts_empty(cfg):
+        values |= {"load_format": "dummy", "json_model_override_args": json.dumps(without_quantization(whole))}
     if world.device.type == "cpu":
         # This only bounds the cache, whose size is `max_total_tokens`; the bound must not cut a size that was set.
         share = 0.9 if rollout.kv_cache_gib else 0.1

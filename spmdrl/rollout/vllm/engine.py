@@ -28,8 +28,9 @@ from spmdrl.rollout.engine import (
     check_version,
     longest_sequence,
     name_of,
+    tensor_kinds,
 )
-from spmdrl.rollout.needs import Needs, once, watched_load
+from spmdrl.rollout.needs import Needs, check_filled, once, unfilled, watched_load
 from spmdrl.rollout.vllm.copies import Copies, Row
 from spmdrl.rollout.vllm.lora import Adapters
 from spmdrl.rollout.vllm.options import refusals_as_warnings
@@ -65,6 +66,7 @@ class VLLMEngine:
         self.version: int | None = None
         self.partial: dict[str, tuple[Request, list[int], list[float]]] = {}
         self.kv_awake = self.weights_awake = True
+        self.kinds = tensor_kinds(cfg)
         self.llm, self.packed = start_llm(cfg, world, self.experts is not None)
         # Any: vLLM's public types do not describe its internals.
         self.engine: Any = self.llm.llm_engine
@@ -173,6 +175,7 @@ class VLLMEngine:
             return Needs([(i, entry.box) for i, entry in enumerate(entries)], [False] * len(entries), exact=False)
         dtype = DTYPES[self.dtype]
         needs = watched_load(self._load, ((e.name, e.shape, e.dtype or dtype) for e in entries))
+        check_filled("vllm", unfilled(self.model, needs, self.kinds))
         self.counted = [
             name
             for name, p in self.model.named_parameters()

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.engines import pushed_parts, sleep_level, starts_empty
 from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import resolve
-from spmdrl.rollout.engine import longest_sequence
+from spmdrl.rollout.engine import longest_sequence, without_quantization
 from spmdrl.rollout.vllm.cpu import CPU_BLOCK, cpu_kv_bytes
 from spmdrl.rollout.vllm.lora import lora_options
 
@@ -89,6 +89,20 @@ def layout(cfg: Config) -> dict[str, Any]:
     return options
 
 
+def start_with_zeros() -> None:
+    """Make vLLM's loader of invented weights take zeros, and leave buffers as the model made them.
+
+    Its random numbers would stay in the padding of weights and in constants, which no push reaches.
+    """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data.zero_()
+
+    DummyModelLoader.load_weights = load_weights
+
+
 def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     """Build vLLM's LLM for the ranks of one TP group. Collective over them.
 
@@ -102,7 +116,8 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
 
     capacity, longest = cfg.rollout.max_sequences, longest_sequence(cfg)
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code).get_text_config()
+    whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    config = whole.get_text_config()
     kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
     if not kv_bytes and on_cpu:
         kv_bytes = cpu_kv_bytes(config, capacity, longest, cfg.model.dtype, cfg.rollout.tp)
@@ -123,6 +138,9 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         if routed:
             options["enable_return_routed_experts"] = True
     options |= layout(cfg)
+    if starts_empty(cfg):
+        start_with_zeros()
+        options |= {"load_format": "dummy", "hf_overrides": without_quantization(whole)}
     if engine_ranks(cfg) > 1 or not on_cpu:
         # Without it vLLM takes the first GPU for an engine of one rank, whichever rank that is.
         options["distributed_executor_backend"] = "external_launcher"

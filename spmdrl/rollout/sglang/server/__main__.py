@@ -6,6 +6,7 @@ Requests and commands arrive on stdin; completions and answers leave on the file
 import asyncio
 import ctypes
 import gc
+import inspect
 import json
 import os
 import re
@@ -26,8 +27,15 @@ def build(config: dict):
     """Start SGLang's Engine: a scheduler process per TP rank, and no detokenizer, because nothing here is text."""
     import multiprocessing
 
+    from sglang import __version__
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import ServerArgs
 
+    if lacking := sorted(config["options"].keys() - inspect.signature(ServerArgs).parameters.keys()):
+        raise ValueError(
+            f"SGLang {__version__} has no {', '.join(lacking)}; take --rollout.ep 1 and --rollout.dp 1, or install the "
+            "version of launch/locks"
+        )
     on_cpu = config["options"]["device"] == "cpu"
 
     class TokenEngine(Engine):

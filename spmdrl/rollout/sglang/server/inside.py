@@ -11,16 +11,14 @@ from typing import Any
 import torch
 import xxhash
 from draws import install_sampler
+from layout import install_copies, install_experts, install_naps
 
 # Loaded by path: other files in its folder have the names of packages.
 _spec = spec_from_file_location("needs", Path(__file__).parents[2] / "needs.py")
 assert _spec and _spec.loader
 _needs = module_from_spec(_spec)
 _spec.loader.exec_module(_needs)
-watched_load = _needs.watched_load
-
-
-NAP_MS = 5
+watched_load, unfilled = _needs.watched_load, _needs.unfilled
 
 
 def read(file: str, entries: list[dict]) -> list[tuple[str, torch.Tensor]]:
@@ -107,16 +105,19 @@ class Held:
         words = word_sum(self.runner.model, self.uncounted)
         return [words >> 32, words & 0xFFFFFFFF]
 
-    def needs(self, told: list) -> list[float]:
-        """Find the parts that this process reads of tensors (name, shape, type).
+    def needs(self, told: dict) -> list[float]:
+        """Find the parts that this process reads of tensors (name, shape, type), and the weights that none fills.
 
-        Returns `exact`, then for each part: index of the tensor, counted, number of dimensions, box.
+        told: the tensors, and their kinds in the model's folder. Returns the length and the bytes of a text, which has
+        the name of an unfilled weight in each line; `exact`; then for each part: index of the tensor, counted, number
+        of dimensions, box.
         """
-        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in told]
+        tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in told["tensors"]]
         found = watched_load(self.runner.model.load_weights, tensors)
         named = self.runner.model.named_parameters()
         self.uncounted = frozenset(n for n, p in named if p.untyped_storage().data_ptr() in found.uncounted)
-        rows: list[float] = [found.exact]
+        text = "\n".join(unfilled(self.runner.model, found, told["kinds"])).encode()
+        rows: list[float] = [len(text), *text, found.exact]
         for (index, box), counted in zip(found.boxes, found.counted, strict=True):
             rows += [index, counted, len(box), *(x for pair in box for x in pair)]
         return rows
@@ -167,6 +168,20 @@ def install_weights(expected: dict[str, Any]) -> None:
     WeightUpdater.receive_weights_from_distributed = receive_weights_from_distributed
 
 
+def install_zeros() -> None:
+    """Make SGLang start with zeros where it would invent weights, and leave buffers as the model made them.
+
+    Its random numbers would stay in the padding of weights and in constants, which no push reaches.
+    """
+    from sglang.srt.model_loader import loader
+
+    def initialize_dummy_weights(model, *_, **__):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+
+    loader.initialize_dummy_weights = initialize_dummy_weights
+
+
 def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
     """Answer the rank's questions about memory and weights, and free memory on a CPU.
 
@@ -206,76 +221,12 @@ def install_memory(on_cpu: bool, expected: dict[str, Any]) -> None:
         Manager.resume_memory_occupation = resume_memory_occupation
 
 
-def install_experts() -> None:
-    """Let the forward of experts on a CPU leave out the number -1, SGLang's mark for an expert of another process.
-
-    A copy of the attention without tokens computes nothing.
-    """
-    from sglang.srt.layers.moe import fused_moe_native
-
-    native = fused_moe_native.moe_forward_native
-
-    def moe_forward_native(layer, x_TD, topk_output, config):
-        ids_TK, weights_TK = topk_output.topk_ids, topk_output.topk_weights
-        token, place = (ids_TK >= 0).nonzero(as_tuple=True)
-        if len(token) == ids_TK.numel() > 0:
-            return native(layer, x_TD, topk_output, config)
-        out_TD = torch.zeros_like(x_TD)
-        if len(token):
-            # A row for each pair of a token and an expert that is here: SGLang counts an expert once in a row.
-            pairs = topk_output._replace(topk_ids=ids_TK[token, place, None], topk_weights=weights_TK[token, place, None])
-            out_TD.index_add_(0, token, native(layer, x_TD[token], pairs, config))
-        return out_TD
-
-    fused_moe_native.moe_forward_native = moe_forward_native
-
-
-def install_copies() -> None:
-    """Give SGLang on a CPU the two collectives and the fill value with which copies of the attention meet.
-
-    Its own are NCCL's. Parts have different lengths (`sizes`) and are padded to the longest.
-    """
-    from sglang.srt.distributed.parallel_state import GroupCoordinator
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    def all_gatherv(self, input_, sizes=None, output=None):
-        if not isinstance(input_, torch.Tensor):
-            return [all_gatherv(self, x, sizes) for x in input_]
-        counts = sizes or [len(input_)] * self.world_size
-        padded = input_.new_zeros(max(counts), *input_.shape[1:])
-        padded[: len(input_)] = input_
-        parts = [torch.empty_like(padded) for _ in counts]
-        torch.distributed.all_gather(parts, padded, group=self.device_group)
-        whole = torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
-        return whole if output is None else output.copy_(whole)
-
-    def reduce_scatterv(self, input_, output=None, sizes=None):
-        counts = sizes or [len(input_) // self.world_size] * self.world_size
-        total = input_.clone()
-        torch.distributed.all_reduce(total, group=self.device_group)
-        part = total.split(counts)[self.rank_in_group]
-        return part.clone() if output is None else output.copy_(part)
-
-    GroupCoordinator.all_gatherv = all_gatherv
-    GroupCoordinator.reduce_scatterv = reduce_scatterv
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
-
-
-def install_naps() -> None:
-    """Let idle schedulers that are copies of the attention look for work every few milliseconds.
-
-    They take every step together, but a message wakes one of them; the others would sleep on for up to a second.
-    """
-    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
-
-    IdleSleeper.maybe_sleep = lambda self: self.poller.poll(NAP_MS)
-
-
 def run_scheduler(server_args, port_args, *rest) -> None:
     """Run SGLang's scheduler process with these changes installed."""
     install_sampler()
     expected: dict[str, Any] = {}
     install_weights(expected)
+    install_zeros()
     install_memory(server_args.device == "cpu", expected)
     if server_args.device == "cpu":
         install_experts()
