@@ -16,6 +16,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 CASES = {
     "plain": {},
     "one process a node of four": {"rollout": {"tp": 4}},
+    "whole experts": {"rollout": {"tp": 2, "ep": 2}},
+    "copies of the attention": {"rollout": {"tp": 2, "dp": 2, "ep": 4}},
     "8 bits": {"rollout": {"quantization": "fp8"}},
     "awake": {"rollout": {"sleep_level": 0, "kv_cache_gib": 0.5}},
     "adapters": {"lora": {"rank": 4, "push": "adapter"}},

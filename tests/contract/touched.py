@@ -7,10 +7,8 @@ what is imported, engine arguments and environment variables are read off the co
 
 VLLM = {
     "vllm.LLM": "llm_engine reset_prefix_cache sleep wake_up",
-    "vllm.v1.engine.llm_engine.LLMEngine": (
-        "add_request has_unfinished_requests step abort_request model_executor engine_core"
-    ),
-    "vllm.v1.engine.core_client.InprocClient": "shutdown",
+    "vllm.v1.engine.llm_engine.LLMEngine": ("add_request step abort_request model_executor engine_core"),
+    "vllm.v1.engine.core_client.InprocClient": "shutdown execute_dummy_batch",
     "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher": "driver_worker _distributed_args",
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
     "vllm.v1.worker.gpu_worker.Worker": "model_runner sleep wake_up",
@@ -26,7 +24,8 @@ VLLM = {
     "vllm.outputs.RequestOutput": "request_id outputs finished",
     "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason routed_experts",
     "vllm.logprobs.Logprob": "logprob",
-    "vllm.distributed.parallel_state.GroupCoordinator": "rank ranks group_ranks",
+    "vllm.distributed.parallel_state.GroupCoordinator": "rank ranks group_ranks cpu_group",
+    "vllm.model_executor.model_loader.dummy_loader.DummyModelLoader": "load_weights",
 }
 """Class -> attributes that we read, set or call."""
 
@@ -56,6 +55,7 @@ SGLANG = {
         "receive_weights_from_distributed"
     ),
     # ServerArgs.device and `get_parallel().tp_rank` are put together at run time: tests/engines meets them on a CPU.
+    "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper": "maybe_sleep poller",
     "sglang.srt.configs.model_config.ModelConfig": "_get_hf_eos_token_id",
     "sglang.srt.layers.sampler.Sampler": (
         "forward _preprocess_logits output_logprob_processor _sync_token_ids_across_tp"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks._models import tiny_mixture
 from spmdrl.hub.folder import TINY
 from spmdrl.rollout.build import check_engine
 from spmdrl.rollout.engine import Request, kv_bytes_per_token
@@ -93,6 +94,19 @@ def test_bad_tp_names_the_heads_and_what_fits(engine, tp, changes, fits, tmp_pat
     assert f"{heads['num_key_value_heads']} key-value heads" in message
     assert message.endswith(f"which {tp} ranks cannot share; {engine} takes {fits[engine]}") and "\n" not in message
     assert (f"MLPs {heads['intermediate_size']} wide" in message) == (heads["intermediate_size"] % tp > 0)
+
+
+@pytest.mark.parametrize("engine", [VLLM, "sglang"])
+def test_bad_expert_layout_names_the_experts(engine, tmp_path):
+    tp, tiny = {"tp": 2}, str(model_of(tmp_path / "dense"))
+    for layout, flag in (({"ep": 2} | tp, "--rollout.ep 2"), ({"dp": 2, "ep": 1}, "--rollout.dp 2")):
+        with pytest.raises(ValueError, match=rf"^{flag}: {tiny} has no experts, which is what it divides; take 1$"):
+            check_engine(config(model={"path": tiny}, rollout={"engine": engine} | layout), True)
+    folder = tiny_mixture(tmp_path / "mixture")
+    told = rf"^--rollout.ep 3: {folder} has 8 experts, which 3 ranks cannot hold in equal numbers; change --rollout.tp"
+    with pytest.raises(ValueError, match=told):
+        check_engine(config(model={"path": str(folder)}, rollout={"engine": engine, "dp": 3, "ep": 3}), True)
+    check_engine(config(model={"path": str(folder)}, rollout={"engine": engine, "ep": 4, "dp": 2} | tp), True)
 
 
 def test_bad_tp_ends_the_job_before_an_engine_is_built(tmp_path):

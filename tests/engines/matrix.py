@@ -5,7 +5,8 @@
 It is `spmdrl.train` with stand-ins. Requests are greedy: at temperature 0 every engine must say the same, where a draw
 at the edge of two tokens need not come out alike. Sample k of a prompt may be k steps longer than sample 0: greedy
 samples of equal length would be one sample, and GRPO's advantages of them cancel. And where several ranks have vLLM or
-SGLang, groups are made as NCCL makes them (`tests/ranks/stub_nccl.py`), and each rank's record is left in the folder.
+SGLang, groups are made as NCCL makes them (`tests/ranks/stub_nccl.py`), and each rank's record is left in the folder,
+with the bytes that the last push brought it.
 """
 
 import json
@@ -87,6 +88,8 @@ def main() -> None:
         recorders = as_nccl(inside) if several else []
         with open_run(loaded, build_run, plan_lines) as run:
             train(run)
+            pushed = run.memory.last_push
+            (run.session.folder / f"pushed_{run.world.rank}.json").write_text(json.dumps(pushed.bytes))
             for recorder in recorders:
                 torch.save(recorder.record, run.session.folder / f"record_{run.world.rank}.pt")
                 torch.distributed.barrier()

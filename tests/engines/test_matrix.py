@@ -5,11 +5,14 @@ of Megatron under vLLM. `matrix.py` is what runs, under real torchrun, one job a
 """
 
 import json
+import math
+import re
 from collections import Counter
 from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from benchmarks._models import REWARD, tiny_mixture
 from tests.builds import no_sglang, no_vllm
@@ -34,6 +37,8 @@ FLAGS = argv(
 """The mean is over tokens: over sequences, the loss of GRPO's first update on its samples is 0 whatever they are."""
 ENGINES = {"hf": "", "vllm": no_vllm(), "sglang": no_sglang()}
 """Engine -> reason why it cannot run here; empty where it can."""
+EXPERTS, PADDED = 8, 64
+"""Experts in a layer of `tiny_mixture`, and rows to which engines pad its vocabulary."""
 PLACEMENTS = {"colocated": 0, "split": 1}
 """Placement -> ranks that train alone."""
 CELLS = [
@@ -77,16 +82,27 @@ def cell(tmp_path_factory):
             flags += f" --parallel.rollout_ranks {tp}" if apart else ""
             flags += " --rollout.sglang-push broadcast" if apart and engine == "sglang" else ""
             args = [*FLAGS, *argv(flags), "--reward.function", reward, "--run.dir", folder]
-            succeed(args, 150, ranks=tp + apart, module="tests.engines.matrix")
+            copies = 2 if "--rollout.dp 2" in more else 1
+            succeed(args, 150, ranks=tp * copies + apart, module="tests.engines.matrix")
             samples = [json.loads(line) for line in (folder / "greedy.jsonl").read_text().splitlines()]
             known[key] = samples, metrics(folder)
+            at.pushed[key] = [json.loads(f.read_text()) for f in sorted(folder.glob("pushed_*.json"))]
             files = sorted(folder.glob("record_*.pt"))
             with torch.serialization.safe_globals([Record, Comm, Event]):
                 at.records[key] = [torch.load(file, weights_only=True) for file in files]
         return known[key]
 
-    at.records = {}
+    at.records, at.pushed = {}, {}
     return at
+
+
+@pytest.fixture(scope="module")
+def all_experts(tmp_path_factory) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """Flag that names a random model with experts in every layer, and the shapes of its tensors."""
+    folder = tiny_mixture(tmp_path_factory.mktemp("experts"), dense=())
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return f"--model.path {folder}", shapes
 
 
 def differences(one: tuple[list, list], other: tuple[list, list]) -> list[str]:
@@ -115,8 +131,9 @@ def test_parity_of_every_engine_layout_and_placement(cell, engine, tp, placement
 def check_order(cell) -> None:
     """Checks that NCCL would accept the splits and collectives of the jobs so far (law 1)."""
     for key, records in cell.records.items():
-        if key[0] != "hf" and (key[1] > 1 or PLACEMENTS[key[2]]):
-            assert len(records) == key[1] + PLACEMENTS[key[2]], key
+        copies = 2 if "--rollout.dp 2" in key[3] else 1
+        if key[0] != "hf" and (key[1] * copies > 1 or PLACEMENTS[key[2]]):
+            assert len(records) == key[1] * copies + PLACEMENTS[key[2]], key
             assert all(sum(e.op == "split" for e in r.events) > 3 and len(r.events) > 50 for r in records), key
             assert judge(records) == [], key
             print(key[:3], counts(records), {r.rank: kinds(r) for r in records})
@@ -139,6 +156,48 @@ def test_parity_of_megatron_layouts_with_fsdp_under_vllm(cell, mixture, layout):
     for row in found[1]:
         assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
     check_order(cell)
+
+
+@pytest.mark.parametrize(
+    ("engine", "tp", "dp"),
+    [
+        pytest.param(engine, tp, 2 // tp, marks=pytest.mark.skipif(bool(ENGINES[engine]), reason=ENGINES[engine]))
+        for engine in ("vllm", "sglang")
+        for tp in (2, 1)
+    ],
+)
+def test_parity_of_experts_divided(cell, all_experts, engine, tp, dp):
+    """Whole experts on two ranks, which divide the attention or copy it, and of each rank only what it needs."""
+    flag, shapes = all_experts
+    found = cell(engine, tp, "colocated", f"{flag} --rollout.ep 2 --rollout.dp {dp}")
+    assert differences(cell("hf", 1, "colocated", flag), found) == []
+    assert all(abs(row["loss"]) > 10 * LOSS and row["grad_norm"] > 0.1 for row in found[1]), found[1]
+    print(engine, tp, dp, "worst |dlogp|", max(row["logp_diff/max"] for row in found[1]))
+    for row in found[1]:
+        assert row["logp_diff/max"] < LOGP, "what the engine reports is what the trainer computes"
+    pushed = cell.pushed[engine, tp, "colocated", f"{flag} --rollout.ep 2 --rollout.dp {dp}"]
+    assert pushed == [sum(needed(shapes, engine, tp, rank).values()) for rank in range(2)]
+    check_order(cell)
+
+
+def needed(shapes: dict[str, tuple[int, ...]], engine: str, tp: int, rank: int) -> dict[str, int]:
+    """Bytes of each tensor that one of two ranks needs: half of the experts, and its part of what `tp` divides."""
+    experts = {i for i in range(EXPERTS) if i // (EXPERTS // 2) == rank}
+    vocabulary = {"model.embed_tokens.weight", "lm_head.weight"} if tp == 2 else set()
+    if engine == "sglang":
+        vocabulary.add("lm_head.weight")  # SGLang divides the head over the copies of the attention too
+    out = {}
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        if expert := re.search(r"experts\.(\d+)\.", name):
+            numel *= int(expert[1]) in experts
+        elif name in vocabulary:
+            rows = min(shape[0], (rank + 1) * PADDED // 2) - rank * PADDED // 2
+            numel = rows * shape[1]
+        elif tp == 2 and re.search(r"[qkvo]_proj", name):
+            numel //= 2
+        out[name] = 4 * numel
+    return out
 
 
 def test_parity_of_runs_that_learn_something(cell):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from spmdrl.rollout.needs import touched, watched_load
+from spmdrl.rollout.needs import check_filled, touched, unfilled, watched_load
 
 
 def brute(x: torch.Tensor, whole: torch.Tensor) -> tuple:
@@ -86,3 +86,71 @@ def test_nothing_is_needed_of_an_empty_part():
 
     needs = watched_load(load, [("x", (4, 4), torch.float32)])
     assert needs.boxes == needs.counted == [] and needs.exact
+
+
+EXPERTS, WIDE, HIDDEN = 4, 6, 8
+
+
+class Experts(torch.nn.Module):
+    """One rank's part of a layer of experts, as engines lay it out: gate and up of an expert end to end."""
+
+    def __init__(self, first: int, count: int):
+        super().__init__()
+        self.first = first
+        self.w13 = torch.nn.Parameter(torch.zeros(count, 2 * WIDE, HIDDEN), requires_grad=False)
+        self.router = torch.nn.Parameter(torch.zeros(EXPERTS, HIDDEN), requires_grad=False)
+        self.decay = torch.nn.Parameter(torch.zeros(EXPERTS), requires_grad=False)
+        self.register_buffer("bias", torch.zeros(EXPERTS))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+    def load(self, named):
+        for name, x in named:
+            kind = name.rpartition(".")[2]
+            if kind == "decay":
+                self.decay.data.copy_(-x.exp())
+            elif kind in ("router", "bias"):
+                getattr(self, kind).data.copy_(x)
+            elif 0 <= (place := int(name.split(".")[1]) - self.first) < len(self.w13):
+                self.w13.data[place].narrow(0, WIDE * (kind == "up"), WIDE).copy_(x)
+
+
+def tensors(*without: str) -> list:
+    named = {f"experts.{i}.{kind}": (WIDE, HIDDEN) for i in range(EXPERTS) for kind in ("gate", "up")}
+    named |= {"router": (EXPERTS, HIDDEN), "decay": (EXPERTS,), "bias": (EXPERTS,)}
+    return [(name, shape, torch.float32) for name, shape in named.items() if name.rpartition(".")[2] not in without]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whole_experts_of_one_rank_are_needed_and_none_of_the_others(rank):
+    given = tensors()
+    needs = watched_load(Experts(2 * rank, 2).load, given)
+    whole = {given[i][0]: box for i, box in needs.boxes}
+    mine = {f"experts.{i}.{kind}" for i in (2 * rank, 2 * rank + 1) for kind in ("gate", "up")}
+    assert set(whole) == mine | {"router", "decay", "bias"}
+    assert all(whole[name] == ((0, WIDE), (0, HIDDEN)) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("without", "kinds", "lacking"),
+    [
+        ((), ["gate", "bias"], []),
+        # The model makes buffers for itself of which no checkpoint has the kind.
+        (("bias",), ["gate"], []),
+        (("bias",), ["gate", "bias"], ["bias"]),
+        (("router",), ["gate", "bias"], ["router"]),
+        (("gate", "up"), ["gate", "bias"], ["w13"]),
+        # What is loaded through a formula arrives all the same.
+        (("decay",), ["gate", "bias"], ["decay"]),
+    ],
+)
+def test_stale_weights_that_no_tensor_fills_are_named(without, kinds, lacking):
+    model = Experts(0, 2)
+    found = unfilled(model, watched_load(model.load, tensors(*without)), kinds)
+    assert found == lacking
+    assert not any(x.any() for x in model.parameters() if x is not model.decay), "a watched load copies nothing"
+    if not lacking:
+        check_filled("vllm", found)
+        return
+    with pytest.raises(ValueError, match=rf"no tensor for 1 of the engine's weights \({lacking[0]}\).* such as hf"):
+        check_filled("vllm", found)

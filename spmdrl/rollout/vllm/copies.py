@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.schema import Config
+from spmdrl.rollout.engine import Finish
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.world import World
 
-Row = tuple[str, list[int], list[float], str | None]
+Row = tuple[str, list[int], list[float], Finish | None]
 """A request's name, its tokens of one step with their logp, and the reason why it finished, if it did."""
 
 

@@ -91,13 +91,14 @@ class Packed:
                 weight = torch.cat([pad(w, (0, 0) * (2 - dim) + (0, size)) for w in weight.chunk(parts, dim)], dim)
             return cpu_prepack_moe_weight(weight, experts.isa)
 
-        def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, **kwargs):
+        def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs):
             if id(w1) not in packed:
                 packed[id(w1)], packed[id(w2)] = pack(self, w1, 2, 1), pack(self, w2, 1, 2)
             absent = None
             if (places := kwargs.get("expert_map")) is not None:
                 topk_weights, topk_ids, absent = held_here(topk_weights, topk_ids, places)
-            run(self, output, hidden_states, packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, **kwargs)
+            given = packed[id(w1)], packed[id(w2)], topk_weights, topk_ids, *args
+            run(self, output, hidden_states, *given, **kwargs)
             if absent is not None and kwargs.get("apply_router_weight_on_input"):
                 # The router's one weight is in the input already, so that the kernel does not read the zeros.
                 output.masked_fill_(absent.all(1, keepdim=True), 0)

@@ -84,7 +84,7 @@ def layout(cfg: Config) -> dict[str, Any]:
     if lacking := sorted(options.keys() - known):
         raise ValueError(
             f"--rollout.ep {rollout.ep}, --rollout.dp {rollout.dp}: vLLM {vllm.__version__} has no "
-            f"{', '.join(lacking)}; take 1 for both, or install the version of launch/locks"
+            f"{', '.join(lacking)}; take 1 for both, or the version that launch/locks has"
         )
     return options
 

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,13 @@ def build(config: dict):
     """Start SGLang's Engine: a scheduler process per TP rank, and no detokenizer, because nothing here is text."""
     import multiprocessing
 
-    from sglang import __version__
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
     if lacking := sorted(config["options"].keys() - inspect.signature(ServerArgs).parameters.keys()):
         raise ValueError(
-            f"SGLang {__version__} has no {', '.join(lacking)}; take --rollout.ep 1 and --rollout.dp 1, or install the "
-            "version of launch/locks"
+            f"SGLang {version('sglang')} has no {', '.join(lacking)}; take --rollout.ep 1 and --rollout.dp 1, or the "
+            "version that launch/locks has"
         )
     on_cpu = config["options"]["device"] == "cpu"
 
