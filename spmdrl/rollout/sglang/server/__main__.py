@@ -33,8 +33,8 @@ def build(config: dict):
 
     if lacking := sorted(config["options"].keys() - inspect.signature(ServerArgs).parameters.keys()):
         raise ValueError(
-            f"SGLang {version('sglang')} has no {', '.join(lacking)}; take --rollout.ep 1 and --rollout.dp 1, or the "
-            "version that launch/locks has"
+            f"SGLang {version('sglang')} has no {', '.join(lacking)}; take --rollout.ep 1 and --rollout.dp 1, "
+            "or the version that launch/locks has"
         )
     on_cpu = config["options"]["device"] == "cpu"
 

@@ -3,6 +3,8 @@
 T tokens, D hidden, K experts of a token.
 """
 
+from typing import Any
+
 import torch
 
 NAP_MS = 5
@@ -61,7 +63,9 @@ def install_copies() -> None:
 
     GroupCoordinator.all_gatherv = all_gatherv
     GroupCoordinator.reduce_scatterv = reduce_scatterv
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    # SGLang's backend for CPUs has no such method.
+    backend: Any = TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def install_naps() -> None:
