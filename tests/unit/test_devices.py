@@ -363,9 +363,6 @@ def test_vllms_sampler_on_a_gpu_is_not_refused_and_the_rest_of_a_deterministic_r
     asked = []
 
     class Steps:
-        def has_unfinished_requests(self) -> bool:
-            return True
-
         def step(self) -> list:
             asked.append((torch.are_deterministic_algorithms_enabled(), _warns()))
             return []
@@ -374,7 +371,8 @@ def test_vllms_sampler_on_a_gpu_is_not_refused_and_the_rest_of_a_deterministic_r
         return torch.is_deterministic_algorithms_warn_only_enabled()
 
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine.engine = Steps()
+    engine.engine, engine.copies = Steps(), None
+    engine.partial = {"0.0.": (None, [], [])}  # a request that runs
     try:
         torch.use_deterministic_algorithms(True)
         for engine.on_cpu in (False, True):
@@ -405,6 +403,7 @@ class _Blocks:
 def prefix_engine(steps: int, running: int) -> VLLMEngine:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.llm = engine.engine = _Blocks(steps)  # type: ignore[assignment]
+    engine.copies = None
     engine.partial = dict.fromkeys(range(running))  # type: ignore[assignment]
     return engine
 
