@@ -46,10 +46,11 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_or_exit(argv, check_use=check_use)
     prepare()
     postpone_collections()
+    from spmdrl.plan.dry import dry_lines
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
 
-    with open_run(loaded, build_run, plan_lines) as run:
+    with open_run(loaded, build_run, dry_lines if loaded.dry_run else plan_lines) as run:
         if run is not None:
             train(run)
 

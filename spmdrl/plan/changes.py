@@ -132,7 +132,11 @@ def _layout(cfg: Config, world: int, hf_config: Any) -> list[list[Change]]:
     axes = cfg.parallel
     rest = (("parallel.dp_shard", -1),) if axes.dp_shard != -1 else ()
     if cfg.policy.backend == "fsdp":
-        copies = [Change((("parallel.dp_replicate", n), ("parallel.dp_shard", -1)), EVERYWHERE) for n in (1, 2)]
+        # Fewer copies of the sharded model hold less each; more of them send less between nodes.
+        copies = [
+            Change((("parallel.dp_replicate", n), *rest), EVERYWHERE if n < axes.dp_replicate else frozenset())
+            for n in (1, 2)
+        ]
         spread = [Change((("parallel.sp", n), *rest), TRAINING) for n in (axes.sp * 2, axes.sp * 4, 1)]
         return [spread, copies if axes.dp_replicate > 1 else copies[1:]]
     layers = hf_config.get_text_config().num_hidden_layers

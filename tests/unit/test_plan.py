@@ -332,6 +332,30 @@ def test_plan_changes_add_up():
     assert a.meets(a) and not a.meets(b) and (a + b).frees == {"rollout", "update"}
 
 
+# ── the dry run of a training ────────────────────────────────────────────────
+
+
+def test_plan_dry_run_on_a_cpu_says_how_to_plan_for_gpus(monkeypatch):
+    from spmdrl.config.plan import plan_lines
+    from spmdrl.plan.dry import dry_lines
+
+    cfg = Config()
+    cfg.run.device = "cpu"
+    *counts, line_on_gpus = dry_lines(cfg, 4)
+    assert counts == plan_lines(cfg, 4) and "python -m spmdrl.plan" in line_on_gpus and "--world 4" in line_on_gpus
+    monkeypatch.setenv("RANK", "1")
+    assert dry_lines(cfg, 4) == counts, "rank 0 alone plans"
+
+
+def test_plan_dry_run_takes_the_memory_that_cuda_reports():
+    from spmdrl.plan.dry import device_of
+
+    known = device_of("NVIDIA H200", 150_000_000_000, 4)
+    assert (known.memory_gib, known.gpus_per_node, known.matmul_tflops) == (139.7, 4, GPUS["h200"].matmul_tflops)
+    other = device_of("NVIDIA L40S", 47_000_000_000, 8)
+    assert other.memory_gib == 43.77 and bound_of(Load(10**15), other, set(), 0, 1).seconds == 0
+
+
 # ── the command ──────────────────────────────────────────────────────────────
 
 

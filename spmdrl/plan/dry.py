@@ -1,0 +1,59 @@
+"""`--dry-run` of a training: the counts of its settings, and the plan of its memory on the GPUs of this machine."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from spmdrl.config.plan import plan_lines
+from spmdrl.config.schema import Config
+from spmdrl.plan.gpus import GPUS, Gpu
+from spmdrl.plan.run import GIB
+
+ASK = (
+    "import json, torch; ok = torch.cuda.is_available(); "
+    "print(json.dumps([torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[1], torch.cuda.device_count()] "
+    "if ok else None))"
+)
+HOW = "memory   for GPUs: python -m spmdrl.plan with these settings and --world {} --gpu h100 (or {}, or a file)"
+
+
+def dry_lines(cfg: Config, world: int) -> list[str]:
+    """Return the counts of a run, and on rank 0 what its ranks would hold on GPUs like this machine's.
+
+    Without a GPU, or for a run on the CPU, one line says how to plan for one.
+    """
+    lines = plan_lines(cfg, world)
+    if os.environ.get("RANK", "0") != "0":
+        return lines
+    device = None if cfg.run.device == "cpu" else this_gpu()
+    if device is None:
+        return [*lines, HOW.format(world, ", ".join(name for name in GPUS if name != "h100"))]
+    from spmdrl.plan.report import text_of
+    from spmdrl.plan.run import plan
+
+    try:
+        told = text_of(plan(cfg, world, device)).split("\n")
+    except (ValueError, OSError) as error:
+        return [*lines, f"memory   not planned: {error}"]
+    return [*lines, *(line for line in told if line not in lines)]
+
+
+def this_gpu() -> Gpu | None:
+    """Return this machine's first GPU with the memory that CUDA reports; None without one.
+
+    A process of its own asks, because ranks on paper are forked, and CUDA does not outlive a fork. Rates are known for
+    the GPUs of `gpus.py`; those of others count as endless, so that their plans have no times.
+    """
+    asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
+    found = json.loads(asked.stdout.strip().splitlines()[-1]) if asked.returncode == 0 else None
+    return device_of(*found) if found else None
+
+
+def device_of(name: str, memory: int, count: int) -> Gpu:
+    """Describe a GPU by what CUDA says of it: its name, its bytes, and how many there are on this node."""
+    known = next((gpu for key, gpu in GPUS.items() if key.upper() in name.upper().split()), None)
+    endless = Gpu(name, 1.0, math.inf, math.inf, math.inf, math.inf)
+    return replace(known or endless, name=name, memory_gib=round(memory / GIB, 2), gpus_per_node=count)
