@@ -200,9 +200,9 @@ def pushed(memory: Memory, paper: Paper) -> dict[str, int]:
         push()
         out["push"] = paper.lap().live - live
 
-    with patch.object(Reshard, "_start", counted), patch.object(memory, "_push", measured_push):
-        with memory.rollout_phase():
-            pass
+    counting = patch.object(Reshard, "_start", counted)
+    with counting, patch.object(memory, "_push", measured_push), memory.rollout_phase():
+        pass
     return out | {"received": received}
 
 
@@ -281,8 +281,9 @@ def begins(made: Any) -> dict[str, int]:
     found: dict[str, int] = {}
     for _, model in made.models.named():
         for method, phase in (("numbers", "logp"), ("gradient", "update")):
+            own = getattr(model, method)
 
-            def run(*args, own=getattr(model, method), phase=phase):
+            def run(*args, own=own, phase=phase):
                 found.setdefault(phase, made.paper.live)
                 return own(*args)
 
