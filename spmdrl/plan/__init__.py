@@ -3,6 +3,7 @@
 paper.py          counts memory, traffic and operations on tensors without values
 traffic.py        bytes that a rank sends, by axis and kind of collective
 substitutes.py    kernels, streams and groups that cannot run without a device, and their stand-ins
+on_host.py        the ways of a CPU, where the meta device stands for one
 world.py          the world of one simulated rank
 readers.py        models from their config.json alone
 boxes.py          the boxes of weights that all ranks hold and need

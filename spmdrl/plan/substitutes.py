@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 
+from spmdrl.plan.on_host import as_host
 from spmdrl.plan.paper import META, Paper
 from spmdrl.spmd import devices, storage
 
@@ -196,7 +197,7 @@ def _kernels(paper: Paper, kind: str) -> None:
     chunked._Caller.check_separable = lambda *args: None  # type: ignore[method-assign]
     if kind == "cpu":
         blocks.place_of = lambda device: "cpu"
-        _host()
+        as_host()
         return
     host.AVAILABLE = False
     # A GPU multiplies bfloat16 matrices into float32 (cuBLAS).
@@ -204,21 +205,6 @@ def _kernels(paper: Paper, kind: str) -> None:
     blocks.product_ = _product
     for module in (linear, chunked):
         module.row_operations = lambda *args: Rows()  # type: ignore[attr-defined]
-
-
-def _host() -> None:
-    """Take the ways of a CPU: code asks a tensor whether it is there, and torch chooses attention by that."""
-    torch.Tensor.is_cpu = property(lambda x: x.device.type in ("cpu", "meta"))  # type: ignore
-    functional: Any = torch.nn.functional
-    own = functional.scaled_dot_product_attention
-
-    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        if q.shape[-1] != v.shape[-1] or q.device != META:
-            return own(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return fused(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-
-    functional.scaled_dot_product_attention = attention
 
 
 def _product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:

@@ -200,8 +200,8 @@ def pushed(memory: Memory, paper: Paper) -> dict[str, int]:
         push()
         out["push"] = paper.lap().live - live
 
-    started = patch.object(Reshard, "_start", counted)
-    with started, patch.object(memory, "_push", measured_push), memory.rollout_phase():
+    counting = patch.object(Reshard, "_start", counted)
+    with counting, patch.object(memory, "_push", measured_push), memory.rollout_phase():
         pass
     return out | {"received": received}
 
