@@ -32,7 +32,7 @@ if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-}${NODE_NAMES:-} ]]; then # a host that w
 fi
 nodes=${NNODES:-${SLURM_NNODES:-1}}
 node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
-port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 12000))} # by job, so that two jobs on one node do not meet
+port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 11000))} # by job, so that two jobs on one node do not meet
 address=${MASTER_ADDR:-}
 if [[ -n ${NODE_NAMES:-} ]]; then # the chosen nodes: a place in this list is the rank, whatever order SLURM starts them in
     read -ra names <<<"$NODE_NAMES"

@@ -12,7 +12,7 @@ trap 'told=1' USR1
 unset HOSTS NODE_RANK NODE_NAME NODE_NAMES NNODES MASTER_ADDR MASTER_PORT IN_CONTAINER RANK LOCAL_RANK WORLD_SIZE \
     LOCAL_WORLD_SIZE GROUP_RANK "${!TORCHELASTIC_@}" "${!PET_@}"
 NODES=${NODES:-${SLURM_NNODES:-1}} GPUS=${GPUS:-8} RUN_DIR=${RUN_DIR:-runs/$(basename "$1" .yaml)} GRACE=${GRACE:-240}
-export GRACE MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # by job, so that two jobs on one node do not meet
+export GRACE MASTER_PORT=$((20000 + SLURM_JOB_ID % 11000)) # by job, so that two jobs on one node do not meet
 case " ${*//_/-} " in
     *" --run.dir"*) fail "--run.dir: the scripts must know it, too; set RUN_DIR before sbatch" ;;
     *" --run.grace"*) fail "--run.grace: torchrun must know it, too; set GRACE before sbatch" ;;
