@@ -46,7 +46,7 @@ def groups(world):
     engine = SGLangEngine.__new__(SGLangEngine)
     engine.world = world
     with noted() as sglang:
-        made = engine._tp_group(config(rollout={"tp": 2}))
+        made = engine._engine_group(config(rollout={"tp": 2}))
     process = SimpleNamespace(send=lambda *a, **k: None, answer=lambda: None)
     with noted() as broadcast:
         Broadcast(0, "gloo", 30.0)._join(process)
