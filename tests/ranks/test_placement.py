@@ -127,8 +127,13 @@ def colocated_single(tmp_path_factory):
 @pytest.mark.parametrize("layout", MEGATRON)
 def test_layout_megatron_split_learns_what_fsdp_colocated_does(layout, colocated_single, tmp_path):
     parallel, ranks = MEGATRON[layout]
-    got = run_ranks(split_demo, ranks, str(tmp_path / "run"), parallel, {"policy": {"backend": "megatron"}})
-    apart = ranks == 5
+    sections = {"policy": {"backend": "megatron"}}
+    resumed, apart = layout == "tp 2 + 1", ranks == 5
+    if resumed:
+        sections["checkpoint"] = {"every": 1, "keep": 1, "at_end": False}
+        run_ranks(split_demo, ranks, str(tmp_path / "run"), parallel, sections, 2)
+    got = run_ranks(split_demo, ranks, str(tmp_path / "run"), parallel, sections)
+    assert [rank["start"] for rank in got] == [2 * resumed] * ranks
     own = {"policy": "MegatronPolicy", "reference": "RemotePolicy" if apart else "MegatronPolicy"}
     assert [rank["models"] for rank in got] == [own] * 2 + [REMOTE] * (ranks - 3) + [{}]
     rows = untimed(metrics(tmp_path / "run"))
