@@ -169,7 +169,7 @@ class Replay:
         session = Session(cfg, world, Timer())  # type: ignore[arg-type]
         samples = cfg.parallel.placement == "colocated" or not made
         self.engine = runs.sleeping_engine(session, self.models, set()) if samples else None
-        monkeypatch.setattr(phases, "all_gather_text", lambda text, group: [text])
+        monkeypatch.setattr(phases, "gather_names", lambda names, group: sorted(set(names)))
         monkeypatch.setattr(phases, "Meter", lambda device: SimpleNamespace(lap=lambda: (0, 0)))
         monkeypatch.setattr(phases, "give_back", lambda device, size: None)
         # This stands for the other side's part of a version, so that every step has a push.
