@@ -290,7 +290,7 @@ def scaling(folder: str):
 
 
 def test_benchmark_scaling_quick_runs_and_counts(tmp_path):
-    forked(scaling, str(tmp_path), limit=120.0)
+    forked(scaling, str(tmp_path), limit=240.0)
     two, four = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert two["ranks"] == 2 and two["all_collectives"] == four["all_collectives"] and two["collectives"] > 10
     # Two gathers and a reduce-scatter of one wrapped model, and as many sends as there are others in the group.
