@@ -116,7 +116,7 @@ def _fsdp() -> None:
 
 
 def _optimizers(paper: Paper) -> None:
-    adam = importlib.import_module("torch.optim.adam")
+    adam: Any = importlib.import_module("torch.optim.adam")
     adam._device_dtype_check_for_fused = lambda *args, **more: None
     from spmdrl.policy.megatron.host_adamw import HostAdamW
 
