@@ -126,7 +126,9 @@ def typed(real: Callable) -> Callable:
     def of_type(tensor, *args, **kwargs):
         found = real(tensor, *args, **kwargs)
         on_gpu = isinstance(found, str) and place(tensor) == "cuda"
-        return found.replace("torch.", "torch.cuda.", 1) if on_gpu else found
+        # A function mode has torch ask again, and the answer has the name already.
+        named = on_gpu and not found.startswith("torch.cuda.")
+        return found.replace("torch.", "torch.cuda.", 1) if named else found
 
     return of_type
 
