@@ -1,5 +1,6 @@
 """A job on paper: what its ranks would hold and send, computed before a GPU is asked for.
 
+__main__.py       the command: `python -m spmdrl.plan`
 paper.py          counts memory, traffic and operations on tensors without values
 traffic.py        bytes that a rank sends, by axis and kind of collective
 substitutes.py    kernels, streams and groups that cannot run without a device, and their stand-ins
