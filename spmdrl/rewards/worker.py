@@ -107,8 +107,12 @@ def main() -> None:
 
     def send(message: dict) -> None:
         line = (json.dumps(message) + "\n").encode()
-        while line:
-            line = line[os.write(answers, line) :]
+        try:
+            while line:
+                line = line[os.write(answers, line) :]
+        except BrokenPipeError:
+            # The rank has ended and said why; nobody waits for this answer.
+            os._exit(0)
 
     try:
         hello = json.loads(requests.readline())
