@@ -59,7 +59,7 @@ def grouped(beats: dict[int, dict], age: Age) -> list[Place]:
 
 
 class Overview:
-    """What one rank can learn about all others when it ends."""
+    """The facts that one rank can learn about all others when it ends."""
 
     def __init__(self, store: dist.Store, read: Callable[[], dict[int, dict]], age: Age):
         """Makes it, and asks for nothing yet.

@@ -23,7 +23,7 @@ Boxes = list[Piece]
 
 
 class Everyone:
-    """What each rank of the job holds and needs of one part of the policy."""
+    """The boxes that each rank of the job holds and needs of one part of the policy."""
 
     def __init__(self, world: World, policy: Any, engine: Any, part: Part):
         """policy: this rank's, which stands for those of all ranks that train; engine: makes that of any place."""
@@ -127,7 +127,7 @@ def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], 
 
 
 def _or_whole(function: Callable, plain: Callable) -> Callable:
-    """For a sharded parameter `function`; for a plain one the function that stands there."""
+    """Return a function that applies `function` to sharded parameters and `plain` to others."""
     from torch.distributed.tensor import DTensor
 
     return lambda param: function(param) if isinstance(param, DTensor) else plain(param)

@@ -24,7 +24,7 @@ from spmdrl.spmd.world import World
 
 @dataclass
 class Pass:
-    """What one pass over some micro-batches took."""
+    """The memory, operations and traffic of one pass over some micro-batches."""
 
     micros: int
     peak: Moment

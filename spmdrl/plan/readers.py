@@ -1,6 +1,6 @@
 """Builds policies on paper from a model's config.json: nothing is read from files of weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,9 +10,6 @@ from unittest.mock import patch
 from spmdrl.config.schema import Config
 from spmdrl.hub.shipped import shipped
 from spmdrl.plan.paper import META
-
-Find = Callable[..., Path]
-"""Finds the folder of a path as `--model.path` takes it."""
 
 
 def folder_of(path: str, trust_remote_code: bool = False) -> Path:

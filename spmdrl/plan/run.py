@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.placement import samplers, trainers
+from spmdrl.config.placement import samplers
 from spmdrl.config.schema import Config
 from spmdrl.plan.gpus import Gpu
 from spmdrl.plan.kinds import Kind, kinds_of
@@ -220,8 +220,3 @@ def _run(task: Callable[[], Any], pipe: Any) -> None:
     pipe.close()
     # Torch's simulated groups complain when they are torn down.
     os._exit(0)
-
-
-def trainers_of(plan: Plan) -> int:
-    """Return the number of ranks that train."""
-    return trainers(plan.cfg, plan.world)
