@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,12 +66,18 @@ def planned(words: str) -> dict[str, Any]:
         began, most = time.monotonic(), 0
         with log.open("w") as said:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, stdout=said, stderr=subprocess.STDOUT
+                command,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": path},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             while process.poll() is None:
                 most = max(most, resident(process.pid))
                 if time.monotonic() - began > LIMIT:
-                    process.kill()
+                    # With the processes that it started.
+                    os.killpg(process.pid, signal.SIGKILL)
                 time.sleep(0.1)
         seconds = time.monotonic() - began
         if not out.exists():
