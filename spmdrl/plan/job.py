@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -145,7 +145,9 @@ class PaperRank:
                 self._train(rounds)
         peaks = [p.peak for work in self.works for p in work.passes]
         moments["training"] = max([*self.laps, *peaks], key=lambda m: m.live)
-        numbers = sum(getattr(p, "_local_tensor", p).numel() for _, m in self.models.named() for p in parameters_of(m))
+        numbers = sum(
+            getattr(p, "_local_tensor", p).numel() for _, m in own_tensors(self.models) for p in parameters_of(m)
+        )
         return Step(held, moments, self.works, push, parked, dict(self.paper.host), numbers, self._checkpoint())
 
     def _ready(self) -> None:
@@ -226,6 +228,13 @@ class PaperRank:
         return passes
 
 
+def own_tensors(models: Any) -> list[tuple[str, Any]]:
+    """Return the models of a rank that have tensors of their own, by name: a policy's base has none."""
+    from spmdrl.policy.fsdp.lora import BaseOf
+
+    return [(name, model) for name, model in models.named() if not isinstance(model, BaseOf)]
+
+
 def parameters_of(model: Any) -> list[Any]:
     """Return a policy's parameters on this rank."""
     return list(model.shards) if hasattr(model, "shards") else [p for chunk in model.chunks for p in chunk.parameters()]
@@ -263,8 +272,8 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     paper.__enter__()
     with without_files(folders), paper.tagged("parameters"):
         models = build_models(cfg, world, algo.needs)
-    for name, model in models.named():
-        for owner, tensors_of in cast(Any, model)._held().items():
+    for name, model in own_tensors(models):
+        for owner, tensors_of in model._held().items():
             paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
     name_axes(paper.traffic, cfg, world)
     made = PaperEngine(cfg, world, hf_config, gpu_memory, tensors) if world.samples else None
