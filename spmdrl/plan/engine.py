@@ -35,13 +35,14 @@ class PaperEngine:
             model: the checkpoint's tensors where they are known already; else they follow from `hf_config`.
 
         Raises:
-            ValueError: the HF engine cannot divide this model over its ranks.
+            ValueError: the engine cannot divide this model over its ranks.
         """
         rollout, self.on_cpu = cfg.rollout, gpu_memory is None
         self.cfg, self.kind = cfg, kind_of(cfg, not self.on_cpu)
         self.place = world.engine_tp_rank
         dp, ep = getattr(rollout, "dp", 1), getattr(rollout, "ep", 1)
         self.layout = EngineLayout(self.kind, hf_config, rollout.tp, dp, ep)
+        self.layout.check()
         self.capacity, self.longest = rollout.max_sequences, longest_of(cfg, hf_config)
         self.version: int | None = None
         model = model or model_of(hf_config, cfg.model.trust_remote_code)

@@ -60,6 +60,21 @@ class EngineLayout:
         self.layers = self.config.num_hidden_layers
         self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
 
+    def check(self) -> None:
+        """Refuse what vLLM and SGLang refuse: heads that tp does not divide.
+
+        Raises:
+            ValueError: names the flag.
+        """
+        if self.kind == "hf":
+            return
+        latent = hasattr(self.config, "kv_lora_rank")
+        for name, count in (("attention", self.heads), *(() if latent else (("key-value", self.kv_heads),))):
+            if count % self.tp and (name == "attention" or self.tp % count):
+                raise ValueError(
+                    f"--rollout.tp {self.tp} does not divide the model's {count} {name} heads: set a divisor of {count}"
+                )
+
     @property
     def ranks(self) -> int:
         """Ranks of one engine."""

@@ -1,0 +1,94 @@
+"""Published layouts are planned as fitting, and their mutations are refused for the reason that a sum by hand gives."""
+
+from unittest.mock import patch
+
+import pytest
+
+from spmdrl.config.checks import check
+from spmdrl.config.load import from_command_line
+from spmdrl.plan import run
+from spmdrl.plan.gpus import GPUS, Gpu
+from spmdrl.plan.report import verdict_lines
+from tests.unit.test_plan_anchors import ANCHORS, MUTATIONS, ROOT, device
+
+GB, GIB = 1e9, 1 << 30
+
+
+def plan_of(anchor: dict, flags: list[str], world: int, gpu: Gpu, stage: str = "all") -> run.Plan:
+    """Plans a job. stage: `all` kinds of ranks, or only the `first`, the `last`, or the `middle` one of most."""
+    cfg = from_command_line(["--config", str(ROOT / anchor["config"]), *anchor["flags"], *flags]).config
+    check(cfg, world)
+    kinds_of = run.kinds_of
+
+    def chosen(*args) -> list:
+        kinds = kinds_of(*args)
+        middle = max(kinds, key=lambda kind: kind.ranks)
+        return {"all": kinds, "first": kinds[:1], "middle": [middle], "last": kinds[-1:]}[stage]
+
+    with patch.object(run, "kinds_of", chosen):
+        return run.plan(cfg, world, gpu)
+
+
+def verdict(plan: run.Plan) -> str:
+    return verdict_lines(plan)[-1]
+
+
+@pytest.mark.parametrize("anchor", ANCHORS.values(), ids=ANCHORS)
+def test_a_published_layout_fits(anchor):
+    plan = plan_of(anchor, [], anchor["gpus"], GPUS[anchor["gpu"]])
+    assert plan.fits and "fits with" in verdict(plan), verdict(plan)
+    assert sum(p.kind.ranks for p in plan.kinds) == anchor["gpus"]
+    # The largest stage holds what the model's config says, norms and biases aside.
+    told = anchor["largest_stage"]
+    largest = max(p.rank.numbers for p in plan.kinds)
+    assert largest / 1e9 == pytest.approx(told["shared_g"] + told["experts_g"], rel=0.01)
+    trains = max((p for p in plan.kinds if p.rank.numbers), key=lambda p: p.rank.numbers)
+    update = trains.rank.memory["update"]
+    assert sum(n for tag, n in update.items() if "param" in tag) == pytest.approx(2 * largest, rel=0.01)
+    if anchor["optimizer"] == "host":
+        layout, ranks = anchor["layout"], anchor["placement"]["train"]
+        copies = ranks // (layout["tp"] * layout["pp"]), ranks // (layout["ep"] * layout["etp"] * layout["pp"])
+        mine = told["shared_g"] / copies[0] + told["experts_g"] / copies[1]
+        assert trains.rank.host["optimizer on the host"] / 1e9 == pytest.approx(12 * mine, rel=0.01)
+    # Every sequence of an engine has room for its full length once at least.
+    samples = [p.engine for p in plan.kinds if p.engine]
+    assert samples and all(e["sequences"] >= 1 and not e["unknown"] for e in samples)
+    assert all(e["ranks"] == anchor["engine"]["ranks"] for e in samples)
+    if seconds := anchor["reported"].get("seconds_per_step"):
+        assert 0 < plan.seconds < seconds
+
+
+HEAVY = [m for m in MUTATIONS if m["reason"] != "rules"]
+"""They are planned; settings that break rules are refused before (tests/unit/test_plan_anchors.py)."""
+
+
+@pytest.mark.parametrize("mutation", HEAVY, ids=lambda m: f"{m['anchor']}: {m['what']}")
+def test_a_mutation_is_refused_with_its_reason(mutation):
+    anchor = ANCHORS[mutation["anchor"]]
+    gpu = device(mutation)
+    # One kind of ranks that does not fit is enough; engines are alike on all of them.
+    stage = mutation.get("stage", "middle" if mutation.get("phase") == "training" else "last")
+    plan = plan_of(anchor, mutation["flags"], mutation.get("world", anchor["gpus"]), gpu, stage)
+    assert not plan.fits and "does not fit" in verdict(plan), verdict(plan)
+    need = float(mutation["sum"].split(" = ")[1].split(" GB of ")[0])
+    (planned,) = plan.kinds
+    sums = {phase: sum(tags.values()) for phase, tags in planned.rank.memory.items()}
+    if mutation["reason"] == "kv cache":
+        assert planned.engine["sequences"] == 0 and "KV cache" in verdict(plan), verdict(plan)
+        return
+    if planned.engine.get("lack") and mutation["phase"] == "rollout":
+        # The engine's share does not hold its weights.
+        assert planned.engine["weights"] + planned.engine["lack"] >= need * GB * 0.9
+        assert "KV cache" in verdict(plan)
+        return
+    phases = ("logp", "update") if mutation["phase"] == "training" else (mutation["phase"],)
+    most = max(sums.get(phase, 0) for phase in phases)
+    assert most > gpu.memory_gib * GIB and most >= need * GB * 0.98, sums
+    assert planned.peak()[0] in phases, sums
+
+
+def test_an_engine_that_does_not_divide_the_heads_is_refused():
+    (mutation,) = [m for m in MUTATIONS if m.get("seen") == "plan"]
+    anchor = ANCHORS[mutation["anchor"]]
+    with pytest.raises(ValueError, match=mutation["flag"]):
+        plan_of(anchor, mutation["flags"], anchor["gpus"], GPUS[anchor["gpu"]])
