@@ -15,12 +15,13 @@ from spmdrl.config.schema import Config
 TRACKERS = ("jsonl", "tensorboard", "wandb")
 
 
-def check(config: Config, world_size: int) -> None:
+def check(config: Config, world_size: int, here: bool = True) -> None:
     """Check all values together; nothing is built or read but the files that settings name.
 
     Args:
         config: a run's settings, with or without its preset filled in.
         world_size: ranks of the job.
+        here: the job runs on this machine; False if it is only planned here, where its engine need not be installed.
 
     Raises:
         ConfigError: listing every problem, one line each: the flag to change, its value and what would be valid.
@@ -37,7 +38,7 @@ def check(config: Config, world_size: int) -> None:
         problems += roles or backend_problems(config, trainers(config, world_size))
     problems += [
         line
-        for line in engine_problems(config, 0 if roles else samplers(config, world_size))
+        for line in engine_problems(config, 0 if roles else samplers(config, world_size), here)
         + method_problems(config)
         + adapter_problems(config)
         + _other_problems(config)

@@ -68,10 +68,10 @@ def sglang_python() -> Path | None:
     return Path(sys.executable) if importlib.util.find_spec("sglang") is not None else None
 
 
-def engine_problems(config: Config, world_size: int) -> list[str]:
-    """One line for each setting to change. world_size: ranks that sample; 0 where it is not known."""
+def engine_problems(config: Config, world_size: int, here: bool = True) -> list[str]:
+    """One line for each setting to change. world_size: ranks that sample, 0 if not known. here: as in `check`."""
     rollout, problems = config.rollout, layout_problems(config, world_size)
-    if rollout.engine == "sglang" and sglang_python() is None:
+    if here and rollout.engine == "sglang" and sglang_python() is None:
         problems.append(
             "--rollout.engine sglang: SGLang is not installed; run ./launch/install.sh --sglang, or take vllm or hf"
         )

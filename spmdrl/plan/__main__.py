@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
         device = gpu(own.gpu)
         cfg = from_command_line(settings).config
-        check(cfg, own.world)
+        check(cfg, own.world, here=False)
         from spmdrl.plan.run import plan
 
         made = plan(cfg, own.world, device)

@@ -52,7 +52,7 @@ def allowed(cfg: Config, world: int, change: Change, hf_config: Any) -> bool:
     made = changed(cfg, change)
     text = hf_config.get_text_config()
     try:
-        check(made, world)
+        check(made, world, here=False)
         if made.policy.backend == "megatron":
             from spmdrl.policy.megatron.families import describe
             from spmdrl.policy.megatron.layout import check_model
