@@ -120,9 +120,12 @@ def _optimizers(paper: Paper) -> None:
     adam._device_dtype_check_for_fused = lambda *args, **more: None
     from spmdrl.policy.megatron.host_adamw import HostAdamW
 
+    # Megatron has one optimizer for experts and another for the rest.
+    numbers: dict[int, int] = {}
+
     def step(self: Any, closure: Any = None) -> None:
-        numbers = sum(p.numel() for group in self.param_groups for p in group["params"])
-        paper.host["optimizer on the host"] = 12 * numbers
+        numbers[id(self)] = sum(p.numel() for group in self.param_groups for p in group["params"])
+        paper.host["optimizer on the host"] = 12 * sum(numbers.values())
 
     HostAdamW.step = step
     HostAdamW.fill = lambda self: None
