@@ -1,10 +1,15 @@
 """The batch of one data position on paper: sequences of full length, with the columns of a real step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, from_episodes
 from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.policy import learner
 from spmdrl.rl.algorithm import Algorithm
 
 
@@ -28,3 +33,26 @@ def full_batch(cfg: Config, algo: Algorithm, groups: int, samples: int, vocab: i
     batch.seq["work"] = batch.lengths
     batch.seq["update"] = torch.zeros(len(batch), dtype=torch.int64)
     return batch
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Take micro-batches of as many sequences, as many of them of one prompt, from the batch once: they are alike."""
+    found: dict[tuple, Batch] = {}
+    split, select = learner.microbatches, Batch.select
+
+    def chosen(batch: Batch, index: torch.Tensor) -> Batch:
+        prompts = batch.seq["position"][index].diff().tolist()
+        key = id(batch), tuple(batch.lengths[index].tolist()), tuple(step > 0 for step in prompts)
+        if key not in found:
+            found[key] = select(batch, index)
+        return found[key]
+
+    def microbatches(*args) -> list[Batch]:
+        # The id of a batch that has ended may be given to another one.
+        found.clear()
+        with patch.object(Batch, "select", chosen):
+            return split(*args)
+
+    with patch.object(learner, "microbatches", microbatches):
+        yield

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.config.engines import Part
 from spmdrl.config.schema import Config
-from spmdrl.plan.batch import full_batch
+from spmdrl.plan.batch import alike, full_batch
 from spmdrl.plan.boxes import Everyone
 from spmdrl.plan.paper import Moment, Paper
 from spmdrl.plan.push import plan_push
@@ -176,7 +176,7 @@ class PaperRank:
         mine = -(-sequences // self.world.data_size)
         samples = min(mine, rollout.samples_per_prompt)
         batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, 128)
-        with self._counted(rounds):
+        with alike(), self._counted(rounds):
             if self.world.trains:
                 score(batch, self.models, self.algo, self.cfg, peers)
                 batch = self.algo.advantages(batch, peers)
