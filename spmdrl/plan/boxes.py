@@ -6,6 +6,7 @@ models and engines which boxes they would have in the place of every other rank.
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -147,6 +148,7 @@ def _place(size: int, rank: int) -> Place:
 def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
     """Yield ranks and the pieces they hold, stage by stage, for each place on the axes that divide weights."""
     from megatron.core import parallel_state as state
+    from megatron.core.pipeline_parallel import utils
     from megatron.core.transformer import transformer_block, transformer_layer
 
     from spmdrl.policy.megatron import convert
@@ -161,10 +163,9 @@ def of_megatron(world: World, policy: Any) -> Iterator[tuple[list[int], Boxes]]:
         def place(group: Any = None, stage: int = stage) -> int:
             return stage if group is pipeline else group.rank()
 
-        with (
-            patch.object(transformer_block, "get_pg_rank", place),
-            patch.object(transformer_layer, "get_pg_rank", place),
-        ):
+        with ExitStack() as stack:
+            for module in (transformer_block, transformer_layer, utils):
+                stack.enter_context(patch.object(module, "get_pg_rank", place))
             chunks = build(policy.hf_config, None, grid, policy.dtype, META, policy.head)
         local = np.arange(stages.shape[1])
         tp, etp, ep = local % grid.tp, local % grid.etp, local // grid.etp % grid.ep

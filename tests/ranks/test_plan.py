@@ -18,6 +18,14 @@ FSDP = {
     4: {"dp4": {}, "hsdp2x2": {"dp_replicate": 2}},
 }
 """Ranks -> name -> axes."""
+MEGATRON = {
+    "dp2": ("dense", {}),
+    "tp2": ("dense", {"tp": 2}),
+    "pp2": ("dense", {"pp": 2}),
+    "cp2": ("dense", {"cp": 2}),
+    "ep2": ("mixture", {"ep": 2}),
+}
+"""Name -> kind of model, axes; on two ranks."""
 SETTINGS = {
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 16, "max_new_tokens": 48},
     "optimizer": {"lr": 1e-3, "clip_grad_norm": 1.0},
@@ -81,9 +89,28 @@ def dense(folder) -> str:
     return small_model(folder / "dense", **SIZES)
 
 
+def mixture(folder) -> str:
+    """The folder of a small Qwen3-MoE."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    values = SIZES | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, moe_intermediate_size=64)
+    more = dict(num_experts=4, num_experts_per_tok=2, max_position_embeddings=128, tie_word_embeddings=False)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**values, **more, pad_token_id=0)).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize("ranks", FSDP)
 def test_fsdp(ranks, tmp_path):
     folder = dense(tmp_path)
     cases = [(name, settings(folder, axes)) for name, axes in FSDP[ranks].items()]
     wrong = {key: lines for key, (is_, told) in both(cases, ranks).items() if (lines := compare(is_, told))}
+    assert not wrong, said(wrong)
+
+
+def test_megatron(tmp_path):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    folders = {"dense": dense(tmp_path), "mixture": mixture(tmp_path / "mixture")}
+    backend = {"policy": SETTINGS["policy"] | {"backend": "megatron"}}
+    cases = [(name, settings(folders[kind], axes, **backend)) for name, (kind, axes) in MEGATRON.items()]
+    wrong = {key: lines for key, (is_, told) in both(cases, 2).items() if (lines := compare(is_, told))}
     assert not wrong, said(wrong)
