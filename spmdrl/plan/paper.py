@@ -138,7 +138,11 @@ class Paper(TorchDispatchMode):
     def forget(self, x: torch.Tensor) -> None:
         """Note that unknown numbers were written into a tensor, and so into all that share its storage."""
         self.known.pop(id(x), None)
-        self.unknown.add(x.untyped_storage()._cdata)
+        # A storage that is followed is taken off the list at its end, before another one gets its address.
+        self.see(x)
+        key = x.untyped_storage()._cdata
+        if key in self.held:
+            self.unknown.add(key)
 
     # ── operations ───────────────────────────────────────────────────────────
 

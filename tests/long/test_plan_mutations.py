@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.test_plan_anchors import plan_of, verdict
+from tests.long.test_plan_anchors import plan_of, verdict
 from tests.unit.test_plan_anchors import ANCHORS, MUTATIONS, device
 
 GB, GIB = 1e9, 1 << 30

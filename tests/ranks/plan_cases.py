@@ -6,7 +6,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-
 from torch._C._distributed_c10d import FakeWork, Work
 
 from spmdrl.config.schema import Config
