@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from spmdrl.plan.traffic import Traffic
 
 META = torch.device("meta")
-MOST_KNOWN = 1 << 22
+MOST_KNOWN = 1 << 25
 """Most numbers of one tensor that are known on paper: masks and counts of a micro-batch, not a model's buffers."""
 aten = torch.ops.aten
 
