@@ -25,8 +25,10 @@ from torch.utils.flop_counter import flop_registry
 from spmdrl.plan.traffic import Traffic
 
 META = torch.device("meta")
-MOST_KNOWN = 1 << 25
-"""Most numbers of one tensor that are known on paper: masks and counts of a micro-batch, not a model's buffers."""
+MOST_KNOWN = {"activations": 1 << 25}
+"""Most numbers of one tensor that are known on paper by what they are for: masks and counts of a micro-batch."""
+FEW_KNOWN = 1 << 20
+"""Most numbers of one tensor of other kinds, such as a model's buffers and an optimizer's state."""
 aten = torch.ops.aten
 
 
@@ -218,10 +220,13 @@ class Paper(TorchDispatchMode):
                 shape = (
                     args[1] if func.overloadpacket in (aten.new_zeros, aten.new_ones, aten.new_full) else shape.shape
                 )
-            return math.prod(shape) <= MOST_KNOWN
+            return math.prod(shape) <= self._most()
         if not tensors or func.overloadpacket in _UNSET:
             return False
         return all(x.device.type != "meta" or self.told(x) is not None for x in tensors)
+
+    def _most(self) -> int:
+        return MOST_KNOWN.get(self.tag, FEW_KNOWN)
 
     def _leaves(self, func: Any, args: tuple, kwargs: dict) -> bool:
         if func is aten.copy_.default:
@@ -286,7 +291,7 @@ class Paper(TorchDispatchMode):
     def _noted(self, value: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-        if value.numel() <= MOST_KNOWN:
+        if value.numel() <= self._most():
             self.tell(out, value)
         return out
 
