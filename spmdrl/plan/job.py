@@ -1,9 +1,7 @@
 """One rank of a job on paper: its models, its engine, and the phases of a step, by the code of the job itself."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,34 +14,10 @@ from spmdrl.config.schema import Config
 from spmdrl.plan.batch import alike, full_batch
 from spmdrl.plan.boxes import Everyone
 from spmdrl.plan.paper import Moment, Paper
+from spmdrl.plan.passes import Pass, Work, few_passes
 from spmdrl.plan.push import plan_push
-from spmdrl.plan.traffic import Traffic
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.spmd.world import World
-
-
-@dataclass
-class Pass:
-    """The memory, operations and traffic of one pass over some micro-batches."""
-
-    micros: int
-    peak: Moment
-    flops: int
-    traffic: Traffic
-
-
-@dataclass
-class Work:
-    """One model's passes over a step's micro-batches, measured with one and with two rounds of them."""
-
-    model: str
-    kind: str
-    """`logp` (forward alone) or `update`."""
-    total: int
-    """Micro-batches of a real step: of one update where it updates."""
-    times: int
-    """How often a step does that: its updates."""
-    passes: list[Pass] = field(default_factory=list)
 
 
 @dataclass
@@ -176,56 +150,16 @@ class PaperRank:
         mine = -(-sequences // self.world.data_size)
         samples = min(mine, rollout.samples_per_prompt)
         batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, 128)
-        with alike(), self._counted(rounds):
+        updates = self.cfg.algo.updates_per_step
+        with alike(), few_passes(self.models, self.paper, self.works, updates, rounds):
             if self.world.trains:
                 score(batch, self.models, self.algo, self.cfg, peers)
                 batch = self.algo.advantages(batch, peers)
-                updates = self.cfg.algo.updates_per_step
                 if updates > 1:
                     # Whole groups go to one update.
                     batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
                 one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
                 update(batch, self.models, self.algo, one, 1 << 30, peers)
-
-    @contextmanager
-    def _counted(self, rounds: tuple[int, ...]) -> Iterator[None]:
-        """Make every pass over a model's micro-batches run as few of them as tell what all would take."""
-        with ExitStack() as stack:
-            for name, model in self.models.named():
-                for method, kind in (("numbers", "logp"), ("gradient", "update")):
-                    if hasattr(model, method):
-                        stub = self._passes(name, kind, model, getattr(model, method), rounds)
-                        stack.enter_context(patch.object(model, method, stub))
-            yield
-
-    def _passes(self, name: str, kind: str, model: Any, run: Any, rounds: tuple[int, ...]) -> Any:
-        def passes(micros: list, *args: Any) -> Any:
-            times = self.cfg.algo.updates_per_step if kind == "update" else 1
-            work = Work(name, kind, len(micros), times)
-            self.works.append(work)
-            out: Any = None
-            for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
-                if hasattr(model, "_reshard"):
-                    # Passes begin alike: FSDP's root stays gathered after a forward.
-                    model._reshard()
-                self.paper.lap()
-                flops, traffic = self.paper.flops, self.paper.traffic.copy()
-                out = run(micros[:count], *args)
-                if kind == "logp":
-                    out = [x for x in out]
-                elif model.world.trains:
-                    model.gradient_norm()
-                work.passes.append(
-                    Pass(count, self.paper.lap(), self.paper.flops - flops, self.paper.traffic.since(traffic))
-                )
-                if kind == "update" and count < len(micros) and count < max(rounds) * model.multiple:
-                    model.zero_grad()
-            if kind == "logp":
-                # Numbers of the micro-batches that did not run.
-                out += [tuple(torch.ones(m.n_tokens) for _ in range(2)) for m in micros[len(out) :]]
-            return out
-
-        return passes
 
 
 def own_tensors(models: Any) -> list[tuple[str, Any]]:

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spmdrl.plan.job import Step, Work
+from spmdrl.plan.job import Step
 from spmdrl.plan.paper import Moment
+from spmdrl.plan.passes import Work
 
 
 @dataclass
@@ -59,6 +60,13 @@ def line(at: Sequence[tuple[int, float]], x: int) -> float:
 
 def peak_of(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]:
     """Return the bytes of each kind at the peak of a pass over all micro-batches."""
+    peak = _peak_in_flight(work, stage, stages, virtual)
+    last = work.passes[-1]
+    kept = line([(p.micros, p.kept) for p in work.passes], work.total) - last.kept
+    return peak | {"activations": peak.get("activations", 0) + max(0, int(kept))}
+
+
+def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]:
     if work.kind == "logp" or stages == 1:
         # Without a pipeline one micro-batch runs at a time; gradients stay from the first on.
         return dict(max((p.peak for p in work.passes), key=lambda m: m.live).by_tag)

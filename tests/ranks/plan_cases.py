@@ -170,6 +170,12 @@ class Watched:
 
     def begin(self) -> None:
         """A pass begins; FSDP's root, which may be gathered since an earlier one, is not."""
+        if hasattr(self.model, "chunks"):
+            from spmdrl.policy.megatron.convert import unwrapped
+
+            for chunk in self.model.chunks:
+                # A stage holds what it last got from the one before until the next micro-batch.
+                unwrapped(chunk).decoder.input_tensor = None
         if hasattr(self.model, "_reshard"):
             self.model._reshard()
         self.paper.lap()

@@ -1,0 +1,108 @@
+"""Passes of models over the micro-batches of a step on paper: a few micro-batches tell what all would take."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from spmdrl.plan.paper import Moment, Paper
+from spmdrl.plan.traffic import Traffic
+
+STARTS = ("spmdrl.policy.fsdp.policy", "spmdrl.policy.megatron.schedule")
+"""Modules that call `tick` where a micro-batch starts."""
+
+
+@dataclass
+class Pass:
+    """The memory, operations and traffic of one pass over some micro-batches."""
+
+    micros: int
+    peak: Moment
+    flops: int
+    traffic: Traffic
+    kept: int = 0
+    """Bytes that live from its start or to its end, among them those that each micro-batch adds."""
+
+
+@dataclass
+class Work:
+    """One model's passes over a step's micro-batches, measured with one and with two rounds of them."""
+
+    model: str
+    kind: str
+    """`logp` (forward alone) or `update`."""
+    total: int
+    """Micro-batches of a real step: of one update where it updates."""
+    times: int
+    """How often a step does that: its updates."""
+    passes: list[Pass] = field(default_factory=list)
+
+
+@contextmanager
+def few_passes(models: Any, paper: Paper, works: list[Work], updates: int, rounds: tuple[int, ...]) -> Iterator[None]:
+    """Make every pass over a model's micro-batches run as few of them as tell what all would take.
+
+    models: a rank's. works: gets one entry for each pass. updates: of a step. rounds: numbers of rounds that run.
+    """
+    with ExitStack() as stack:
+        for name, model in models.named():
+            for method, kind in (("numbers", "logp"), ("gradient", "update")):
+                if hasattr(model, method):
+                    times = updates if kind == "update" else 1
+                    stub = _passes(name, kind, model, paper, works, times, rounds)
+                    stack.enter_context(patch.object(model, method, stub))
+        yield
+
+
+def _passes(
+    name: str, kind: str, model: Any, paper: Paper, works: list[Work], times: int, rounds: tuple[int, ...]
+) -> Any:
+    run = getattr(model, "numbers" if kind == "logp" else "gradient")
+
+    def passes(micros: list, *args: Any) -> Any:
+        work = Work(name, kind, len(micros), times)
+        works.append(work)
+        out: Any = None
+        for count in sorted({min(n * model.multiple, len(micros)) for n in rounds}):
+            if hasattr(model, "_reshard"):
+                # Passes begin alike: FSDP's root stays gathered after a forward.
+                model._reshard()
+            out = None
+            paper.lap()
+            before, flops, traffic = paper.live, paper.flops, paper.traffic.copy()
+            with _first_start(paper) as start:
+                out = run(micros[:count], *args)
+                if kind == "logp":
+                    out = [x for x in out]
+                elif model.world.trains:
+                    model.gradient_norm()
+            # Packs of all micro-batches may be made before the first one runs; their numbers stay to the end.
+            kept = (start[0] - before if start else 0) + paper.live
+            work.passes.append(Pass(count, paper.lap(), paper.flops - flops, paper.traffic.since(traffic), kept))
+            if kind == "update" and count < len(micros) and count < max(rounds) * model.multiple:
+                model.zero_grad()
+        if kind == "logp":
+            # Numbers of the micro-batches that did not run.
+            out += [tuple(torch.ones(m.n_tokens) for _ in range(2)) for m in micros[len(out) :]]
+        return out
+
+    return passes
+
+
+@contextmanager
+def _first_start(paper: Paper) -> Iterator[list[int]]:
+    """Yield a list that gets the bytes that live where the first micro-batch starts."""
+    live: list[int] = []
+
+    def tick() -> None:
+        if not live:
+            live.append(paper.live)
+
+    with ExitStack() as stack:
+        for module in [sys.modules[name] for name in STARTS if name in sys.modules]:
+            stack.enter_context(patch.object(module, "tick", tick))
+        yield live
