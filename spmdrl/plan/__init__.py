@@ -2,8 +2,12 @@
 
 __main__.py       the command: `python -m spmdrl.plan`
 paper.py          counts memory, traffic and operations on tensors without values
+storages.py       the storages that live, by what they are for
+numbers.py        numbers that are known although tensors have no values
+operations.py     arguments, changes and floating-point operations of an operation of torch
 traffic.py        bytes that a rank sends, by axis and kind of collective
-substitutes.py    kernels, streams and groups that cannot run without a device, and their stand-ins
+substitutes.py    streams and groups that cannot run without a device, and their stand-ins
+kernels.py        stand-ins for kernels of a GPU
 on_host.py        the ways of a CPU, where the meta device stands for one
 world.py          the world of one simulated rank
 readers.py        models from their config.json alone
@@ -11,6 +15,7 @@ boxes.py          the boxes of weights that all ranks hold and need
 push.py           a weight push from them
 batch.py          the batch of one data position, of sequences of full length
 job.py            one rank: its models, its engine and the phases of a step
+passes.py         a few micro-batches of a step, which tell what all take
 kinds.py          which ranks are unlike
 scaled.py         from few micro-batches to all of a step's
 times.py          least times by a roofline

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from spmdrl.config.engines import Part
-from spmdrl.plan.paper import META
+from spmdrl.plan.numbers import META
 from spmdrl.spmd.world import World
 from spmdrl.weights.boxes import Box, Entry, Piece, merged, most_dims, runs, to_rows
 from spmdrl.weights.plan import Sets

@@ -13,9 +13,10 @@ from spmdrl.config.engines import Part
 from spmdrl.config.schema import Config
 from spmdrl.plan.batch import alike, full_batch
 from spmdrl.plan.boxes import Everyone
-from spmdrl.plan.paper import Moment, Paper
+from spmdrl.plan.paper import Paper
 from spmdrl.plan.passes import Pass, Work, few_passes
 from spmdrl.plan.push import plan_push
+from spmdrl.plan.storages import Moment
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.spmd.world import World
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.plan.paper import META
+from spmdrl.plan.numbers import META
 
 
 def as_host() -> None:

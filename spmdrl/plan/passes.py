@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from spmdrl.plan.paper import Moment, Paper
+from spmdrl.plan.paper import Paper
+from spmdrl.plan.storages import Moment
 from spmdrl.plan.traffic import Traffic
 
 STARTS = ("spmdrl.policy.fsdp.policy", "spmdrl.policy.megatron.schedule")

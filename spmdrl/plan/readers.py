@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from spmdrl.config.schema import Config
 from spmdrl.hub.shipped import shipped
-from spmdrl.plan.paper import META
+from spmdrl.plan.numbers import META
 
 
 def folder_of(path: str, trust_remote_code: bool = False) -> Path:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spmdrl.plan.job import Step
-from spmdrl.plan.paper import Moment
 from spmdrl.plan.passes import Work
+from spmdrl.plan.storages import Moment
 
 
 @dataclass
@@ -61,9 +61,10 @@ def line(at: Sequence[tuple[int, float]], x: int) -> float:
 def peak_of(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]:
     """Return the bytes of each kind at the peak of a pass over all micro-batches."""
     peak = _peak_in_flight(work, stage, stages, virtual)
-    last = work.passes[-1]
-    kept = line([(p.micros, p.kept) for p in work.passes], work.total) - last.kept
-    return peak | {"activations": peak.get("activations", 0) + max(0, int(kept))}
+    kept = line([(p.micros, p.kept) for p in work.passes], work.total) - work.passes[-1].kept
+    if kept > 0:
+        peak["activations"] = peak.get("activations", 0) + int(kept)
+    return peak
 
 
 def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
-from spmdrl.plan.paper import META
+from spmdrl.plan.numbers import META
 from spmdrl.plan.traffic import Traffic
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.spmd.roles import AXES

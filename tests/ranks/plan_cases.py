@@ -13,6 +13,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.plan.batch import full_batch
 from spmdrl.plan.paper import Paper
 from spmdrl.plan.scaled import rank_of
+from spmdrl.plan.substitutes import FINDS_SHAPES, aside
 from spmdrl.plan.traffic import Traffic
 from spmdrl.policy.models import build_models
 from spmdrl.rl.compose import compose
@@ -111,15 +112,7 @@ def followed(paper: Paper):
     """Storages that change their size are followed, and tensors by which DTensor finds shapes are not: no rank's."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    find = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def aside(self, *args, **more):
-        before, paper.aside = paper.aside, True
-        try:
-            return find(self, *args, **more)
-        finally:
-            paper.aside = before
-
+    find = getattr(ShardingPropagator, FINDS_SHAPES)
     resize = torch.UntypedStorage.resize_
 
     def resized(self, size):
@@ -128,7 +121,7 @@ def followed(paper: Paper):
         return out
 
     with (
-        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside),
+        patch.object(ShardingPropagator, FINDS_SHAPES, aside(paper, find)),
         patch.object(torch.UntypedStorage, "resize_", resized),
     ):
         yield

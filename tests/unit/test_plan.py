@@ -14,8 +14,10 @@ from spmdrl.plan.__main__ import main
 from spmdrl.plan.changes import Change, changed, changes_of
 from spmdrl.plan.gpus import GPUS
 from spmdrl.plan.kinds import kinds_of
-from spmdrl.plan.paper import META, Moment, Paper
+from spmdrl.plan.numbers import META
+from spmdrl.plan.paper import Paper
 from spmdrl.plan.scaled import Load, in_flight, line, load_of, peak_of
+from spmdrl.plan.storages import Moment
 from spmdrl.plan.times import bound_of, rollout_bound
 from spmdrl.plan.traffic import Traffic, sent
 
@@ -130,7 +132,7 @@ def test_plan_line_goes_through_the_last_two_points():
     assert line([(1, 10), (3, 16)], 5) == 22 and line([(0, 0), (1, 10), (3, 16)], 5) == 22
 
 
-def work(kind: str, points: list[tuple[int, dict]], total: int, times: int = 1, flops=(), traffic=()):
+def work(kind: str, points: list[tuple[int, dict]], total: int, times: int = 1, flops=(), traffic=(), kept=(0, 0)):
     passes = []
     for i, (micros, tags) in enumerate(points):
         load = traffic[i] if traffic else Traffic()
@@ -140,6 +142,7 @@ def work(kind: str, points: list[tuple[int, dict]], total: int, times: int = 1, 
                 peak=Moment(sum(tags.values()), tags),
                 flops=flops[i] if flops else 0,
                 traffic=load,
+                kept=kept[i],
             )
         )
     return SimpleNamespace(kind=kind, total=total, times=times, passes=passes)
@@ -152,6 +155,13 @@ def test_plan_peak_of_a_pipeline_grows_by_micro_batches_in_flight():
     assert peak_of(made, 7, 8, 1) == {"a": 140, "w": 5}  # the last stage has one in flight
     assert peak_of(made, 0, 1, 1) == {"a": 140, "w": 5}  # without a pipeline: the greater of both
     assert peak_of(work("logp", [(1, {"a": 9}), (2, {"a": 8})], 64), 0, 8, 1) == {"a": 9}
+
+
+def test_plan_peak_holds_what_every_micro_batch_adds_for_the_whole_pass():
+    # 3 bytes for each of 10 micro-batches, of which 2 are in the peak already.
+    points = [(1, {"activations": 20}), (2, {"activations": 23})]
+    assert peak_of(work("logp", points, 10, kept=(5, 8)), 0, 1, 1) == {"activations": 23 + 8 * 3}
+    assert peak_of(work("logp", points, 2, kept=(5, 8)), 0, 1, 1) == {"activations": 23}
 
 
 def test_plan_load_of_all_micro_batches_and_updates():

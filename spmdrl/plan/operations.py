@@ -1,0 +1,62 @@
+"""Operations of torch: their arguments laid flat, the tensors that they write into, and what they multiply."""
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
+"""Products of matrices, and the place of the first matrix among their arguments."""
+
+
+def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """Return the floating-point operations of a matrix product or of attention; 0 for other operations."""
+    packet = func.overloadpacket
+    if packet in PRODUCTS:
+        a, b = args[PRODUCTS[packet]], args[PRODUCTS[packet] + 1]
+        return 2 * a.numel() * b.shape[-1]
+    if "attention" not in packet.__name__:
+        return 0
+    count = flop_registry.get(packet)
+    return count(*args, **kwargs, out_val=out) if count else 0
+
+
+Spec = tuple[list[int], list[str]]
+"""How arguments were laid flat: the length of each list among them (-1 for a plain one), and names of the last."""
+
+
+def tree_flatten(arguments: tuple[tuple, dict]) -> tuple[list, Spec]:
+    """Lay the arguments of an operation flat; lists among them hold tensors or numbers and nothing deeper."""
+    args, kwargs = arguments
+    flat, lengths = [], []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            flat += x
+            lengths.append(len(x))
+        else:
+            flat.append(x)
+            lengths.append(-1)
+    return flat, (lengths, list(kwargs))
+
+
+def tree_unflatten(flat: list, spec: Spec) -> tuple[tuple, dict]:
+    """Undo `tree_flatten`."""
+    lengths, names = spec
+    out, at = [], 0
+    for n in lengths:
+        out.append(flat[at] if n < 0 else flat[at : at + n])
+        at += 1 if n < 0 else n
+    count = len(out) - len(names)
+    return tuple(out[:count]), dict(zip(names, out[count:], strict=True))
+
+
+def changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Return the tensors that an operation writes into."""
+    changed: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            x = args[i] if i < len(args) else kwargs.get(argument.name)
+            changed += [x] if isinstance(x, torch.Tensor) else [y for y in x or () if isinstance(y, torch.Tensor)]
+    return changed

@@ -1,0 +1,86 @@
+"""The storages of tensors that live on a device: their bytes, by what they are for, and the most at a time."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Moment:
+    """Bytes that live at a moment, by what they are for."""
+
+    live: int = 0
+    by_tag: dict[str, int] = field(default_factory=dict)
+
+
+class Storages:
+    """Follows the storages of tensors from their first sight to their end."""
+
+    def __init__(self, device: str):
+        """device: type of the device whose storages count."""
+        self.device = device
+        self.live, self.by_tag = 0, Counter[str]()
+        self.peak = Moment()
+        self.tag = "activations"
+        self.held: dict[int, tuple[int, str]] = {}
+
+    @contextmanager
+    def tagged(self, tag: str) -> Iterator[None]:
+        """What is allocated inside is for `tag`."""
+        before, self.tag = self.tag, tag
+        try:
+            yield
+        finally:
+            self.tag = before
+
+    def lap(self) -> Moment:
+        """Return the moment with the most bytes since the last call, and start anew from this moment."""
+        most, self.peak = self.peak, Moment(self.live, dict(self.by_tag))
+        return most
+
+    def retag(self, tensors: list[Any], tag: str) -> None:
+        """Count the storages of these tensors as `tag` from this moment on."""
+        for x in tensors:
+            key = getattr(x, "_local_tensor", x).untyped_storage()._cdata
+            if key in self.held:
+                size, old = self.held[key]
+                self.by_tag[old] -= size
+                self.by_tag[tag] += size
+                self.held[key] = size, tag
+
+    def _grow(self, key: int, size: int, tag: str) -> None:
+        self.live += size
+        self.by_tag[tag] += size
+        if self.live > self.peak.live:
+            self.peak = Moment(self.live, dict(self.by_tag))
+
+    def see(self, x: torch.Tensor) -> None:
+        """Follow the storage of a tensor from this moment to its end."""
+        if x.device.type != self.device:
+            return
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self.held:
+            return
+        size = storage.nbytes()
+        self.held[key] = size, self.tag
+        weakref.finalize(storage, self._ended, key)
+        self._grow(key, size, self.tag)
+
+    def _ended(self, key: int) -> None:
+        size, tag = self.held.pop(key, (0, ""))
+        self.live -= size
+        self.by_tag[tag] -= size
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size than before."""
+        key = storage._cdata
+        if key in self.held:
+            size, tag = self.held[key]
+            self.held[key] = storage.nbytes(), tag
+            self._grow(key, storage.nbytes() - size, tag)
