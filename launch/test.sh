@@ -3,8 +3,8 @@
 #
 #   ./launch/test.sh [--quick | --long] [arguments of pytest]
 #
-# Without paths it runs two pytests, which get the same arguments: tests/unit and tests/contract, a file of tests to a core,
-# then the rest one by one, because its tests start ranks and engines of their own. Paths of tests, and options that ask for
+# Without paths it runs two pytests, which get the same arguments: tests/contract, tests/plans and tests/unit, a file of tests
+# to a core, then the rest one by one, because its tests start ranks and engines of their own. Paths of tests, and options that ask for
 # one report or one order of all tests (--junitxml, --lf, --pdb and the like, see below), make it one plain pytest.
 # --quick runs unit tests but the slow ones, and a run of two ranks, a file of tests to a core; it installs nothing where .venv
 # is there.
@@ -14,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Files in the order of the command line, so that the few long ones of tests/contract do not come last.
 spread=(-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
-first=(tests/contract tests/unit)
+first=(tests/contract tests/plans tests/unit)
 which=(--ignore=tests/long)
 quick= one= stop= value=
 arguments=()

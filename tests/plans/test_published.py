@@ -1,4 +1,4 @@
-"""Published layouts are planned as fitting (their mutations: test_plan_mutations.py)."""
+"""Published layouts are planned as fitting (their mutations: test_mutations.py)."""
 
 from unittest.mock import patch
 
