@@ -1,6 +1,6 @@
 """An advantage of your own: `--algo.advantage recipes/own/advantage.py:median_baseline`.
 
-What an estimator sees is `spmdrl.algos.samples.Samples`: the sequences of this rank, packed. It returns advantages and
+An estimator sees `spmdrl.algos.samples.Samples`: the sequences of this rank, packed. It returns advantages and
 returns, both [T]. A group may be spread over ranks, so statistics go through `everyone`, which gives the rows of all.
 """
 

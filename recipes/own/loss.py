@@ -1,6 +1,6 @@
 """A policy loss of your own: `--algo.loss recipes/own/loss.py:spo`.
 
-What a loss sees is `spmdrl.algos.loss_inputs.LossInputs`, all [T]: the packed tokens of one micro-batch. It returns a
+A loss sees `spmdrl.algos.loss_inputs.LossInputs`, all [T]: the packed tokens of one micro-batch. It returns a
 loss for each token and what to log of each, detached; both 0 where the mask is False. A keyword that is named like a
 setting of --algo gets its value.
 """

@@ -1,4 +1,4 @@
-"""Where all ranks of a job that ends are: a few read the beats of all, and write down what the others need of them.
+"""The phases of all ranks of a job that ends: a few read the beats of all, and write down what the others need of them.
 
 Were every rank of a job of 1,024 to read the beats of all, the store would have to send a million of them (200 MB) in
 the seconds in which the job ends, and as many would stand in the flight records.

@@ -22,7 +22,7 @@ class Change:
     values: tuple[tuple[str, Any], ...]
     """Dotted names and values; the first one is what the change is about."""
     frees: frozenset[str]
-    """Where it may free memory: phases, `cache` (room for the KV cache), `host`."""
+    """Places where it may free memory: phases, `cache` (room for the KV cache), `host`."""
 
     @property
     def flags(self) -> str:
@@ -82,7 +82,7 @@ def _one(name: str, value: Any, frees: frozenset[str]) -> Change:
 
 
 def _memory(cfg: Config) -> list[Change]:
-    """What costs time alone."""
+    """Changes that cost time alone."""
     policy, longest = cfg.policy, cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     out = []
     if policy.offload == "none":

@@ -60,7 +60,7 @@ class Paper(Storages, TorchDispatchMode):
         return out
 
     def _told(self, func: Any, args: tuple) -> None:
-        """What a collective brings is known where this rank's own part is: on paper all ranks send the same."""
+        """Know the result of a collective if this rank's own part is known: on paper all ranks send the same."""
         if self.device == "meta" and func is torch.ops.c10d._allgather_base_.default:
             into, mine = args[0], args[1]
             value = self.numbers.told(mine)

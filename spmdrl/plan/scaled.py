@@ -11,7 +11,7 @@ from spmdrl.plan.storages import Moment
 
 @dataclass
 class Load:
-    """What a rank does in one phase of a step."""
+    """Operations and traffic of a rank in one phase of a step."""
 
     flops: int = 0
     sent: dict[tuple[str, str], int] = field(default_factory=dict)

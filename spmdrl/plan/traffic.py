@@ -29,7 +29,7 @@ KINDS = {
 
 @dataclass
 class Traffic:
-    """What one rank sends."""
+    """Bytes and calls of the collectives of one rank."""
 
     bytes: Counter = field(default_factory=Counter)
     """(axis, kind) -> bytes."""

@@ -20,7 +20,7 @@ REPEATS = 3
 
 @dataclass
 class Measured:
-    """What a group of ranks measured; speeds in 1e9 bytes a second."""
+    """Measurements of a group of ranks; speeds in 1e9 bytes a second."""
 
     ranks: int
     backend: str

@@ -218,6 +218,7 @@ def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
     """The `look` of `choose`: the doctor on nodes, with their reports in files of a folder that all of them share."""
 
     def look(hosts: Sequence[str], rounds: str, only_pairs: bool, seconds: float) -> Reports:
+        """Return the doctor's reports of these hosts."""
         # Each look has a folder of its own: a client of NFS may remember for a minute that a file was not there.
         place = folder / f"{time.strftime('%Y%m%d-%H%M%S')}{'-again' if only_pairs else ''}"
         place.mkdir(parents=True)

@@ -55,7 +55,7 @@ class Converted:
 
 
 class Sources:
-    """Where each parameter of a model is in a folder."""
+    """The places of a model's parameters in a folder."""
 
     def __init__(self, hf: Any, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors):
         """Match names; no weights are read.

@@ -87,7 +87,7 @@ def settings(engine: str, folder: Path, layout: str) -> Config:
 
 
 def compared(cfg: Config, world, engine) -> dict:
-    """What a real engine holds and reads of a model's checkpoint, and what the paper engine says of it."""
+    """Returns what a real engine holds and reads of a checkpoint, beside what the paper engine says of it."""
     from transformers import AutoConfig
 
     from spmdrl.plan.engine import PaperEngine

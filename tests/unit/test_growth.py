@@ -1,4 +1,4 @@
-"""What each rank asks of the rendezvous store, and what it does in a step, at 8 and at 1,024 ranks.
+"""Requests of each rank to the rendezvous store, and its work in a step, at 8 and at 1,024 ranks.
 
 The store here is a fake: a dict that counts the requests and bytes of each rank. A real one does not count, and 1,024
 processes do not fit on a machine of tests. The ranks are simulated one after the other, or by threads.

@@ -197,6 +197,7 @@ def _messages() -> None:
     from megatron.core.pipeline_parallel import p2p_communication
 
     def exchange(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
+        """Start the messages to and from the neighbouring stages, and return their works by name."""
         # Between two stages Megatron's own sends one way over the default group, which has ranks without a stage.
         work = {}
         # A stage's next and previous may be the same rank: it receives in the order in which that one sends.
