@@ -55,13 +55,19 @@ def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
     """Return the bound of sampling full-length responses: matrix products, and reading weights and the cache.
 
     Each step of an engine reads the weights once (of a mixture the experts that its tokens use) and the cache of each
-    sequence. engine: what `run.engine_facts` says of it.
+    sequence. Copies of an engine's attention (`--rollout.dp`) each have sequences and a cache of their own.
+
+    Args:
+        cfg: the run's settings.
+        gpu: a rank's.
+        engines: of the job.
+        engine: what `run.engine_facts` says of one: its ranks together, and the cache of one rank.
     """
     rollout = cfg.rollout
-    sequences = -(-rollout.prompts_per_step * rollout.samples_per_prompt // engines)
-    at_once = max(1, min(sequences, engine["capacity"], engine["sequences"] or 1))
+    sequences = -(-rollout.prompts_per_step * rollout.samples_per_prompt // (engines * rollout.dp))
+    at_once = max(1, min(sequences, -(-engine["capacity"] // rollout.dp), engine["sequences"] or 1))
     rounds = -(-sequences // at_once)
     new, prompt = rollout.max_new_tokens, rollout.max_prompt_tokens
     read = rounds * new * (engine["read_bytes"] + at_once * (prompt + new / 2) * engine["token_bytes"])
-    flops = 2 * engine["active_numbers"] * sequences * (new + prompt / rollout.samples_per_prompt) / engine["ranks"]
+    flops = 2 * engine["active_numbers"] * sequences * rollout.dp * (new + prompt / rollout.samples_per_prompt) / engine["ranks"]
     return Bound(flops / (gpu.matmul_tflops * 1e12), 0.0, 0.0, read / (gpu.memory_tb_s * 1e12))

@@ -298,6 +298,11 @@ def test_plan_rollout_bound_reads_weights_once_for_a_token_of_all_sequences():
     assert math.isclose(bound.memory, 2 * 50 * (10**12 + 8 * 125 * 1000) / 3.35e12)
     assert math.isclose(bound.matrix, 2 * 10**9 * 16 * (50 + 25) / 2 / 989e12)
 
+    cfg.rollout.dp = 2
+    copies = rollout_bound(cfg, GPUS["h100"], 2, engine | {"ranks": 4})  # each copy has 8, all at once
+    assert math.isclose(copies.memory, 50 * (10**12 + 8 * 125 * 1000) / 3.35e12)
+    assert math.isclose(copies.matrix, 2 * 10**9 * 16 * (50 + 25) / 4 / 989e12)
+
 
 # ── changes ──────────────────────────────────────────────────────────────────
 
