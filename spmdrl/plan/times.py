@@ -69,5 +69,6 @@ def rollout_bound(cfg: Config, gpu: Gpu, engines: int, engine: dict) -> Bound:
     rounds = -(-sequences // at_once)
     new, prompt = rollout.max_new_tokens, rollout.max_prompt_tokens
     read = rounds * new * (engine["read_bytes"] + at_once * (prompt + new / 2) * engine["token_bytes"])
-    flops = 2 * engine["active_numbers"] * sequences * rollout.dp * (new + prompt / rollout.samples_per_prompt) / engine["ranks"]
+    tokens = sequences * rollout.dp * (new + prompt / rollout.samples_per_prompt)
+    flops = 2 * engine["active_numbers"] * tokens / engine["ranks"]
     return Bound(flops / (gpu.matmul_tflops * 1e12), 0.0, 0.0, read / (gpu.memory_tb_s * 1e12))
