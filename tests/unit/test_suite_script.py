@@ -18,8 +18,8 @@ echo "$@" >>said
 exit "$(sed -n "$(wc -l <said)p" codes)"
 """
 SPREAD = "-m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder"
-FIRST = f"{SPREAD} tests/contract tests/unit"
-REST = "-m pytest --ignore=tests/long --ignore=tests/contract --ignore=tests/unit"
+FIRST = f"{SPREAD} tests/contract tests/plans tests/unit"
+REST = "-m pytest --ignore=tests/long --ignore=tests/contract --ignore=tests/plans --ignore=tests/unit"
 ONE = "-m pytest --ignore=tests/long"
 
 
@@ -83,7 +83,7 @@ def test_quick_and_long(tmp_path):
         f"{SPREAD} -m not slow tests/unit tests/ranks/test_training.py::test_two_runs_with_one_seed_are_identical -q"
     ]
     _, said = suite(tmp_path / "long", "--long")
-    assert said == [FIRST, "-m pytest --ignore=tests/contract --ignore=tests/unit"]
+    assert said == [FIRST, "-m pytest --ignore=tests/contract --ignore=tests/plans --ignore=tests/unit"]
 
 
 def test_seconds_of_workers_count_in_full(monkeypatch):
