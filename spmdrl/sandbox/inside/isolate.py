@@ -1,0 +1,99 @@
+"""Namespaces, limits and rights of one program inside the sandbox. Standard library only.
+
+A program gets a user, mount, process and IPC namespace of its own below those of the sandbox, an empty /tmp with a
+quota, resource limits, no capabilities, and a filter of system calls (filter.py).
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+
+import filter as system_calls
+
+_NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE, _MS_BIND = 2, 4, 8, 0x4000, 0x40000, 0x1000
+_SET_PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP = 1, 4, 24
+LIBC = ctypes.CDLL(None, use_errno=True)
+SPARE_ADDRESSES = 1 << 30
+"""Bytes of addresses beyond a program's memory: libraries and threads reserve more than they use."""
+OWN_PROCESSES = 3
+"""Processes of the sandbox's own in a program's namespace, which its process limit counts too."""
+
+
+def _must(result: int, what: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
+    LIBC.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def become(user: int) -> None:
+    """Become an unprivileged user for good, if root: the kernel's limits on processes do not hold for root."""
+    if os.getuid() == 0 and user:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        # A change of user closes /proc/self to the process, which has to write its own user map there.
+        LIBC.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
+
+
+def own_namespaces(tmp_bytes: int) -> None:
+    """Leave the namespaces of the sandbox for new ones. Children are in a process namespace of their own.
+
+    tmp_bytes: quota of /tmp, which is empty, and of /dev/shm, which is the same place.
+    """
+    user, group = os.getuid(), os.getgid()
+    _must(LIBC.unshare(_NEWUSER | _NEWNS | _NEWPID | _NEWIPC), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    _must(LIBC.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
+    words = f"size={tmp_bytes},nr_inodes=4096,mode=0700".encode()
+    _must(LIBC.mount(b"tmpfs", b"/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV, words), "mount /tmp")
+    if os.path.isdir("/dev/shm"):
+        _must(LIBC.mount(b"/tmp", b"/dev/shm", None, _MS_BIND, None), "mount /dev/shm")
+
+
+def own_proc() -> None:
+    """Show this process namespace alone in /proc, or nothing where the kernel does not allow that."""
+    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    if LIBC.mount(b"proc", b"/proc", b"proc", flags, None):
+        _must(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", flags | 1, b"size=0"), "mount /proc")
+
+
+def hide() -> None:
+    """Keep other processes of the same user from reading or writing this one's memory."""
+    LIBC.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def limit(limits: dict) -> None:
+    """Set resource limits of this process and its children. limits: fields of `Limits`."""
+    memory = limits["memory_mib"] << 20
+    for what, value in (
+        (resource.RLIMIT_AS, memory + SPARE_ADDRESSES),
+        (resource.RLIMIT_CPU, limits["cpu_seconds"]),
+        (resource.RLIMIT_NPROC, limits["processes"] + OWN_PROCESSES),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_FSIZE, limits["tmp_mib"] << 20),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(what, (value, value))
+
+
+def drop_rights() -> None:
+    """Give up all capabilities for good, and install the filter of system calls."""
+    for capability in range(64):
+        if LIBC.prctl(_CAPBSET_DROP, capability, 0, 0, 0):
+            break
+    version = 0x20080522
+    header, none = struct.pack("Ii", version, 0), bytes(24)
+    _must(LIBC.capset(header, none), "capset")
+    system_calls.install()

@@ -1,0 +1,116 @@
+"""A warm sandbox from the outside: the process that starts programs in it, spoken to in lines of JSON."""
+
+import base64
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict
+from typing import IO, Any, cast
+
+from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
+
+START_SECONDS = 30.0
+"""Longest a sandbox may take to start."""
+GRACE = 5.0
+"""Seconds beyond a program's own limit after which the sandbox itself is held to be stuck."""
+
+
+class Warm:
+    """A sandbox that runs one program after another, each apart from all others. Use it from one thread."""
+
+    def __init__(self, command: list[str]):
+        """command: starts the zygote.
+
+        Raises:
+            SandboxError: it does not start.
+        """
+        self.command = command
+        self.said = bytearray()
+        self.errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env={}, start_new_session=True
+        )
+        try:
+            self._hear(time.monotonic() + START_SECONDS)
+        except SandboxError:
+            self.close()
+            raise
+
+    def run(self, program: Program, limits: Limits) -> Outcome:
+        """Run a program to its end.
+
+        Raises:
+            SandboxError: the sandbox itself ended.
+        """
+        self._say(task_of(program, limits))
+        return outcome_of(self._hear(time.monotonic() + limits.seconds + GRACE))
+
+    def close(self) -> None:
+        """End the sandbox with all that runs in it. May be called twice."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            cast(IO[bytes], pipe).close()
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.errors.close()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        pipe = cast(IO[bytes], self.process.stdin)
+        try:
+            pipe.write((json.dumps(message) + "\n").encode())
+            pipe.flush()
+        except BrokenPipeError:
+            raise SandboxError(self._why()) from None
+
+    def _hear(self, until: float) -> dict[str, Any]:
+        pipe = cast(IO[bytes], self.process.stdout)
+        while b"\n" not in self.said:
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+                raise SandboxError("the sandbox did not answer in time")
+            data = os.read(pipe.fileno(), 1 << 16)
+            if not data:
+                raise SandboxError(self._why())
+            self.said += data
+        line, _, self.said = self.said.partition(b"\n")
+        return json.loads(line)
+
+    def _why(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        self.errors.seek(0)
+        last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        return f"the sandbox ended with exit code {self.process.returncode}: {''.join(last) or 'it said nothing'}"
+
+
+def task_of(program: Program, limits: Limits) -> dict[str, Any]:
+    """Return a program in the zygote's words."""
+    what: dict[str, Any] = {"argv": list(program.argv)} if program.argv else {"source": program.source}
+    stdin = base64.b64encode(program.stdin.encode(errors="surrogatepass")).decode()
+    return what | {"stdin": stdin, "files": program.files, "limits": asdict(limits)}
+
+
+def outcome_of(said: dict[str, Any]) -> Outcome:
+    """Return how a program ended, of the zygote's words."""
+    stdout, stderr = (
+        base64.b64decode(said.get(name, "")).decode("utf-8", errors="replace") for name in ("stdout", "stderr")
+    )
+    code, number, why = said.get("code", 0), said.get("signal", 0), said["why"]
+    verdict: Verdict = why if why else ("ok" if code == 0 and number == 0 else "error")
+    last = (stderr.strip().splitlines() or [""])[-1]
+    if verdict == "error" and last.startswith("MemoryError"):
+        verdict = "memory"
+    if verdict == "error" and number == signal.SIGXCPU:
+        verdict = "timeout"
+    reasons = {
+        "ok": "",
+        "error": last or (f"signal {number}" if number else f"exit code {code}"),
+        "failure": said.get("detail", ""),
+    }
+    return Outcome(verdict, code, number, stdout, stderr, said.get("seconds", 0.0), reasons.get(verdict, verdict))
