@@ -205,6 +205,9 @@ class Watch:
     def _turn(self) -> None:
         if not self.to_send and not self.session:
             self._close_input()
+        if self.session and b"\n" in self.talk.buffer:
+            # It came with the task.
+            self._hear()
         reading = [*self.open, *([self.talk.stdin] if self.session and not self.why else [])]
         writing = [self.inputs] if self.inputs >= 0 and self.to_send else []
         wait = max(0.0, min(self.ends, self.look) - time.monotonic())

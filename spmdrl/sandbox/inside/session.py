@@ -1,0 +1,84 @@
+"""A program that keeps its state and answers calls: lines of JSON in on stdin and out on stdout.
+
+    {"run": source}                                   executes statements; the last expression's value is printed
+    {"load": source}                                  executes a module
+    {"call": name, "args": [...], "kwargs": {...}}    calls a function; `Solution.name` where there is such a class
+
+    {"value": v} or {"error": [type, text]}; "printed": text, where something was
+
+Values go by values.py. What the program prints is collected; a child of its own may write to the same pipe, so whoever
+reads an answer holds it for what the program says, and no more. Standard library only.
+"""
+
+import ast
+import io
+import json
+import os
+import sys
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+sys.path.insert(0, "/sandbox")
+
+from values import decode, encode  # noqa: E402
+
+
+def found(space: dict[str, Any], name: str) -> Any:
+    """Return what a name stands for, among functions and then as a method of a class `Solution`."""
+    if name in space:
+        return space[name]
+    if "Solution" in space and hasattr(space["Solution"], name):
+        return getattr(space["Solution"](), name)
+    raise NameError(f"name {name!r} is not defined")
+
+
+def run(space: dict[str, Any], source: str) -> None:
+    """Execute statements as a notebook's cell: the value of a last expression is printed."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<cell>", "exec"), space)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), space)
+        if value is not None:
+            print(repr(value))
+
+
+def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    """Do what one line asks for."""
+    try:
+        if "run" in message:
+            run(space, message["run"])
+            return {"value": None}
+        if "load" in message:
+            exec(compile(message["load"], "program.py", "exec"), space)
+            return {"value": None}
+        args = [decode(x) for x in message["args"]]
+        kwargs = {name: decode(x) for name, x in message.get("kwargs", {}).items()}
+        return {"value": encode(found(space, message["call"])(*args, **kwargs))}
+    except SystemExit as ended:
+        return {"error": ["SystemExit", str(ended.code)]}
+    except BaseException as error:
+        lines = traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        return {"error": [type(error).__name__, str(error)], "trace": "".join(lines)[-4000:]}
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    said, heard = os.dup(1), open(os.dup(0), encoding="utf-8")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    for line in heard:
+        printed = io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(printed):
+            out = answer(space, json.loads(line))
+        if text := printed.getvalue():
+            out["printed"] = text
+        data = (json.dumps(out) + "\n").encode()
+        while data:
+            data = data[os.write(said, data) :]
+
+
+if __name__ == "__main__":
+    main()
