@@ -72,5 +72,5 @@ def command(bwrap: str, python: str = "", packages: str | None = None) -> list[s
     if packages:
         words += ["--ro-bind", packages, PACKAGES, "--setenv", "PYTHONPATH", PACKAGES]
     words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    words += ["--chdir", "/tmp", "--", python, "-P", "-s", "-B", f"{INSIDE}/zygote.py", str(USER if root else 0)]
+    words += ["--chdir", "/tmp", "--", python, "-P", "-s", "-B", f"{INSIDE}/zygote.py", "apart", str(USER if root else 0)]
     return words

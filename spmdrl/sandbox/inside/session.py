@@ -14,14 +14,11 @@ import ast
 import io
 import json
 import os
-import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-sys.path.insert(0, "/sandbox")
-
-from values import decode, encode  # noqa: E402
+from values import decode, encode
 
 
 def found(space: dict[str, Any], name: str) -> Any:

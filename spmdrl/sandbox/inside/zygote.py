@@ -1,6 +1,7 @@
 """Runs hostile programs one after another, each in namespaces of its own: the first process of a sandbox.
 
-`python -P -s -B zygote.py USER` inside the sandbox reads one JSON object a line from stdin:
+`python -P -s -B zygote.py apart|plain USER` inside the sandbox reads one JSON object a line from stdin. `plain` makes no
+namespaces and drops no rights: something else keeps the program in, or nothing does.
 
     {"source": text} or {"argv": [words]}    Python, run in a copy of this process, or another program; with "stdin",
                                              "files" {name: text}, "limits" (fields of `Limits`), and "session" {}
@@ -15,6 +16,7 @@ program's stdin, {"close": true} ends it, and its output comes at once as {"outp
 """
 
 import base64
+import contextlib
 import json
 import os
 import select
@@ -46,10 +48,12 @@ import threading  # noqa: E402
 import typing  # noqa: E402, F401
 
 import isolate  # noqa: E402
+import values  # noqa: E402, F401
 
 LOOK_SECONDS = 0.02
 """Time between two looks at the memory of a program's processes."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
+APART = sys.argv[1:2] == ["apart"]
 
 
 def run(task: dict, talk: "Talk") -> dict:
@@ -61,7 +65,7 @@ def run(task: dict, talk: "Talk") -> dict:
     if child == 0:
         try:
             isolate.die_with_parent()
-            _above(task, tell, (inputs[0], outputs[1], errors[1]))
+            (_above if APART else _first)(task, tell, (inputs[0], outputs[1], errors[1]))
         except BaseException:
             _say(tell, {"failure": traceback.format_exc()})
         os._exit(0)
@@ -93,8 +97,9 @@ def _above(task: dict, tell: int, pipes: tuple[int, int, int]) -> None:
 
 def _first(task: dict, tell: int, pipes: tuple[int, int, int]) -> None:
     """Be process 1 of the namespace: when it ends, the kernel kills all others in it."""
-    isolate.own_proc()
-    isolate.hide()
+    if APART:
+        isolate.own_proc()
+        isolate.hide()
     program = os.fork()
     if program == 0:
         try:
@@ -106,6 +111,8 @@ def _first(task: dict, tell: int, pipes: tuple[int, int, int]) -> None:
         _program(task)
     for end in pipes:
         os.close(end)
+    if not APART:
+        _say(tell, {"group": program})
     while True:
         pid, status = os.wait()
         if pid == program:
@@ -116,16 +123,18 @@ def _first(task: dict, tell: int, pipes: tuple[int, int, int]) -> None:
 
 def _prepare(task: dict, pipes: tuple[int, int, int]) -> None:
     os.setsid()
-    os.chdir("/tmp")
+    folder = "/tmp" if APART else os.getcwd()
+    os.chdir(folder)
     for name, text in task.get("files", {}).items():
-        place = os.path.join("/tmp", name)
+        place = os.path.join(folder, name)
         os.makedirs(os.path.dirname(place), exist_ok=True)
         with open(place, "w", encoding="utf-8") as file:
             file.write(text)
     for number, end in enumerate(pipes):
         os.dup2(end, number)
     isolate.limit(task["limits"])
-    isolate.drop_rights()
+    if APART:
+        isolate.drop_rights()
 
 
 def _program(task: dict) -> None:
@@ -140,7 +149,7 @@ def _program(task: dict) -> None:
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
-    sys.path[0] = "/tmp"
+    sys.path[0] = os.getcwd()
     sys.argv = ["program.py"]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -221,7 +230,8 @@ class Watch:
                 self._read(end)
         if time.monotonic() >= self.look:
             self.look = time.monotonic() + LOOK_SECONDS
-            if not self.why and memory_of_others(self.own) > self.limits["memory_mib"] << 20:
+            # Without a process namespace the others are not this program's.
+            if APART and not self.why and memory_of_others(self.own) > self.limits["memory_mib"] << 20:
                 self.end("memory")
         if time.monotonic() >= self.ends:
             self.end("timeout")
@@ -234,6 +244,9 @@ class Watch:
         for pid in (self.result.get("first"), self.child):
             if pid:
                 os.kill(pid, signal.SIGKILL)
+        if group := self.result.get("group"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     def _read(self, end: int) -> None:
         data = os.read(end, 1 << 16)
@@ -323,7 +336,7 @@ class Talk:
 
 def main() -> None:
     """Serve until stdin ends."""
-    isolate.become(int(sys.argv[1]))
+    isolate.become(int(sys.argv[2]))
     talk = Talk()
     talk.say({"ready": True})
     while (task := talk.hear()) is not None:
