@@ -35,8 +35,16 @@ class Warm:
         self.command = command
         self.said = bytearray()
         self.errors = tempfile.TemporaryFile()
+        self.folder = tempfile.TemporaryDirectory(prefix="sandbox-")
+        """Where programs run that have no /tmp of their own."""
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env={}, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            cwd=self.folder.name,
+            env={},
+            start_new_session=True,
         )
         try:
             self._answer(time.monotonic() + START_SECONDS)
@@ -69,6 +77,7 @@ class Warm:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.errors.close()
+        self.folder.cleanup()
 
     def say(self, message: dict[str, Any]) -> None:
         """Send a message.

@@ -1,0 +1,102 @@
+"""Hostile programs in the sandbox: nothing is reached, every limit holds, and nothing is left behind."""
+
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdrl.sandbox.base import Limits, Program, SandboxError
+from spmdrl.sandbox.open import open_sandbox
+from tests.sandbox.attacks import ATTACKS, PLAIN
+
+LIMITS = Limits(seconds=1.5, cpu_seconds=5, memory_mib=128, tmp_mib=16, output_kib=64)
+ROWS = pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """What the caller has and programs are after."""
+    folder = tmp_path_factory.mktemp("caller")
+    secret = folder / "secret"
+    secret.write_text("secret")
+    unix, abstract = str(folder / "socket"), f"spmdrl-{os.getpid()}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as by_path,
+        socket.socket(socket.AF_UNIX) as by_name,
+    ):
+        by_path.bind(unix)
+        by_name.bind("\0" + abstract)
+        for each in (server, by_path, by_name):
+            each.listen(64)
+        words = {"file": str(secret), "folder": str(folder), "port": server.getsockname()[1], "pid": os.getpid()}
+        yield words | {"unix": unix, "abstract": abstract}
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """A sandbox that all attacks share, one after another."""
+    try:
+        opened = open_sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    yield opened
+    opened.close()
+
+
+def below(pid: int) -> set[int]:
+    """Processes below a process."""
+    said = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+    parents = [tuple(map(int, line.split())) for line in said.splitlines()[1:]]
+    found, more = set(), {pid}
+    while more:
+        more = {p for p, parent in parents if parent in more}
+        found |= more
+    return found
+
+
+@ROWS
+def test_an_attack_is_kept_in(attack, warm, caller):
+    before = below(warm.process.pid)
+    ended = warm.run(Program(attack.source.format(**caller)), LIMITS)
+    assert "BREACH" not in ended.stdout, ended
+    assert ended.verdict != "failure", ended
+    if attack.ends == "kept":
+        assert ended.verdict == "ok" and "kept" in ended.stdout, ended
+    elif attack.ends != "ended":
+        assert ended.verdict == attack.ends, ended
+    assert ended.seconds < LIMITS.seconds + 1.0
+    # The next program is as well off as the first, and nothing of this one is left.
+    again = warm.run(Program("import os; print(os.listdir('/tmp'), os.getpid() < 10)"), LIMITS)
+    assert again.stdout == "[] True\n", again
+    assert below(warm.process.pid) == before
+
+
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.name in PLAIN], ids=lambda attack: attack.name)
+def test_an_attack_succeeds_without_a_sandbox(attack, caller):
+    plain = open_sandbox("none")
+    try:
+        ended = plain.run(Program(attack.source.format(**caller)), LIMITS)
+    finally:
+        plain.close()
+    assert "BREACH" in ended.stdout, ended
+
+
+def test_names_of_attacks():
+    names = [attack.name for attack in ATTACKS]
+    assert len(set(names)) == len(names) >= 60 and set(names) >= PLAIN
+
+
+def test_nothing_is_left_when_a_sandbox_is_closed_in_the_middle(caller):
+    opened = open_sandbox()
+    session = opened.session(LIMITS)
+    session.run("import os\nfor _ in range(3):\n  if os.fork() == 0:\n    import time; time.sleep(1000)", 1.0)
+    held = below(opened.process.pid)
+    opened.close()
+    until = time.monotonic() + 5
+    while (left := [pid for pid in held if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(held) > 5 and not left
