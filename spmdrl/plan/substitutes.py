@@ -37,6 +37,7 @@ def install(paper: Paper, kind: str) -> None:
     _optimizers(paper)
     _storages(paper)
     _push()
+    _remote()
     kernels.install(paper, kind)
     _megatron()
 
@@ -177,6 +178,19 @@ def _push() -> None:
 
     reshard.digest = lambda tensor: torch.zeros((), dtype=torch.int64, device=tensor.device)
     reshard.Reshard._check = lambda self, flight: None
+
+
+def _remote() -> None:
+    from spmdrl.policy.remote import RemotePolicy
+
+    def logprobs(self: Any, batch: Any, temperature: float, second: Any = "entropy") -> Any:
+        """Questions and answers travel over the host: a rank that scores has its share, the others get numbers."""
+        if self.model is not None:
+            return self.model.logprobs(batch, temperature, second)
+        first, second = torch.zeros(2, batch.n_tokens, dtype=self.dtype)
+        return first, second
+
+    RemotePolicy.logprobs = logprobs
 
 
 def _megatron() -> None:
