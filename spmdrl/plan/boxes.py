@@ -142,7 +142,8 @@ def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], 
         sharded = patch.multiple(
             shards, shard_box=_or_whole(box, shards.shard_box), local=_or_whole(local, shards.local)
         )
-        also = patch.multiple(lora, shard_box=_or_whole(box, lora.shard_box), local=_or_whole(local, lora.local))
+        own = dict(shard_box=_or_whole(box, lora.shard_box), local=_or_whole(local, lora.local), gathered=_whole)
+        also = patch.multiple(lora, **own)
         with sharded, also:
             yield [world.roles.trainers[i] for i in places[:, index]], policy.pieces(part)
 
@@ -152,6 +153,10 @@ def _or_whole(function: Callable, plain: Callable) -> Callable:
     from torch.distributed.tensor import DTensor
 
     return lambda param: function(param) if isinstance(param, DTensor) else plain(param)
+
+
+def _whole(named: list[tuple[str, Any]], _: World) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(p.shape, dtype=p.dtype, device=META) for name, p in named}
 
 
 class Place(SimpleNamespace):

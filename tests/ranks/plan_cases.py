@@ -390,14 +390,17 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
 
 
 def begins(made: Any) -> dict[str, int]:
-    """Returns phase -> bytes that live where its first pass begins; filled while a step runs on paper."""
+    """Returns phase -> bytes that live where its last pass begins; filled while a step runs on paper.
+
+    Earlier passes leave what a library makes once, which real ranks have from their first step.
+    """
     found: dict[str, int] = {}
     for _, model in own_tensors(made.models):
         for method, phase in (("numbers", "logp"), ("gradient", "update")):
             own = getattr(model, method)
 
             def run(*args, own=own, phase=phase):
-                found.setdefault(phase, made.paper.live)
+                found[phase] = made.paper.live
                 return own(*args)
 
             setattr(model, method, run)

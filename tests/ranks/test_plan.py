@@ -54,7 +54,10 @@ MEGATRON = {
             {"parallel": {"ep": 2}, "policy": {"host_optimizer": True}},
         ),
     },
-    4: {"tp2 x pp2": ("dense", {"parallel": {"tp": 2, "pp": 2}})},
+    4: {
+        "tp2 x pp2": ("dense", {"parallel": {"tp": 2, "pp": 2}}),
+        "ep2 trains, 2 sample": ("mixture", {"parallel": {"ep": 2, "placement": "split", "rollout_ranks": 2}}),
+    },
 }
 """Ranks -> name -> kind of model, settings."""
 SPLIT = {
