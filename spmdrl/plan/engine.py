@@ -5,7 +5,8 @@ runs. It samples nothing. It holds one tensor of the meta device for weights and
 sizes that a real engine allocates, so that whatever follows a program's storages sees them come and go.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any
 
 import torch
@@ -149,3 +150,14 @@ class PaperEngine:
     def close(self) -> None:
         """See the contract."""
         self.sleep(2)
+
+
+def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
+    """Return a function that makes the engine of any place from one that is asleep, to ask what it reads."""
+
+    def at(place: int) -> PaperEngine:
+        other = copy(engine)
+        other.place = place
+        return other
+
+    return at

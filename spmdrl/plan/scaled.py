@@ -68,7 +68,7 @@ def peak_of(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]
 
 
 def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]:
-    if work.kind == "logp" or stages == 1:
+    if work.kind != "update" or stages == 1:
         # Without a pipeline one micro-batch runs at a time; gradients stay from the first on.
         return dict(max((p.peak for p in work.passes), key=lambda m: m.live).by_tag)
     flying = [in_flight(stage, stages, virtual, p.micros) for p in work.passes]
@@ -115,8 +115,8 @@ def rank_of(step: Step, stage: int, stages: int, virtual: int, workspace: int) -
     loads = {"push": Load()}
     if step.push:
         loads["push"] = Load(step.push.flops, dict(step.push.traffic.bytes), dict(step.push.traffic.calls))
-    for phase in ("logp", "update"):
-        works = [work for work in step.works if work.kind == phase and work.passes]
+    for phase, kinds in (("logp", ["logp"]), ("update", ["update", "step"])):
+        works = [work for work in step.works if work.kind in kinds and work.passes]
         if works:
             peaks = [peak_of(work, stage, stages, virtual) for work in works]
             memory[phase] = _clean(max(peaks, key=lambda tags: sum(tags.values())))

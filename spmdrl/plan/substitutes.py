@@ -37,6 +37,8 @@ def install(paper: Paper, kind: str) -> None:
     _optimizers(paper)
     _storages(paper)
     _push()
+    _adapters()
+    _remote()
     kernels.install(paper, kind)
     _megatron()
 
@@ -177,6 +179,34 @@ def _push() -> None:
 
     reshard.digest = lambda tensor: torch.zeros((), dtype=torch.int64, device=tensor.device)
     reshard.Reshard._check = lambda self, flight: None
+
+
+def _adapters() -> None:
+    from spmdrl.policy.fsdp import lora
+    from spmdrl.spmd.exchange import all_gather_rows
+
+    def gathered(named: Any, world: Any) -> dict[str, torch.Tensor]:
+        """Other ranks may hold fewer rows than this one, which is not told of them."""
+        mine = torch.cat([lora.local(p).flatten() for _, p in named]) if named else torch.empty(0, device=META)
+        everyone = all_gather_rows(mine[:, None], world.shard_group)
+        whole = {name: mine.new_empty(p.shape) for name, p in named}
+        del everyone
+        return whole
+
+    lora.gathered = gathered
+
+
+def _remote() -> None:
+    from spmdrl.policy.remote import RemotePolicy
+
+    def logprobs(self: Any, batch: Any, temperature: float, second: Any = "entropy") -> Any:
+        """Questions and answers travel over the host: a rank that scores has its share, the others get numbers."""
+        if self.model is not None:
+            return self.model.logprobs(batch, temperature, second)
+        first, second = torch.zeros(2, batch.n_tokens, dtype=self.dtype)
+        return first, second
+
+    RemotePolicy.logprobs = logprobs
 
 
 def _megatron() -> None:
