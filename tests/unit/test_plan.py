@@ -410,6 +410,24 @@ def test_plan_command_writes_json_and_a_picture(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_plan_gradients_are_the_whole_models_until_they_are_reduced(capsys):
+    """The sharded model is 135M parameters, of which a rank of two has a half; only the row changes, and what it is."""
+    argv = [*SMOL, "--world", "2", "--gpu", "h100", "--policy.max-tokens-per-microbatch", "144", "--json", "-"]
+    found = {}
+    for how in ("last", "each"):
+        assert main([*argv, "--policy.reduce-gradients", how, "--policy.reshard-after-forward", "true"]) == 0
+        (kind,) = json.loads(capsys.readouterr().out)["kinds"]
+        found[how] = kind["device_bytes"]["update"], kind["held_bytes"], kind["sent_bytes"]["update"]
+        micros = kind["microbatches"]["update"]
+    rows, held, sent_last = found["last"]
+    assert rows["gradients"] == 4 * 134515008
+    rows, held, sent_each = found["each"]
+    assert rows["gradients"] == held["policy parameters"]
+    reduced = "dp_shard: reduce-scatter"
+    assert micros > 2 and sent_each[reduced] == micros * sent_last[reduced] and sent_each.keys() == sent_last.keys()
+
+
+@pytest.mark.slow
 def test_plan_command_says_by_how_much_a_job_does_not_fit_and_what_would(tmp_path, capsys):
     gpu = tmp_path / "small.yaml"
     gpu.write_text(
