@@ -52,9 +52,9 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
 
 
 def starts_empty(config: Config) -> bool:
-    """True where an engine starts without reading weights, all of which the first push brings.
+    """True where vLLM or SGLang start without reading weights, all of which the first push brings; hf always does.
 
-    vLLM and SGLang round to 8 bits while they read, and so read the folder.
+    They round to 8 bits while they read, and so read the folder.
     """
     return config.rollout.quantization == "none"
 

@@ -91,6 +91,9 @@ def _memory(cfg: Config) -> list[Change]:
         out.append(_one("policy.activation_checkpointing", True, TRAINING))
     elif policy.recompute == "selective":
         out.append(_one("policy.recompute", "full", TRAINING))
+    if policy.backend == "fsdp":
+        other = "each" if policy.reduce_gradients == "last" else "last"
+        out.append(_one("policy.reduce_gradients", other, TRAINING if other == "each" else frozenset()))
     if policy.backend == "megatron" and not policy.host_optimizer:
         out.append(_one("policy.host_optimizer", True, EVERYWHERE))
     divided = cfg.parallel.cp * cfg.parallel.sp

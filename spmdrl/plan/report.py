@@ -90,6 +90,8 @@ def verdict_lines(plan: Plan) -> list[str]:
     worst = plan.worst()
     phase, _ = worst.peak()
     lines = []
+    shown = [f"{phase} {gib(most)} / {gib(mean)}" for phase, (most, mean) in plan.phases().items()]
+    lines.append(f"memory   GiB of the fullest rank / of the mean rank: {', '.join(shown)}")
     if plan.seconds:
         lines.append(f"step     at least {plan.seconds:,.3g} s, by peak rates; real kernels and links take longer")
     host = plan.host_of_node()
@@ -153,6 +155,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
             {
                 "kind": asdict(planned.kind),
                 "device_bytes": {phase: rows_of(tags) for phase, tags in rank.memory.items()},
+                "mean_device_bytes": planned.means,
                 "held_bytes": rank.held,
                 "host_bytes": rank.host,
                 "parameters": rank.numbers,
@@ -175,6 +178,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "gpu": asdict(plan.gpu),
         "parameters": plan.numbers,
         "fits": plan.fits,
+        "device_bytes": {phase: {"worst": most, "mean": mean} for phase, (most, mean) in plan.phases().items()},
         "spare_bytes": plan.spare,
         "host_spare_bytes": plan.host_spare,
         "least_seconds": plan.seconds,

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ class Planned:
     bounds: dict[str, Bound]
     engine: dict[str, Any]
     """Facts about its engine; empty on ranks that do not sample."""
+    means: dict[str, float] = field(default_factory=dict)
+    """phase -> mean of the bytes on the device at its peak over the ranks of the kind, whose stages differ in the
+    micro-batches in flight. Ranks of one stage count as the planned one."""
 
     def peak(self) -> tuple[str, int]:
         """Return the phase that takes most of the device, and its bytes."""
@@ -53,6 +56,19 @@ class Plan:
     def worst(self) -> Planned:
         """Return the kind whose device is fullest."""
         return max(self.kinds, key=lambda planned: planned.peak()[1])
+
+    def phases(self) -> dict[str, tuple[int, float]]:
+        """Return phase -> bytes on the device at its peak: of the fullest rank, and the mean of all that go through it.
+
+        Under split placement no rank goes through all phases.
+        """
+        found = {}
+        for phase in dict.fromkeys(phase for p in self.kinds for phase in p.rank.memory):
+            mine = [p for p in self.kinds if phase in p.rank.memory]
+            total = sum(p.means[phase] * p.kind.ranks for p in mine)
+            worst = max(sum(p.rank.memory[phase].values()) for p in mine)
+            found[phase] = worst, total / sum(p.kind.ranks for p in mine)
+        return found
 
     @property
     def spare(self) -> int:
@@ -134,7 +150,9 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
     engine = made.engine
     virtual = cfg.parallel.virtual_stages
     step = made.step()
-    rank = rank_of(step, kind.stage, stages, virtual, engine.workspace_bytes if engine else 0)
+    workspace = engine.workspace_bytes if engine else 0
+    each = [rank_of(step, stage, stages, virtual, workspace, kind.stage) for stage in kind.alike]
+    rank = each[0]
     near = {
         name for ranks, name in made.paper.traffic.axes.items() if len({r // gpu.gpus_per_node for r in ranks}) == 1
     }
@@ -145,7 +163,13 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
     if facts:
         engines = samplers(cfg, world) // facts["ranks"]
         bounds["rollout"] = rollout_bound(cfg, gpu, engines, facts)
-    return Planned(kind, rank, bounds, facts)
+    return Planned(kind, rank, bounds, facts, means_of(each))
+
+
+def means_of(ranks: list[Rank]) -> dict[str, float]:
+    """Return phase -> mean of the bytes on the device at its peak."""
+    phases = ranks[0].memory
+    return {phase: sum(sum(r.memory[phase].values()) for r in ranks) / len(ranks) for phase in phases}
 
 
 def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def installed(monkeypatch):
             ["--parallel.scoring-ranks 2", "pp x etp x ep = 4", "take a multiple of 4, or 0"],
         ),
         (4, "--lora.rank 8", ["--lora.rank 8", "take 0"]),
+        (4, "--policy.reduce-gradients each", ["--policy.reduce-gradients each", "all parameters", "take last"]),
         (4, "--model.dtype float64 --rollout.engine hf", ["--model.dtype float64", "take float32"]),
     ],
 )

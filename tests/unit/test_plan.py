@@ -3,6 +3,7 @@
 import json
 import math
 import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,12 @@ from spmdrl.config.schema import Config
 from spmdrl.plan.__main__ import main
 from spmdrl.plan.changes import Change, changed, changes_of
 from spmdrl.plan.gpus import GPUS
-from spmdrl.plan.kinds import kinds_of
+from spmdrl.plan.kinds import Kind, kinds_of
 from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
-from spmdrl.plan.scaled import Load, in_flight, line, load_of, peak_of
+from spmdrl.plan.report import facts_of, verdict_lines
+from spmdrl.plan.run import Plan, Planned, means_of
+from spmdrl.plan.scaled import Load, in_flight, line, load_of, peak_of, rank_of
 from spmdrl.plan.storages import Moment
 from spmdrl.plan.times import bound_of, rollout_bound
 from spmdrl.plan.traffic import Traffic, sent
@@ -45,6 +48,7 @@ def test_plan_kinds_of_stages_alike_are_one_kind():
     kinds = kinds_of(config(pp=4), 16, [3] * 4, [True] * 12)
     assert [(k.rank, k.ranks, k.stage) for k in kinds] == [(0, 4, 0), (4, 8, 1), (12, 4, 3)]
     assert [k.name for k in kinds] == ["first stage", "stages 1 to 2", "last stage"]
+    assert [k.alike for k in kinds] == [(0,), (1, 2), (3,)]
 
 
 def test_plan_kinds_of_stages_that_differ():
@@ -145,7 +149,7 @@ def work(kind: str, points: list[tuple[int, dict]], total: int, times: int = 1, 
                 kept=kept[i],
             )
         )
-    return SimpleNamespace(kind=kind, total=total, times=times, passes=passes)
+    return SimpleNamespace(model="policy", kind=kind, total=total, times=times, passes=passes)
 
 
 def test_plan_peak_of_a_pipeline_grows_by_micro_batches_in_flight():
@@ -172,6 +176,70 @@ def test_plan_load_of_all_micro_batches_and_updates():
     load = load_of(made)
     assert load.flops == (5 + 4 * 9) * 4
     assert load.sent == {("dp", "all-gather"): (100 + 70) * 4} and load.calls == {("dp", "all-gather"): 13 * 4}
+
+
+# ── worst and mean ───────────────────────────────────────────────────────────
+
+
+def test_plan_mean_is_that_of_all_ranks_each_stage_with_its_own_micro_batches_in_flight():
+    """Four stages of two ranks, of which the middle ones are one kind; and three ranks that sample."""
+
+    def step(*points):
+        moments = {"push": Moment(7, {"push buffers": 7}), "rollout": Moment(9, {"parameters": 9})}
+        works = [work("update", list(points), 64)] if points else []
+        more = dict(push=None, host={}, parked={}, held={}, numbers=1, checkpoint=0)
+        return SimpleNamespace(moments=moments, works=works, **more)
+
+    def planned(kind, made):
+        each = [rank_of(made, stage, 4, 1, 0, kind.stage) for stage in kind.alike]
+        return Planned(kind, each[0], {}, {}, means_of(each))
+
+    # 10 bytes for each micro-batch in flight; the head's 50 are on the last stage, which never has two.
+    kinds = [
+        planned(Kind("first", 0, 2), step((1, {"a": 110}), (2, {"a": 120}))),
+        planned(Kind("middle", 2, 4, 1, (1, 2)), step((1, {"a": 90}), (2, {"a": 100}))),
+        planned(Kind("last", 6, 2, 3, (3,)), step((1, {"a": 90, "logits": 50}), (2, {"a": 90, "logits": 50}))),
+        planned(Kind("sample", 8, 3), step()),
+    ]
+    made = Plan(Config(), 11, GPUS["h100"], kinds, 1)
+    by_hand = 2 * (100 + 4 * 10) + 2 * (80 + 3 * 10) + 2 * (80 + 2 * 10) + 2 * (80 + 10 + 50)
+    assert made.phases() == {"push": (7, 7.0), "rollout": (9, 9.0), "update": (140, by_hand / 8)}
+    assert kinds[1].means["update"] == 105 and kinds[1].peak() == ("update", 110)
+    facts = facts_of(made)
+    assert facts["device_bytes"]["update"] == {"worst": 140, "mean": by_hand / 8}
+    assert facts["kinds"][1]["mean_device_bytes"]["update"] == 105
+    (told,) = [line for line in verdict_lines(made) if line.startswith("memory")]
+    assert told.endswith("push 0.00 / 0.00, rollout 0.00 / 0.00, update 0.00 / 0.00")
+
+
+def of_stage(cfg: Config, stage: int) -> dict[str, int]:
+    """Phase -> bytes on the device of a rank of one stage of four, planned by itself."""
+    from spmdrl.plan.job import open_rank
+
+    made = open_rank(cfg, 2 * stage, 8, "cuda", int(GPUS["h100"].memory_gib * (1 << 30)))
+    rank = rank_of(made.step(), stage, 4, 1, made.engine.workspace_bytes)
+    return {phase: sum(tags.values()) for phase, tags in rank.memory.items()}
+
+
+@pytest.mark.slow
+def test_plan_mean_of_a_pipeline_is_that_of_its_stages_planned_one_by_one(tmp_path):
+    from transformers import Qwen2Config
+
+    from spmdrl.config.load import from_command_line
+    from spmdrl.plan.run import plan, side_by_side
+
+    pytest.importorskip("megatron.core")
+    sizes = dict(vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    flags = ["--policy.backend", "megatron", "--parallel.pp", "4", "--policy.max-tokens-per-microbatch", "1024"]
+    cfg = from_command_line(["--model.path", str(tmp_path), "--model.dtype", "bfloat16", *flags]).config
+    each = list(side_by_side([partial(of_stage, cfg, stage) for stage in range(4)]))
+    assert each[0]["update"] > each[1]["update"] > each[2]["update"], "fewer micro-batches are in flight"
+    made = plan(cfg, 8, GPUS["h100"])
+    assert [p.kind.alike for p in made.kinds] == [(0,), (1, 2), (3,)]
+    for phase, (worst, mean) in made.phases().items():
+        assert worst == pytest.approx(max(stage[phase] for stage in each), rel=1e-5)
+        assert mean == pytest.approx(sum(stage[phase] for stage in each) / 4, rel=1e-5)
 
 
 # ── traffic ──────────────────────────────────────────────────────────────────
@@ -407,6 +475,24 @@ def test_plan_command_writes_json_and_a_picture(tmp_path, capsys):
     drawn = ET.fromstring(file.read_text())
     titles = [x.text for x in drawn.iter("{http://www.w3.org/2000/svg}title")]
     assert any("KV cache" in t for t in titles) and any("optimizer" in t for t in titles)
+
+
+@pytest.mark.slow
+def test_plan_gradients_are_the_whole_models_until_they_are_reduced(capsys):
+    """The sharded model is 135M parameters, of which a rank of two has a half; only the row changes, and what it is."""
+    argv = [*SMOL, "--world", "2", "--gpu", "h100", "--policy.max-tokens-per-microbatch", "144", "--json", "-"]
+    found = {}
+    for how in ("last", "each"):
+        assert main([*argv, "--policy.reduce-gradients", how, "--policy.reshard-after-forward", "true"]) == 0
+        (kind,) = json.loads(capsys.readouterr().out)["kinds"]
+        found[how] = kind["device_bytes"]["update"], kind["held_bytes"], kind["sent_bytes"]["update"]
+        micros = kind["microbatches"]["update"]
+    rows, held, sent_last = found["last"]
+    assert rows["gradients"] == 4 * 134515008
+    rows, held, sent_each = found["each"]
+    assert rows["gradients"] == held["policy parameters"]
+    reduced = "dp_shard: reduce-scatter"
+    assert micros > 2 and sent_each[reduced] == micros * sent_last[reduced] and sent_each.keys() == sent_last.keys()
 
 
 @pytest.mark.slow
