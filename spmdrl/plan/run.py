@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Planned:
     bounds: dict[str, Bound]
     engine: dict[str, Any]
     """Facts about its engine; empty on ranks that do not sample."""
+    axes: dict[str, int] = field(default_factory=dict)
+    """Ranks of each axis, by its name in the bytes that are sent."""
 
     def peak(self) -> tuple[str, int]:
         """Return the phase that takes most of the device, and its bytes."""
@@ -145,7 +147,8 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
     if facts:
         engines = samplers(cfg, world) // facts["ranks"]
         bounds["rollout"] = rollout_bound(cfg, gpu, engines, facts)
-    return Planned(kind, rank, bounds, facts)
+    axes = {name: len(ranks) for ranks, name in made.paper.traffic.axes.items()}
+    return Planned(kind, rank, bounds, facts, axes)
 
 
 def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
