@@ -171,6 +171,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
                 "least_seconds": {phase: {"seconds": b.seconds, "by": b.by} for phase, b in planned.bounds.items()},
                 "engine": planned.engine,
                 "microbatches": rank.micros,
+                "ranks_of_axes": planned.axes,
             }
         )
     return {

@@ -34,6 +34,8 @@ class Planned:
     means: dict[str, float] = field(default_factory=dict)
     """phase -> mean of the bytes on the device at its peak over the ranks of the kind, whose stages differ in the
     micro-batches in flight. Ranks of one stage count as the planned one."""
+    axes: dict[str, int] = field(default_factory=dict)
+    """Ranks of each axis, by its name in the bytes that are sent."""
 
     def peak(self) -> tuple[str, int]:
         """Return the phase that takes most of the device, and its bytes."""
@@ -163,7 +165,8 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
     if facts:
         engines = samplers(cfg, world) // facts["ranks"]
         bounds["rollout"] = rollout_bound(cfg, gpu, engines, facts)
-    return Planned(kind, rank, bounds, facts, means_of(each))
+    axes = {name: len(ranks) for ranks, name in made.paper.traffic.axes.items()}
+    return Planned(kind, rank, bounds, facts, means_of(each), axes)
 
 
 def means_of(ranks: list[Rank]) -> dict[str, float]:
