@@ -41,8 +41,7 @@ class PaperEngine:
         rollout, self.on_cpu = cfg.rollout, gpu_memory is None
         self.cfg, self.kind = cfg, kind_of(cfg, not self.on_cpu)
         self.place = world.engine_tp_rank
-        dp, ep = getattr(rollout, "dp", 1), getattr(rollout, "ep", 1)
-        self.layout = EngineLayout(self.kind, hf_config, rollout.tp, dp, ep)
+        self.layout = EngineLayout(self.kind, hf_config, rollout.tp, rollout.dp, rollout.ep)
         self.layout.check()
         self.capacity, self.longest = rollout.max_sequences, longest_of(cfg, hf_config)
         self.version: int | None = None
@@ -79,6 +78,10 @@ class PaperEngine:
     def workspace_bytes(self) -> int:
         """Sum of `workspace`: an estimate."""
         return sum(self.workspace.values())
+
+    def sampling_bytes(self) -> dict[str, int]:
+        """Return the bytes that come while it samples, beside those that `bytes_by_owner` has, by what they are for."""
+        return {"engine workspace": self.workspace_bytes, "KV cache": self.cache_bytes if self.grows else 0}
 
     def submit(self, request: Request) -> None:
         """Refuse a request: nothing is sampled on paper."""

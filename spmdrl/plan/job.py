@@ -37,6 +37,10 @@ class Step:
     """Bytes in host memory all the time, by what they are for."""
     numbers: int
     """Parameters that this rank holds of all its models."""
+    models: tuple[str, ...]
+    """Those models."""
+    moved: tuple[int, int]
+    """Bytes that went to the host, and came back."""
     checkpoint: int
     """Bytes of a checkpoint of all ranks, 0 on a rank that does not train."""
 
@@ -113,10 +117,11 @@ class PaperRank:
             self._train(rounds)
         peaks = [p.peak for work in self.works for p in work.passes]
         moments["training"] = max([*self.laps, *peaks], key=lambda m: m.live)
-        numbers = sum(
-            getattr(p, "_local_tensor", p).numel() for _, m in own_tensors(self.models) for p in parameters_of(m)
-        )
-        return Step(held, moments, self.works, push, parked, dict(self.paper.host), numbers, self.checkpoint())
+        own = own_tensors(self.models)
+        numbers = sum(getattr(p, "_local_tensor", p).numel() for _, m in own for p in parameters_of(m))
+        names, moved = tuple(name for name, _ in own), (self.paper.to_host, self.paper.from_host)
+        host = dict(self.paper.host)
+        return Step(held, moments, self.works, push, parked, host, numbers, names, moved, self.checkpoint())
 
     def _ready(self) -> None:
         """Give every optimizer its state, as after a first step."""

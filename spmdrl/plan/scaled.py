@@ -17,6 +17,8 @@ class Load:
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
     """(axis, kind of collective) -> bytes."""
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    peers: dict[tuple[str, int], int] = field(default_factory=dict)
+    """(`send` or `receive`, rank) -> bytes of a push."""
 
 
 @dataclass
@@ -33,6 +35,10 @@ class Rank:
     """Bytes of the models' own tensors while the rank trains, by owner."""
     numbers: int
     """Parameters on this rank."""
+    models: tuple[str, ...]
+    """The models that have them."""
+    moved: tuple[int, int]
+    """Bytes that a step moves to the host, and back from there."""
     checkpoint: int
     """Bytes of a checkpoint, all ranks together."""
     micros: dict[str, int]
@@ -107,17 +113,20 @@ def added(loads: list[Load]) -> Load:
     )
 
 
-def rank_of(step: Step, stage: int, stages: int, virtual: int, workspace: int, measured: int | None = None) -> Rank:
+def rank_of(
+    step: Step, stage: int, stages: int, virtual: int, sampling: dict[str, int], measured: int | None = None
+) -> Rank:
     """Make the plan of one rank of what ran on paper.
 
-    stage: its pipeline stage, of `stages`, each of `virtual` chunks. workspace: bytes that its engine takes beside
-    weights and cache while it samples. measured: as in `peak_of`.
+    stage: its pipeline stage, of `stages`, each of `virtual` chunks. sampling: bytes that its engine takes while it
+    samples and that did not live on paper, by what they are for. measured: as in `peak_of`.
     """
     memory: dict[str, dict[str, int]] = {"push": _named(step.moments["push"])}
-    memory["rollout"] = _named(step.moments["rollout"]) | ({"engine workspace": workspace} if workspace else {})
+    memory["rollout"] = _named(step.moments["rollout"]) | _clean(sampling)
     loads = {"push": Load()}
     if step.push:
-        loads["push"] = Load(step.push.flops, dict(step.push.traffic.bytes), dict(step.push.traffic.calls))
+        pushed = step.push.traffic
+        loads["push"] = Load(step.push.flops, dict(pushed.bytes), dict(pushed.calls), dict(pushed.peers))
     for phase, kinds in (("logp", ["logp"]), ("update", ["update", "step"])):
         works = [work for work in step.works if work.kind in kinds and work.passes]
         if works:
@@ -126,7 +135,7 @@ def rank_of(step: Step, stage: int, stages: int, virtual: int, workspace: int, m
             loads[phase] = added([load_of(work) for work in works])
     host = dict(step.host) | {f"off the device ({place})": n for place, n in step.parked.items() if n}
     micros = {work.kind: work.total for work in step.works if work.model == "policy"}
-    return Rank(memory, loads, host, step.held, step.numbers, step.checkpoint, micros)
+    return Rank(memory, loads, host, step.held, step.numbers, step.models, step.moved, step.checkpoint, micros)
 
 
 def _named(moment: Moment) -> dict[str, int]:

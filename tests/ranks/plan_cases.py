@@ -374,14 +374,14 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
         made.memory._push = measured_push
         begun = begins(made)
         step = made.step()
-        plan = rank_of(step, stage, stages, cfg.parallel.virtual_stages, 0)
+        plan = rank_of(step, stage, stages, cfg.parallel.virtual_stages, {})
     held = step.held
     if step.host:
         # The table of a real rank counts an optimizer on the host among the tensors of a CPU.
         held = held | {"policy optimizer": sum(step.host.values())}
     out: dict[str, Any] = {"held": held, "push": live[1] - live[0], "boxes": boxes}
     carried = by_kind(step.push.traffic.bytes) if step.push else {}
-    out |= {"received": carried.get("push: receive", 0), "push sent": carried.get("push: send", 0)}
+    out |= {"received": carried.get("receive", 0), "push sent": carried.get("send", 0)}
     out |= {"away": {place: n for place, n in step.parked.items() if n}}
     for phase in ("logp", "update"):
         out[phase] = sum(plan.memory.get(phase, {}).values()) - begun.get(phase, 0)

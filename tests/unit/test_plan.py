@@ -21,7 +21,7 @@ from spmdrl.plan.report import facts_of, verdict_lines
 from spmdrl.plan.run import Plan, Planned, means_of
 from spmdrl.plan.scaled import Load, in_flight, line, load_of, peak_of, rank_of
 from spmdrl.plan.storages import Moment
-from spmdrl.plan.times import bound_of, rollout_bound
+from spmdrl.plan.times import Axes, bound_of, parking_bound, rollout_bound
 from spmdrl.plan.traffic import Traffic, sent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,11 +188,11 @@ def test_plan_mean_is_that_of_all_ranks_each_stage_with_its_own_micro_batches_in
         moments = {"push": Moment(7, {"push buffers": 7}), "rollout": Moment(9, {"parameters": 9})}
         works = [work("update", list(points), 64)] if points else []
         more = dict(push=None, host={}, parked={}, held={}, numbers=1, checkpoint=0)
-        return SimpleNamespace(moments=moments, works=works, **more)
+        return SimpleNamespace(moments=moments, works=works, models=(), moved=(0, 0), **more)
 
     def planned(kind, made):
-        each = [rank_of(made, stage, 4, 1, 0, kind.stage) for stage in kind.alike]
-        return Planned(kind, each[0], {}, {}, means_of(each))
+        each = [rank_of(made, stage, 4, 1, {}, kind.stage) for stage in kind.alike]
+        return Planned(kind, each[0], {}, {}, 1, means_of(each))
 
     # 10 bytes for each micro-batch in flight; the head's 50 are on the last stage, which never has two.
     kinds = [
@@ -201,7 +201,7 @@ def test_plan_mean_is_that_of_all_ranks_each_stage_with_its_own_micro_batches_in
         planned(Kind("last", 6, 2, 3, (3,)), step((1, {"a": 90, "logits": 50}), (2, {"a": 90, "logits": 50}))),
         planned(Kind("sample", 8, 3), step()),
     ]
-    made = Plan(Config(), 11, GPUS["h100"], kinds, 1)
+    made = Plan(Config(), 11, GPUS["h100"], kinds)
     by_hand = 2 * (100 + 4 * 10) + 2 * (80 + 3 * 10) + 2 * (80 + 2 * 10) + 2 * (80 + 10 + 50)
     assert made.phases() == {"push": (7, 7.0), "rollout": (9, 9.0), "update": (140, by_hand / 8)}
     assert kinds[1].means["update"] == 105 and kinds[1].peak() == ("update", 110)
@@ -217,7 +217,7 @@ def of_stage(cfg: Config, stage: int) -> dict[str, int]:
     from spmdrl.plan.job import open_rank
 
     made = open_rank(cfg, 2 * stage, 8, "cuda", int(GPUS["h100"].memory_gib * (1 << 30)))
-    rank = rank_of(made.step(), stage, 4, 1, made.engine.workspace_bytes)
+    rank = rank_of(made.step(), stage, 4, 1, made.engine.sampling_bytes())
     return {phase: sum(tags.values()) for phase, tags in rank.memory.items()}
 
 
@@ -347,21 +347,41 @@ def test_plan_paper_chooses_experts_evenly():
 # ── times ────────────────────────────────────────────────────────────────────
 
 
+AXES = Axes({"tp": tuple(range(8)), "dp": (0, 1, 8, 9), "ep": (0, 8, 16), "ep2": (0, 1, 8, 9), "pp": (0, 32)}, 0, 8)
+"""Two GPUs of a node are on dp, one on pp."""
+
+
 def test_plan_bound_is_the_slowest_resource():
     gpu = GPUS["h100"]
-    sends = {("tp", "all-reduce"): 450e9, ("dp", "all-gather"): 100e9}
-    bound = bound_of(Load(int(989e12), sends, {}), gpu, {"tp"}, 0, 1)
+    sends = {("tp", "all-reduce"): 450e9, ("pp", "send"): 100e9}
+    bound = bound_of(Load(int(989e12), sends, {}), gpu, AXES, 0, 1)
     assert (bound.matrix, bound.nvlink, bound.network) == (1.0, 1.0, 2.0)
     assert bound.seconds == 2.0 and bound.by == "network"
-    waits = bound_of(Load(int(989e12)), gpu, set(), 4, 8)  # 4 micro-batches through 8 stages take 11 turns
+    waits = bound_of(Load(int(989e12)), gpu, AXES, 4, 8)  # 4 micro-batches through 8 stages take 11 turns
     assert math.isclose(waits.seconds, 11 / 4) and waits.by == "matrix rate"
+
+
+def test_plan_bound_counts_what_leaves_a_node():
+    gpu = GPUS["h100"]
+    # A ring over two nodes: two cards of this node carry what one rank passes on.
+    ring = bound_of(Load(0, {("dp", "all-gather"): 100e9}), gpu, AXES, 0, 1)
+    assert (ring.nvlink, ring.network) == (100 / 450, 1.0)
+    # Of an all-to-all's parts for three others one stays in the node.
+    parts = bound_of(Load(0, {("ep2", "all-to-all"): 150e9}), gpu, AXES, 0, 1)
+    assert (parts.nvlink, parts.network) == (50 / 450, 2.0)
+    # A push sends and receives at once, here mostly from the other node.
+    peers = {("receive", 1): 45 * 10**9, ("receive", 9): 100 * 10**9, ("send", 8): 50 * 10**9}
+    push = bound_of(Load(0, {("push", "receive"): 145e9}, {}, peers), gpu, AXES, 0, 1)
+    assert (push.nvlink, push.network) == (0.1, 2.0)
+    assert parking_bound(64 * 10**9, 32 * 10**9, gpu).seconds == 1.5
 
 
 def test_plan_rollout_bound_reads_weights_once_for_a_token_of_all_sequences():
     cfg = Config()
     cfg.rollout.prompts_per_step, cfg.rollout.samples_per_prompt = 8, 4
     cfg.rollout.max_prompt_tokens, cfg.rollout.max_new_tokens = 100, 50
-    engine = dict(capacity=64, sequences=8, read_bytes=10**12, token_bytes=1000, active_numbers=10**9, ranks=2)
+    engine = dict(capacity=64, sequences=8, weights=10**12, token_bytes=1000, active_numbers=10**9, ranks=2)
+    engine |= dict(expert_share=0.0, chosen_share=1.0)
     bound = rollout_bound(cfg, GPUS["h100"], 2, engine)  # 16 sequences on an engine, 8 at once, so two rounds
     assert math.isclose(bound.memory, 2 * 50 * (10**12 + 8 * 125 * 1000) / 3.35e12)
     assert math.isclose(bound.matrix, 2 * 10**9 * 16 * (50 + 25) / 2 / 989e12)
@@ -370,6 +390,10 @@ def test_plan_rollout_bound_reads_weights_once_for_a_token_of_all_sequences():
     copies = rollout_bound(cfg, GPUS["h100"], 2, engine | {"ranks": 4})  # each copy has 8, all at once
     assert math.isclose(copies.memory, 50 * (10**12 + 8 * 125 * 1000) / 3.35e12)
     assert math.isclose(copies.matrix, 2 * 10**9 * 16 * (50 + 25) / 4 / 989e12)
+    # 16 tokens of both copies that choose 1 expert of 8 each read most of them; 0.9 of the weights are experts.
+    mixture = rollout_bound(cfg, GPUS["h100"], 2, engine | {"ranks": 4, "expert_share": 0.9, "chosen_share": 1 / 8})
+    reads = 10**12 * (0.1 + 0.9 * (1 - (7 / 8) ** 16))
+    assert math.isclose(mixture.memory, 50 * (reads + 8 * 125 * 1000) / 3.35e12)
 
 
 # ── changes ──────────────────────────────────────────────────────────────────
@@ -436,7 +460,7 @@ def test_plan_dry_run_takes_the_memory_that_cuda_reports():
     known = device_of("NVIDIA H200", 150_000_000_000, 4)
     assert (known.memory_gib, known.gpus_per_node, known.matmul_tflops) == (139.7, 4, GPUS["h200"].matmul_tflops)
     other = device_of("NVIDIA L40S", 47_000_000_000, 8)
-    assert other.memory_gib == 43.77 and bound_of(Load(10**15), other, set(), 0, 1).seconds == 0
+    assert other.memory_gib == 43.77 and bound_of(Load(10**15), other, AXES, 0, 1).seconds == 0
 
 
 # ── the command ──────────────────────────────────────────────────────────────
