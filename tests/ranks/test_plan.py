@@ -30,7 +30,15 @@ FSDP = {
             "policy": {"activation_checkpointing": True, "offload": "host"},
         },
     },
-    4: {"dp4": {}, "hsdp2x2": {"parallel": {"dp_replicate": 2}}},
+    4: {
+        "dp4": {},
+        "dp4, each micro-batch reduced": {"model": {"dtype": "bfloat16"}, "policy": {"reduce_gradients": "each"}},
+        "hsdp2x2": {"parallel": {"dp_replicate": 2}},
+        "hsdp2x2, each micro-batch reduced": {
+            "parallel": {"dp_replicate": 2},
+            "policy": {"reduce_gradients": "each"},
+        },
+    },
 }
 """Ranks -> name -> settings."""
 MEGATRON = {
