@@ -4,7 +4,6 @@ https://en.wikipedia.org/wiki/Roofline_model. These are bounds, not forecasts: k
 rates, and links less for small messages.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from spmdrl.config.schema import Config
@@ -78,7 +77,8 @@ def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Boun
 
     micros: micro-batches of one pass, for the pipeline's bubble of so many stages.
     """
-    near, far = Counter(), Counter()
+    near: dict[str, float] = dict.fromkeys(("send", "receive"), 0.0)
+    far = dict(near)
     for (axis, kind), size in load.sent.items():
         if axis != "push":
             inside, outside = axes.divided(axis, kind, size)
@@ -89,8 +89,8 @@ def bound_of(load: Load, gpu: Gpu, axes: Axes, micros: int, stages: int) -> Boun
     bubble = (micros + stages - 1) / micros if micros else 1.0
     return Bound(
         load.flops / (gpu.matmul_tflops * 1e12),
-        max(near.values(), default=0) / (gpu.nvlink_gb_s * 1e9),
-        max(far.values(), default=0) / (gpu.network_gb_s * 1e9),
+        max(near.values()) / (gpu.nvlink_gb_s * 1e9),
+        max(far.values()) / (gpu.network_gb_s * 1e9),
         bubble=bubble,
     )
 
