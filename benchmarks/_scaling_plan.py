@@ -243,12 +243,14 @@ def targets(rows: list[dict[str, Any]], pushes: list[dict[str, Any]]) -> list[tu
         counts = zip(*(row["all_collectives"] for row in mine), strict=True)
         spread = max(max(kind) - min(kind) for kind in counts)
         sent = max(b / a for a, b in zip(first["all_ring"], last["all_ring"], strict=True))
-        slower = last["seconds"] / first["seconds"]
+        slower, more = (last[name] / first[name] for name in ("seconds", "cpu_s"))
         joining = max(row["joining_cpu_s"] for row in mine)
         found += [
             (f"plan-{name}-collectives-spread", spread, "0", spread == 0),
             (f"plan-{name}-bytes-over-{first['ranks']}-ranks", sent, f"<={FLAT}", sent <= FLAT),
             (f"plan-{name}-seconds-over-{first['ranks']}-ranks", slower, f"<={SLOWER}", slower <= SLOWER),
+            # Other programs on the machine lengthen those, and these much less.
+            (f"plan-{name}-cpu-s-over-{first['ranks']}-ranks", more, f"<={SLOWER}", more <= SLOWER),
             (f"plan-{name}-joining-cpu-s", joining, f"<={JOINING}", joining <= JOINING),
         ]
     if pushes:

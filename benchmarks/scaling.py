@@ -39,7 +39,8 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+# Without this folder: its megatron.py would stand in for the package.
+sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
 
 from benchmarks import _scaling_plan  # noqa: E402
 from benchmarks._axis_bytes import sent  # noqa: E402
@@ -51,6 +52,7 @@ PROMPTS, SAMPLES, TOKENS = 4, 4, 8
 STEPS = 4
 FLAT = 1.1
 """The most by which the bytes of the largest world may exceed those of the smallest of several ranks."""
+LABELS = {"cpu_s": "CPU seconds of planning", "peak_gib": "GiB of planning"}
 
 
 class Traffic(TorchDispatchMode):
@@ -208,17 +210,20 @@ def plot(rows: list[dict[str, Any]], plans: list[dict[str, Any]], file: Path) ->
     several = [row for row in rows if row["ranks"] > 1]
     jobs = {name: [row for row in plans if row["job"] == name] for name in dict.fromkeys(p["job"] for p in plans)}
     panels = [("one step of one rank, as run", several, ("collectives", "ring", "sent", "messages"))] if several else []
-    panels += [(f"{name} job, as planned", mine, ("collectives", "ring", "seconds")) for name, mine in jobs.items()]
+    panels += [
+        (f"{name} job, as planned", mine, ("collectives", "ring", "cpu_s", "peak_gib")) for name, mine in jobs.items()
+    ]
     figure, all_axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
     for axes, (title, mine, names) in zip(all_axes[0], panels, strict=True):
         ticks = [row["ranks"] for row in mine]
         for name in names:
             if first := mine[0][name]:
-                label = f"seconds of planning ({first:,.0f}" if name == "seconds" else f"{name} ({first:,.0f}"
-                axes.plot(ticks, [row[name] / first for row in mine], "o-", label=f"{label} on {ticks[0]} ranks)")
+                label = f"{LABELS.get(name, name)} ({first:,.{1 if first < 10 else 0}f} on {ticks[0]} ranks)"
+                axes.plot(ticks, [row[name] / first for row in mine], "o-", label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, labels=[f"{n:,}" for n in ticks])
-        axes.set(xlabel="ranks", ylabel=f"relative to {ticks[0]} ranks", ylim=(0, None), title=title)
+        axes.set(xlabel="ranks", ylabel=f"relative to {ticks[0]} ranks", title=title)
+        axes.set_ylim(0, max(1.5, axes.get_ylim()[1]))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.tight_layout()
