@@ -142,7 +142,9 @@ def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], 
         sharded = patch.multiple(
             shards, shard_box=_or_whole(box, shards.shard_box), local=_or_whole(local, shards.local)
         )
-        own = dict(shard_box=_or_whole(box, lora.shard_box), local=_or_whole(local, lora.local), gathered=_whole)
+        own: dict[str, Any] = dict(
+            shard_box=_or_whole(box, lora.shard_box), local=_or_whole(local, lora.local), gathered=_whole
+        )
         also = patch.multiple(lora, **own)
         with sharded, also:
             yield [world.roles.trainers[i] for i in places[:, index]], policy.pieces(part)
