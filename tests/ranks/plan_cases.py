@@ -149,6 +149,15 @@ def by_kind(sent: dict[tuple[str, str], int]) -> dict[str, int]:
     return {kind: n for kind, n in out.items() if n}
 
 
+def let_go(model: Any) -> None:
+    """Frees what a stage of a pipeline last got from the one before, which it holds until its next micro-batch."""
+    if hasattr(model, "chunks"):
+        from spmdrl.policy.megatron.convert import unwrapped
+
+        for chunk in model.chunks:
+            unwrapped(chunk).decoder.input_tensor = None
+
+
 class Watched:
     """Measures the passes of a real model: what a pass takes beyond what is held, and what it sends."""
 
@@ -184,12 +193,7 @@ class Watched:
 
     def begin(self) -> None:
         """A pass begins; FSDP's root, which may be gathered since an earlier one, is not."""
-        if hasattr(self.model, "chunks"):
-            from spmdrl.policy.megatron.convert import unwrapped
-
-            for chunk in self.model.chunks:
-                # A stage holds what it last got from the one before until the next micro-batch.
-                unwrapped(chunk).decoder.input_tensor = None
+        let_go(self.model)
         if hasattr(self.model, "_reshard"):
             self.model._reshard()
         self.paper.lap()
@@ -400,6 +404,8 @@ def begins(made: Any) -> dict[str, int]:
             own = getattr(model, method)
 
             def run(*args, own=own, phase=phase):
+                for _, each in own_tensors(made.models):
+                    let_go(each)
                 found[phase] = made.paper.live
                 return own(*args)
 
