@@ -23,7 +23,7 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.paths import run_folder
 from spmdrl.session.environ import prepare
-from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_software
+from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
 from spmdrl.tools.doctor_findings import FAIL, Finding, fail, ok, warn
 from spmdrl.tools.doctor_python import python
 from spmdrl.tools.preflight import parse_rounds, port_of
@@ -167,6 +167,7 @@ def local(asked: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
     found += [doctor_software.triton(gpus), doctor_machine.shared_memory(gpus > 1), *doctor_machine.limits()]
     found += [doctor_machine.leftovers(ranked), doctor_machine.threads(ranked, gpus), doctor_machine.own_name()]
     found.append(doctor_machine.sandbox())
+    found += doctor_settings.settings(config, gpus, asked.quick) if config and torch_imports else []
     if not asked.quick:
         found += [doctor_software.flash_attention(), doctor_machine.hub()]
     folder = Path(asked.dir) if asked.dir else run_folder(config) if config else Path("runs")

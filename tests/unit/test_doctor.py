@@ -5,7 +5,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -15,7 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_software
+from spmdrl.config.schema import Config
+from spmdrl.hub.folder import TINY
+from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
 from spmdrl.tools.doctor import bandwidth, clocks
 from spmdrl.tools.doctor_findings import fail, ok, warn
 from spmdrl.tools.doctor_python import PYTHON, python
@@ -189,6 +193,103 @@ def test_an_engine_or_backend_that_settings_name_must_be_there(monkeypatch):
     assert [doctor_software.engines(name)[-1].level for name in ("", "sglang")] == ["ok", "fail"]
     assert [doctor_software.megatron(needed).level for needed in (False, True)] == ["ok", "fail"]
     assert [doctor_software.triton(gpus).level for gpus in (0, 8)] == ["ok", "warn"]
+
+
+# ── what settings name ──
+
+
+def findings(gpus=0, quick=False, ask=lambda kind, name: "", **values) -> dict[str, tuple[str, str]]:
+    """Level and line of each finding for the demo's settings with some values changed."""
+    config = Config()
+    for name, value in values.items():
+        section, _, leaf = name.partition("__")
+        setattr(getattr(config, section), leaf, value)
+    found = doctor_settings.settings(config, gpus, quick, ask)
+    assert len({each.name for each in found}) == len(found)
+    return {each.name: (each.level, each.line()) for each in found}
+
+
+def test_settings_of_the_demo_need_nothing_that_is_not_here():
+    found = findings()
+    assert set(found) == {"device", "--model.path", "--data.train", "--data.eval"}
+    assert all(level == "ok" for level, _ in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus", "level", "said"),
+    [
+        ({"run__device": "cuda"}, 0, "fail", "--run.device cuda finds no GPU, and --run.device cuda wants one"),
+        ({"policy__backend": "megatron"}, 0, "fail", "--policy.backend megatron wants one"),
+        ({"policy__backend": "megatron"}, 8, "ok", "8 GPUs"),
+        ({"policy__backend": "megatron", "run__device": "cpu"}, 0, "ok", "--run.device cpu"),
+        ({"rollout__engine": "sglang", "rollout__quantization": "fp8"}, 0, "fail", "--rollout.quantization fp8"),
+        ({"rollout__engine": "hf", "rollout__quantization": "int8"}, 0, "ok", "takes the CPU"),
+        ({"policy__offload": "host"}, 0, "warn", "moves nothing"),
+    ],
+)
+def test_a_gpu_that_settings_need_must_be_there(values, gpus, level, said):
+    found = findings(gpus, **values)["device"]
+    assert found[0] == level and said in found[1], found
+
+
+def test_models_that_settings_name_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    assert findings(model__path=str(model))["--model.path"][0] == "ok"
+    (weights,) = model.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size - 1)
+    cut = findings(model__path=str(model))["--model.path"]
+    assert cut[0] == "fail" and "is not a complete safetensors file" in cut[1]
+    gone = findings(model__path=str(tmp_path / "gone"), critic__path="./gone", reward__model="gone.gguf")
+    assert [gone[f"--{name}"][0] for name in ("model.path", "critic.path", "reward.model")] == ["fail"] * 3
+    assert "no-such-package" in findings(model__path="package:no-such-package")["--model.path"][1]
+
+
+def test_names_of_the_hub_are_in_its_cache_or_asked_for(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    asked, names = [], {"model__path": "nobody/has-this-model", "data__train": "hf:nobody/has-these-rows:main:train"}
+
+    def levels(why="", quick=False) -> list[tuple[str, str]]:
+        def ask(kind, name):
+            asked.append((kind, name))
+            return why
+
+        found = findings(ask=ask, quick=quick, data__eval="", **names)
+        return [found["--model.path"], found["--data.train"]]
+
+    assert [level for level, _ in levels()] == ["ok", "ok"]
+    assert asked == [("model", "nobody/has-this-model"), ("dataset", "nobody/has-these-rows")]
+    for level, line in levels("HfHubHTTPError: 404"):
+        assert level == "fail" and "the hub does not give it (HfHubHTTPError: 404)" in line
+    asked.clear()
+    assert [level for level, _ in levels(quick=True)] == ["warn", "warn"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [level for level, _ in levels()] == ["fail", "fail"]
+    assert asked == [], "neither a quick look nor a hub that is off asks"
+
+
+def test_prompts_and_files_of_functions_must_be_there(tmp_path):
+    rows, reward = tmp_path / "rows.jsonl", tmp_path / "reward.py"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    reward.write_text("def compute_score(*_):\n    return 0.0\n")
+    good = {"data__train": str(rows), "data__eval": "", "reward__function": str(reward)}
+    found = findings(**good)
+    assert found["--data.train"][0] == found["--reward.function"][0] == "ok" and "--data.eval" not in found
+    bad = findings(**good | {"data__train": "gone.parquet", "reward__function": f"{reward}:score"})
+    assert bad["--data.train"][0] == "fail" and "no data file 'gone.parquet'" in bad["--data.train"][1]
+    assert bad["--reward.function"][0] == "fail" and "defines no score" in bad["--reward.function"][1]
+    rows.write_text("{\n")
+    broken = findings(**good | {"data__train": str(rows), "data__chat_template": "gone.jinja"})
+    assert broken["--data.train"][0] == "fail" and "rows.jsonl:1: not JSON" in broken["--data.train"][1]
+    assert broken["--data.chat-template"][0] == "fail"
+
+
+def test_bad_settings_of_another_machine_fail_with_exit_code_1(tmp_path):
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    ended = doctor("--quick", "--dir", tmp_path, "--config", "configs/dapo_671b.yaml", env=env)
+    bad = re.findall(r"^fail (\S+)", ended.stdout, re.MULTILINE)
+    assert ended.returncode == 1 and {"device", "--model.path", "--data.train", "--data.eval"} <= set(bad), ended.stdout
 
 
 # ── accelerators ─────────────────────────────────────────────────────────────
