@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
 CHAPTERS = parts(DOC, 2)
 SCRIPTS = {path.name: path.read_text() for path in [*(ROOT / "slurm").glob("*.sh"), ROOT / "launch" / "node.sh"]}
-JOBS = sorted(name for name in SCRIPTS if name not in ("job.sh", "node.sh"))
+JOBS = sorted(name for name in SCRIPTS if name not in ("job.sh", "container.sh", "node.sh"))
 COMMANDS = [
     line.split("#")[0].strip()
     for block in re.findall(r"```\n(.*?)```", DOC, re.DOTALL)
