@@ -13,8 +13,19 @@ BUSY = 0.05
 """Share of a GPU's memory above which another program is at work on it."""
 
 
+def torch_imports() -> bool:
+    """Returns whether torch imports; `doctor_software.torch_version` says why it does not."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
 def count() -> int:
-    """GPUs that torch finds; asking leaves no context on them."""
+    """Counts the GPUs that torch finds, 0 where it does not import; asking leaves no context on them."""
+    if not torch_imports():
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

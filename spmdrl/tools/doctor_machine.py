@@ -144,10 +144,15 @@ def sandbox(which=shutil.which) -> Finding:
     return ok("sandbox", f"{place} works")
 
 
+def hub_is_off(environment: Mapping[str, str]) -> bool:
+    """Returns whether the hub's client is told to ask nothing."""
+    return environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
 def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Finding:
     """Reachability of the model hub; one request without content. wait: seconds."""
     place = environment.get("HF_ENDPOINT") or "https://huggingface.co"
-    if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    if hub_is_off(environment):
         return ok("hub", "HF_HUB_OFFLINE is set: nothing is asked, models come from folders and the cache")
     try:
         with urllib.request.urlopen(urllib.request.Request(place, method="HEAD"), timeout=wait) as answer:

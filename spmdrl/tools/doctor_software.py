@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, the project's requirements, torch, engines, Megatron, kernels."""
+"""Checks of what is installed: the project's requirements, torch, engines, Megatron, kernels."""
 
 import importlib.util
 import re
@@ -16,7 +16,6 @@ from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "launch" / "locks"
-PYTHON = (3, 11)
 Lookup = Callable[[str], Distribution]
 
 
@@ -36,13 +35,6 @@ def locked(name: str) -> str:
             if found:
                 return found[1]
     return ""
-
-
-def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    """The interpreter."""
-    said = f"{'.'.join(map(str, version))}, {sys.executable}"
-    least = ".".join(map(str, PYTHON))
-    return either(version < PYTHON, True, "Python", said, f"install {least} or later: PYTHON=... ./launch/install.sh")
 
 
 def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = None) -> list[str]:

@@ -162,7 +162,7 @@ def chosen(hosts: list[str], port: int) -> list[str]:
     floors = tuple(float(os.environ.get(name) or 0) for name in ("FLOOR_ALL_REDUCE", "FLOOR_ALL_TO_ALL"))
     folder = Path(os.environ.get("RUN_DIR") or ROOT / "runs" / "preflight") / "logs" / "preflight"
     look = look_at(Hosts(), folder.absolute(), port, say)
-    return choose(hosts, need, look, (floors[0], floors[1]), say, unreachable(hosts))
+    return choose(hosts, need, look, (floors[0], floors[1]), say, unreachable(hosts), slurm=False)
 
 
 def say(line: str) -> None:

@@ -147,8 +147,9 @@ def choose(
     floors: tuple[float, float],
     say: Callable[[str], None],
     dead: dict[str, str],
+    slurm: bool = True,
 ) -> list[str]:
-    """The first `need` good nodes, in the order given.
+    """Chooses the first `need` good nodes, in the order given.
 
     Args:
         hosts: nodes of the job, spares included.
@@ -157,13 +158,14 @@ def choose(
         floors: least all-reduce and all-to-all of a pair, in 1e9 bytes a second.
         say: prints a line.
         dead: nodes that are known not to work, with the reason.
+        slurm: SLURM gave the nodes, else HOSTS names them.
 
     Raises:
         TooFewError: fewer are good.
     """
     began, bad = time.monotonic(), dict(dead)
     left = [host for host in hosts if host not in bad]
-    enough(hosts, need, bad)
+    enough(hosts, need, bad, slurm)
     reports = look(left, show_rounds(rounds_of(left)), False, FIRST)
     bad |= unfit(left, reports)
     left = [host for host in left if host not in bad]
@@ -183,7 +185,7 @@ def choose(
         say(f"slow between {line}; each is fast enough with another, and both stay")
     for host, why in bad.items():
         say(f"bad node {host}: {why}")
-    enough(hosts, need, bad)
+    enough(hosts, need, bad, slurm)
     measured = [pair for host in left if host in reports for pair in reports[host]["pairs"] if not pair["error"]]
     if measured:
         low = [min(pair[name] for pair in measured) for name in ("all_reduce", "all_to_all")]
@@ -196,21 +198,25 @@ def choose(
     return good[:need]
 
 
-def enough(hosts: Sequence[str], need: int, bad: dict[str, str]) -> None:
-    """Checks that enough nodes are left.
+def enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool = True) -> None:
+    """Checks that enough nodes are left. slurm: as in `choose`.
 
     Raises:
-        TooFewError: they are not.
+        TooFewError: they are not; the message says how the job gets others.
     """
     good = len(hosts) - len(bad)
     if good >= need:
         return
     names = "; ".join(f"{host} ({why})" for host, why in bad.items())
+    others = "leave the bad ones out of HOSTS and name others, or lower NODES"
+    if slurm:
+        others = (
+            f"leave the bad ones out (sbatch --exclude={','.join(bad)}), or ask for more spares (sbatch --nodes above "
+            "NODES)"
+        )
     raise TooFewError(
-        f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. Leave the bad nodes out "
-        f"(sbatch --exclude={','.join(bad)}, or HOSTS without them), or give more spares (sbatch --nodes above "
-        "NODES, or more HOSTS); FLOOR_ALL_REDUCE and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without "
-        "looking"
+        f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. To go on, {others}; FLOOR_ALL_REDUCE "
+        "and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without looking"
     )
 
 
