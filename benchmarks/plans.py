@@ -162,14 +162,15 @@ def main() -> None:
         print(f"{device:>10} {free:>9} {host:>9} {step:>8} {took}  {name}", flush=True)
     if target := found.get(TARGET):
         seconds, memory = target["planning_seconds"], target["planning_gib"]
-        for what, value, most in (("seconds", seconds, SECONDS), ("GiB of its processes", memory, MEMORY_GIB)):
-            verdict = "met" if value <= most else "missed"
-            print(f"target   671 G parameters on 512 GPUs: {value:.1f} {what}, at most {most:g}: {verdict}")
+        for what, value, most in (("seconds", seconds, SECONDS), ("gib", memory, MEMORY_GIB)):
+            print(f"target plan-671b-{what} {value:.1f} <={most:g} {'ok' if value <= most else 'miss'}")
     if own.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
         Path(own.json).write_text(json.dumps({"machine": machine, "plans": found, "skipped": skipped}, indent=1))
     if own.docs:
         DOCS.write_text(filled(DOCS.read_text(), found))
+    if skipped:
+        sys.exit(f"{len(skipped)} of {len(found) + len(skipped)} jobs could not be planned")
 
 
 if __name__ == "__main__":
