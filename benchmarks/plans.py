@@ -6,7 +6,7 @@ The jobs stand in the first table of docs/scale.md, the published layouts in tes
 is a process of its own, `python -m spmdrl.plan`, whose seconds and memory are measured with those of its processes
 (the sum of their resident memory, every tenth of a second; pages that they share count once for each). `--docs` fills
 the tables of docs/scale.md; cells of plans that were not made stay as they are. `--quick` plans two small jobs.
-A layout with flags that this version of the project does not have is skipped, and the reason is said.
+A job that cannot be planned is named with its reason, and the exit code is 1 then.
 """
 
 import argparse

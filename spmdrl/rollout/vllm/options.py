@@ -123,8 +123,8 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         kv_bytes = cpu_kv_bytes(config, capacity, longest, cfg.model.dtype, cfg.rollout.tp)
     options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
     if on_cpu:
-        # Latent attention has blocks of its own, and on CPUs with AMX a kernel that packs weights once at start, so that
-        # those of later pushes would be lost; it refuses float32, too.
+        # Latent attention has blocks of its own. On CPUs with AMX vLLM would take a kernel that packs weights once at
+        # start, which loses those of later pushes, and refuses float32.
         latent = getattr(config, "kv_lora_rank", None)
         options |= {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
     else:
