@@ -28,7 +28,7 @@ FSDP = {
 """Ranks -> name -> kind of model, settings."""
 MEGATRON = {
     2: {
-        "PPO, tp2": ("dense", {"algo": {"preset": "ppo"}, "parallel": {"tp": 2}, "policy": {"offload": "host"}}),
+        "PPO": ("dense", {"algo": {"preset": "ppo"}, "policy": {"offload": "host"}}),
         "tp2 without sequence parallelism": ("dense", {"parallel": {"tp": 2, "sequence_parallel": False}}),
         "tp2, attention recomputed": (
             "dense",

@@ -18,7 +18,7 @@ from spmdrl.data.batch import Batch, share_out
 from spmdrl.plan.batch import full_batch
 from spmdrl.plan.job import own_tensors
 from spmdrl.plan.paper import Paper
-from spmdrl.plan.scaled import rank_of
+from spmdrl.plan.scaled import peak_of, rank_of
 from spmdrl.plan.substitutes import FINDS_SHAPES, aside
 from spmdrl.plan.traffic import Traffic
 from spmdrl.policy.models import build_models
@@ -149,13 +149,13 @@ def by_kind(sent: dict[tuple[str, str], int]) -> dict[str, int]:
     return {kind: n for kind, n in out.items() if n}
 
 
-def let_go(model: Any) -> None:
-    """Frees what a stage of a pipeline last got from the one before, which it holds until its next micro-batch."""
-    if hasattr(model, "chunks"):
-        from spmdrl.policy.megatron.convert import unwrapped
+def decoders(model: Any) -> list[Any]:
+    """Returns the layers of Megatron's chunks of a model; none under FSDP."""
+    if not hasattr(model, "chunks"):
+        return []
+    from spmdrl.policy.megatron.convert import unwrapped
 
-        for chunk in model.chunks:
-            unwrapped(chunk).decoder.input_tensor = None
+    return [unwrapped(chunk).decoder for chunk in model.chunks]
 
 
 class Watched:
@@ -193,7 +193,9 @@ class Watched:
 
     def begin(self) -> None:
         """A pass begins; FSDP's root, which may be gathered since an earlier one, is not."""
-        let_go(self.model)
+        for decoder in decoders(self.model):
+            # A stage holds what it last got from the one before until the next micro-batch.
+            decoder.input_tensor = None
         if hasattr(self.model, "_reshard"):
             self.model._reshard()
         self.paper.lap()
@@ -360,7 +362,7 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
     from spmdrl.plan.job import open_rank
 
     plain_products()
-    stage, stages = 0, 1
+    stage, stages, virtual = 0, 1, cfg.parallel.virtual_stages
     if cfg.policy.backend == "megatron":
         stages = cfg.parallel.pp
         stage = rank // (trainers(cfg, ranks) // stages)
@@ -378,7 +380,7 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
         made.memory._push = measured_push
         begun = begins(made)
         step = made.step()
-        plan = rank_of(step, stage, stages, cfg.parallel.virtual_stages, {})
+        plan = rank_of(step, stage, stages, virtual, {})
     held = step.held
     if step.host:
         # The table of a real rank counts an optimizer on the host among the tensors of a CPU.
@@ -388,25 +390,22 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
     out |= {"received": carried.get("receive", 0), "push sent": carried.get("send", 0)}
     out |= {"away": {place: n for place, n in step.parked.items() if n}}
     for phase in ("logp", "update"):
-        out[phase] = sum(plan.memory.get(phase, {}).values()) - begun.get(phase, 0)
+        passes = [work for work in step.works if work.kind == phase]
+        peaks = [sum(peak_of(w, stage, stages, virtual).values()) - begun[w.model, phase] for w in passes]
+        out[phase] = max(peaks, default=0)
         out[phase + " sent"] = by_kind(plan.loads[phase].sent) if phase in plan.loads else {}
     return out
 
 
-def begins(made: Any) -> dict[str, int]:
-    """Returns phase -> bytes that live where its last pass begins; filled while a step runs on paper.
-
-    Earlier passes leave what a library makes once, which real ranks have from their first step.
-    """
-    found: dict[str, int] = {}
-    for _, model in own_tensors(made.models):
+def begins(made: Any) -> dict[tuple[str, str], int]:
+    """Returns (model, phase) -> bytes that live where its first pass begins; filled while a step runs on paper."""
+    found: dict[tuple[str, str], int] = {}
+    for name, model in own_tensors(made.models):
         for method, phase in (("numbers", "logp"), ("gradient", "update")):
             own = getattr(model, method)
 
-            def run(*args, own=own, phase=phase):
-                for _, each in own_tensors(made.models):
-                    let_go(each)
-                found[phase] = made.paper.live
+            def run(*args, own=own, key=(name, phase)):
+                found.setdefault(key, made.paper.live)
                 return own(*args)
 
             setattr(model, method, run)
