@@ -133,7 +133,7 @@ def show(reports: list[dict], out) -> None:
 
 
 def one_node(asked: argparse.Namespace, ranked: bool) -> dict[str, Any]:
-    """The report of this node. ranked: torchrun started this process among others.
+    """Makes the report of this node. ranked: torchrun started this process among others.
 
     Raises:
         ConfigError: --config cannot be read.
@@ -155,7 +155,7 @@ def one_node(asked: argparse.Namespace, ranked: bool) -> dict[str, Any]:
 
 
 def local(asked: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
-    """All checks that this node can do alone."""
+    """Runs all checks that this node can do alone."""
     config = from_command_line(["--config", asked.config], PROG).config if asked.config else None
     engine = config.rollout.engine if config else ""
     found = [python(), doctor_software.requirements(), doctor_software.torch_version()]
@@ -181,7 +181,7 @@ def local(asked: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
 
 
 def two_ranks(gpus: int, quick: bool) -> Finding:
-    """All-reduce and all-to-all between two ranks of this machine: NCCL where there are two GPUs, else gloo."""
+    """Measures between two ranks of this machine, over NCCL where there are two GPUs, else over gloo."""
     import socket
 
     with socket.socket() as free:
@@ -200,7 +200,7 @@ def two_ranks(gpus: int, quick: bool) -> Finding:
 
 
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
-    """The finding for what ranks measured."""
+    """Makes the finding for what ranks measured."""
     if found.error:
         fix = "NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL says more; look at the lines above first"
         return fail(name, found.error, fix)
@@ -209,7 +209,7 @@ def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
 
 
 def clocks(found: doctor_ranks.Measured) -> Finding:
-    """The finding for the clocks of several nodes."""
+    """Makes the finding for the clocks of several nodes."""
     said = f"at most {found.clock:.2f} s apart"
     fix = "run chrony or ntpd on every node: times in the logs of ranks cannot be compared"
     return warn("clocks", said, fix) if found.clock > SKEW else ok("clocks", said)
@@ -219,7 +219,7 @@ def clocks(found: doctor_ranks.Measured) -> Finding:
 
 
 def everyone(asked: argparse.Namespace) -> list[dict]:
-    """Reports of all nodes, on every rank: the first rank of each looks at its node. Collective.
+    """Returns the reports of all nodes on every rank; the first rank of each looks at its node. Collective.
 
     Raises:
         FolderError, ConfigError: as `one_node`, on every rank.

@@ -1,4 +1,4 @@
-"""Findings of the doctor: one line each, with the fix. Old Pythons import it: see `doctor_python.py`."""
+"""Holds findings of the doctor, one line each with the fix. Old Pythons import it: see `doctor_python.py`."""
 
 from typing import NamedTuple
 

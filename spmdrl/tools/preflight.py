@@ -34,14 +34,14 @@ Reports = dict[str, dict]
 
 
 class TooFewError(ValueError):
-    """More nodes are bad than there are spares."""
+    """Says that more nodes are bad than there are spares."""
 
 
 # ── pairs ────────────────────────────────────────────────────────────────────
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Pairs of neighbours, in rounds in which each node is in one pair at most: two rounds, three for three nodes.
+    """Pairs neighbours in rounds in which each node is in one pair at most: two rounds, three for three nodes.
 
     An even number of nodes stands in a ring and an odd one in a row; three stand in a ring, as the middle one of a row
     would be in every pair.
@@ -57,7 +57,7 @@ def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def show_rounds(rounds: Sequence[Sequence[Pair]]) -> str:
-    """The rounds as one word: `a/b,c/d;b/c`."""
+    """Writes the rounds as one word: `a/b,c/d;b/c`."""
     return ";".join(",".join("/".join(pair) for pair in pairs) for pairs in rounds)
 
 
@@ -68,7 +68,7 @@ def parse_rounds(text: str) -> list[list[Pair]]:
 
 
 def port_of(base: int, text: str, number: int, pair: Pair) -> int:
-    """Port at which the first of a pair listens. Pairs of one look differ, as all nodes may be one machine."""
+    """Returns the port at which the first of a pair listens. Pairs of one look differ: all nodes may be one machine."""
     rounds = parse_rounds(text)
     place = sum(map(len, rounds[:number])) + rounds[number].index(pair)
     # Each look has its own, so that a port still in use by the look before is not met.
@@ -79,7 +79,7 @@ def port_of(base: int, text: str, number: int, pair: Pair) -> int:
 
 
 def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
-    """Nodes that are bad by themselves, each with its reason."""
+    """Returns the nodes that are bad by themselves, each with its reason."""
     bad = {host: "it gave no report in time" for host in hosts if host not in reports}
     for host, report in reports.items():
         wrong = [each for each in report["findings"] if each["level"] == "fail"]
@@ -96,7 +96,7 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
 
 
 def below(pair: dict, floors: tuple[float, float]) -> str:
-    """Reason why a measured pair is not good; empty where it is. floors: all-reduce, all-to-all in GB/s."""
+    """Returns why a measured pair is not good, empty where it is. floors: all-reduce, all-to-all in GB/s."""
     if pair["error"]:
         return pair["error"]
     named = (("all-reduce", pair["all_reduce"], floors[0]), ("all-to-all", pair["all_to_all"], floors[1]))
@@ -104,7 +104,7 @@ def below(pair: dict, floors: tuple[float, float]) -> str:
 
 
 def slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
-    """Nodes without any good pair, each with its worst, and lines on pairs of two nodes that are both good elsewhere.
+    """Returns nodes without a good pair, each with its worst, and lines on bad pairs of nodes that are good elsewhere.
 
     hosts: those that are not bad by themselves; pairs with others do not count.
     """
@@ -131,7 +131,7 @@ def slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) ->
 
 
 def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
-    """Rounds that pair each suspect with a node that is known to be good."""
+    """Makes rounds that pair each suspect with a node that is known to be good."""
     step = max(1, len(clean))
     parts = [suspects[at : at + step] for at in range(0, len(suspects), step)]
     return [list(zip(clean, part, strict=False)) for part in parts] if clean else []
@@ -221,10 +221,10 @@ def enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool = T
 
 
 def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
-    """The `look` of `choose`: the doctor on nodes, with their reports in files of a folder that all of them share."""
+    """Makes the `look` of `choose`: the doctor on nodes, whose reports are files in a folder that all of them share."""
 
     def look(hosts: Sequence[str], rounds: str, only_pairs: bool, seconds: float) -> Reports:
-        """Return the doctor's reports of these hosts."""
+        """Returns the doctor's reports of these hosts."""
         # Each look has a folder of its own: a client of NFS may remember for a minute that a file was not there.
         place = folder / f"{time.strftime('%Y%m%d-%H%M%S')}{'-again' if only_pairs else ''}"
         place.mkdir(parents=True)
@@ -247,7 +247,7 @@ def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
 
 
 def states(hosts: Sequence[str]) -> dict[str, str]:
-    """Nodes that SLURM itself calls down, each with its state."""
+    """Returns the nodes that SLURM itself calls down, each with its state."""
     words = ["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"]
     try:
         text = subprocess.run(words, capture_output=True, text=True, timeout=15).stdout

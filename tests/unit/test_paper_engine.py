@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from benchmarks._models import config_of, published
 from spmdrl.config.schema import Config
@@ -122,6 +123,24 @@ def test_experts_are_never_cut_under_ep_and_always_without(models, family):
             assert sum(size(box) for _, box in found) * tp * dp == sum(size(e.box) for e in experts)
             cut = EngineLayout("vllm", config, tp, dp, 1)
             assert not any(cut.cut(e.name, e.shape, place).boxes == [e.box] for e in experts if "bias" not in e.name)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "width", "tp", "kind", "fits"),
+    [
+        (14, 2, 4864, 7, "vllm", "1, 2"),
+        (14, 2, 14 * 64, 7, "vllm", "1, 2, 14"),
+        (16, 4, 1024, 3, "sglang", "1, 2, 4, 8, 16"),
+        (8, 8, 1000, 16, "vllm", "1, 2, 4, 8"),
+    ],
+)
+def test_sizes_that_divide_a_model_are_named_all(heads, kv, width, tp, kind, fits):
+    """Multiples of the key-value heads, which engines copy, are among them where they divide the other heads."""
+    config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv, intermediate_size=width)
+    with pytest.raises(ValueError, match=f"^--rollout.tp {tp}: the model has {heads} .*; {kind} takes {fits}$"):
+        EngineLayout(kind, config, tp).check()
+    for fit in map(int, fits.split(", ")):
+        EngineLayout(kind, config, fit).check()
 
 
 def test_fused_layers_are_cut_as_their_parts():
