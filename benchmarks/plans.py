@@ -6,7 +6,7 @@ The jobs stand in the first table of docs/scale.md, the published layouts in tes
 is a process of its own, `python -m spmdrl.plan`, whose seconds and memory are measured with those of its processes
 (the sum of their resident memory, every tenth of a second; pages that they share count once for each). `--docs` fills
 the tables of docs/scale.md; cells of plans that were not made stay as they are. `--quick` plans two small jobs.
-A layout with flags that this version of the project does not have is skipped, and the reason is said.
+A job that cannot be planned is named with its reason, and the exit code is 1 then.
 """
 
 import argparse
@@ -162,14 +162,15 @@ def main() -> None:
         print(f"{device:>10} {free:>9} {host:>9} {step:>8} {took}  {name}", flush=True)
     if target := found.get(TARGET):
         seconds, memory = target["planning_seconds"], target["planning_gib"]
-        for what, value, most in (("seconds", seconds, SECONDS), ("GiB of its processes", memory, MEMORY_GIB)):
-            verdict = "met" if value <= most else "missed"
-            print(f"target   671 G parameters on 512 GPUs: {value:.1f} {what}, at most {most:g}: {verdict}")
+        for what, value, most in (("seconds", seconds, SECONDS), ("gib", memory, MEMORY_GIB)):
+            print(f"target plan-671b-{what} {value:.1f} <={most:g} {'ok' if value <= most else 'miss'}")
     if own.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
         Path(own.json).write_text(json.dumps({"machine": machine, "plans": found, "skipped": skipped}, indent=1))
     if own.docs:
         DOCS.write_text(filled(DOCS.read_text(), found))
+    if skipped:
+        sys.exit(f"{len(skipped)} of {len(found) + len(skipped)} jobs could not be planned")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Communication of one training step on 1, 2, 4 and 8 ranks, with the same work for each rank.
+"""Communication of one training step on 1, 2, 4 and 8 ranks, and plans of 8 to 4,096, with the same work for each rank.
 
-    python benchmarks/scaling.py [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/scaling.py [--quick] [--only ranks|plans] [--json FILE] [--plot FILE]
 
 Each world is a number of gloo processes of this machine that train the tiny model for a few steps: the whole step
 (GRPO, the HF engine, FSDP2 over all ranks), four prompts of four samples for each rank. A mode of torch's dispatcher
@@ -15,21 +15,21 @@ first:
   which comes near S as n grows; the factor takes that out, so that the figure is flat where the tensors are the same.
 - *requests*: of the step to the rendezvous store, without those of the heartbeat's thread.
 
-Times are not measured: the ranks share the cores of one machine. With `--plan CONFIG` there are rows for more ranks
-than a machine can run, from the planner (`python -m spmdrl.plan`).
+Times are not measured: the ranks share the cores of one machine.
+
+More ranks than a machine can run are planned (`python -m spmdrl.plan`), unless with --quick: an FSDP job and a Megatron
+job, whose rows have the same figures of a step, and what planning takes (`_scaling_plan.py`).
 """
 
 import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,20 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+# Without this folder: its megatron.py would stand in for the package.
+sys.path[:] = [str(ROOT), str(ROOT / "kernels"), *(p for p in sys.path if Path(p).resolve() != ROOT / "benchmarks")]
 
+from benchmarks import _scaling_plan  # noqa: E402
 from benchmarks._axis_bytes import sent  # noqa: E402
 
 MESSAGES = ("send", "recv_", "recv_any_source_")
 WORLDS = (1, 2, 4, 8)
-PLANNED = (8, 64, 512, 4096)
 PROMPTS, SAMPLES, TOKENS = 4, 4, 8
 """Prompts of a rank in a step, samples of each, and the most tokens of a sample."""
 STEPS = 4
 FLAT = 1.1
 """The most by which the bytes of the largest world may exceed those of the smallest of several ranks."""
+LABELS = {"cpu_s": "CPU seconds of planning", "peak_gib": "GiB of planning"}
 
 
 class Traffic(TorchDispatchMode):
@@ -182,27 +184,6 @@ def measured(ranks: int, steps: int = STEPS) -> dict[str, Any]:
     return {"ranks": ranks, "all_collectives": counts} | mean
 
 
-def planned(config: Path | None, worlds: tuple[int, ...] = PLANNED) -> list[dict[str, Any]]:
-    """Rows of the planner on simulated ranks: its seconds and what it says, as `plan`. None without a planner.
-
-    config: settings of the job that is planned; None for no plan.
-    """
-    if config is None or find_spec("spmdrl.plan") is None:
-        return []
-    rows = []
-    for ranks in worlds:
-        command = [sys.executable, "-m", "spmdrl.plan", "--config", str(config)]
-        began = time.perf_counter()
-        done = subprocess.run(
-            [*command, "--world", str(ranks), "--gpu", "h100", "--json", "-"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        rows.append({"ranks": ranks, "seconds": time.perf_counter() - began, "plan": json.loads(done.stdout)})
-    return rows
-
-
 def targets(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
     """(name, value, goal, met) of each target."""
     several = [row for row in rows if row["ranks"] > 1]
@@ -219,25 +200,32 @@ def targets(rows: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
     ]
 
 
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Draws figures of a rank over the number of ranks, relative to the first world of several."""
+def plot(rows: list[dict[str, Any]], plans: list[dict[str, Any]], file: Path) -> None:
+    """Draws figures of a rank over the number of ranks, relative to the fewest: of ranks that ran, and of plans."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     several = [row for row in rows if row["ranks"] > 1]
-    figure, axes = plt.subplots(figsize=(6, 3.6))
-    for name in ("collectives", "ring", "sent", "messages"):
-        if first := several[0][name]:
-            values = [row[name] / first for row in several]
-            axes.plot([row["ranks"] for row in several], values, "o-", label=f"{name} ({first:,.0f} on 2 ranks)")
-    axes.set_xscale("log", base=2)
-    ticks = [row["ranks"] for row in several]
-    axes.set_xticks(ticks, labels=list(map(str, ticks)))
-    axes.set(xlabel="ranks", ylabel=f"relative to {ticks[0]} ranks", ylim=(0, None), title="one step of one rank")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    jobs = {name: [row for row in plans if row["job"] == name] for name in dict.fromkeys(p["job"] for p in plans)}
+    panels = [("one step of one rank, as run", several, ("collectives", "ring", "sent", "messages"))] if several else []
+    panels += [
+        (f"{name} job, as planned", mine, ("collectives", "ring", "cpu_s", "peak_gib")) for name, mine in jobs.items()
+    ]
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
+    for axes, (title, mine, names) in zip(all_axes[0], panels, strict=True):
+        ticks = [row["ranks"] for row in mine]
+        for name in names:
+            if first := mine[0][name]:
+                label = f"{LABELS.get(name, name)} ({first:,.{1 if first < 10 else 0}f} on {ticks[0]} ranks)"
+                axes.plot(ticks, [row[name] / first for row in mine], "o-", label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, labels=[f"{n:,}" for n in ticks])
+        axes.set(xlabel="ranks", ylabel=f"relative to {ticks[0]} ranks", title=title)
+        axes.set_ylim(0, max(1.5, axes.get_ylim()[1]))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
@@ -245,31 +233,33 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 and 4 ranks, two steps each")
-    parser.add_argument("--plan", type=Path, default=None, metavar="CONFIG", help="settings that the planner plans")
+    parser.add_argument("--quick", action="store_true", help="2 and 4 ranks, two steps each, and no plans")
+    parser.add_argument("--only", choices=("ranks", "plans"), default=None, help="one half")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--plot", type=Path, default=None, help="an image of the table: .png or .svg")
+    parser.add_argument("--plot", type=Path, default=None, help="an image of the tables: .png or .svg")
     args = parser.parse_args()
-    rows = []
-    print(f"{'ranks':>5} {'collectives':>11} {'messages':>9} {'sent KiB':>9} {'ring KiB':>9} {'requests':>9}")
-    for ranks in (2, 4) if args.quick else WORLDS:
-        rows.append(row := measured(ranks, 2 if args.quick else STEPS))
-        print(
-            f"{ranks:5} {row['collectives']:11.1f} {row['messages']:9.1f} {row['sent'] / 1024:9.0f} "
-            f"{row['ring'] / 1024:9.0f} {row['requests']:9.1f}",
-            flush=True,
-        )
-    plans = planned(args.plan)
-    for row in plans:
-        print(f"plan {row['ranks']:5} ranks: {row['seconds']:.1f} s")
-    for name, value, goal, met in targets(rows):
+    rows, plans, pushes = [], [], []
+    began = os.getloadavg()
+    if args.only != "plans":
+        print(f"{'ranks':>5} {'collectives':>11} {'messages':>9} {'sent KiB':>9} {'ring KiB':>9} {'requests':>9}")
+        for ranks in (2, 4) if args.quick else WORLDS:
+            rows.append(row := measured(ranks, 2 if args.quick else STEPS))
+            print(
+                f"{ranks:5} {row['collectives']:11.1f} {row['messages']:9.1f} {row['sent'] / 1024:9.0f} "
+                f"{row['ring'] / 1024:9.0f} {row['requests']:9.1f}",
+                flush=True,
+            )
+    if args.only == "plans" or not (args.only or args.quick):
+        plans, pushes = _scaling_plan.run(), _scaling_plan.run_pushes()
+    for name, value, goal, met in targets(rows) + _scaling_plan.targets(plans, pushes):
         print(f"target {name} {value:.2f} {goal} {'ok' if met else 'miss'}")
     if args.json:
         facts = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-        facts |= {"date": time.strftime("%Y-%m-%d"), "rows": rows, "plans": plans}
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        # Seconds of a plan are those of the wall: other programs on the machine lengthen them.
+        facts |= {"date": time.strftime("%Y-%m-%d"), "load_before_and_after": [began, os.getloadavg()]}
+        args.json.write_text(json.dumps(facts | {"rows": rows, "plans": plans, "pushes": pushes}, indent=1) + "\n")
     if args.plot:
-        plot(rows, args.plot)
+        plot(rows, plans, args.plot)
 
 
 if __name__ == "__main__":

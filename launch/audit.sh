@@ -3,8 +3,9 @@
 #
 #   ./launch/audit.sh
 #
-# Ends with 1 for a finding that launch/audit-allowed.txt does not name with a reason, with 0 and "skipped" where the package
-# index or the advisory service cannot be reached. Needs no install: pip-audit comes into an environment of its own in .venv.
+# Ends with 1 for a finding that launch/audit-allowed.txt does not name with a reason, with 0 and "skipped" where the
+# package index or the advisory service cannot be reached. Needs no install: pip-audit comes into an environment of its
+# own in .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,13 +17,19 @@ skip() { say "skipped: not reachable ($*)"; exit 0; }
 if [[ ! -x $tool/bin/pip-audit ]]; then
     rm -rf "$tool"
     .venv/bin/python -m venv "$tool"
-    timeout 120 "$tool/bin/python" -m pip install -qq --disable-pip-version-check --no-input --timeout "$WAIT" --retries 0 pip-audit==2.10.1 \
-        >"$tool/install.log" 2>&1 || { rm -rf "$tool"; skip "the package index gave no pip-audit"; }
+    if ! timeout 120 "$tool/bin/python" -m pip install -qq --disable-pip-version-check --no-input --timeout "$WAIT" \
+        --retries 0 pip-audit==2.10.1 >"$tool/install.log" 2>&1; then
+        rm -rf "$tool"
+        skip "the package index gave no pip-audit"
+    fi
 fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-audit() { timeout "${limit:-$WAIT}" "$tool/bin/pip-audit" --disable-pip --no-deps --progress-spinner off --timeout "$WAIT" --cache-dir "$work/cache" "$@"; }
+audit() {
+    timeout "${limit:-$WAIT}" "$tool/bin/pip-audit" --disable-pip --no-deps --progress-spinner off --timeout "$WAIT" \
+        --cache-dir "$work/cache" "$@"
+}
 
 # An old release with known advisories: only a service that finds them is one that answers.
 echo "jinja2==2.10" >"$work/probe.txt"

@@ -8,4 +8,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./launch/install.sh
 processes=${NPROC:-$(./launch/devices.sh 2)}
-exec .venv/bin/torchrun --standalone --nproc-per-node "$processes" -m spmdrl.train --config configs/smollm2_addition.yaml "$@"
+exec .venv/bin/torchrun --standalone --nproc-per-node "$processes" \
+    -m spmdrl.train --config configs/smollm2_addition.yaml "$@"

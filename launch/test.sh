@@ -3,13 +3,14 @@
 #
 #   ./launch/test.sh [--quick | --long] [arguments of pytest]
 #
-# Without paths it runs two pytests, which get the same arguments: tests/contract, tests/plans and tests/unit, a file of tests
-# to a core, then the rest one by one, because its tests start ranks and engines of their own. Paths of tests, and options that ask for
-# one report or one order of all tests (--junitxml, --lf, --pdb and the like, see below), make it one plain pytest.
-# --quick runs unit tests but the slow ones, and a run of two ranks, a file of tests to a core; it installs nothing where .venv
-# is there.
-# --long adds tests/long (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is skipped;
-# with one, tests/gpu alone sees it (tests/conftest.py).
+# Without paths it runs two pytests, which get the same arguments: tests/contract, tests/plans and tests/unit, a file of
+# tests to a core, then the rest one by one, because its tests start ranks and engines of their own. Paths of tests, and
+# options that ask for one report or one order of all tests (--junitxml, --lf, --pdb and the like, see below), make it
+# one plain pytest.
+# --quick runs unit tests but the slow ones, and a run of two ranks, a file of tests to a core; it installs nothing
+# where .venv is there.
+# --long adds tests/long (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is
+# skipped; with one, tests/gpu alone sees it (tests/conftest.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Files in the order of the command line, so that the few long ones of tests/contract do not come last.
@@ -27,13 +28,15 @@ for arg in "$@"; do
     # The word after such an option is its value, even if a file has its name.
     if [[ ! $value && $arg != -* && -e ${arg%%::*} ]]; then one=1; fi
     case $arg in
-        -k | -m | -p | -o | -c | -W | -r | --maxfail | --durations | --durations-min | --timeout | --tb | --ignore | --deselect)
+        -k | -m | -p | -o | -c | -W | -r | --maxfail | --durations | --durations-min | --timeout | --tb | --ignore | \
+            --deselect)
             value=1 ;;
         *) value= ;;
     esac
     case $arg in
-        --junit* | --report-log* | --lf | --last-failed | --ff | --failed-first | --nf | --new-first | --sw* | --stepwise* | \
-            --pdb* | --trace | --co | --collect-only | --fixtures* | --markers | --help | -h | --version | --cache* | \
+        --junit* | --report-log* | --lf | --last-failed | --ff | --failed-first | --nf | --new-first | --sw* | \
+            --stepwise* | --pdb* | --trace | --co | --collect-only | --fixtures* | --markers | --help | -h | \
+            --version | --cache* | \
             -n* | --numprocesses* | --dist*)
             one=1 ;;
         -x | --exitfirst | --maxfail*) stop=1 ;;

@@ -15,7 +15,10 @@
 # A step takes many minutes; one that still samples half of GRACE after the signal is sampled again after the requeue.
 set -euo pipefail
 cd "${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}" # SLURM runs a copy of this file that lies elsewhere
-[[ -x slurm/job.sh ]] || { echo "[job] error: no slurm/job.sh in $PWD: sbatch from the project's folder, or set ROOT to it" >&2; exit 1; }
+if [[ ! -x slurm/job.sh ]]; then
+    echo "[job] error: no slurm/job.sh in $PWD: sbatch from the project's folder, or set ROOT to it" >&2
+    exit 1
+fi
 # GRACE: seconds for the last step and its save, below those of --signal. Floors: GB/s between two nodes.
 export NODES=${NODES:-64} GPUS=${GPUS:-8} RUN_DIR=${RUN_DIR:-runs/dapo_671b} GRACE=${GRACE:-2100}
 export FLOOR_ALL_REDUCE=${FLOOR_ALL_REDUCE:-100} FLOOR_ALL_TO_ALL=${FLOOR_ALL_TO_ALL:-20}

@@ -15,7 +15,10 @@
 # One node has no pairs: its preflight is the doctor.
 set -euo pipefail
 cd "${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}" # SLURM runs a copy of this file that lies elsewhere
-[[ -x slurm/job.sh ]] || { echo "[job] error: no slurm/job.sh in $PWD: sbatch from the project's folder, or set ROOT to it" >&2; exit 1; }
+if [[ ! -x slurm/job.sh ]]; then
+    echo "[job] error: no slurm/job.sh in $PWD: sbatch from the project's folder, or set ROOT to it" >&2
+    exit 1
+fi
 # GRACE: seconds for the last step and its save, below those of --signal. Floors: GB/s between two nodes.
 export NODES=${NODES:-1} GPUS=${GPUS:-8} RUN_DIR=${RUN_DIR:-runs/gsm8k_grpo} GRACE=${GRACE:-240}
 export FLOOR_ALL_REDUCE=${FLOOR_ALL_REDUCE:-0} FLOOR_ALL_TO_ALL=${FLOOR_ALL_TO_ALL:-0}

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# The part that the jobs here share: slurm/job.sh CONFIG [FLAGS] checks the nodes, starts one torchrun on each by one srun,
-# and after SIGUSR1, when the run has saved and left, puts the job back into the queue. docs/slurm.md lists the variables.
+# The part that the jobs here share: slurm/job.sh CONFIG [FLAGS] checks settings and nodes, starts one torchrun on each
+# node by one srun, and after SIGUSR1, when the run has saved and left, requeues the job. docs/slurm.md: the variables.
 set -euo pipefail
-say() { echo "[job] $*"; }
-fail() { echo "[job] error: $*" >&2; exit 1; }
-[[ -n ${SLURM_JOB_ID:-} ]] || fail 'this runs in a SLURM job: sbatch slurm/NAME.sh; without SLURM: HOSTS="a b" ./launch/node.sh'
+label=job
+source launch/checks.sh
+[[ -n ${SLURM_JOB_ID:-} ]] || fail 'this is for SLURM: sbatch slurm/NAME.sh; without: HOSTS="a b" ./launch/node.sh'
 (($# > 0)) || fail "no config: slurm/job.sh configs/gsm8k_grpo.yaml [FLAGS]"
 told=0
 trap 'told=1' USR1
 # sbatch hands over the shell that it was called in, with what another job may have left there.
 unset HOSTS NODE_RANK NODE_NAME NODE_NAMES NNODES MASTER_ADDR MASTER_PORT IN_CONTAINER RANK LOCAL_RANK WORLD_SIZE \
     LOCAL_WORLD_SIZE GROUP_RANK "${!TORCHELASTIC_@}" "${!PET_@}"
+check_numbers
 NODES=${NODES:-${SLURM_NNODES:-1}} GPUS=${GPUS:-8} RUN_DIR=${RUN_DIR:-runs/$(basename "$1" .yaml)} GRACE=${GRACE:-240}
 export GRACE MASTER_PORT=$((20000 + SLURM_JOB_ID % 11000)) # by job, so that two jobs on one node do not meet
 case " ${*//_/-} " in
@@ -18,45 +19,44 @@ case " ${*//_/-} " in
     *" --run.grace"*) fail "--run.grace: torchrun must know it, too; set GRACE before sbatch" ;;
 esac
 
-python=.venv/bin/python inside=() on=(srun --ntasks-per-node=1 --cpu-bind=none --overlap --export=ALL)
-if [[ -n ${CONTAINER:-} ]]; then
-    export IN_CONTAINER=1
-    python=python3
-    if [[ $CONTAINER == *.sif ]]; then
-        read -ra inside <<<"apptainer exec ${APPTAINER_FLAGS:---nv} --bind $PWD${MOUNTS:+,$MOUNTS} --pwd $PWD"
-        inside+=("$CONTAINER")
-    else
-        on+=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD")
-    fi
-fi
-words=(-m spmdrl.train --config "$1" --run.dir "$RUN_DIR" --run.grace "$GRACE" "${@:2}")
+source slurm/container.sh
+words=(--config "$1" --run.dir "$RUN_DIR" --run.grace "$GRACE" "${@:2}")
 if [[ " $* " == *" --dry-run "* ]]; then # on paper, by one process that is told how many there would be
-    exec "${on[@]}" --nodes=1 --ntasks=1 "${inside[@]}" env WORLD_SIZE=$((NODES * ${NPROC:-$GPUS})) RANK=0 "$python" "${words[@]}"
+    exec "${on[@]}" --nodes=1 --ntasks=1 "${inside[@]}" env WORLD_SIZE=$((NODES * ${NPROC:-$GPUS})) RANK=0 \
+        "$python" -m spmdrl.train "${words[@]}"
 fi
 
 # SIGUSR1 comes before the limit; in a limit that is hardly longer a job would save and requeue for ever.
 if [[ $(scontrol show job "$SLURM_JOB_ID") =~ TimeLimit=(([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+) ]]; then
     minutes=$((10#0${BASH_REMATCH[2]} * 1440 + 10#${BASH_REMATCH[3]} * 60 + 10#${BASH_REMATCH[4]}))
-    ((minutes >= 20 + GRACE / 60)) || fail "a time limit of $minutes min is too short for GRACE=$GRACE s: sbatch --time of $((20 + GRACE / 60)) min at least"
+    least=$((20 + GRACE / 60))
+    ((minutes >= least)) ||
+        fail "a time limit of $minutes min is too short for GRACE=$GRACE s: sbatch --time of $least min at least"
 fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-((${#hosts[@]} >= NODES)) || fail "NODES=$NODES and SLURM gave ${#hosts[@]}: sbatch --nodes=$NODES at least, more for spares"
+((${#hosts[@]} >= NODES)) ||
+    fail "NODES=$NODES and SLURM gave ${#hosts[@]}: sbatch --nodes=$NODES at least, more for spares"
+# A mistake in the settings would otherwise show after the preflight of all nodes.
+ranks=$((NODES * ${NPROC:-${SLURM_GPUS_ON_NODE:-$GPUS}}))
+"${here[@]}" env WORLD_SIZE=$ranks RANK=0 "$python" -m spmdrl.tools.settings "${words[@]}" || exit $?
 mkdir -p "$RUN_DIR/logs"
-say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): ${#hosts[@]} nodes, $NODES needed; run folder $RUN_DIR"
+start=$((${SLURM_RESTART_COUNT:-0} + 1))
+say "job $SLURM_JOB_ID, start $start: ${#hosts[@]} nodes, $NODES needed; run folder $RUN_DIR"
 chosen="${hosts[*]:0:NODES}"
 if [[ ${PREFLIGHT:-1} != 0 ]]; then
-    chosen=$("$python" -m spmdrl.tools.preflight --hosts "${hosts[*]}" --need "$NODES" --folder "$RUN_DIR/logs/preflight" \
-        --port "$MASTER_PORT" --floors "${FLOOR_ALL_REDUCE:-0},${FLOOR_ALL_TO_ALL:-0}" --srun "${on[*]@Q}" --inside "${inside[*]@Q}") ||
+    chosen=$("$python" -m spmdrl.tools.preflight --hosts "${hosts[*]}" --need "$NODES" \
+        --folder "$RUN_DIR/logs/preflight" --port "$MASTER_PORT" \
+        --floors "${FLOOR_ALL_REDUCE:-0},${FLOOR_ALL_TO_ALL:-0}" --srun "${on[*]@Q}" --inside "${inside[*]@Q}") ||
         fail "the preflight found too few good nodes"
 fi
 ((!told)) || fail "SIGUSR1 came before the start"
+export NODE_NAMES=$chosen
 say "nodes: $chosen"
 
 before=$(cat "$RUN_DIR/PREEMPTED" 2>/dev/null || true)
-export NODE_NAMES=$chosen
 # No task is killed because another ended first: the ranks end each other within seconds, and the last line says why.
-"${on[@]}" --nodes="$NODES" --ntasks="$NODES" --nodelist="${chosen// /,}" --kill-on-bad-exit=0 --wait=60 "${inside[@]}" \
-    ./launch/node.sh "${words[@]}" &
+"${on[@]}" --nodes="$NODES" --ntasks="$NODES" --nodelist="${chosen// /,}" --kill-on-bad-exit=0 --wait=60 \
+    "${inside[@]}" ./launch/node.sh -m spmdrl.train "${words[@]}" &
 step=$!
 trap 'told=1; kill -USR1 "$step" 2>/dev/null || true' USR1
 trap 'told=1; kill -TERM "$step" 2>/dev/null || true' TERM
@@ -70,7 +70,8 @@ after=$(cat "$RUN_DIR/PREEMPTED" 2>/dev/null || true)
 # torchrun's exit code does not tell a save from a failure; a file that this start wrote does.
 if [[ $after != "$before" && $after == *'"SIGUSR1"'* ]]; then
     at=$(grep -o '"step": [0-9]*' <<<"$after")
-    [[ $at != "$(cat "$RUN_DIR/logs/requeued" 2>/dev/null)" ]] || fail "saved at ${at}, as before: the time limit is too short for a step"
+    [[ $at != "$(cat "$RUN_DIR/logs/requeued" 2>/dev/null)" ]] ||
+        fail "saved at ${at}, as before: the time limit is too short for a step"
     echo "$at" >"$RUN_DIR/logs/requeued"
     say "saved at ${at}: back into the queue"
     scontrol requeue "$SLURM_JOB_ID" || fail "SLURM does not requeue: sbatch again goes on from there"

@@ -2,7 +2,14 @@
 
 import sys
 
+from spmdrl.tools.doctor_findings import FAIL
+from spmdrl.tools.doctor_python import python
+
 if __name__ == "__main__":
+    found = python()
+    if found.level == FAIL:
+        # Everything else here is written for a later Python and does not import.
+        sys.exit(found.line())
     try:
         from spmdrl.tools.doctor import main
     except ModuleNotFoundError as error:

@@ -76,6 +76,11 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
         problems.append(f"--parallel.sp {axes.sp}: is of the fsdp backend; --parallel.cp divides sequences in megatron")
     if config.policy.liger:
         problems.append("--policy.liger True: is of the fsdp backend; Megatron has kernels of its own")
+    if config.policy.reduce_gradients != "last":
+        problems.append(
+            f"--policy.reduce-gradients {config.policy.reduce_gradients}: is of the fsdp backend; Megatron holds the "
+            "gradients of all parameters of a rank, take last"
+        )
     if config.policy.attention != "auto":
         problems.append(f"--policy.attention {config.policy.attention}: is of the fsdp backend; leave it out")
     if config.lora.rank:

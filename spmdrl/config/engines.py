@@ -52,9 +52,9 @@ def sleep_level(config: Config, on_cpu: bool) -> int:
 
 
 def starts_empty(config: Config) -> bool:
-    """True where an engine starts without reading weights, all of which the first push brings.
+    """True where vLLM or SGLang start without reading weights, all of which the first push brings; hf always does.
 
-    vLLM and SGLang round to 8 bits while they read, and so read the folder.
+    They round to 8 bits while they read, and so read the folder.
     """
     return config.rollout.quantization == "none"
 
@@ -133,10 +133,9 @@ def layout_problems(config: Config, world_size: int) -> list[str]:
         elif config.lora.rank and config.lora.push == "adapter":
             problems.append(f"{shape}: not beside adapters; take 1, or --lora.push merged")
         elif name == "ep" and size != ranks:
-            problems.append(
-                f"{shape}: {engine} spreads whole experts over all {ranks} ranks of an engine (tp x dp) or over none; "
-                f"take {ranks} or 1"
-            )
+            over = f"all {ranks} ranks of an engine (tp x dp) or over none; take {ranks} or 1"
+            alone = f"the ranks of an engine, which has one; take 1, or --rollout.tp and --rollout.dp of {size} ranks"
+            problems.append(f"{shape}: {engine} spreads whole experts over {over if ranks > 1 else alone}")
         elif name == "dp" and engine == "vllm" and rollout.ep == 1:
             problems.append(f"{shape}: vllm copies the attention beside whole experts only; take --rollout.ep {ranks}")
         elif name == "dp" and rollout.routing_replay:

@@ -27,6 +27,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "law 2: how a rank computes the same": (
         *("policy.max_tokens_per_microbatch", "policy.activation_checkpointing", "policy.recompute"),
         *("policy.host_optimizer", "policy.reshard_after_forward", "policy.attention", "policy.share_prompts"),
+        "policy.reduce_gradients",
         *("policy.chunked_loss", "policy.liger", "policy.offload", "reference.offload", "lora.push"),
     ),
     "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them": (

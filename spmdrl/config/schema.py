@@ -153,6 +153,9 @@ class PolicyConfig:
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward: less memory, one more all-gather. Models of up to 64 MiB
     are gathered whole, once for both."""
+    reduce_gradients: Literal["last", "each"] = "last"
+    """FSDP: sum gradients over the ranks after an update's last micro-batch, until when each rank holds those of the
+    whole model (4 bytes a parameter), or after each one: a rank then holds its shard of them, and sends more."""
     attention: Literal["auto", "flash", "varlen", "padded", "eager"] = "auto"
     """Packed attention. `auto`: on a GPU in 16 bits flash-attn's kernel where installed (`flash`), else torch's own
     (`varlen`); otherwise causal SDPA per sequence (`padded`). `eager`: plain softmax."""

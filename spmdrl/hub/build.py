@@ -100,6 +100,24 @@ def empty_model(
     return model.eval()
 
 
+def give_memory(model: torch.nn.Module, device: torch.device) -> None:
+    """Move a model to a device, in place; what is on the meta device gets memory there, whose content is undefined.
+
+    Parameters keep their identity, so that tied ones stay tied.
+    """
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
+
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    # By itself `_apply` would make two of a tied parameter.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model._apply(placed)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+
+
 def _keep_types(model: Any, dtype: Any) -> None:
     """Give weights that a family keeps in float32 that type, as `from_pretrained` does."""
     for pattern, kept in model._get_dtype_plan(dtype).items():

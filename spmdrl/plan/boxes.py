@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdrl.config.engines import Part
 from spmdrl.plan.numbers import META
@@ -53,7 +54,7 @@ class Everyone:
     def wanted(self) -> Sets:
         """Return the boxes that ranks need: engines are alike, so the places of one stand for all."""
         samplers = self.world.roles.samplers
-        width = self.world.rollout_mesh["tp"].size()
+        width = self.world.rollout_mesh.size(1)
         of = np.zeros(self.world.size, dtype=np.int64)
         sets = [self._rows([])]
         alike, first = self._alike()
@@ -101,6 +102,25 @@ class Everyone:
         return rows[order[begins]]
 
 
+class Known:
+    """The boxes that all ranks hold, of each model found once."""
+
+    def __init__(self, world: World, engine_at: Callable, elsewhere: dict[Part, Everyone]):
+        """engine_at: makes the engine of any place. elsewhere: of the policy, on a rank that has none."""
+        self.world, self.engine_at, self.elsewhere = world, engine_at, elsewhere
+        self.found: dict[tuple[int, Part], Everyone] = {}
+
+    def __call__(self, model: Any, part: Part) -> Everyone:
+        """Return the boxes of a part of a model; model None: of the policy that is on other ranks."""
+        if model is None:
+            return self.elsewhere[part]
+        if (id(model), part) not in self.found:
+            # Other ranks' models are not on this one.
+            with _disable_current_modes():
+                self.found[id(model), part] = Everyone(self.world, model, self.engine_at, part)
+        return self.found[id(model), part]
+
+
 def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], Boxes]]:
     """Yield the ranks of each shard, and the pieces they hold."""
     from spmdrl.policy.fsdp import lora
@@ -122,7 +142,8 @@ def of_fsdp(world: World, policy: Any, part: Part) -> Iterator[tuple[list[int], 
         sharded = patch.multiple(
             shards, shard_box=_or_whole(box, shards.shard_box), local=_or_whole(local, shards.local)
         )
-        also = patch.multiple(lora, shard_box=_or_whole(box, lora.shard_box), local=_or_whole(local, lora.local))
+        own: dict[str, Any] = dict(shard_box=_or_whole(box, lora.shard_box), local=_or_whole(local, lora.local))
+        also = patch.multiple(lora, **own, gathered=_whole)
         with sharded, also:
             yield [world.roles.trainers[i] for i in places[:, index]], policy.pieces(part)
 
@@ -132,6 +153,10 @@ def _or_whole(function: Callable, plain: Callable) -> Callable:
     from torch.distributed.tensor import DTensor
 
     return lambda param: function(param) if isinstance(param, DTensor) else plain(param)
+
+
+def _whole(named: list[tuple[str, Any]], _: World) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(p.shape, dtype=p.dtype, device=META) for name, p in named}
 
 
 class Place(SimpleNamespace):

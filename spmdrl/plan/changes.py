@@ -1,7 +1,7 @@
 """Changes of the settings that a plan may try: each value by itself, those first that free memory where it lacks."""
 
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -9,6 +9,8 @@ from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError, flag, get
 from spmdrl.config.placement import samplers
 from spmdrl.config.schema import Config
+from spmdrl.plan.engine_boxes import EngineLayout
+from spmdrl.plan.engine_memory import kind_of
 
 SAMPLING = frozenset({"push", "rollout", "cache"})
 TRAINING = frozenset({"logp", "update"})
@@ -61,19 +63,17 @@ def allowed(cfg: Config, world: int, change: Change, hf_config: Any) -> bool:
             check_model(layout_of(made), describe(hf_config).settings)
         elif text.num_attention_heads % made.parallel.sp:
             return False
+        EngineLayout(kind_of(made, True), hf_config, made.rollout.tp, made.rollout.dp, made.rollout.ep).check()
     except (ConfigError, ValueError):
         return False
-    # vLLM and SGLang divide the attention's heads over the ranks of an engine.
-    return text.num_attention_heads % made.rollout.tp == 0
+    return True
 
 
 def changes_of(cfg: Config, world: int, hf_config: Any) -> list[Change]:
     """Return the changes of one setting that are allowed: first one for each setting, then each one's next."""
-    groups = [_memory(cfg), *_engine(cfg, world), *_layout(cfg, world, hf_config)]
+    groups = [*([change] for change in _memory(cfg)), *_engine(cfg, world), *_layout(cfg, world, hf_config)]
     tried = [change for several in zip_longest(*groups) for change in several if change is not None]
-    known = {f"{part.name}.{f.name}" for part in fields(cfg) for f in fields(getattr(cfg, part.name))}
-    news = [c for c in tried if all(name in known for name, _ in c.values)]
-    news = [c for c in news if get(cfg, c.values[0][0]) != c.values[0][1]]
+    news = [c for c in tried if get(cfg, c.values[0][0]) != c.values[0][1]]
     return [change for change in dict.fromkeys(news) if allowed(cfg, world, change, hf_config)]
 
 
@@ -91,6 +91,9 @@ def _memory(cfg: Config) -> list[Change]:
         out.append(_one("policy.activation_checkpointing", True, TRAINING))
     elif policy.recompute == "selective":
         out.append(_one("policy.recompute", "full", TRAINING))
+    if policy.backend == "fsdp":
+        other = "each" if policy.reduce_gradients == "last" else "last"
+        out.append(_one("policy.reduce_gradients", other, TRAINING if other == "each" else frozenset()))
     if policy.backend == "megatron" and not policy.host_optimizer:
         out.append(_one("policy.host_optimizer", True, EVERYWHERE))
     divided = cfg.parallel.cp * cfg.parallel.sp
@@ -122,7 +125,7 @@ def _engine(cfg: Config, world: int) -> list[list[Change]]:
         groups.append([_one("rollout.gpu_memory_utilization", x, SAMPLING - {"cache"}) for x in below])
         groups.append([_one("rollout.gpu_memory_utilization", x, frozenset({"cache"})) for x in above])
     for name in ("ep", "dp"):
-        if size := getattr(rollout, name, 0):
+        if size := getattr(rollout, name):
             groups.append([_one(f"rollout.{name}", n, SAMPLING) for n in (size * 2, size // 2) if n])
     return groups
 
@@ -174,7 +177,7 @@ def _stages(cfg: Config, pp: int, layers: int) -> list[tuple[str, Any]]:
     out: list[tuple[str, Any]] = []
     if last != cfg.parallel.last_stage_layers:
         out.append(("parallel.last_stage_layers", last))
-    if getattr(cfg.parallel, "first_stage_layers", 0):
+    if cfg.parallel.first_stage_layers:
         out.append(("parallel.first_stage_layers", 0))
     if cfg.parallel.virtual_stages > 1:
         out.append(("parallel.virtual_stages", 1))

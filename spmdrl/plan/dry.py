@@ -36,8 +36,8 @@ def dry_lines(cfg: Config, world: int) -> list[str]:
 
     try:
         told = text_of(plan(cfg, world, device)).split("\n")
-    except (ValueError, OSError) as error:
-        return [*lines, f"memory   not planned: {error}"]
+    except (ValueError, OSError, RuntimeError) as error:
+        return [*lines, f"memory   not planned: {str(error).strip().splitlines()[-1]}"]
     return [*lines, *(line for line in told if line not in lines)]
 
 

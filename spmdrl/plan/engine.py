@@ -5,7 +5,8 @@ runs. It samples nothing. It holds one tensor of the meta device for weights and
 sizes that a real engine allocates, so that whatever follows a program's storages sees them come and go.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ class PaperEngine:
         rollout, self.on_cpu = cfg.rollout, gpu_memory is None
         self.cfg, self.kind = cfg, kind_of(cfg, not self.on_cpu)
         self.place = world.engine_tp_rank
-        dp, ep = getattr(rollout, "dp", 1), getattr(rollout, "ep", 1)
-        self.layout = EngineLayout(self.kind, hf_config, rollout.tp, dp, ep)
+        self.layout = EngineLayout(self.kind, hf_config, rollout.tp, rollout.dp, rollout.ep)
         self.layout.check()
         self.capacity, self.longest = rollout.max_sequences, longest_of(cfg, hf_config)
         self.version: int | None = None
@@ -78,6 +78,10 @@ class PaperEngine:
     def workspace_bytes(self) -> int:
         """Sum of `workspace`: an estimate."""
         return sum(self.workspace.values())
+
+    def sampling_bytes(self) -> dict[str, int]:
+        """Return the bytes that come while it samples, beside those that `bytes_by_owner` has, by what they are for."""
+        return {"engine workspace": self.workspace_bytes, "KV cache": self.cache_bytes if self.grows else 0}
 
     def submit(self, request: Request) -> None:
         """Refuse a request: nothing is sampled on paper."""
@@ -149,3 +153,14 @@ class PaperEngine:
     def close(self) -> None:
         """See the contract."""
         self.sleep(2)
+
+
+def at_any_place(engine: PaperEngine) -> Callable[[int], PaperEngine]:
+    """Return a function that makes the engine of any place from one that is asleep, to ask what it reads."""
+
+    def at(place: int) -> PaperEngine:
+        other = copy(engine)
+        other.place = place
+        return other
+
+    return at

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from spmdrl.rollout.build import tp_problem
 from spmdrl.rollout.hf.tp import plan_of
 from spmdrl.weights.boxes import Box
 
@@ -61,19 +62,13 @@ class EngineLayout:
         self.plan = plan_of(config, tp) if kind == "hf" and tp > 1 else {}
 
     def check(self) -> None:
-        """Refuse what vLLM and SGLang refuse: heads that tp does not divide.
+        """Refuse what vLLM and SGLang refuse: heads, or MLPs of a dense model, that tp does not divide.
 
         Raises:
-            ValueError: names the flag.
+            ValueError: names the flag and every value that it can have.
         """
-        if self.kind == "hf":
-            return
-        latent = hasattr(self.config, "kv_lora_rank")
-        for name, count in (("attention", self.heads), *(() if latent else (("key-value", self.kv_heads),))):
-            if count % self.tp and (name == "attention" or self.tp % count):
-                raise ValueError(
-                    f"--rollout.tp {self.tp} does not divide the model's {count} {name} heads: set a divisor of {count}"
-                )
+        if self.kind != "hf" and (problem := tp_problem(self.config, self.kind, self.tp)):
+            raise ValueError(problem)
 
     @property
     def ranks(self) -> int:

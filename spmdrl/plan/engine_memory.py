@@ -34,7 +34,7 @@ class Cache:
     sequences: int
     """Sequences of the longest length that it holds."""
     lack: int = 0
-    """Bytes that are missing for weights, workspace and one sequence of the longest length; 0 if they fit."""
+    """Bytes that the cache lacks for one sequence of the longest length; 0 if it holds one."""
 
 
 def kind_of(cfg: Config, on_gpu: bool) -> Kind:
@@ -122,16 +122,16 @@ def cache_of(cfg: Config, layout: EngineLayout, longest: int, held: int, gpu_mem
         # SGLang pads its pool by one page, of one token.
         block, one, spare = 1, longest + SPARE_TOKENS, 1
     if gpu_memory is not None:
+        # What `given` takes beyond the GPU shows in the sum of the rollout.
         room = given or int(gpu_memory * cfg.rollout.gpu_memory_utilization) - held
-        over = max(0, held + given - gpu_memory) if given else 0
     elif layout.kind == "vllm":
-        room, over = given or cpu_kv_bytes(text, sequences, longest, dtype, tp), 0
+        room = given or cpu_kv_bytes(text, sequences, longest, dtype, tp)
     else:
-        room, over = max(given or min(CPU_KV_BYTES, sequences * one * per_token), one * per_token), 0
+        room = max(given or min(CPU_KV_BYTES, sequences * one * per_token), one * per_token)
     if layout.kind == "sglang":
         room += per_token
     tokens = max(0, room // (block * per_token)) * block
-    lack = max(over, (one + spare) * per_token - room, 0)
+    lack = max((one + spare) * per_token - room, 0)
     return Cache(tokens * per_token, max(0, tokens - spare), max(0, tokens - spare) // one, lack)
 
 

@@ -3,8 +3,8 @@
 Memory is the total that CUDA reports to a process (`torch.cuda.mem_get_info`), which is less than the name on the box:
 an H100 of 80 GB reports 79.1 GiB. A process also pays for its CUDA context and NCCL, which a plan counts by itself.
 Rates are the peaks of NVIDIA's data sheets, dense bfloat16, never the sparse figure: no job reaches them, so times made
-from them are lower bounds. Links are counted in one direction: half of what a data sheet calls the NVLink bandwidth,
-and one network card for each GPU.
+from them are lower bounds. Links are counted in one direction: half of what a data sheet calls the bandwidth of
+NVLink (and of PCIe: 128 GB/s for generation 5, 64 for 4), and one network card for each GPU.
 
 Sources:
     H100 SXM, https://www.nvidia.com/en-us/data-center/h100/: 989 TFLOPS, 3.35 TB/s, NVLink 900 GB/s; DGX H100
@@ -44,18 +44,22 @@ class Gpu:
     """Bandwidth to other nodes, its share of the node's cards, one direction, 1e9 bytes a second."""
     gpus_per_node: int = 8
     """GPUs in a node."""
+    host_gb_s: float = 0.0
+    """Bandwidth to the host's memory, one direction, 1e9 bytes a second. 0: not known, and moves take no time."""
     host_memory_gib: float = 0.0
     """Memory of a node's host, GiB. 0: not known, so a plan shows what the host holds and checks no limit."""
 
 
 HOST = 2000.0  # 2 TB in modules of 64 GiB are 2,048 GiB, of which the system keeps some
+NODE: dict[str, Any] = {"host_memory_gib": HOST, "host_gb_s": 64}
+"""What a node of eight GPUs on PCIe 5.0 has."""
 
 GPUS = {
-    "h100": Gpu("H100 SXM 80 GB", 79.1, 989, 3.35, 450, 50, host_memory_gib=HOST),
-    "h200": Gpu("H200 SXM 141 GB", 139.8, 989, 4.8, 450, 50, host_memory_gib=HOST),
-    "h20": Gpu("H20 96 GB", 95.0, 148, 4.0, 450, 50, host_memory_gib=HOST),
-    "b200": Gpu("B200 180 GB", 178.3, 2250, 7.67, 900, 50, host_memory_gib=HOST),
-    "a100": Gpu("A100 SXM 80 GB", 79.1, 312, 2.04, 300, 25, host_memory_gib=HOST),
+    "h100": Gpu("H100 SXM 80 GB", 79.1, 989, 3.35, 450, 50, **NODE),
+    "h200": Gpu("H200 SXM 141 GB", 139.8, 989, 4.8, 450, 50, **NODE),
+    "h20": Gpu("H20 96 GB", 95.0, 148, 4.0, 450, 50, **NODE),
+    "b200": Gpu("B200 180 GB", 178.3, 2250, 7.67, 900, 50, **NODE),
+    "a100": Gpu("A100 SXM 80 GB", 79.1, 312, 2.04, 300, 25, host_memory_gib=HOST, host_gb_s=32),
 }
 """GPUs by the name that `--gpu` takes."""
 
@@ -97,13 +101,24 @@ def _from_file(path: str, values: Any) -> Gpu:
     if unknown or missing:
         wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
         raise ValueError(f"--gpu {path}: {' and '.join(wrong)}; {HOW_TO_ADD}")
+    known: dict[str, Any] = {"name": str(values["name"])}
     for key, value in values.items():
-        if key == "name":
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (value == 0 and key != "host_memory_gib"):
-            raise ValueError(f"--gpu {path}: {key} {value!r} must be a number above 0")
-    if values.get("gpus_per_node", 8) != int(values.get("gpus_per_node", 8)):
+        if key != "name":
+            known[key] = _number(path, key, value)
+    if known.get("gpus_per_node", 8) != int(known.get("gpus_per_node", 8)):
         raise ValueError(f"--gpu {path}: gpus_per_node {values['gpus_per_node']!r} must be a whole number")
-    known: dict[str, Any] = values | {"name": str(values["name"])}
+    known["gpus_per_node"] = int(known.get("gpus_per_node", 8))
     return Gpu(**known)
+
+
+def _number(path: str, key: str, value: Any) -> float:
+    """Read a number; YAML takes `1e3` for a text."""
+    unknown = key in ("host_memory_gib", "host_gb_s")
+    try:
+        number = float(value if not isinstance(value, bool) else "no")
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not unknown):
+        least = "of at least 0 (0: not known)" if unknown else "above 0"
+        raise ValueError(f"--gpu {path}: {key} {value!r} must be a number {least}")
+    return number

@@ -1,6 +1,5 @@
 """One rank of a job on paper: its models, its engine, and the phases of a step, by the code of the job itself."""
 
-from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +8,16 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spmdrl.config.engines import Part
+from spmdrl.config.engines import Part, pushed_parts
 from spmdrl.config.schema import Config
 from spmdrl.plan.batch import alike, full_batch
-from spmdrl.plan.boxes import Everyone
+from spmdrl.plan.boxes import Everyone, Known
 from spmdrl.plan.paper import Paper
 from spmdrl.plan.passes import Pass, Work, few_passes
 from spmdrl.plan.push import plan_push
 from spmdrl.plan.storages import Moment
 from spmdrl.rl.algorithm import Algorithm
+from spmdrl.spmd.roles import roles_of
 from spmdrl.spmd.world import World
 
 
@@ -37,6 +37,10 @@ class Step:
     """Bytes in host memory all the time, by what they are for."""
     numbers: int
     """Parameters that this rank holds of all its models."""
+    models: tuple[str, ...]
+    """Those models."""
+    moved: tuple[int, int]
+    """Bytes that went to the host, and came back."""
     checkpoint: int
     """Bytes of a checkpoint of all ranks, 0 on a rank that does not train."""
 
@@ -45,11 +49,11 @@ class PaperRank:
     """A rank of the job, with its models and its engine."""
 
     def __init__(
-        self, cfg: Config, world: World, algo: Algorithm, models: Any, engine: Any, paper: Paper, engine_at: Any
+        self, cfg: Config, world: World, algo: Algorithm, models: Any, engine: Any, paper: Paper, everyone: Known
     ):
-        """engine: this rank's; None if it does not sample. engine_at: makes that of any place in an engine."""
+        """engine: this rank's; None if it does not sample. everyone: finds the boxes that all ranks hold of a model."""
         self.cfg, self.world, self.algo, self.models, self.engine, self.paper = cfg, world, algo, models, engine, paper
-        self.engine_at = engine_at
+        self.everyone = everyone
         from spmdrl.session.device_table import Memory
         from spmdrl.tracking.metrics import Timer
 
@@ -59,25 +63,19 @@ class PaperRank:
         self.memory = Memory(cfg, models, engine, Timer(), world)
         self.memory.meter = self  # type: ignore[assignment]
         self.laps: list[Moment] = []
-        self.known: dict[tuple[int, Part], Everyone] = {}
-        if models.policy is not None:
-            plan_push(paper, self.memory.transfer, lambda part: self.everyone(models.policy, part))
+        if models.policy is not None or engine is not None:
+            plan_push(paper, self.memory.transfer, lambda part: everyone(models.policy, part))
+            # A rank that only trains or only samples asks the others about their side.
+            self.memory._stale = lambda: (0, True)  # type: ignore[method-assign]
 
-    def everyone(self, model: Any, part: Part) -> Everyone:
-        """Return the boxes that all ranks hold of a model."""
-        if (id(model), part) not in self.known:
-            # Other ranks' models are not on this one.
-            with _disable_current_modes():
-                self.known[id(model), part] = Everyone(self.world, model, self.engine_at, part)
-        return self.known[id(model), part]
-
-    def _checkpoint(self) -> int:
+    def checkpoint(self) -> int:
         """Return the bytes of a checkpoint, by the models' own count of them."""
+        from spmdrl.checkpoint.store import of_checkpoint
         from spmdrl.hub.lora import are_adapters
         from spmdrl.policy import learner
 
         total = 0
-        for model in self.models.learning().values():
+        for model in of_checkpoint(self.models):
 
             def listed(pieces: list, group: Any, model: Any = model) -> list:
                 adapted = are_adapters(p.name for p in pieces)
@@ -116,14 +114,14 @@ class PaperRank:
             # The first lap ends with the engine's sleep, and its peak is the rollout's.
             del self.laps[: self.engine is not None and self.world.trains]
             held = {row.owner: row.bytes for row in self.memory.table() if row.place == "device"}
-            if self.world.trains or self.world.scores:
-                self._train(rounds)
+            self._train(rounds)
         peaks = [p.peak for work in self.works for p in work.passes]
         moments["training"] = max([*self.laps, *peaks], key=lambda m: m.live)
-        numbers = sum(
-            getattr(p, "_local_tensor", p).numel() for _, m in own_tensors(self.models) for p in parameters_of(m)
-        )
-        return Step(held, moments, self.works, push, parked, dict(self.paper.host), numbers, self._checkpoint())
+        own = own_tensors(self.models)
+        numbers = sum(getattr(p, "_local_tensor", p).numel() for _, m in own for p in parameters_of(m))
+        names, moved = tuple(name for name, _ in own), (self.paper.to_host, self.paper.from_host)
+        host = dict(self.paper.host)
+        return Step(held, moments, self.works, push, parked, host, numbers, names, moved, self.checkpoint())
 
     def _ready(self) -> None:
         """Give every optimizer its state, as after a first step."""
@@ -143,16 +141,18 @@ class PaperRank:
                 self.paper.retag([x for x in tensors if x is not None], f"{name} {kind}")
 
     def _train(self, rounds: tuple[int, ...]) -> None:
-        from spmdrl.rl.score import score
+        from spmdrl.rl.score import score, serve
         from spmdrl.rl.update import update
 
+        if not (self.world.trains or self.world.scores):
+            return
         rollout, peers = self.cfg.rollout, self.world.data_peers
         sequences = rollout.prompts_per_step * rollout.samples_per_prompt
-        mine = -(-sequences // self.world.data_size)
+        mine = -(-sequences // (self.world.data_size if self.world.trains else scorers(self.models)))
         samples = min(mine, rollout.samples_per_prompt)
         batch = full_batch(self.cfg, self.algo, -(-mine // samples), samples, 128)
         updates = self.cfg.algo.updates_per_step
-        with alike(), few_passes(self.models, self.paper, self.works, updates, rounds):
+        with alike(), few_passes(own_tensors(self.models), self.paper, self.works, updates, rounds):
             if self.world.trains:
                 score(batch, self.models, self.algo, self.cfg, peers)
                 batch = self.algo.advantages(batch, peers)
@@ -161,13 +161,25 @@ class PaperRank:
                     batch.seq["update"] = batch.seq["position"] * updates // (int(batch.seq["position"].max()) + 1)
                 one = replace(self.cfg, algo=replace(self.cfg.algo, updates_per_step=1))
                 update(batch, self.models, self.algo, one, 1 << 30, peers)
+            else:
+                serve(batch, self.models, self.algo, rollout.temperature)
+
+
+def scorers(models: Any) -> int:
+    """Return the number of shares into which ranks that only score divide a step's sequences."""
+    return max((len(model.scorers) for _, model in models.named()), default=1)
 
 
 def own_tensors(models: Any) -> list[tuple[str, Any]]:
-    """Return the models of a rank that have tensors of their own, by name: a policy's base has none."""
-    from spmdrl.policy.fsdp.lora import BaseOf
+    """Return the models of a rank that have tensors of their own, by name: a policy's base has none.
 
-    return [(name, model) for name, model in models.named() if not isinstance(model, BaseOf)]
+    Of a frozen model that other ranks ask, the model itself.
+    """
+    from spmdrl.policy.fsdp.lora import BaseOf
+    from spmdrl.policy.remote import RemotePolicy
+
+    here = [(name, m.model if isinstance(m, RemotePolicy) else m) for name, m in models.named()]
+    return [(name, m) for name, m in here if m is not None and not isinstance(m, BaseOf)]
 
 
 def parameters_of(model: Any) -> list[Any]:
@@ -187,7 +199,7 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
     """
     from transformers import AutoConfig
 
-    from spmdrl.plan.engine import PaperEngine
+    from spmdrl.plan.engine import PaperEngine, at_any_place
     from spmdrl.plan.engine_weights import model_of
     from spmdrl.plan.readers import folders_of, without_files
     from spmdrl.plan.substitutes import install
@@ -201,8 +213,21 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
 
     paper = Paper()
     install(paper, kind)
+    roles, algo = roles_of(cfg.parallel, size), compose(cfg)
+    samples = rank in roles.samplers
+
+    def engine_of(place: Any) -> PaperEngine:
+        return PaperEngine(cfg, place, hf_config, gpu_memory, tensors)
+
+    elsewhere: dict[Part, Everyone] = {}
+    if samples and rank not in roles.trainers:
+        # Ranks that train say who holds what: in the place of the first one.
+        first = open_world(cfg, roles.trainers[0], size)
+        with without_files(folders):
+            policy = build_models(cfg, first, algo.needs).policy
+        engine_at = at_any_place(engine_of(SimpleNamespace(engine_tp_rank=0)))
+        elsewhere = {part: Everyone(first, policy, engine_at, part) for part in pushed_parts(cfg)}
     world = open_world(cfg, rank, size)
-    algo = compose(cfg)
     # One for the whole job: the process ends with it.
     paper.__enter__()
     with without_files(folders), paper.tagged("parameters"):
@@ -211,8 +236,8 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
         for owner, tensors_of in model._held().items():
             paper.retag([x for x in tensors_of if x is not None], f"{name} {owner}")
     name_axes(paper.traffic, cfg, world)
-    made = PaperEngine(cfg, world, hf_config, gpu_memory, tensors) if world.samples else None
-    template = made or PaperEngine(cfg, SimpleNamespace(engine_tp_rank=0), hf_config, gpu_memory, tensors)
+    made = engine_of(world) if samples else None
+    template = made or engine_of(SimpleNamespace(engine_tp_rank=0))
     template.sleep(2)
     if made is not None:
         wake = made.wake
@@ -222,13 +247,12 @@ def open_rank(cfg: Config, rank: int, size: int, kind: str, gpu_memory: int | No
                 wake(what)
 
         made.wake = tagged  # type: ignore[method-assign]
-
-    def engine_at(place: int) -> PaperEngine:
-        other = copy(template)
-        other.place = place
-        return other
-
-    rank_on_paper = PaperRank(cfg, world, algo, models, made, paper, engine_at)
+        if models.policy is None:
+            # Beside no trainer it never sleeps.
+            tagged("weights")
+            tagged("kv_cache")
+    known = Known(world, at_any_place(template), elsewhere)
+    rank_on_paper = PaperRank(cfg, world, algo, models, made, paper, known)
     rank_on_paper.hf_config = hf_config
     rank_on_paper.numbers, rank_on_paper.expert_numbers = count_numbers(hf_config)
     return rank_on_paper

@@ -17,6 +17,8 @@ class Kind:
     """How many there are."""
     stage: int = 0
     """Its pipeline stage."""
+    alike: tuple[int, ...] = (0,)
+    """All pipeline stages of this kind, which have as many ranks each."""
 
 
 def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> list[Kind]:
@@ -42,7 +44,7 @@ def kinds_of(cfg: Config, world: int, layers: list[int], sparse: list[bool]) -> 
     kinds = []
     for (begins, ends, _), stages in found.items():
         name = "ranks that train" if len(layers) == 1 else _stages(stages, begins, ends)
-        kinds.append(Kind(name, roles.trainers[stages[0] * each], each * len(stages), stages[0]))
+        kinds.append(Kind(name, roles.trainers[stages[0] * each], each * len(stages), stages[0], tuple(stages)))
     if roles.scorers not in (roles.trainers, roles.samplers):
         kinds.append(Kind("ranks that score", roles.scorers[0], len(roles.scorers)))
     if roles.split:

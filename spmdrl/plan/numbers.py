@@ -96,7 +96,11 @@ class Numbers:
         host = [self._value(x, like) if isinstance(x, torch.Tensor) else x for x in flat]
         host = ["cpu" if isinstance(x, torch.device) else x for x in host]
         args, kwargs = tree_unflatten(host, spec)
-        value = func(*args, **kwargs)
+        if func is aten.histc.default and not args[0].is_floating_point():
+            # A GPU counts integers, the host floats alone.
+            value = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        else:
+            value = func(*args, **kwargs)
         for x, h in zip(flat, host, strict=True):
             if isinstance(value, torch.Tensor) and value is h and isinstance(x, torch.Tensor):
                 # An operation in place: the tensor on paper keeps its identity.

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
-PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
-"""Products of matrices, and the place of the first matrix among their arguments."""
+PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._grouped_mm: 0}
+"""Products of matrices (of a group, each row with one), and the place of the first matrix among their arguments."""
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:

@@ -93,7 +93,7 @@ class Paper(Storages, TorchDispatchMode):
             return args[0].new_empty(int(self.numbers.mask(args[1]).expand(args[0].shape).sum()))
         if func in _BY_INDEX:
             args = (args[0], [row for i in args[1] for row in self.numbers.indices(i)], *args[2:])
-        out = func(*args, **kwargs)
+        out = grouped(func, args, kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         if func is aten.topk.default:
             self.numbers.choose(out[1], args[0].shape[args[3] if len(args) > 3 else -1])
         return out
@@ -113,6 +113,14 @@ class Paper(Storages, TorchDispatchMode):
         if func is aten.copy_.default:
             return args[0].copy_(value)
         return value.to(kwargs.get("dtype") or source.dtype)
+
+
+def grouped(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Multiply experts' matrices: without values torch knows bfloat16 alone, and other types have the same shapes."""
+    out = func(
+        *(x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args), **kwargs
+    )
+    return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype, device=META)
 
 
 _BY_INDEX = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)

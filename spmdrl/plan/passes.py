@@ -31,11 +31,11 @@ class Pass:
 
 @dataclass
 class Work:
-    """One model's passes over a step's micro-batches, measured with one and with two rounds of them."""
+    """One model's passes over a step's micro-batches, measured with one and with two rounds of them, or its step."""
 
     model: str
     kind: str
-    """`logp` (forward alone) or `update`."""
+    """`logp` (forward alone), `update`, or `step` (of the optimizer)."""
     total: int
     """Micro-batches of a real step: of one update where it updates."""
     times: int
@@ -44,19 +44,41 @@ class Work:
 
 
 @contextmanager
-def few_passes(models: Any, paper: Paper, works: list[Work], updates: int, rounds: tuple[int, ...]) -> Iterator[None]:
+def few_passes(
+    models: list[tuple[str, Any]], paper: Paper, works: list[Work], updates: int, rounds: tuple[int, ...]
+) -> Iterator[None]:
     """Make every pass over a model's micro-batches run as few of them as tell what all would take.
 
-    models: a rank's. works: gets one entry for each pass. updates: of a step. rounds: numbers of rounds that run.
+    Args:
+        models: a rank's with their names, those that have tensors of their own.
+        paper: counts what runs.
+        works: gets one entry for each pass.
+        updates: of a step.
+        rounds: numbers of rounds that run.
     """
     with ExitStack() as stack:
-        for name, model in models.named():
+        for name, model in models:
             for method, kind in (("numbers", "logp"), ("gradient", "update")):
                 if hasattr(model, method):
                     times = updates if kind == "update" else 1
                     stub = _passes(name, kind, model, paper, works, times, rounds)
                     stack.enter_context(patch.object(model, method, stub))
+            if hasattr(model, "step"):
+                stack.enter_context(patch.object(model, "step", _step(name, model, paper, works, updates)))
         yield
+
+
+def _step(name: str, model: Any, paper: Paper, works: list[Work], times: int) -> Any:
+    run = model.step
+
+    def step(*args: Any) -> None:
+        paper.lap()
+        flops, traffic = paper.flops, paper.traffic.copy()
+        run(*args)
+        done = Pass(1, paper.lap(), paper.flops - flops, paper.traffic.since(traffic))
+        works.append(Work(name, "step", 1, times, [done]))
+
+    return step
 
 
 def _passes(

@@ -1,5 +1,6 @@
 """A plan as a picture: stacked bars of each phase's memory, one group of bars for each kind of ranks, as an SVG."""
 
+import math
 from html import escape
 
 from spmdrl.plan.report import PHASES, ROWS, gib, rows_of
@@ -30,9 +31,13 @@ def picture(plan: Plan) -> str:
     y = _y(limit, most)
     body.append(f"<line x1='{LEFT}' x2='{x}' y1='{y:.1f}' y2='{y:.1f}' stroke='#c00' stroke-dasharray='6 4'/>")
     body.append(_text(LEFT + 4, y - 5, f"{plan.gpu.name}: {plan.gpu.memory_gib:g} GiB", "fill='#c00'", "start"))
-    for i in range(5):
-        size = most * i / 4
-        body.append(_text(LEFT - 6, _y(size, most) + 4, f"{size / GIB:,.3g}", "", "end"))
+    tick = round_step(most / GIB) * GIB
+    for i in range(int(most / tick) + 1):
+        body.append(_text(LEFT - 6, _y(i * tick, most) + 4, f"{i * tick / GIB:,.3g}", "", "end"))
+    body.append(_text(LEFT - 6, TOP - 8, "GiB", "", "end"))
+    known = f" of {plan.gpu.host_memory_gib:,.0f}" if plan.gpu.host_memory_gib else ""
+    host = f"host memory of a node: {gib(plan.host_of_node())}{known} GiB"
+    body.append(_text(x + GAP, TOP + 18 * (len(ROWS) + 2), host, "", "start"))
     names = [name for name, _ in ROWS] + ["CUDA and NCCL (estimate)"]
     for i, (name, colour) in enumerate(zip(names, (*COLOURS, "#bbbbbb"), strict=True)):
         top = TOP + 18 * i
@@ -40,9 +45,15 @@ def picture(plan: Plan) -> str:
         body.append(_text(x + GAP + 18, top + 10, name, "", "start"))
     title = f"{plan.cfg.model.path} on {plan.world:,} ranks: GiB of the device in each phase"
     body.insert(0, _text(LEFT, 24, title, "font-size='15'", "start"))
-    size = f"width='{max(x + 220, LEFT + 9 * len(title))}' height='{TOP + HEIGHT + 52}'"
+    size = f"width='{max(x + 300, LEFT + 9 * len(title))}' height='{TOP + HEIGHT + 52}'"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} font-family='sans-serif' font-size='12'>"
     return "\n".join([head, "<rect width='100%' height='100%' fill='white'/>", *body, "</svg>\n"])
+
+
+def round_step(most: float) -> float:
+    """Return a step of 1, 2 or 5 times a power of ten that divides an axis up to `most` into 4 to 10 parts."""
+    power = 10.0 ** math.floor(math.log10(most))
+    return next(step for step in (power / 5, power / 2, power, 2 * power) if most / step <= 10)
 
 
 def _bar(x: int, rows: dict[str, int], most: float, name: str) -> list[str]:

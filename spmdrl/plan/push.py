@@ -10,6 +10,7 @@ import torch
 from spmdrl.config.engines import Part
 from spmdrl.plan.boxes import Everyone
 from spmdrl.plan.paper import Paper
+from spmdrl.plan.traffic import Traffic
 from spmdrl.session import transfer
 from spmdrl.weights import reshard
 from spmdrl.weights.boxes import Piece, sizes
@@ -44,8 +45,7 @@ def plan_push(paper: Paper, moved: Any, everyone: Callable[[Part], Everyone]) ->
 def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[str, torch.Tensor]]:
     """Run the buckets around the one that takes most memory; the bytes of all buckets are counted."""
     into, out, space = weights(plan)
-    paper.traffic.add("push: receive", torch.distributed.group.WORLD, int(into.sum()))
-    paper.traffic.add("push: send", torch.distributed.group.WORLD, int(out.sum()))
+    note(paper.traffic, plan)
     plan.received_bytes = int(into.sum())
     chosen = range(plan.buckets)
     if plan.buckets > FEW:
@@ -70,6 +70,28 @@ def heaviest(paper: Paper, plan: Reshard, pieces: list[Piece]) -> Iterator[dict[
                 del counts[key]
 
 
+def note(traffic: Traffic, plan: Reshard) -> None:
+    """Count the bytes that all buckets bring this rank and take from it, and from and to which ranks."""
+    everyone: Any = torch.distributed.group.WORLD
+    traffic.axes["push"] = tuple(torch.distributed.get_process_group_ranks(everyone))
+    routes: Routes = plan.routes
+    width = np.array([d.itemsize for d in plan.dtypes])
+    into = _bytes(routes.regions_in, width)
+    ranks, which = np.unique(routes.sender, return_inverse=True)
+    found = [("receive", int(rank), int(size)) for rank, size in zip(ranks, np.bincount(which, into), strict=True)]
+    for parcel in routes.parcels:
+        size = int(_bytes(parcel.regions[parcel.sent], width).sum())
+        found += [("send", int(rank), size) for rank in parcel.ranks]
+    for way in ("receive", "send"):
+        traffic.put("push", way, sum(size for kind, _, size in found if kind == way))
+    for way, rank, size in found:
+        traffic.peers[way, rank] += size
+
+
+def _bytes(regions: np.ndarray, width: np.ndarray) -> np.ndarray:
+    return sizes(regions) * width[regions[:, 0]]
+
+
 def weights(plan: Reshard) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the bytes of each bucket: received, in messages to send, and of the tensors that parts are put into."""
     routes: Routes = plan.routes
@@ -79,11 +101,11 @@ def weights(plan: Reshard) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ends = np.array(routes.receive_ends, dtype=np.int64)
     rows = routes.regions_in
     of = np.repeat(np.arange(plan.buckets), np.diff(ends, prepend=0))
-    np.add.at(into, of, sizes(rows) * width[rows[:, 0]])
+    np.add.at(into, of, _bytes(rows, width))
     tensors, first = np.unique(rows[:, 0], return_index=True)
     np.add.at(space, of[first], whole[tensors])
     for parcel in routes.parcels:
         sent = parcel.regions[parcel.sent]
         of = np.repeat(np.arange(plan.buckets), np.diff(parcel.ends, prepend=0))
-        np.add.at(out, of, sizes(sent) * width[sent[:, 0]] * len(parcel.ranks))
+        np.add.at(out, of, _bytes(sent, width) * len(parcel.ranks))
     return into, out, space

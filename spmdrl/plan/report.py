@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from spmdrl.config.plan import plan_lines
+from spmdrl.config.schema import Config
 from spmdrl.plan.run import GIB, OUTSIDE, Plan, Planned
 
 ROWS = (
@@ -18,6 +19,8 @@ ROWS = (
     ("KV cache", ("KV cache",)),
 )
 """Rows of the table, each with the endings of the tags that it sums."""
+DISK_GB_S = 2
+"""What a shared file system takes, 1e9 bytes a second. An estimate, from which a checkpoint's seconds follow."""
 PHASES = ("push", "rollout", "logp", "update")
 
 
@@ -52,9 +55,9 @@ def text_of(plan: Plan) -> str:
 def kind_lines(planned: Planned) -> list[str]:
     """Return the lines on one kind of ranks."""
     kind, rank = planned.kind, planned.rank
-    lines = [
-        f"{kind.name}: {kind.ranks:,} ranks, {rank.numbers / 1e9:,.3f} G parameters each (planned as rank {kind.rank})"
-    ]
+    of = f" of {' and '.join(rank.models)}" if len(rank.models) > 1 else ""
+    held = f"{rank.numbers / 1e9:,.3f} G parameters each{of}, " if rank.numbers else ""
+    lines = [f"{kind.name}: {kind.ranks:,} ranks, {held}planned as rank {kind.rank}"]
     phases = [phase for phase in PHASES if phase in rank.memory]
     tables = {phase: rows_of(rank.memory[phase]) for phase in phases}
     lines.append("  " + f"{'GiB on the device':<20}" + "".join(f"{phase:>10}" for phase in phases))
@@ -73,7 +76,7 @@ def kind_lines(planned: Planned) -> list[str]:
         )
         if e["unknown"]:
             lines.append(f"  tensors that no rule of the engine covers, counted whole: {', '.join(e['unknown'][:4])}")
-    for phase in (*PHASES,):
+    for phase in (*PHASES, "parking"):
         bound = planned.bounds.get(phase)
         if bound is None or not bound.seconds:
             continue
@@ -90,6 +93,8 @@ def verdict_lines(plan: Plan) -> list[str]:
     worst = plan.worst()
     phase, _ = worst.peak()
     lines = []
+    shown = [f"{phase} {gib(most)} / {gib(mean)}" for phase, (most, mean) in plan.phases().items()]
+    lines.append(f"memory   GiB of the fullest rank / of the mean rank: {', '.join(shown)}")
     if plan.seconds:
         lines.append(f"step     at least {plan.seconds:,.3g} s, by peak rates; real kernels and links take longer")
     host = plan.host_of_node()
@@ -99,7 +104,8 @@ def verdict_lines(plan: Plan) -> list[str]:
         lines.append(f"node     {gib(host)} GiB{of} in host memory, {plan.gpu.gpus_per_node} ranks")
     saved = max(planned.rank.checkpoint for planned in plan.kinds)
     if saved:
-        lines.append(f"saved    {gib(saved)} GiB a checkpoint, of all ranks; {saved / 1e9 / 2:,.0f} s at 2 GB/s")
+        seconds = f"{saved / 1e9 / DISK_GB_S:,.0f} s at {DISK_GB_S} GB/s of all nodes together"
+        lines.append(f"saved    {gib(saved)} GiB a checkpoint, of all ranks; {seconds}")
     if plan.fits:
         lines.append(
             f"verdict  fits with {gib(plan.spare)} GiB to spare on each {plan.gpu.name} ({worst.kind.name}, in {phase})"
@@ -110,13 +116,26 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def lacks(plan: Plan) -> list[str]:
-    """Say of the devices, and of the hosts, by how much a job is too large for them."""
+    """Say of the devices, the engines' caches and the hosts by how much a job is too large for them."""
     found = []
-    if plan.spare < 0:
-        found.append(f"{gib(-plan.spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
+    if plan.device_spare < 0:
+        found.append(f"{gib(-plan.device_spare)} GiB too much for each {plan.gpu.name} {where(plan)}")
+    for planned in plan.kinds:
+        if lack := planned.engine.get("lack"):
+            longest = plan.cfg.rollout.max_prompt_tokens + plan.cfg.rollout.max_new_tokens
+            found.append(
+                f"{gib(lack)} GiB too little in the engine's KV cache for one sequence of {longest:,} tokens "
+                f"({planned.kind.name}): raise {room_for_cache(plan.cfg)} or --rollout.tp"
+            )
+            break
     if (plan.host_spare or 0) < 0:
         found.append(f"{gib(-(plan.host_spare or 0))} GiB too much for the host memory of each node {parked(plan)}")
     return found
+
+
+def room_for_cache(cfg: Config) -> str:
+    """Name the flag that gives the engine's cache its room."""
+    return "--rollout.kv-cache-gib" if cfg.rollout.kv_cache_gib else "--rollout.gpu-memory-utilization"
 
 
 def parked(plan: Plan) -> str:
@@ -128,14 +147,7 @@ def parked(plan: Plan) -> str:
 
 
 def where(plan: Plan) -> str:
-    """Name the ranks, the phase and the largest row of what is too much."""
-    lacking = [p for p in plan.kinds if p.engine.get("lack")]
-    if lacking:
-        longest = plan.cfg.rollout.max_prompt_tokens + plan.cfg.rollout.max_new_tokens
-        return (
-            f"({lacking[0].kind.name}: the engine's KV cache holds not one sequence of {longest:,} tokens): raise "
-            "--rollout.gpu-memory-utilization or --rollout.tp"
-        )
+    """Name the ranks, the phase and the two largest rows of what is too much on a device."""
     worst = plan.worst()
     phase, _ = worst.peak()
     rows = rows_of(worst.rank.memory[phase])
@@ -153,6 +165,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
             {
                 "kind": asdict(planned.kind),
                 "device_bytes": {phase: rows_of(tags) for phase, tags in rank.memory.items()},
+                "mean_device_bytes": planned.means,
                 "held_bytes": rank.held,
                 "host_bytes": rank.host,
                 "parameters": rank.numbers,
@@ -168,6 +181,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
                 "least_seconds": {phase: {"seconds": b.seconds, "by": b.by} for phase, b in planned.bounds.items()},
                 "engine": planned.engine,
                 "microbatches": rank.micros,
+                "ranks_of_axes": planned.axes,
             }
         )
     return {
@@ -175,6 +189,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "gpu": asdict(plan.gpu),
         "parameters": plan.numbers,
         "fits": plan.fits,
+        "device_bytes": {phase: {"worst": most, "mean": mean} for phase, (most, mean) in plan.phases().items()},
         "spare_bytes": plan.spare,
         "host_spare_bytes": plan.host_spare,
         "least_seconds": plan.seconds,

@@ -4,18 +4,17 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from spmdrl.config.placement import samplers
 from spmdrl.config.schema import Config
+from spmdrl.plan.engine_boxes import experts_of
 from spmdrl.plan.gpus import Gpu
 from spmdrl.plan.kinds import Kind, kinds_of
 from spmdrl.plan.readers import folder_of
 from spmdrl.plan.scaled import Rank, rank_of
-from spmdrl.plan.times import Bound, bound_of, rollout_bound
+from spmdrl.plan.times import Axes, Bound, bound_of, parking_bound, rollout_bound
 
 GIB = 1 << 30
 OUTSIDE = 2 * GIB
@@ -31,6 +30,13 @@ class Planned:
     bounds: dict[str, Bound]
     engine: dict[str, Any]
     """Facts about its engine; empty on ranks that do not sample."""
+    numbers: int
+    """Parameters of the whole policy."""
+    means: dict[str, float] = field(default_factory=dict)
+    """phase -> mean of the bytes on the device at its peak over the ranks of the kind, whose stages differ in the
+    micro-batches in flight. Ranks of one stage count as the planned one."""
+    axes: dict[str, int] = field(default_factory=dict)
+    """Ranks of each axis, by its name in the bytes that are sent."""
 
     def peak(self) -> tuple[str, int]:
         """Return the phase that takes most of the device, and its bytes."""
@@ -47,19 +53,39 @@ class Plan:
     world: int
     gpu: Gpu
     kinds: list[Planned]
-    numbers: int
-    """Parameters of the policy."""
+
+    @property
+    def numbers(self) -> int:
+        """Parameters of the policy."""
+        return self.kinds[0].numbers
 
     def worst(self) -> Planned:
         """Return the kind whose device is fullest."""
         return max(self.kinds, key=lambda planned: planned.peak()[1])
 
+    def phases(self) -> dict[str, tuple[int, float]]:
+        """Return phase -> bytes on the device at its peak: of the fullest rank, and the mean of all that go through it.
+
+        Under split placement no rank goes through all phases.
+        """
+        found = {}
+        for phase in dict.fromkeys(phase for p in self.kinds for phase in p.rank.memory):
+            mine = [p for p in self.kinds if phase in p.rank.memory]
+            total = sum(p.means[phase] * p.kind.ranks for p in mine)
+            worst = max(sum(p.rank.memory[phase].values()) for p in mine)
+            found[phase] = worst, total / sum(p.kind.ranks for p in mine)
+        return found
+
+    @property
+    def device_spare(self) -> int:
+        """Bytes of a GPU that stay free on the fullest rank; negative where it is too small."""
+        return int(self.gpu.memory_gib * GIB) - OUTSIDE - self.worst().peak()[1]
+
     @property
     def spare(self) -> int:
-        """Bytes of a GPU that stay free on the fullest rank; negative where it does not fit."""
+        """The same, or what an engine's cache lacks if that is more."""
         lack = max((planned.engine.get("lack", 0) for planned in self.kinds), default=0)
-        room = int(self.gpu.memory_gib * GIB) - OUTSIDE - self.worst().peak()[1]
-        return min(room, -lack) if lack else room
+        return min(self.device_spare, -lack) if lack else self.device_spare
 
     @property
     def host_spare(self) -> int | None:
@@ -111,20 +137,28 @@ def plan(cfg: Config, world: int, gpu: Gpu, kind: str = "cuda") -> Plan:
 
     folder = folder_of(cfg.model.path, cfg.model.trust_remote_code)
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
+    cfg = within_positions(cfg, hf_config)
     layers, sparse = stages_of(cfg, hf_config)
     kinds = kinds_of(cfg, world, layers, sparse)
     memory = int(gpu.memory_gib * GIB) if kind == "cuda" else None
     tasks = [lambda each=each: _one(cfg, world, each, len(layers), kind, memory, gpu) for each in kinds]
     planned = list(side_by_side(tasks))
-    return Plan(cfg, world, gpu, planned, numbers_of(hf_config))
+    return Plan(cfg, world, gpu, planned)
 
 
-def numbers_of(hf_config: Any) -> int:
-    """Return the number of a model's parameters."""
-    from transformers import AutoModelForCausalLM
+def within_positions(cfg: Config, hf_config: Any) -> Config:
+    """Return settings whose longest sequence the model can take, as engines cut longer ones.
 
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(hf_config).parameters())
+    Raises:
+        ValueError: prompts alone are longer.
+    """
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    prompt = cfg.rollout.max_prompt_tokens
+    if not positions or prompt + cfg.rollout.max_new_tokens <= positions:
+        return cfg
+    if prompt >= positions:
+        raise ValueError(f"--rollout.max-prompt-tokens {prompt}: the model has {positions} positions")
+    return replace(cfg, rollout=replace(cfg.rollout, max_new_tokens=positions - prompt))
 
 
 def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: int | None, gpu: Gpu) -> Planned:
@@ -134,31 +168,33 @@ def _one(cfg: Config, world: int, kind: Kind, stages: int, device: str, memory: 
     engine = made.engine
     virtual = cfg.parallel.virtual_stages
     step = made.step()
-    rank = rank_of(step, kind.stage, stages, virtual, engine.workspace_bytes if engine else 0)
-    near = {
-        name for ranks, name in made.paper.traffic.axes.items() if len({r // gpu.gpus_per_node for r in ranks}) == 1
-    }
-    bounds = {}
-    for phase, load in rank.loads.items():
-        bounds[phase] = bound_of(load, gpu, near, rank.micros.get(phase, 0), stages)
+    sampling = engine.sampling_bytes() if engine else {}
+    each = [rank_of(step, stage, stages, virtual, sampling, kind.stage) for stage in kind.alike]
+    rank, traffic = each[0], made.paper.traffic
+    axes = Axes(traffic.axes, kind.rank, gpu.gpus_per_node)
+    bounds = {phase: bound_of(load, gpu, axes, rank.micros.get(phase, 0), stages) for phase, load in rank.loads.items()}
+    bounds["parking"] = parking_bound(*rank.moved, gpu)
     facts = engine_facts(cfg, made) if engine else {}
     if facts:
         engines = samplers(cfg, world) // facts["ranks"]
         bounds["rollout"] = rollout_bound(cfg, gpu, engines, facts)
-    return Planned(kind, rank, bounds, facts)
+    sizes = {name: len(ranks) for name, ranks in axes.ranks.items()}
+    return Planned(kind, rank, bounds, facts, made.numbers, means_of(each), sizes)
+
+
+def means_of(ranks: list[Rank]) -> dict[str, float]:
+    """Return phase -> mean of the bytes on the device at its peak."""
+    phases = ranks[0].memory
+    return {phase: sum(sum(r.memory[phase].values()) for r in ranks) / len(ranks) for phase in phases}
 
 
 def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
     """Return what a table shows of an engine and what its times follow from."""
     engine, text = made.engine, made.hf_config.get_text_config()
     ranks = made.world.rollout_mesh["tp"].size()
-    experts = getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None)
-    used = getattr(text, "num_experts_per_tok", None)
-    total, in_experts = made.numbers, made.expert_numbers
-    share = 1.0
-    if experts and used:
-        # Of a mixture a token uses few experts; many tokens use nearly all of them.
-        share = min(1.0, used * min(cfg.rollout.max_sequences, 1 << 20) / experts)
+    experts, used = experts_of(text), getattr(text, "num_experts_per_tok", None)
+    chosen = used / experts if experts and used else 1.0
+    in_experts = made.expert_numbers / made.numbers
     return {
         "ranks": ranks,
         "weights": engine.weight_bytes,
@@ -170,8 +206,9 @@ def engine_facts(cfg: Config, made: Any) -> dict[str, Any]:
         "workspace": dict(engine.workspace),
         "capacity": engine.capacity,
         "token_bytes": engine.cache_bytes / engine.cache_tokens if engine.cache_tokens else 0.0,
-        "read_bytes": engine.weight_bytes * (1 - in_experts / total * (1 - share)),
-        "active_numbers": total - in_experts * (1 - (used / experts if experts and used else 1.0)),
+        "expert_share": in_experts,
+        "chosen_share": chosen,
+        "active_numbers": made.numbers * (1 - in_experts * (1 - chosen)),
     }
 
 

@@ -17,6 +17,8 @@ class Load:
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
     """(axis, kind of collective) -> bytes."""
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    peers: dict[tuple[str, int], int] = field(default_factory=dict)
+    """(`send` or `receive`, rank) -> bytes of a push."""
 
 
 @dataclass
@@ -33,6 +35,10 @@ class Rank:
     """Bytes of the models' own tensors while the rank trains, by owner."""
     numbers: int
     """Parameters on this rank."""
+    models: tuple[str, ...]
+    """The models that have them."""
+    moved: tuple[int, int]
+    """Bytes that a step moves to the host, and back from there."""
     checkpoint: int
     """Bytes of a checkpoint, all ranks together."""
     micros: dict[str, int]
@@ -58,24 +64,27 @@ def line(at: Sequence[tuple[int, float]], x: int) -> float:
     return fb + (fb - fa) / (b - a) * (x - b)
 
 
-def peak_of(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]:
-    """Return the bytes of each kind at the peak of a pass over all micro-batches."""
-    peak = _peak_in_flight(work, stage, stages, virtual)
+def peak_of(work: Work, stage: int, stages: int, virtual: int, measured: int | None = None) -> dict[str, int]:
+    """Return the bytes of each kind at the peak of a pass over all micro-batches.
+
+    measured: the stage whose passes ran on paper, one with the same layers as `stage`; None if it is `stage`.
+    """
+    peak = _peak_in_flight(work, stage, stages, virtual, stage if measured is None else measured)
     kept = line([(p.micros, p.kept) for p in work.passes], work.total) - work.passes[-1].kept
     if kept > 0:
         peak["activations"] = peak.get("activations", 0) + int(kept)
     return peak
 
 
-def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int) -> dict[str, int]:
-    if work.kind == "logp" or stages == 1:
+def _peak_in_flight(work: Work, stage: int, stages: int, virtual: int, measured: int) -> dict[str, int]:
+    if work.kind != "update" or stages == 1:
         # Without a pipeline one micro-batch runs at a time; gradients stay from the first on.
         return dict(max((p.peak for p in work.passes), key=lambda m: m.live).by_tag)
-    flying = [in_flight(stage, stages, virtual, p.micros) for p in work.passes]
+    flying = [in_flight(measured, stages, virtual, p.micros) for p in work.passes]
     most = in_flight(stage, stages, virtual, work.total)
     tags = {tag for p in work.passes for tag in p.peak.by_tag}
     points = {tag: [(n, p.peak.by_tag.get(tag, 0)) for n, p in zip(flying, work.passes, strict=True)] for tag in tags}
-    return {tag: int(line(at, most)) if at[-1][0] < most else at[-1][1] for tag, at in points.items()}
+    return {tag: int(line(at, most)) for tag, at in points.items()}
 
 
 def load_of(work: Work) -> Load:
@@ -104,26 +113,29 @@ def added(loads: list[Load]) -> Load:
     )
 
 
-def rank_of(step: Step, stage: int, stages: int, virtual: int, workspace: int) -> Rank:
+def rank_of(
+    step: Step, stage: int, stages: int, virtual: int, sampling: dict[str, int], measured: int | None = None
+) -> Rank:
     """Make the plan of one rank of what ran on paper.
 
-    stage: its pipeline stage, of `stages`, each of `virtual` chunks. workspace: bytes that its engine takes beside
-    weights and cache while it samples.
+    stage: its pipeline stage, of `stages`, each of `virtual` chunks. sampling: bytes that its engine takes while it
+    samples and that did not live on paper, by what they are for. measured: as in `peak_of`.
     """
     memory: dict[str, dict[str, int]] = {"push": _named(step.moments["push"])}
-    memory["rollout"] = _named(step.moments["rollout"]) | ({"engine workspace": workspace} if workspace else {})
+    memory["rollout"] = _named(step.moments["rollout"]) | _clean(sampling)
     loads = {"push": Load()}
     if step.push:
-        loads["push"] = Load(step.push.flops, dict(step.push.traffic.bytes), dict(step.push.traffic.calls))
-    for phase in ("logp", "update"):
-        works = [work for work in step.works if work.kind == phase and work.passes]
+        pushed = step.push.traffic
+        loads["push"] = Load(step.push.flops, dict(pushed.bytes), dict(pushed.calls), dict(pushed.peers))
+    for phase, kinds in (("logp", ["logp"]), ("update", ["update", "step"])):
+        works = [work for work in step.works if work.kind in kinds and work.passes]
         if works:
-            peaks = [peak_of(work, stage, stages, virtual) for work in works]
+            peaks = [peak_of(work, stage, stages, virtual, measured) for work in works]
             memory[phase] = _clean(max(peaks, key=lambda tags: sum(tags.values())))
             loads[phase] = added([load_of(work) for work in works])
     host = dict(step.host) | {f"off the device ({place})": n for place, n in step.parked.items() if n}
     micros = {work.kind: work.total for work in step.works if work.model == "policy"}
-    return Rank(memory, loads, host, step.held, step.numbers, step.checkpoint, micros)
+    return Rank(memory, loads, host, step.held, step.numbers, step.models, step.moved, step.checkpoint, micros)
 
 
 def _named(moment: Moment) -> dict[str, int]:

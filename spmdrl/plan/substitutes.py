@@ -9,6 +9,7 @@ their own.
 import importlib
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ def install(paper: Paper, kind: str) -> None:
     _numbers()
     _groups(paper)
     _shapes(paper)
-    _fsdp()
+    _fsdp(paper)
     _optimizers(paper)
     _storages(paper)
     _push()
+    _adapters()
+    _remote()
     kernels.install(paper, kind)
     _megatron()
 
@@ -99,8 +102,9 @@ def aside(paper: Paper, function: Callable) -> Callable:
     return run
 
 
-def _fsdp() -> None:
+def _fsdp(paper: Paper) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     begin = FSDPParamGroup.lazy_init
@@ -115,12 +119,44 @@ def _fsdp() -> None:
 
     def foreach_reduce(*args: Any, **more: Any) -> tuple:
         """Copies of shards are summed on a stream of a device, whose end an event tells; here nothing runs."""
-        found = reduce(*args, **more)
+        given = signature(reduce).bind(*args, **more).arguments
+        given["reduce_scatter_comm"] = Buffers(paper, given)
+        found = reduce(**given)
         return *found[:5], found[5] or object(), *found[6:]
 
+    keep = FSDPParam.to_accumulated_grad_if_needed
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Gradients of whole parameters stay from a micro-batch that is not reduced to one that is."""
+        with paper.tagged("unsharded gradients"):
+            keep(self)
+        # In the type in which they are reduced they stay as they are.
+        paper.retag([x for x in [self._unsharded_param.grad] if x is not None], "unsharded gradients")
+
+    FSDPParam.to_accumulated_grad_if_needed = to_accumulated_grad_if_needed
     _fsdp_param_group.foreach_reduce = foreach_reduce
     FSDPParamGroup.lazy_init = lazy_init
     FSDPParamGroup._validate_no_meta_params = lambda self: None
+
+
+class Buffers:
+    """The buffers of a reduce-scatter: its result is the sharded gradients, unless it is added to those of before."""
+
+    def __init__(self, paper: Paper, given: dict[str, Any]):
+        """given: the arguments of FSDP's `foreach_reduce`, by name."""
+        self.paper, self.comm = paper, given["reduce_scatter_comm"]
+        kept = given["partial_reduce_output"] is not None and not given["all_reduce_grads"]
+        first = all(p.sharded_param.grad is None for p in given["fsdp_params"])
+        self.tags = iter((paper.tag, "sharded gradients" if first and not kept else paper.tag))
+
+    def allocate(self, *args: Any, **more: Any) -> torch.Tensor:
+        """Allocate the buffer of what is sent, and then that of the result."""
+        with self.paper.tagged(next(self.tags)):
+            return self.comm.allocate(*args, **more)
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        """Run the reduce-scatter."""
+        return self.comm(*args, **more)
 
 
 def _optimizers(paper: Paper) -> None:
@@ -177,6 +213,34 @@ def _push() -> None:
 
     reshard.digest = lambda tensor: torch.zeros((), dtype=torch.int64, device=tensor.device)
     reshard.Reshard._check = lambda self, flight: None
+
+
+def _adapters() -> None:
+    from spmdrl.policy.fsdp import lora
+    from spmdrl.spmd.exchange import all_gather_rows
+
+    def gathered(named: Any, world: Any) -> dict[str, torch.Tensor]:
+        """Other ranks may hold fewer rows than this one, which is not told of them."""
+        mine = torch.cat([lora.local(p).flatten() for _, p in named]) if named else torch.empty(0, device=META)
+        everyone = all_gather_rows(mine[:, None], world.shard_group)
+        whole = {name: mine.new_empty(p.shape) for name, p in named}
+        del everyone
+        return whole
+
+    lora.gathered = gathered
+
+
+def _remote() -> None:
+    from spmdrl.policy.remote import RemotePolicy
+
+    def logprobs(self: Any, batch: Any, temperature: float, second: Any = "entropy") -> Any:
+        """Questions and answers travel over the host: a rank that scores has its share, the others get numbers."""
+        if self.model is not None:
+            return self.model.logprobs(batch, temperature, second)
+        first, second = torch.zeros(2, batch.n_tokens, dtype=self.dtype)
+        return first, second
+
+    RemotePolicy.logprobs = logprobs
 
 
 def _megatron() -> None:

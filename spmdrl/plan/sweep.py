@@ -1,6 +1,7 @@
 """Other settings for a job: the nearest that fit where it does not, or several ranked by their least time."""
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -109,7 +110,9 @@ def _pairs(base: Row, rows: list[Row]) -> list[Change]:
         sums = {name: a.room.get(name, free) + b.room.get(name, free) - free for name, free in base.room.items()}
         return min(sums.values())
 
-    pairs = [(a, b) for a, b in combinations(rows, 2) if a.change and b.change and not a.change.meets(b.change)]
+    short = [name for name, free in base.room.items() if free < 0]
+    useful = [row for row in rows if row.change and any(row.room.get(name, 0) > base.room[name] for name in short)]
+    pairs = [(a, b) for a, b in combinations(useful, 2) if a.change and b.change and not a.change.meets(b.change)]
     pairs.sort(key=lambda pair: -least(*pair))
     return [a.change + b.change for a, b in pairs if a.change and b.change]
 
@@ -125,6 +128,7 @@ def sweep(made: Plan) -> Tried:
 def _planned(made: Plan, changes: list[Change], failed: list[str]) -> Iterator[Row]:
     """Plan changes one by one; `failed` takes those that cannot be planned, which end no search."""
     for change in changes:
+        print(f"trying {change.flags}", file=sys.stderr, flush=True)
         try:
             yield row_of(plan(changed(made.cfg, change), made.world, made.gpu), change)
         except (ValueError, RuntimeError) as error:

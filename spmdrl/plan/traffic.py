@@ -5,7 +5,7 @@ reduce-scatter's input and of an all-to-all, and twice that of an all-reduce; a 
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,21 +35,33 @@ class Traffic:
     """(axis, kind) -> bytes."""
     calls: Counter = field(default_factory=Counter)
     """(axis, kind) -> collectives, or messages."""
-    axes: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """Ranks of a group -> name of its axis."""
+    axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Axis -> the ranks of this rank's group on it."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Name of a group -> its axis: axes can have the same ranks, but not the same group."""
+    peers: Counter = field(default_factory=Counter)
+    """(`send` or `receive`, rank) -> bytes of a push to or from that rank."""
 
     def copy(self) -> "Traffic":
         """Return the counts of this moment."""
-        return Traffic(Counter(self.bytes), Counter(self.calls), self.axes)
+        return replace(self, bytes=Counter(self.bytes), calls=Counter(self.calls), peers=Counter(self.peers))
 
     def since(self, before: "Traffic") -> "Traffic":
         """Return what came after an earlier `copy`."""
-        return Traffic(_less(self.bytes, before.bytes), _less(self.calls, before.calls), self.axes)
+        counts = {name: _less(getattr(self, name), getattr(before, name)) for name in ("bytes", "calls", "peers")}
+        return replace(self, **counts)
 
-    def name(self, group: Any, ranks: tuple[int, ...] | None = None) -> str:
-        """Give a group the name of an axis if it has none. Returns its name."""
-        ranks = ranks or tuple(dist.get_process_group_ranks(group))
-        return self.axes.get(ranks, f"{len(ranks)} ranks")
+    def call(self, group: Any, axis: str) -> None:
+        """Name the axis of a group of this rank, if it has more ranks than this one."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) > 1:
+            self.names[group.group_name], self.axes[axis] = axis, ranks
+
+    def axis(self, group: Any) -> str:
+        """Return the axis of a group. One without a name is called by its number of ranks."""
+        if group.group_name not in self.names:
+            self.call(group, f"{group.size()} ranks")
+        return self.names[group.group_name]
 
     def note(self, func: Any, args: tuple) -> None:
         """Count one operation of torch's namespace c10d."""
@@ -61,7 +73,11 @@ class Traffic:
 
     def add(self, kind: str, group: Any, size: int) -> None:
         """Count one collective, or one message, of `size` bytes."""
-        key = self.name(group), kind
+        self.put(self.axis(group), kind, size)
+
+    def put(self, axis: str, kind: str, size: int) -> None:
+        """Count one collective on an axis."""
+        key = axis, kind
         self.calls[key] += 1
         self.bytes[key] += size
 

@@ -26,32 +26,31 @@ def open_world(cfg: Config, rank: int, size: int) -> World:
 
 
 def name_axes(traffic: Traffic, cfg: Config, world: World) -> None:
-    """Give the groups of this rank the names of their axes; the last name given to a group stays."""
-    names: dict[tuple[int, ...], str] = {tuple(range(world.size)): "all ranks"}
+    """Name the axes of this rank's groups. Of several axes that share one group the last name stays."""
+    everyone: Any = dist.group.WORLD
+    traffic.call(everyone, "all ranks")
     if world.data_group is not None:
-        names[_ranks(world.data_group)] = "data"
+        traffic.call(world.data_group, "data")
     if world.trains:
         for axis in AXES:
-            names[_ranks(world.mesh.get_group(axis))] = axis
+            traffic.call(world.mesh.get_group(axis), axis)
         for axis in range(world.shard_mesh.ndim):
-            names[_ranks(world.shard_mesh.get_group(axis))] = ("dp_replicate", "dp_shard")[axis - world.shard_mesh.ndim]
+            name = ("dp_replicate", "dp_shard")[axis - world.shard_mesh.ndim]
+            traffic.call(world.shard_mesh.get_group(axis), name)
     if cfg.policy.backend == "megatron" and world.trains:
         from megatron.core import parallel_state as state
 
-        names |= {
-            _ranks(group): axis
-            for axis, group in (
-                ("data", state.get_data_parallel_group(with_context_parallel=True)),
-                ("expert data", state.get_expert_data_parallel_group()),
-                ("cp", state.get_context_parallel_group()),
-                ("tp x ep", state.get_expert_tensor_and_model_parallel_group()),
-                ("ep", state.get_expert_model_parallel_group()),
-                ("tp", state.get_tensor_model_parallel_group()),
-                ("pp", state.get_pipeline_model_parallel_group()),
-            )
+        groups = {
+            "data": [state.get_data_parallel_group(), state.get_data_parallel_group(with_context_parallel=True)],
+            "expert data": [state.get_expert_data_parallel_group()],
+            "cp": [state.get_context_parallel_group()],
+            "tp x ep": [state.get_expert_tensor_and_model_parallel_group()],
+            "ep": [state.get_expert_model_parallel_group()],
+            "tp": [state.get_tensor_model_parallel_group()],
+            "pp": [state.get_pipeline_model_parallel_group(), state.get_embedding_group(check_initialized=False)],
         }
-    traffic.axes |= {ranks: name for ranks, name in names.items() if len(ranks) > 1}
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+        for axis, several in groups.items():
+            for group in several:
+                # Stages in the middle have no part of the embedding.
+                if group is not None:
+                    traffic.call(group, axis)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
 from spmdrl.config.schema import Config
@@ -100,27 +101,38 @@ def check_tp(cfg: Config, engine: str) -> None:
 
     folder, tp = resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.rollout.tp
     model = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
-    config = model.get_text_config()
-    heads = getattr(config, "num_attention_heads", tp)
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "intermediate_size", None)
-    if not isinstance(width, int) or getattr(config, "num_experts_per_tok", None):
+    if problem := tp_problem(model, engine, tp, cfg.model.path):
+        raise ValueError(problem)
+    if engine == "hf" and tp > 1:
+        from spmdrl.rollout.hf.tp import plan_of
+
+        plan_of(model, tp)
+
+
+def tp_problem(config: Any, engine: str, tp: int, name: str = "the model") -> str:
+    """Tell why an engine's ranks do not divide a model, and every `--rollout.tp` that would; empty if they do.
+
+    config: transformers' config of the model; one that names no heads is left to the engine.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", tp)
+    # Latent attention has no key-value heads of its own, whatever its config says.
+    kv = heads if hasattr(text, "kv_lora_rank") else getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "intermediate_size", None)
+    if not isinstance(width, int) or getattr(text, "num_experts_per_tok", None):
         width = 0
 
     def fits(n: int) -> bool:
         # vLLM and SGLang copy KV heads if there are more ranks than KV heads.
         return heads % n == 0 and width % n == 0 and (kv % n == 0 or (engine != "hf" and n % kv == 0))
 
-    if not fits(tp):
-        sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
-        raise ValueError(
-            f"--rollout.tp {tp}: {cfg.model.path} has {heads} attention heads and {kv} key-value heads"
-            f"{f', and MLPs {width} wide' if width % tp else ''}, which {tp} ranks cannot share; {engine} takes {sizes}"
-        )
-    if engine == "hf" and tp > 1:
-        from spmdrl.rollout.hf.tp import plan_of
-
-        plan_of(model, tp)
+    if fits(tp):
+        return ""
+    sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+    return (
+        f"--rollout.tp {tp}: {name} has {heads} attention heads and {kv} key-value heads"
+        f"{f', and MLPs {width} wide' if width % tp else ''}, which {tp} ranks cannot share; {engine} takes {sizes}"
+    )
 
 
 def check_experts(cfg: Config) -> None:

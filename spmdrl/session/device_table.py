@@ -159,14 +159,7 @@ class Memory:
 
     def _push(self) -> None:
         """Pushes the policy's weights into every engine, if one lacks them. Collective."""
-        if self.shared and self.engine:
-            version, stale = self.policy.version, self.engine.version != self.policy.version
-        else:
-            # A rank knows only its own side.
-            held = torch.tensor([self.policy.version if self.policy else -1])
-            version = int(all_reduce(held, "max", self.world.host_group))
-            lacks = torch.tensor([int(self.engine is not None and self.engine.version != version)])
-            stale = bool(all_reduce(lacks, "max", self.world.host_group))
+        version, stale = self._stale()
         self.version = version
         if stale:
             first = self.last_push is None
@@ -176,6 +169,16 @@ class Memory:
                 log.info(f"after a push the engine's own memory {how}")
             # Its buckets were freed, and the KV cache comes next.
             self._give_back(self.last_push.bytes)
+
+    def _stale(self) -> tuple[int, bool]:
+        """The policy's version, and whether an engine lacks it. Collective."""
+        if self.shared and self.engine:
+            return self.policy.version, self.engine.version != self.policy.version
+        # A rank knows only its own side.
+        held = torch.tensor([self.policy.version if self.policy else -1])
+        version = int(all_reduce(held, "max", self.world.host_group))
+        lacks = torch.tensor([int(self.engine is not None and self.engine.version != version)])
+        return version, bool(all_reduce(lacks, "max", self.world.host_group))
 
     def _sleep_level(self) -> int:
         return sleep_level(self.cfg, kind_of(self.world.device) == "cpu")

@@ -77,6 +77,9 @@ def while_training(cfg: Config, world: World, held: Held, learns: int, engine: i
     options.append((max(held.training, learns) / 2, f"--policy.max-tokens-per-microbatch below {tokens}"))
     if not cfg.policy.activation_checkpointing:
         options.append((max(held.training, learns) / 3, "--policy.activation-checkpointing true"))
+    sharded = len(world.roles.trainers) > cfg.parallel.dp_replicate
+    if cfg.policy.backend == "fsdp" and cfg.policy.reduce_gradients == "last" and sharded:
+        options.append((held.training / 3, "--policy.reduce-gradients each"))
     if not cfg.policy.reshard_after_forward:
         options.append((learns / 4, "--policy.reshard-after-forward true"))
     return options

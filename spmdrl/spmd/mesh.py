@@ -117,7 +117,7 @@ def scoring_world(world: World, parallel: ParallelConfig, wait: timedelta) -> Wo
     if ranks == world.roles.trainers:
         return world
     sizes = axis_sizes(replace(parallel, dp_replicate=1, dp_shard=-1, sp=1), len(ranks))
-    mesh, shard_mesh = (make(world.device.type, ranks, sizes) for make in (make_mesh, make_shard_mesh))
+    mesh, shard_mesh = (make(world.mesh.device_type, ranks, sizes) for make in (make_mesh, make_shard_mesh))
     later = wait + LATER if world.device.type == "cuda" else wait
     data_group, holders = make_data_group(mesh, later)
     return replace(world, mesh=mesh, shard_mesh=shard_mesh, data_group=data_group, holders=holders)

@@ -6,7 +6,7 @@ through rank 0, and all-reduce and all-to-all run between all ranks instead of t
     --quick        under ten seconds and no network beyond this machine: no hub, a smaller write to the disk
     --json FILE    the findings as JSON, `-` for stdout (the lines then go to stderr)
     --dir FOLDER   the folder for checkpoints; else the run folder of --config, else runs
-    --config FILE  settings of a run: what they need must be there
+    --config FILE  settings of a run: models, prompts, files, packages and GPUs that they need must be there
 """
 
 import argparse
@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.paths import run_folder
 from spmdrl.session.environ import prepare
-from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_software
+from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
 from spmdrl.tools.doctor_findings import FAIL, Finding, fail, ok, warn
+from spmdrl.tools.doctor_python import python
 from spmdrl.tools.preflight import parse_rounds, port_of
 
 PROG = "python -m spmdrl.doctor"
@@ -43,7 +43,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     words.add_argument("--quick", action="store_true", help="under ten seconds, no network beyond this machine")
     words.add_argument("--json", default="", metavar="FILE", help="write the findings as JSON; - for stdout")
     words.add_argument("--dir", default="", metavar="FOLDER", help="folder for checkpoints")
-    words.add_argument("--config", default="", metavar="FILE", help="settings of a run, whose needs must be there")
+    words.add_argument(
+        "--config", default="", metavar="FILE", help="settings of a run; all that they need must be there"
+    )
     # The preflight of launch/node.sh and slurm/job.sh gives these.
     words.add_argument("--node", default=os.uname().nodename, help=argparse.SUPPRESS)
     words.add_argument("--reports", default="", help=argparse.SUPPRESS)
@@ -131,7 +133,7 @@ def show(reports: list[dict], out) -> None:
 
 
 def one_node(asked: argparse.Namespace, ranked: bool) -> dict[str, Any]:
-    """The report of this node. ranked: torchrun started this process among others.
+    """Makes the report of this node. ranked: torchrun started this process among others.
 
     Raises:
         ConfigError: --config cannot be read.
@@ -149,20 +151,23 @@ def one_node(asked: argparse.Namespace, ranked: bool) -> dict[str, Any]:
                 # Rounds have a deadline in common, however long the ones before waited for a partner that is gone.
                 limit = max(3.0, began + PAIR * (number + 1) - time.monotonic())
                 pairs.append(_with_partner(asked, number, pair, gpus, limit))
-    return {"node": asked.node, "gpus": gpus, "findings": [asdict(each) for each in found], "pairs": pairs}
+    return {"node": asked.node, "gpus": gpus, "findings": [each._asdict() for each in found], "pairs": pairs}
 
 
 def local(asked: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
-    """All checks that this node can do alone."""
+    """Runs all checks that this node can do alone."""
     config = from_command_line(["--config", asked.config], PROG).config if asked.config else None
     engine = config.rollout.engine if config else ""
-    found = [doctor_software.python(), doctor_software.requirements(), doctor_software.torch_version()]
-    found += [doctor_gpus.build(), *doctor_gpus.gpus(gpus)]
+    found = [python(), doctor_software.requirements(), doctor_software.torch_version()]
+    # Without torch, the lines that ask it are left out.
+    torch_imports = doctor_gpus.torch_imports()
+    found += [doctor_gpus.build(), *doctor_gpus.gpus(gpus)] if torch_imports else []
     found += doctor_software.engines(engine, gpus)
     found.append(doctor_software.megatron(config is not None and config.policy.backend == "megatron"))
     found += [doctor_software.triton(gpus), doctor_machine.shared_memory(gpus > 1), *doctor_machine.limits()]
     found += [doctor_machine.leftovers(ranked), doctor_machine.threads(ranked, gpus), doctor_machine.own_name()]
     found.append(doctor_machine.sandbox())
+    found += doctor_settings.settings(config, gpus, asked.quick) if config and torch_imports else []
     if not asked.quick:
         found += [doctor_software.flash_attention(), doctor_machine.hub()]
     folder = Path(asked.dir) if asked.dir else run_folder(config) if config else Path("runs")
@@ -172,11 +177,11 @@ def local(asked: argparse.Namespace, ranked: bool, gpus: int) -> list[Finding]:
         if asked.dir:
             raise doctor_folder.FolderError(f"--dir {error}") from error
         found.append(fail("disk", str(error), "give a --run.dir (here --dir) that can be written"))
-    return found if ranked else [*found, two_ranks(gpus, asked.quick)]
+    return found if ranked or not torch_imports else [*found, two_ranks(gpus, asked.quick)]
 
 
 def two_ranks(gpus: int, quick: bool) -> Finding:
-    """All-reduce and all-to-all between two ranks of this machine: NCCL where there are two GPUs, else gloo."""
+    """Measures between two ranks of this machine, over NCCL where there are two GPUs, else over gloo."""
     import socket
 
     with socket.socket() as free:
@@ -195,7 +200,7 @@ def two_ranks(gpus: int, quick: bool) -> Finding:
 
 
 def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
-    """The finding for what ranks measured."""
+    """Makes the finding for what ranks measured."""
     if found.error:
         fix = "NCCL_DEBUG=INFO (GPUs) or TORCH_DISTRIBUTED_DEBUG=DETAIL says more; look at the lines above first"
         return fail(name, found.error, fix)
@@ -204,7 +209,7 @@ def bandwidth(name: str, found: doctor_ranks.Measured) -> Finding:
 
 
 def clocks(found: doctor_ranks.Measured) -> Finding:
-    """The finding for the clocks of several nodes."""
+    """Makes the finding for the clocks of several nodes."""
     said = f"at most {found.clock:.2f} s apart"
     fix = "run chrony or ntpd on every node: times in the logs of ranks cannot be compared"
     return warn("clocks", said, fix) if found.clock > SKEW else ok("clocks", said)
@@ -214,7 +219,7 @@ def clocks(found: doctor_ranks.Measured) -> Finding:
 
 
 def everyone(asked: argparse.Namespace) -> list[dict]:
-    """Reports of all nodes, on every rank: the first rank of each looks at its node. Collective.
+    """Returns the reports of all nodes on every rank; the first rank of each looks at its node. Collective.
 
     Raises:
         FolderError, ConfigError: as `one_node`, on every rank.
@@ -247,7 +252,7 @@ def everyone(asked: argparse.Namespace) -> list[dict]:
     shared = [bandwidth("all ranks", found), clocks(found)]
     if chosen:
         shared.append(ok("network", chosen.removeprefix("network: ")))
-    reports[0]["findings"] += [asdict(each) for each in shared]
+    reports[0]["findings"] += [each._asdict() for each in shared]
     return reports
 
 

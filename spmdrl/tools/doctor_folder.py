@@ -1,4 +1,4 @@
-"""Checks of the folder for checkpoints: write speed, room and locks."""
+"""Checks the folder for checkpoints: write speed, room and locks."""
 
 import errno
 import fcntl
@@ -19,11 +19,11 @@ LITTLE = 20 << 30
 
 
 class FolderError(ValueError):
-    """A folder or file that was asked for cannot be written."""
+    """Says that a folder or file that was asked for cannot be written."""
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists.
+    """Returns the folder, or the nearest one above it that exists.
 
     Raises:
         FolderError: something on the path is no folder, or it cannot be written.

@@ -1,4 +1,4 @@
-"""Checks of the accelerators: torch's build beside the machine's devices and driver, NCCL, other jobs on the GPUs."""
+"""Checks accelerators: torch's build beside the machine's devices and driver, NCCL, other jobs on the GPUs."""
 
 import os
 import subprocess
@@ -13,15 +13,26 @@ BUSY = 0.05
 """Share of a GPU's memory above which another program is at work on it."""
 
 
+def torch_imports() -> bool:
+    """Returns whether torch imports; `doctor_software.torch_version` says why it does not."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
 def count() -> int:
-    """GPUs that torch finds; asking leaves no context on them."""
+    """Counts the GPUs that torch finds, 0 where it does not import; asking leaves no context on them."""
+    if not torch_imports():
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None = None) -> Finding:
-    """The platform that torch was built for, beside the machine's devices and driver.
+    """Checks that torch was built for the machine's devices and driver.
 
     nvidia, amd: whether the machine has such devices; None looks. side: what `launch/install.sh` installed for.
     """
@@ -55,7 +66,7 @@ def build(nvidia: bool | None = None, amd: bool | None = None, side: str | None 
 
 
 def driver() -> str:
-    """Version of the loaded driver, in words; empty where none is seen."""
+    """Returns the version of the loaded driver in words, empty where none is seen."""
     for place, name in (("/proc/driver/nvidia/version", "NVIDIA driver"), ("/sys/module/amdgpu/version", "AMD driver")):
         try:
             words = Path(place).read_text().split()
@@ -81,7 +92,7 @@ def listed(text: str) -> list[Finding]:
 
 
 def gpus(found: int) -> list[Finding]:
-    """Kind and memory of the GPUs that the driver lists, and NCCL. found: GPUs that torch finds."""
+    """Checks kind and memory of the GPUs that the driver lists, and NCCL. found: GPUs that torch finds."""
     import torch
     import torch.distributed as dist
 

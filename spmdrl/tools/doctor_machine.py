@@ -1,4 +1,4 @@
-"""Checks of the machine: shared memory, limits, leftover variables, its own name, the sandbox, the model hub."""
+"""Checks the machine: shared memory, limits, leftover variables, its own name, the sandbox, the model hub."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = SHM) -> Finding:
-    """Size of shared memory. least: bytes wanted."""
+    """Checks the size of shared memory. least: bytes wanted."""
     try:
         disk = os.statvfs(path)
     except OSError as error:
@@ -40,7 +40,7 @@ def shared_memory(several_gpus: bool, path: str = "/dev/shm", least: int = SHM) 
 
 
 def limits(infiniband: bool | None = None, get=resource.getrlimit) -> list[Finding]:
-    """Limits of the shell: open files, locked memory, core dumps. infiniband: None looks for it."""
+    """Checks limits of the shell: open files, locked memory, core dumps. infiniband: None looks for it."""
     soft, hard = get(resource.RLIMIT_NOFILE)
     said, fix = f"ulimit -n {_limit(soft)}", "`ulimit -n 65536` before the start"
     if hard != resource.RLIM_INFINITY and hard < FILES:
@@ -75,7 +75,7 @@ def _limit(value: int, unit: int = 1) -> str:
 
 
 def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | None = None) -> bool:
-    """True where torchrun started this process: its own environment lacks the variables that it sets for its ranks."""
+    """Returns whether torchrun started this process: its own environment lacks the variables that it sets for ranks."""
     if "TORCHELASTIC_RUN_ID" not in environment or not all(name in environment for name in OWN[:3]):
         return False
     try:
@@ -86,7 +86,7 @@ def under_torchrun(environment: Mapping[str, str] = os.environ, parent: int | No
 
 
 def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Finding:
-    """Variables of another job in this shell, which torchrun or a single process would take for its own."""
+    """Looks for variables of another job in this shell, which torchrun or a single process would take for its own."""
     names = [] if ranked else [name for name in OWN if name in environment]
     names += [name for name in environment if name.startswith("PET_")]
     names += [] if ranked else [name for name in environment if name.startswith("TORCHELASTIC_")]
@@ -96,7 +96,7 @@ def leftovers(ranked: bool, environment: Mapping[str, str] = os.environ) -> Find
 
 
 def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ, cores: int = 0) -> Finding:
-    """Threads of a rank: torchrun gives one to each of several ranks."""
+    """Checks the threads of a rank: torchrun gives one to each of several ranks."""
     cores = cores or len(os.sched_getaffinity(0))
     given, ranks = environment.get("OMP_NUM_THREADS", ""), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     ranks = ranks if ranked else max(1, gpus)
@@ -110,7 +110,7 @@ def threads(ranked: bool, gpus: int, environment: Mapping[str, str] = os.environ
 
 
 def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[str, str] = os.environ) -> Finding:
-    """Address of this machine's own name: gloo binds to it, and 127.0.1.1 in /etc/hosts parts nodes from each other."""
+    """Checks the address of the machine's own name, to which gloo binds: 127.0.1.1 would part nodes from each other."""
     name = name or socket.gethostname()
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
     fix = (
@@ -129,7 +129,7 @@ def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[
 
 
 def sandbox(which=shutil.which) -> Finding:
-    """Bubblewrap, in which code of a model can run. No reward of this project runs such code without one."""
+    """Checks bubblewrap, in which a model's code can run. No reward of this project runs such code without one."""
     place = which("bwrap")
     if place is None:
         return ok("sandbox", "no bubblewrap here: needed only by rewards of yours that run code of a model")
@@ -144,10 +144,15 @@ def sandbox(which=shutil.which) -> Finding:
     return ok("sandbox", f"{place} works")
 
 
+def hub_is_off(environment: Mapping[str, str]) -> bool:
+    """Returns whether the hub's client is told to ask nothing."""
+    return environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
 def hub(environment: Mapping[str, str] = os.environ, wait: float = 4.0) -> Finding:
-    """Reachability of the model hub; one request without content. wait: seconds."""
+    """Checks that the model hub answers, by one request without content. wait: seconds."""
     place = environment.get("HF_ENDPOINT") or "https://huggingface.co"
-    if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    if hub_is_off(environment):
         return ok("hub", "HF_HUB_OFFLINE is set: nothing is asked, models come from folders and the cache")
     try:
         with urllib.request.urlopen(urllib.request.Request(place, method="HEAD"), timeout=wait) as answer:

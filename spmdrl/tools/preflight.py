@@ -34,14 +34,14 @@ Reports = dict[str, dict]
 
 
 class TooFewError(ValueError):
-    """More nodes are bad than there are spares."""
+    """Says that more nodes are bad than there are spares."""
 
 
 # ── pairs ────────────────────────────────────────────────────────────────────
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Pairs of neighbours, in rounds in which each node is in one pair at most: two rounds, three for three nodes.
+    """Pairs neighbours in rounds in which each node is in one pair at most: two rounds, three for three nodes.
 
     An even number of nodes stands in a ring and an odd one in a row; three stand in a ring, as the middle one of a row
     would be in every pair.
@@ -57,7 +57,7 @@ def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def show_rounds(rounds: Sequence[Sequence[Pair]]) -> str:
-    """The rounds as one word: `a/b,c/d;b/c`."""
+    """Writes the rounds as one word: `a/b,c/d;b/c`."""
     return ";".join(",".join("/".join(pair) for pair in pairs) for pairs in rounds)
 
 
@@ -68,7 +68,7 @@ def parse_rounds(text: str) -> list[list[Pair]]:
 
 
 def port_of(base: int, text: str, number: int, pair: Pair) -> int:
-    """Port at which the first of a pair listens. Pairs of one look differ, as all nodes may be one machine."""
+    """Returns the port at which the first of a pair listens. Pairs of one look differ: all nodes may be one machine."""
     rounds = parse_rounds(text)
     place = sum(map(len, rounds[:number])) + rounds[number].index(pair)
     # Each look has its own, so that a port still in use by the look before is not met.
@@ -79,7 +79,7 @@ def port_of(base: int, text: str, number: int, pair: Pair) -> int:
 
 
 def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
-    """Nodes that are bad by themselves, each with its reason."""
+    """Returns the nodes that are bad by themselves, each with its reason."""
     bad = {host: "it gave no report in time" for host in hosts if host not in reports}
     for host, report in reports.items():
         wrong = [each for each in report["findings"] if each["level"] == "fail"]
@@ -96,7 +96,7 @@ def unfit(hosts: Sequence[str], reports: Reports) -> dict[str, str]:
 
 
 def below(pair: dict, floors: tuple[float, float]) -> str:
-    """Reason why a measured pair is not good; empty where it is. floors: all-reduce, all-to-all in GB/s."""
+    """Returns why a measured pair is not good, empty where it is. floors: all-reduce, all-to-all in GB/s."""
     if pair["error"]:
         return pair["error"]
     named = (("all-reduce", pair["all_reduce"], floors[0]), ("all-to-all", pair["all_to_all"], floors[1]))
@@ -104,7 +104,7 @@ def below(pair: dict, floors: tuple[float, float]) -> str:
 
 
 def slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) -> tuple[dict[str, str], list[str]]:
-    """Nodes without any good pair, each with its worst, and lines on pairs of two nodes that are both good elsewhere.
+    """Returns nodes without a good pair, each with its worst, and lines on bad pairs of nodes that are good elsewhere.
 
     hosts: those that are not bad by themselves; pairs with others do not count.
     """
@@ -131,7 +131,7 @@ def slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) ->
 
 
 def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
-    """Rounds that pair each suspect with a node that is known to be good."""
+    """Makes rounds that pair each suspect with a node that is known to be good."""
     step = max(1, len(clean))
     parts = [suspects[at : at + step] for at in range(0, len(suspects), step)]
     return [list(zip(clean, part, strict=False)) for part in parts] if clean else []
@@ -147,8 +147,9 @@ def choose(
     floors: tuple[float, float],
     say: Callable[[str], None],
     dead: dict[str, str],
+    slurm: bool = True,
 ) -> list[str]:
-    """The first `need` good nodes, in the order given.
+    """Chooses the first `need` good nodes, in the order given.
 
     Args:
         hosts: nodes of the job, spares included.
@@ -157,13 +158,14 @@ def choose(
         floors: least all-reduce and all-to-all of a pair, in 1e9 bytes a second.
         say: prints a line.
         dead: nodes that are known not to work, with the reason.
+        slurm: SLURM gave the nodes, else HOSTS names them.
 
     Raises:
         TooFewError: fewer are good.
     """
     began, bad = time.monotonic(), dict(dead)
     left = [host for host in hosts if host not in bad]
-    enough(hosts, need, bad)
+    enough(hosts, need, bad, slurm)
     reports = look(left, show_rounds(rounds_of(left)), False, FIRST)
     bad |= unfit(left, reports)
     left = [host for host in left if host not in bad]
@@ -183,7 +185,7 @@ def choose(
         say(f"slow between {line}; each is fast enough with another, and both stay")
     for host, why in bad.items():
         say(f"bad node {host}: {why}")
-    enough(hosts, need, bad)
+    enough(hosts, need, bad, slurm)
     measured = [pair for host in left if host in reports for pair in reports[host]["pairs"] if not pair["error"]]
     if measured:
         low = [min(pair[name] for pair in measured) for name in ("all_reduce", "all_to_all")]
@@ -196,29 +198,33 @@ def choose(
     return good[:need]
 
 
-def enough(hosts: Sequence[str], need: int, bad: dict[str, str]) -> None:
-    """Checks that enough nodes are left.
+def enough(hosts: Sequence[str], need: int, bad: dict[str, str], slurm: bool = True) -> None:
+    """Checks that enough nodes are left. slurm: as in `choose`.
 
     Raises:
-        TooFewError: they are not.
+        TooFewError: they are not; the message says how the job gets others.
     """
     good = len(hosts) - len(bad)
     if good >= need:
         return
     names = "; ".join(f"{host} ({why})" for host, why in bad.items())
+    others = "leave the bad ones out of HOSTS and name others, or lower NODES"
+    if slurm:
+        others = (
+            f"leave the bad ones out (sbatch --exclude={','.join(bad)}), or ask for more spares (sbatch --nodes above "
+            "NODES)"
+        )
     raise TooFewError(
-        f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. Leave the bad nodes out "
-        f"(sbatch --exclude={','.join(bad)}, or HOSTS without them), or give more spares (sbatch --nodes above "
-        "NODES, or more HOSTS); FLOOR_ALL_REDUCE and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without "
-        "looking"
+        f"{need} nodes are needed and {good} of {len(hosts)} are good: {names}. To go on, {others}; FLOOR_ALL_REDUCE "
+        "and FLOOR_ALL_TO_ALL lower the floors, PREFLIGHT=0 starts without looking"
     )
 
 
 def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
-    """The `look` of `choose`: the doctor on nodes, with their reports in files of a folder that all of them share."""
+    """Makes the `look` of `choose`: the doctor on nodes, whose reports are files in a folder that all of them share."""
 
     def look(hosts: Sequence[str], rounds: str, only_pairs: bool, seconds: float) -> Reports:
-        """Return the doctor's reports of these hosts."""
+        """Returns the doctor's reports of these hosts."""
         # Each look has a folder of its own: a client of NFS may remember for a minute that a file was not there.
         place = folder / f"{time.strftime('%Y%m%d-%H%M%S')}{'-again' if only_pairs else ''}"
         place.mkdir(parents=True)
@@ -241,7 +247,7 @@ def look_at(run: Hosts, folder: Path, port: int, say: Callable[[str], None]):
 
 
 def states(hosts: Sequence[str]) -> dict[str, str]:
-    """Nodes that SLURM itself calls down, each with its state."""
+    """Returns the nodes that SLURM itself calls down, each with its state."""
     words = ["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"]
     try:
         text = subprocess.run(words, capture_output=True, text=True, timeout=15).stdout

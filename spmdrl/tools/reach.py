@@ -17,7 +17,7 @@ TRIES = 3
 
 
 def problem(address: str, port: int, wait: float = WAIT, tries: int = TRIES) -> str:
-    """Reason why a host cannot be reached; empty where it can.
+    """Returns why a host cannot be reached, empty where it can.
 
     A host that refuses the connection is alive: its torchrun has yet to start.
     """

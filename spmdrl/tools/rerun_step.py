@@ -29,7 +29,7 @@ SAME = 1e-5
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Replay the step of one folder and print the report."""
+    """Replays the step of one folder and prints the report."""
     words = argparse.ArgumentParser("python -m spmdrl.replay", description=(__doc__ or "").splitlines()[0])
     words.add_argument("folder", type=Path, help="what a run has kept: RUN/spikes/step_000012")
     words.add_argument("--model", default="", help="weights of this folder or hub name, as --model.path")
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def alone(cfg: Config, device: str, model: str) -> Config:
-    """The settings of a run for one process that only computes a gradient."""
+    """Changes the settings of a run to those of one process that only computes a gradient."""
     return dataclasses.replace(
         cfg,
         run=dataclasses.replace(cfg.run, device=device),
@@ -57,7 +57,7 @@ def alone(cfg: Config, device: str, model: str) -> Config:
 
 
 def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
-    """Lines of the report, one by one.
+    """Yields the lines of the report.
 
     Raises:
         ValueError: the folder, its run or the weights cannot be read.
@@ -104,7 +104,7 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
 
 
 def settings(file: Path) -> Config:
-    """The resolved settings of a run.
+    """Reads the resolved settings of a run.
 
     Raises:
         ValueError: there are none, or they cannot be read.
@@ -118,7 +118,7 @@ def settings(file: Path) -> Config:
 
 
 def weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | None, int]:
-    """The newest checkpoint that verifies and is not behind the step, with its count of optimizer steps.
+    """Finds the newest checkpoint that verifies and is not behind the step, with its count of optimizer steps.
 
     None and 0 stand for the model that the run started from.
     """
@@ -139,7 +139,7 @@ def weights_before(run: Path, which: str, updates_done: int) -> tuple[Path | Non
 
 
 def build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | None) -> tuple[Any, str]:
-    """The model that learnt, with weights of a verified checkpoint or those it started from; and their place."""
+    """Builds the model that learnt, with weights of a verified checkpoint or of its start, and names their place."""
     from spmdrl.policy.fsdp.policy import FsdpPolicy
 
     head = "value" if which in ("critic", "cost_critic") else "lm"
@@ -156,7 +156,7 @@ def build(cfg: Config, world: Any, which: str, path: str, checkpoint: Path | Non
 
 
 def objective_of(algo: "Algorithm", cfg: Config, policy: Any, told: dict, peers: Any) -> Any:
-    """The objective by which the model of the step learnt."""
+    """Makes the objective by which the model of the step learnt."""
     from spmdrl.rl.objectives import CriticObjective, PolicyObjective, ProcessObjective
 
     columns = {"critic": ("returns", "values"), "cost_critic": ("cost_returns", "cost_values")}
@@ -169,7 +169,7 @@ def objective_of(algo: "Algorithm", cfg: Config, policy: Any, told: dict, peers:
 
 
 def verdict(norm: float, want: float) -> str:
-    """Compare the numbers with those that the run saw, in words."""
+    """Compares the norm with that which the run saw, in words."""
     if not (math.isfinite(norm) and math.isfinite(want)):
         return "as the run saw it" if math.isfinite(norm) == math.isfinite(want) else "not what the run saw"
     off = abs(norm - want) / max(abs(want), 1e-30)
@@ -177,7 +177,7 @@ def verdict(norm: float, want: float) -> str:
 
 
 def alone_loss(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
-    """The part of one sequence in the loss, and the largest distance of its logp from old_logp."""
+    """Returns the part of one sequence in the loss, and the largest distance of its logp from old_logp."""
     import torch
 
     one = batch.select(torch.tensor([index]))
@@ -192,7 +192,7 @@ def alone_loss(policy: Any, batch: "Batch", index: int, objective: Any, shared: 
 
 
 def norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> float:
-    """Norm of the gradient of one sequence's part of the loss."""
+    """Returns the norm of the gradient of one sequence's part of the loss."""
     import torch
 
     policy.gradient([batch.select(torch.tensor([index]))], objective, shared)
@@ -202,7 +202,7 @@ def norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any
 
 
 def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer):
-    """Lines of the sequences that matter most: those that are not finite, then by |loss| and by |logp - old_logp|."""
+    """Yields lines of the sequences that matter most: not finite ones, then by |loss| and by |logp - old_logp|."""
 
     def size(row: dict, name: str) -> float:
         return abs(row[name]) if math.isfinite(row[name]) else math.inf
@@ -240,7 +240,7 @@ def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int
 
 
 def shown(text: str, width: int = 160) -> str:
-    """Model text on one line, without control characters."""
+    """Returns a model's text on one line, without control characters."""
     from spmdrl.tracking.console import clean
 
     return clean(text, width)

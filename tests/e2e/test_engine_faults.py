@@ -22,7 +22,7 @@ from spmdrl.rollout.hf.engine import HFEngine
 from spmdrl.spmd.world import World
 from tests.e2e.runner import GONE_WITHIN, Ended, Job, argv, metrics
 from tests.e2e.warm import run, succeed
-from tests.ranks.cases import config
+from tests.ranks.cases import config, push_folder
 
 pytestmark = pytest.mark.timeout(240)
 with_vllm = pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
@@ -216,7 +216,7 @@ def test_bad_request_longer_than_the_context_is_refused_by_submit():
     cfg = config(rollout={"max_prompt_tokens": 10, "max_new_tokens": 6})
     nothing: list[Any] = [None] * 9
     engine = HFEngine(cfg, World(0, 1, 0, torch.device("cpu"), *nothing), {2})
-    engine.load([], 0)
+    push_folder(engine, TINY)
     with pytest.raises(ValueError, match=r"request \(0, 0\) has 11 prompt tokens and asks for up to 6 .* 16:"):
         engine.submit(Request((0, 0), [5] * 11, 1, 0, 6))
     assert not engine.waiting and engine.poll() == [] and engine.abort([(0, 0)]) == []

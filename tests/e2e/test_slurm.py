@@ -180,8 +180,9 @@ def test_scripts_are_short_and_start_on_paper(script, tmp_path):
     # SLURM may send the signal up to a minute late or early; torchrun waits for a minute beyond the grace.
     assert grace + 60 < lead and "--requeue" in text and asked["ntasks-per-node"] == "1"
     assert int(asked["nodes"]) >= need
-    for path in (ROOT / "slurm").glob("*.sh"):
-        assert len(path.read_text().splitlines()) < 80
+    for path in [*(ROOT / "slurm").glob("*.sh"), ROOT / "launch" / "node.sh", ROOT / "launch" / "checks.sh"]:
+        lines = path.read_text().splitlines()
+        assert len(lines) < 80 and max(map(len, lines)) <= 120, path
         assert subprocess.run(["bash", "-n", path]).returncode == 0
     env = {"NODES": "", "NPROC": "", "RUN_DIR": ""}
     ended = ends(job(tmp_path, int(asked["nodes"]), script, ["--dry-run"], env, nodes=[A] * int(asked["nodes"])))
@@ -203,8 +204,14 @@ def test_scripts_are_short_and_start_on_paper(script, tmp_path):
         ((), (), {"NODES": "3"}, "NODES=3 and SLURM gave 2: sbatch --nodes=3 at least, more for spares"),
         ((), ("--run.dir", "x"), {}, "--run.dir: the scripts must know it, too; set RUN_DIR before sbatch"),
         ((), ("--run.grace=9",), {}, "--run.grace: torchrun must know it, too; set GRACE before sbatch"),
+        ((), (), {"NODES": "abc"}, "NODES=abc: must be a whole number of at least 1"),
+        ((), (), {"NODES": "0"}, "NODES=0: must be a whole number of at least 1"),
+        ((), (), {"NPROC": "0"}, "NPROC=0: must be a whole number of at least 1"),
+        ((), (), {"GRACE": "4m"}, "GRACE=4m: must be a whole number of at least 1"),
+        ((), (), {"FLOOR_ALL_REDUCE": "abc"}, "FLOOR_ALL_REDUCE=abc: must be a number of at least 0, in GB/s"),
+        ((), (), {"PREFLIGHT": "no"}, "PREFLIGHT=no: must be a whole number from 0 to 1"),
     ],
-    ids=["root", "limit", "nodes", "dir", "grace"],
+    ids=["root", "limit", "nodes", "dir", "grace", "word", "none", "processes", "unit", "floor", "preflight"],
 )
 def test_bad_start_is_one_message(options, flags, env, said, tmp_path):
     ended = ends(job(tmp_path, 2, flags=flags, env=env, options=options))
@@ -212,9 +219,20 @@ def test_bad_start_is_one_message(options, flags, env, said, tmp_path):
     assert calls(tmp_path, "srun") == []
 
 
+def test_bad_settings_are_told_before_any_node_is_looked_at(tmp_path):
+    """By the exit code of a mistake in settings, for the ranks that there would be: 2 nodes of 2."""
+    flags = ["--config", tmp_path / "tiny.yaml", "--rollout.tp", "3", "--run.stepz", "4"]
+    ended = ends(job(tmp_path, 2, flags=flags))
+    assert ended.rc == 2 and "python -m spmdrl.train: " in ended.err[0], ended.show()
+    assert any("--run.stepz" in line for line in ended.err) and calls(tmp_path, "srun") == []
+    ended = ends(job(tmp_path / "axes", 2, flags=["--config", tmp_path / "tiny.yaml", "--rollout.tp", "3"]))
+    assert ended.rc == 2 and any("--rollout.tp 3: must divide the 4 ranks of the job" in line for line in ended.err)
+    assert calls(tmp_path / "axes", "srun") == [] and not (tmp_path / "axes" / "run").exists()
+
+
 def test_bad_start_without_slurm_says_how():
     ended = subprocess.run(["slurm/gsm8k_8gpu.sh"], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1 and "sbatch slurm/NAME.sh; without SLURM: HOSTS=" in ended.stderr
+    assert ended.returncode == 1 and "sbatch slurm/NAME.sh; without: HOSTS=" in ended.stderr
 
 
 def test_job_that_failed_is_not_requeued_and_keeps_its_exit_code(tmp_path):
@@ -258,6 +276,16 @@ while [ "$1" != image.sif ]; do shift; done
 shift
 exec "$@"
 """
+
+
+def test_bad_settings_are_looked_for_inside_the_container(tmp_path):
+    env = {
+        "CONTAINER": "some#image",
+        "PATH": f"{tmp_path / 'slurm' / 'bin'}:{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}",
+    }
+    ended = ends(job(tmp_path, 2, flags=["--config", tmp_path / "tiny.yaml", "--rollout.tp", "3"], env=env))
+    (call,) = calls(tmp_path, "srun")
+    assert ended.rc == 2 and "--container-image=some#image " in call and " -m spmdrl.tools.settings " in call
 
 
 @pytest.mark.parametrize("image", ["image.sif", "nvcr.io#nvidia/pytorch:26.01-py3"])
@@ -323,6 +351,7 @@ def test_bad_dead_host_in_the_list_ends_the_start_in_seconds(tmp_path):
     assert ended.rc == 1 and ended.seconds < 8 + GONE_WITHIN, ended.show()
     (line,) = [line for line in ended.err if line.startswith("[hosts] error: ")]
     assert "2 nodes are needed and 1 of 2 are good: 127.0.0.9 (no answer to ssh within 8 s)" in line
+    assert "sbatch" not in line and "HOSTS" in line
 
 
 def test_hosts_get_signals_and_end_together(tmp_path):
@@ -339,6 +368,38 @@ def test_hosts_get_signals_and_end_together(tmp_path):
     # torchrun's exit code where it was told to end; the ranks' own is 0.
     assert ended.rc == 1, ended.show()
     assert len(list(tmp_path.glob("left_*"))) == 2, ended.show()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ("NNODES=x", "NNODES=x: must be a whole number of at least 1"),
+        ("NPROC=two", "NPROC=two: must be a whole number of at least 1"),
+        ("NPROC=0", "NPROC=0: must be a whole number of at least 1"),
+        ("GRACE=4m", "GRACE=4m: must be a whole number of at least 1"),
+        ("GRACE=08", "GRACE=08: must be a whole number of at least 1, in digits alone"),
+        ("NODE_RANK=5 NNODES=2 MASTER_ADDR=a", "NODE_RANK=5: must be below NNODES=2"),
+        ("HOSTS=a MASTER_PORT=x", "MASTER_PORT=x: must be a whole number from 1 to 65535"),
+        ("HOSTS=a NODES=x", "NODES=x: must be a whole number of at least 1"),
+        ("HOSTS=a FLOOR_ALL_TO_ALL=-1", "FLOOR_ALL_TO_ALL=-1: must be a number of at least 0, in GB/s"),
+    ],
+)
+def test_bad_numbers_for_a_node_are_one_message(variables, said):
+    env = os.environ | dict(word.split("=") for word in variables.split())
+    command = [ROOT / "launch" / "node.sh", "-m", "spmdrl.train"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and line.startswith(f"[node] error: {said}"), ended.stderr
+
+
+def test_numbers_as_bash_and_python_read_them_pass():
+    """Such as a floor of 1e6; an empty variable is one that is not set."""
+    script = "label=x; source launch/checks.sh; check_numbers; echo all"
+    for given in ({"NPROC": "", "FLOOR_ALL_REDUCE": "1e6", "FLOOR_ALL_TO_ALL": ".5"}, {"MASTER_PORT": "65535"}):
+        ended = subprocess.run(
+            ["bash", "-euc", script], cwd=ROOT, env=os.environ | given, capture_output=True, text=True
+        )
+        assert ended.stdout == "all\n", ended.stderr
 
 
 def test_bad_first_node_that_cannot_be_reached_is_named_in_seconds(tmp_path):

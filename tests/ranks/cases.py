@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from spmdrl.config.presets import with_preset
@@ -21,6 +22,7 @@ from spmdrl.rl.update import update
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import generator_for, seed_for
+from spmdrl.weights.reshard import Entry
 
 VOCAB = 47
 HORIZON = PROMPT = 16
@@ -69,6 +71,15 @@ def small_model(folder: Path, seed: int = 0, scalar: bool = False, **changes) ->
     torch.set_rng_state(state)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def push_folder(engine, folder: str | Path, version: int = 0) -> dict[str, torch.Tensor]:
+    """Gives an engine of one rank the weights of a HF folder, as a push would; returns them by name."""
+    found = [load_file(file) for file in sorted(Path(folder).glob("*.safetensors"))]
+    tensors = {name: x for some in found for name, x in some.items()}
+    engine.needs([Entry(name, tuple(x.shape), x.dtype) for name, x in tensors.items()])
+    engine.load([{name: x} for name, x in tensors.items()], version)
+    return tensors
 
 
 def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Episode]:

@@ -161,6 +161,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "policy.max_tokens_per_microbatch": (("40", "70"), {}),
     "policy.activation_checkpointing": (("true",), {}),
     "policy.reshard_after_forward": (("false",), {}),
+    "policy.reduce_gradients": (("each",), {}),
     "policy.attention": (("padded", "eager"), {}),
     "policy.chunked_loss": (("false",), {}),
     "policy.share_prompts": (("false",), {}),

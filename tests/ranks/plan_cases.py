@@ -1,23 +1,29 @@
 """One job twice, for `test_plan.py`: on real gloo ranks, and by the planner, both counted in the same way."""
 
 import ctypes
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
 
+from spmdrl.checkpoint.store import of_checkpoint
+from spmdrl.config.placement import engine_ranks, trainers
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch
+from spmdrl.data.batch import Batch, share_out
 from spmdrl.plan.batch import full_batch
+from spmdrl.plan.job import own_tensors
 from spmdrl.plan.paper import Paper
-from spmdrl.plan.scaled import rank_of
+from spmdrl.plan.scaled import peak_of, rank_of
 from spmdrl.plan.substitutes import FINDS_SHAPES, aside
 from spmdrl.plan.traffic import Traffic
 from spmdrl.policy.models import build_models
 from spmdrl.rl.compose import compose
-from spmdrl.rl.score import score
+from spmdrl.rl.score import score, serve
 from spmdrl.rl.update import update
 from spmdrl.rollout.build import build_engine
 from spmdrl.session.device_table import Memory
@@ -25,8 +31,6 @@ from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
 from spmdrl.weights.boxes import size
 from tests.ranks.megatron_cases import drop_groups
-
-ENGINE = ("engine weights", "KV cache")
 
 
 class RealPaper(Paper):
@@ -92,6 +96,16 @@ def sharded_by_layer(cfg: Config):
 
 
 @contextmanager
+def host_apart():
+    """Host memory is another place than the device, as beside a GPU: `--policy.offload host` moves tensors."""
+    names = ["spmdrl.policy.fsdp.policy"] + ["spmdrl.policy.megatron.policy"] * bool(find_spec("megatron"))
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch(f"{name}.moves", lambda place, device: place != "none"))
+        yield
+
+
+@contextmanager
 def even_choice():
     """All experts get as many tokens, as the planner takes it: routers of random weights do not spread them evenly."""
     choose = torch.topk
@@ -135,6 +149,15 @@ def by_kind(sent: dict[tuple[str, str], int]) -> dict[str, int]:
     return {kind: n for kind, n in out.items() if n}
 
 
+def decoders(model: Any) -> list[Any]:
+    """Returns the layers of Megatron's chunks of a model; none under FSDP."""
+    if not hasattr(model, "chunks"):
+        return []
+    from spmdrl.policy.megatron.convert import unwrapped
+
+    return [unwrapped(chunk).decoder for chunk in model.chunks]
+
+
 class Watched:
     """Measures the passes of a real model: what a pass takes beyond what is held, and what it sends."""
 
@@ -142,7 +165,7 @@ class Watched:
         self.name, self.model, self.paper = name, model, paper
         self.found: dict[str, tuple[int, dict[str, int]]] = {}
         self.begun: tuple[int, Traffic] = 0, Traffic()
-        numbers, gradient, norm = model.numbers, model.gradient, model.gradient_norm
+        numbers, gradient, norm, step = model.numbers, model.gradient, model.gradient_norm, model.step
 
         def all_numbers(*args):
             self.begin()
@@ -159,16 +182,20 @@ class Watched:
             self.end("update")
             return out
 
-        model.numbers, model.gradient, model.gradient_norm = all_numbers, whole_gradient, gradient_norm
+        def optimizer_step(*args):
+            paper.lap()
+            self.begun = self.begun[0], paper.traffic.copy()
+            step(*args)
+            self.end("update")
+
+        model.numbers, model.gradient = all_numbers, whole_gradient
+        model.gradient_norm, model.step = gradient_norm, optimizer_step
 
     def begin(self) -> None:
         """A pass begins; FSDP's root, which may be gathered since an earlier one, is not."""
-        if hasattr(self.model, "chunks"):
-            from spmdrl.policy.megatron.convert import unwrapped
-
-            for chunk in self.model.chunks:
-                # A stage holds what it last got from the one before until the next micro-batch.
-                unwrapped(chunk).decoder.input_tensor = None
+        for decoder in decoders(self.model):
+            # A stage holds what it last got from the one before until the next micro-batch.
+            decoder.input_tensor = None
         if hasattr(self.model, "_reshard"):
             self.model._reshard()
         self.paper.lap()
@@ -179,30 +206,36 @@ class Watched:
         live, traffic = self.begun
         growth = self.paper.lap().live - live
         before, sent = self.found.get(kind, (0, {}))
-        sent = {k: n + sent.get(k, 0) for k, n in by_kind(self.paper.traffic.since(traffic).bytes).items()} or sent
-        self.found[kind] = max(growth, before), sent
+        more = by_kind(self.paper.traffic.since(traffic).bytes)
+        self.found[kind] = max(growth, before), summed([sent, more])
 
 
 def real(world, cases: list) -> dict:
     """Returns case -> what this rank holds, takes and sends. cases: (key, config)."""
     plain_products()
-    with even_choice():
+    with even_choice(), host_apart():
         return {key: measured(world, cfg) for key, cfg in cases}
+
+
+def opened(world, cfg: Config) -> tuple:
+    """Returns the world of a case and its algorithm; groups of earlier cases end."""
+    drop_groups()
+    world = world_from_group(cfg.parallel, engine_ranks(cfg), torch.device("cpu"), world.rank)
+    if cfg.policy.backend == "megatron" and (world.trains or world.scores):
+        from spmdrl.policy.megatron.model import initialize
+        from spmdrl.policy.megatron.policy import layout_of
+
+        initialize(layout_of(cfg), world.role_group)
+    return world, compose(cfg)
 
 
 def measured(world, cfg: Config) -> dict:
     """Measures a second step of a job on this rank: its optimizers have their state."""
-    drop_groups()
-    world = world_from_group(cfg.parallel, cfg.rollout.tp, torch.device("cpu"), world.rank)
-    if cfg.policy.backend == "megatron":
-        from spmdrl.policy.megatron.model import initialize
-        from spmdrl.policy.megatron.policy import layout_of
-
-        initialize(layout_of(cfg))
-    paper, algo = RealPaper(), compose(cfg)
+    world, algo = opened(world, cfg)
+    paper, watched = RealPaper(), []
     with paper, followed(paper), sharded_by_layer(cfg), boxes_seen() as boxes:
         models = build_models(cfg, world, algo.needs)
-        engine = build_engine(cfg, world, {2})
+        engine = build_engine(cfg, world, {2}) if world.samples else None
         memory = Memory(cfg, models, engine, Timer(), world)
         out: dict[str, Any] = {}
         for again in (False, True):
@@ -210,15 +243,42 @@ def measured(world, cfg: Config) -> dict:
             with memory.training_phase():
                 if again:
                     out["held"] = {row.owner: row.bytes for row in memory.table() if row.place == "device"}
-                    watched = [Watched(name, model, paper) for name, model in models.named()]
+                    watched = [Watched(name, model, paper) for name, model in own_tensors(models)]
                 train(cfg, world, models, algo)
-            out |= push if not again else {}
+            # The first push plans its routes; by the second one optimizers have moments, which leave the device.
+            out |= {"away": push["away"]} if again else push
         out["boxes"] = boxes
+        if not (world.trains or world.samples):
+            # Such a rank gathers the boxes of others on the host, and neither sends nor receives.
+            out |= {"boxes": [], "push": 0}
     for phase in ("logp", "update"):
         found = [w.found[phase] for w in watched if phase in w.found]
-        out[phase] = max(growth for growth, _ in found)
+        out[phase] = max((growth for growth, _ in found), default=0)
         out[phase + " sent"] = summed([sent for _, sent in found])
     return out
+
+
+def saves(world, cases: list) -> dict:
+    """Returns case -> bytes of a real checkpoint; 0 on ranks that write none. cases: (key, config)."""
+    return {key: saved(world, cfg) for key, cfg in cases}
+
+
+def saved(world, cfg: Config) -> int:
+    """Saves all that a checkpoint holds in the run's folder; returns the bytes of its files. Collective."""
+    world, algo = opened(world, cfg)
+    for i, model in enumerate(of_checkpoint(build_models(cfg, world, algo.needs))):
+        # Beside it are a model's settings and its tokenizer, which these models lack.
+        model.fixed = {"config.json": b"{}"} if world.is_first else {}
+        model.save(Path(cfg.run.dir) / str(i))
+    dist.barrier()
+    return sum(file.stat().st_size for file in Path(cfg.run.dir).rglob("*") if file.is_file())
+
+
+def planned_save(cfg: Config, ranks: int) -> int:
+    """Returns the bytes of a checkpoint as the planner says. It needs a process of its own."""
+    from spmdrl.plan.job import open_rank
+
+    return open_rank(cfg, 0, ranks, "cpu", None).checkpoint()
 
 
 def summed(counts: list[dict[str, int]]) -> dict[str, int]:
@@ -226,8 +286,8 @@ def summed(counts: list[dict[str, int]]) -> dict[str, int]:
     return {key: sum(c.get(key, 0) for c in counts) for key in {key for c in counts for key in c}}
 
 
-def pushed(memory: Memory, paper: Paper) -> dict[str, int]:
-    """Goes through a rollout phase without rollouts; returns the bytes that its push received and took."""
+def pushed(memory: Memory, paper: Paper) -> dict[str, Any]:
+    """Goes through a rollout phase without rollouts; returns what its push received, sent and took, and what left."""
     from spmdrl.weights.reshard import Reshard
 
     start, received = Reshard._start, 0
@@ -243,13 +303,14 @@ def pushed(memory: Memory, paper: Paper) -> dict[str, int]:
 
     def measured_push():
         paper.lap()
-        live = paper.live
+        live, traffic = paper.live, paper.traffic.copy()
         push()
         out["push"] = paper.lap().live - live
+        out["push sent"] = by_kind(paper.traffic.since(traffic).bytes).get("send", 0)
 
     counting = patch.object(Reshard, "_start", counted)
     with counting, patch.object(memory, "_push", measured_push), memory.rollout_phase():
-        pass
+        out["away"] = summed([{row.place: row.bytes} for row in memory.table() if row.place in ("host", "disk")])
     return out | {"received": received}
 
 
@@ -278,14 +339,19 @@ def batch_of(cfg: Config, world, algo) -> Batch:
     sequences = cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt
     mine = -(-sequences // world.data_size)
     samples = min(mine, cfg.rollout.samples_per_prompt)
-    batch = full_batch(cfg, algo, -(-mine // samples), samples, 128)
+    groups = -(-mine // samples)
+    batch = full_batch(cfg, algo, groups, samples, 128)
     batch.token["tokens"] = torch.arange(batch.n_tokens) * 7 % 101 + 3
-    return batch
+    return share_out(batch, cfg.algo.updates_per_step, groups, list(range(groups)))
 
 
 def train(cfg: Config, world, models, algo) -> None:
-    """Scores a batch and updates on it."""
+    """Scores a batch and updates on it; a rank that scores answers for the frozen models."""
+    if not (world.trains or world.scores):
+        return
     batch = batch_of(cfg, world, algo)
+    if not world.trains:
+        return serve(batch.select(torch.zeros(0, dtype=torch.int64)), models, algo, cfg.rollout.temperature)
     score(batch, models, algo, cfg, world.data_peers)
     batch = algo.advantages(batch, world.data_peers)
     update(batch, models, algo, cfg, 1 << 30, world.data_peers)
@@ -296,11 +362,11 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
     from spmdrl.plan.job import open_rank
 
     plain_products()
-    stage, stages = 0, 1
+    stage, stages, virtual = 0, 1, cfg.parallel.virtual_stages
     if cfg.policy.backend == "megatron":
         stages = cfg.parallel.pp
-        stage = rank // (ranks // stages)
-    with sharded_by_layer(cfg), boxes_seen() as boxes:
+        stage = rank // (trainers(cfg, ranks) // stages)
+    with sharded_by_layer(cfg), host_apart(), boxes_seen() as boxes:
         made = open_rank(cfg, rank, ranks, "cpu", None)
         live: list[int] = []
         push = made.memory._push
@@ -314,24 +380,32 @@ def planned(cfg: Config, rank: int, ranks: int) -> dict:
         made.memory._push = measured_push
         begun = begins(made)
         step = made.step()
-        plan = rank_of(step, stage, stages, cfg.parallel.virtual_stages, 0)
-    out: dict[str, Any] = {"held": step.held, "push": live[1] - live[0], "boxes": boxes}
-    out["received"] = by_kind(step.push.traffic.bytes).get("push: receive", 0) if step.push else 0
+        plan = rank_of(step, stage, stages, virtual, {})
+    held = step.held
+    if step.host:
+        # The table of a real rank counts an optimizer on the host among the tensors of a CPU.
+        held = held | {"policy optimizer": sum(step.host.values())}
+    out: dict[str, Any] = {"held": held, "push": live[1] - live[0], "boxes": boxes}
+    carried = by_kind(step.push.traffic.bytes) if step.push else {}
+    out |= {"received": carried.get("receive", 0), "push sent": carried.get("send", 0)}
+    out |= {"away": {place: n for place, n in step.parked.items() if n}}
     for phase in ("logp", "update"):
-        out[phase] = sum(plan.memory[phase].values()) - begun[phase]
-        out[phase + " sent"] = by_kind(plan.loads[phase].sent)
+        passes = [work for work in step.works if work.kind == phase]
+        peaks = [sum(peak_of(w, stage, stages, virtual).values()) - begun[w.model, phase] for w in passes]
+        out[phase] = max(peaks, default=0)
+        out[phase + " sent"] = by_kind(plan.loads[phase].sent) if phase in plan.loads else {}
     return out
 
 
-def begins(made: Any) -> dict[str, int]:
-    """Returns phase -> bytes that live where its first pass begins; filled while a step runs on paper."""
-    found: dict[str, int] = {}
-    for _, model in made.models.named():
+def begins(made: Any) -> dict[tuple[str, str], int]:
+    """Returns (model, phase) -> bytes that live where its first pass begins; filled while a step runs on paper."""
+    found: dict[tuple[str, str], int] = {}
+    for name, model in own_tensors(made.models):
         for method, phase in (("numbers", "logp"), ("gradient", "update")):
             own = getattr(model, method)
 
-            def run(*args, own=own, phase=phase):
-                found.setdefault(phase, made.paper.live)
+            def run(*args, own=own, key=(name, phase)):
+                found.setdefault(key, made.paper.live)
                 return own(*args)
 
             setattr(model, method, run)

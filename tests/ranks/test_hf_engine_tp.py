@@ -1,9 +1,11 @@
 """The HF engine over two ranks: the same samples as on one, each rank with its part of the weights."""
 
+import weakref
 from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.config.schema import Config
 from spmdrl.rollout.build import check_engine, check_tp
@@ -23,13 +25,30 @@ def drain(engine, requests) -> dict:
     return done
 
 
+class Allocated(TorchDispatchMode):
+    """Adds up all memory that is allocated inside of it, also what is freed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[weakref.ref, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.device.type == "cpu" and not func.is_view:
+            storage = out.untyped_storage()
+            self.storages[weakref.ref(storage)] = storage.nbytes()
+        return out
+
+
 def sampled(world, folder, tp, quantization="none", deterministic=False):
     """Returns (samples, bytes of weights, push report) after a push of other weights than the folder's."""
     cfg = config(
         model={"path": folder, "dtype": "float64"},
         rollout={"tp": tp, "quantization": quantization, "deterministic": deterministic},
     )
-    policy, engine = build_policy(cfg, world), HFEngine(cfg, world, {2})
+    policy = build_policy(cfg, world)
+    with Allocated() as made:
+        engine = HFEngine(cfg, world, {2})
     with torch.no_grad():
         for name, p in policy.named_weights():
             p.mul_(1.1) if "norm" not in name else None
@@ -40,6 +59,8 @@ def sampled(world, folder, tp, quantization="none", deterministic=False):
         for s, t in enumerate((0.0, 1.0, 1.5))
     ]
     own = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    # Beside the parameters there are a table of rotary frequencies and the end tokens.
+    assert own <= sum(made.storages.values()) <= own + 256
     return drain(engine, requests), own, report
 
 

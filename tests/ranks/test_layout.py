@@ -34,6 +34,8 @@ EXACT = 1e-10
 TEMPERATURE = 0.7
 LAYOUTS = ((1, 4096, 1), (2, 64, 1), (2, 64, 2))
 """Ranks, token budget, sp."""
+EACH = ((1, 64, 1), (2, 64, 1), (4, 64, 1, 2))
+"""Layouts with gradients that are reduced after each micro-batch; a fourth number counts the copies of HSDP."""
 
 
 # ── a step without signal ────────────────────────────────────────────────────
@@ -78,6 +80,48 @@ def test_layout_a_gather_for_each_layer_or_one_for_all_is_the_same_step(folders)
         layers, one = (run_ranks(grouped, n, folders["policy"], most)[0] for most in (0, 64 << 20))
         assert (layers[0], one[0]) == (3, 1)  # two layers and the rest
         assert relative(layers[1], one[1]) < EXACT
+
+
+# ── gradients between micro-batches ──────────────────────────────────────────
+
+
+def between(world, folder, how):
+    """Makes a step; returns the most gradients that a rank holds where a micro-batch starts, by their kind."""
+    from spmdrl.policy.fsdp import sharding as fsdp
+
+    fsdp.GATHERED_WHOLE = {"cpu": 0}
+    policy = {"max_tokens_per_microbatch": 64, "reduce_gradients": how}
+    # bfloat16 gradients are accumulated in float32.
+    cfg = config(model={"path": folder, "dtype": "bfloat16"}, policy=policy)
+    policy = build_policy(cfg, world)
+    forward, held = policy._forward, {"whole": 0, "shards": 0}
+
+    def counted(*args, **more):
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in policy.gathering]
+        whole = [x for g in groups for p in g.fsdp_params if (x := p.unsharded_accumulated_grad) is not None]
+        assert all(x.dtype == torch.float32 for x in whole)
+        # Copies of a sharded model keep the sum over one copy's ranks in place of the gradients.
+        sums = [g._partial_reduce_output for g in groups if g._partial_reduce_output is not None]
+        shards = [p.grad.to_local() for p in policy.shards if p.grad is not None]
+        held["whole"] = max(held["whole"], sum(x.numel() for x in whole))
+        held["shards"] = max(held["shards"], sum(x.numel() for x in (*shards, *sums)))
+        return forward(*args, **more)
+
+    policy._forward = counted
+    assert update_once(cfg, world, policy, None, synthetic_batch())["microbatches"] > 1
+    return held, sum(p.numel() for p in policy.shards), sum(p.to_local().numel() for p in policy.shards)
+
+
+@pytest.mark.parametrize(("ranks", "copies"), [(1, 1), (2, 1), (4, 2)])
+def test_gradients_between_micro_batches_are_the_whole_models_or_a_shard(ranks, copies, folders):
+    for how in ("last", "each"):
+        for held, model, shard in run_ranks(between, ranks, folders["policy"], how, dp_replicate=copies):
+            # A shard's sums may be padded to rows of all ranks.
+            assert shard <= model // (ranks // copies) + 64
+            if how == "last":
+                assert held == {"whole": model, "shards": 0}
+            else:
+                assert held["whole"] == 0 and shard <= held["shards"] <= shard + 64
 
 
 # ── plain Hugging Face: one forward for each sequence, AdamW of torch, the formula written out ───────────────────────
@@ -141,13 +185,13 @@ def descend(model, loss_of, picks, lr, clip=0.0) -> Learnt:
     return out
 
 
-def ours(world, sections, folders, budget) -> tuple[dict, dict[str, Learnt]]:
+def ours(world, sections, folders, budget, reduce) -> tuple[dict, dict[str, Learnt]]:
     """Makes the same step by the library: metrics, and the result of each model (its losses are in the metrics)."""
     cfg = config(
         **sections,
         model={"path": folders["policy"], "dtype": "float64"},
         rollout={"temperature": TEMPERATURE},
-        policy={"max_tokens_per_microbatch": budget},
+        policy={"max_tokens_per_microbatch": budget, "reduce_gradients": reduce},
         parallel={"sp": world.sp_size},
     )
     algo = compose(cfg)
@@ -162,11 +206,12 @@ def ours(world, sections, folders, budget) -> tuple[dict, dict[str, Learnt]]:
     return metrics, {n: Learnt([], seen[n], full_weights(model)) for n, model in trained.items()}
 
 
-def check(sections, folders, want: dict[str, Learnt], places=LAYOUTS) -> list[dict]:
+def check(sections, folders, want: dict[str, Learnt], places=LAYOUTS, reduce="last") -> list[dict]:
     """Checks that the library learns what `want` says, in every layout; returns the metrics of each."""
     out = []
-    for n, budget, sp in places:
-        for metrics, got in run_ranks(ours, n, sections, folders, budget, sp=sp):
+    for n, budget, sp, *copies in places:
+        more = {"dp_replicate": copies[0] if copies else 1}
+        for metrics, got in run_ranks(ours, n, sections, folders, budget, reduce, sp=sp, **more):
             assert got.keys() == want.keys()
             for name, learnt in want.items():
                 prefix = "" if name == "policy" else f"{name}/"
@@ -305,7 +350,7 @@ def test_layout_ppo_is_the_formula_on_plain_hugging_face(folders):
         "critic": {"clip": value_clip, "lr": critic_lr},
         "optimizer": {"lr": lr},
     }
-    for metrics in check(sections, folders, want):
+    for metrics in [*check(sections, folders, want), *check(sections, folders, want, EACH, "each")]:
         # Both clips have an effect, and the critic has values to be wrong with.
         assert 0 < metrics["clip_fraction"] < 1 and 0 < metrics["critic/value_clip_fraction"] < 1
         assert torch.cat(values).std() > 0.3

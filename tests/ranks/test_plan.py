@@ -1,31 +1,98 @@
 """The planner says what real ranks do: bytes held, peaks, bytes on the wire and pushes, on tiny models over gloo."""
 
 from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from spmdrl.plan.run import side_by_side
 from tests.ranks.cases import config, small_model
 from tests.ranks.harness import run_ranks
-from tests.ranks.plan_cases import planned, real
+from tests.ranks.plan_cases import planned, planned_save, real, saves
 
 SIZES = dict(vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
-HELD, PEAK, SENT = 0.01, 0.1, 0.02
+HELD, PEAK, SENT, SAVED = 0.01, 0.1, 0.02, 0.05
 
 FSDP = {
     1: {"one rank": {}},
-    2: {"dp2": {}, "sp2": {"sp": 2}},
-    4: {"dp4": {}, "hsdp2x2": {"dp_replicate": 2}},
+    2: {
+        "dp2": {},
+        "sp2, two updates": {"parallel": {"sp": 2}, "algo": {"updates_per_step": 2}},
+        "PPO in bfloat16, on disk": {
+            "model": {"dtype": "bfloat16"},
+            "algo": {"preset": "ppo"},
+            "policy": {"offload": "disk"},
+            "reference": {"offload": "host", "refresh_every": 2},
+        },
+        "adapters, recomputed, on the host": {
+            "lora": {"rank": 4},
+            "policy": {"activation_checkpointing": True, "offload": "host"},
+        },
+    },
+    4: {
+        "dp4": {},
+        "dp4, each micro-batch reduced": {"model": {"dtype": "bfloat16"}, "policy": {"reduce_gradients": "each"}},
+        "hsdp2x2": {"parallel": {"dp_replicate": 2}},
+        "hsdp2x2, each micro-batch reduced": {
+            "parallel": {"dp_replicate": 2},
+            "policy": {"reduce_gradients": "each"},
+        },
+    },
 }
-"""Ranks -> name -> axes."""
+"""Ranks -> name -> settings."""
 MEGATRON = {
-    "dp2": ("dense", {}),
-    "tp2": ("dense", {"tp": 2}),
-    "pp2": ("dense", {"pp": 2}),
-    "cp2": ("dense", {"cp": 2}),
-    "ep2": ("mixture", {"ep": 2}),
+    2: {
+        "dp2": ("dense", {}),
+        "tp2": ("dense", {"parallel": {"tp": 2}}),
+        "pp2, recomputed": (
+            "dense",
+            {"parallel": {"pp": 2}, "policy": {"activation_checkpointing": True}},
+        ),
+        "pp2 x 2 chunks, six micro-batches": (
+            "dense",
+            {"parallel": {"pp": 2, "virtual_stages": 2}, "rollout": {"prompts_per_step": 3}},
+        ),
+        "cp2 in bfloat16": (
+            "dense",
+            {"parallel": {"cp": 2}, "model": {"dtype": "bfloat16"}, "policy": {"offload": "host"}},
+        ),
+        "ep2, optimizer on the host": (
+            "mixture",
+            {"parallel": {"ep": 2}, "policy": {"host_optimizer": True}},
+        ),
+    },
+    4: {
+        "tp2 x pp2": ("dense", {"parallel": {"tp": 2, "pp": 2}}),
+        "ep2 trains, 2 sample": ("mixture", {"parallel": {"ep": 2, "placement": "split", "rollout_ranks": 2}}),
+    },
 }
-"""Name -> kind of model, axes; on two ranks."""
+"""Ranks -> name -> kind of model, settings."""
+SPLIT = {
+    "2 train, 2 sample together": {
+        "parallel": {"placement": "split", "rollout_ranks": 2},
+        "rollout": {"tp": 2},
+    },
+    "2 train, 1 scores, 1 samples": {"parallel": {"placement": "split", "rollout_ranks": 1, "scoring_ranks": 1}},
+}
+"""Name -> settings; on four ranks."""
+WIDE = dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+"""Sizes beside which the names and shapes in a checkpoint's files are few bytes."""
+SAVES = {
+    "float32": {},
+    "PPO in bfloat16, with a reference that is refreshed": {
+        "model": {"dtype": "bfloat16"},
+        "algo": {"preset": "ppo"},
+        "reference": {"refresh_every": 2},
+    },
+    "adapters": {"lora": {"rank": 32}},
+}
+MEGATRON_SAVES = {
+    "dp2": {},
+    "tp2 in bfloat16": {"parallel": {"tp": 2}, "model": {"dtype": "bfloat16"}},
+    "pp2, optimizer on the host": {"parallel": {"pp": 2}, "policy": {"host_optimizer": True}},
+}
+"""Name -> settings; on two ranks."""
 SETTINGS = {
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 16, "max_new_tokens": 48},
     "optimizer": {"lr": 1e-3, "clip_grad_norm": 1.0},
@@ -35,10 +102,11 @@ SETTINGS = {
 }
 
 
-def settings(folder: str, axes: dict, **more):
-    """Config of a case."""
-    sections = {name: SETTINGS.get(name, {}) | more.get(name, {}) for name in SETTINGS.keys() | more.keys()}
-    return config(**sections | {"model": {"path": folder} | more.get("model", {}), "parallel": axes})
+def settings(folder: str, saved: Path, sections: dict):
+    """Config of a case. folder: the model's. saved: the run's."""
+    changed = {"model": {"path": folder}, "run": {"dir": str(saved)}}
+    names = SETTINGS.keys() | changed | sections.keys()
+    return config(**{n: SETTINGS.get(n, {}) | changed.get(n, {}) | sections.get(n, {}) for n in names})
 
 
 def both(cases: list, ranks: int) -> dict:
@@ -58,21 +126,25 @@ def compare(measured: dict, told: dict) -> list[str]:
         if abs(said - is_) > bound * abs(is_):
             wrong.append(f"{name}: {is_} bytes, planned {said}")
 
+    def check_all(name: str, is_: dict, said: dict, bound: float) -> None:
+        for key in is_ | said:
+            check(f"{name} {key}", is_.get(key, 0), said.get(key, 0), bound)
+
     # An engine's bytes have a test of their own: test_paper_engine.py.
-    for owner in {owner for owner in measured["held"] | told["held"] if "engine" not in owner and "KV" not in owner}:
-        check(owner, measured["held"].get(owner, 0), told["held"].get(owner, 0), HELD)
+    own = [{k: n for k, n in x["held"].items() if "engine" not in k and "KV" not in k} for x in (measured, told)]
+    check_all("held:", *own, HELD)
+    check_all("off the device:", measured["away"], told["away"], HELD)
     for name in ("logp", "update"):
         check(f"peak of {name}", measured[name], told[name], PEAK)
-    if measured["received"]:
+        check_all(f"{name} sent by", measured[f"{name} sent"], told[f"{name} sent"], SENT)
+    if measured["received"] or measured["push sent"]:
         check("peak of push", measured["push"], told["push"], PEAK)
     else:
         # Without messages the sums of words alone take memory.
-        whole = measured["held"]["policy parameters"]
+        whole = sum(own[0].values())
         check("memory while pushing", whole + measured["push"], whole + told["push"], HELD)
     check("received by the push", measured["received"], told["received"], 0)
-    for phase in ("logp sent", "update sent"):
-        for kind in measured[phase] | told[phase]:
-            check(f"{phase} by {kind}", measured[phase].get(kind, 0), told[phase].get(kind, 0), SENT)
+    check("sent by the push", measured["push sent"], told["push sent"], SENT)
     if measured["boxes"] != told["boxes"]:
         wrong.append("boxes of the push differ")
     return wrong
@@ -99,18 +171,44 @@ def mixture(folder) -> str:
     return str(folder)
 
 
+def on_megatron(more: dict) -> dict:
+    """Returns the settings of a case with Megatron as its backend."""
+    return more | {"policy": {"backend": "megatron"} | more.get("policy", {})}
+
+
+def agree(cases: dict, ranks: int, folder: Path) -> None:
+    """Checks that plans of jobs say what these do. cases: name -> (folder of the model, settings)."""
+    configs = [(name, settings(model, folder / f"run {name}", more)) for name, (model, more) in cases.items()]
+    wrong = {key: lines for key, (is_, told) in both(configs, ranks).items() if (lines := compare(is_, told))}
+    assert not wrong, said(wrong)
+
+
 @pytest.mark.parametrize("ranks", FSDP)
 def test_fsdp(ranks, tmp_path):
-    folder = dense(tmp_path)
-    cases = [(name, settings(folder, axes)) for name, axes in FSDP[ranks].items()]
-    wrong = {key: lines for key, (is_, told) in both(cases, ranks).items() if (lines := compare(is_, told))}
-    assert not wrong, said(wrong)
+    agree({name: (dense(tmp_path), more) for name, more in FSDP[ranks].items()}, ranks, tmp_path)
 
 
-def test_megatron(tmp_path):
+@pytest.mark.parametrize("ranks", MEGATRON)
+def test_megatron(ranks, tmp_path):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     folders = {"dense": dense(tmp_path), "mixture": mixture(tmp_path / "mixture")}
-    backend = {"policy": SETTINGS["policy"] | {"backend": "megatron"}}
-    cases = [(name, settings(folders[kind], axes, **backend)) for name, (kind, axes) in MEGATRON.items()]
-    wrong = {key: lines for key, (is_, told) in both(cases, 2).items() if (lines := compare(is_, told))}
-    assert not wrong, said(wrong)
+    cases = {name: (folders[kind], on_megatron(more)) for name, (kind, more) in MEGATRON[ranks].items()}
+    agree(cases, ranks, tmp_path)
+
+
+def test_split(tmp_path):
+    agree({name: (dense(tmp_path), more) for name, more in SPLIT.items()}, 4, tmp_path)
+
+
+def test_checkpoint(tmp_path):
+    folder = small_model(tmp_path / "wide", **WIDE)
+    cases = dict(SAVES)
+    if find_spec("megatron"):
+        cases |= {f"Megatron, {name}": on_megatron(more) for name, more in MEGATRON_SAVES.items()}
+    configs = [(name, settings(folder, tmp_path / name, more)) for name, more in cases.items()]
+    real = run_ranks(saves, 2, configs, limit=240.0)[0]
+    tasks = [partial(planned_save, cfg, 2) for _, cfg in configs]
+    told = dict(zip(cases, side_by_side(tasks), strict=True))
+    print({name: (real[name], told[name]) for name in cases})
+    wrong = [f"{n}: {real[n]} bytes, planned {told[n]}" for n in cases if abs(told[n] - real[n]) > SAVED * real[n]]
+    assert not wrong, "\n".join(wrong)

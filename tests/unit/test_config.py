@@ -375,6 +375,11 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (4, "--rollout.engine sglang --rollout.dp 3", ["--rollout.dp 3", "tp x dp = 3", "divide the 4 ranks"]),
         (4, "--rollout.engine hf --rollout.tp 2 --rollout.ep 2", ["--rollout.ep 2", "the hf engine", "vllm or sglang"]),
         (4, "--rollout.engine hf --rollout.dp 2", ["--rollout.dp 2", "the hf engine", "take 1"]),
+        (
+            2,
+            "--rollout.engine vllm --rollout.ep 2",
+            ["--rollout.ep 2: vllm", "an engine, which has one; take 1, or --rollout.tp and --rollout.dp of 2 ranks"],
+        ),
         (4, "--rollout.engine vllm --rollout.tp 4 --rollout.ep 2", ["--rollout.ep 2", "all 4 ranks", "take 4 or 1"]),
         (4, "--rollout.engine sglang --rollout.tp 2 --rollout.dp 2 --rollout.ep 2", ["--rollout.ep 2", "take 4 or 1"]),
         (4, "--rollout.engine vllm --rollout.dp 2", ["--rollout.dp 2", "take --rollout.ep 2"]),

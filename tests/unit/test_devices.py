@@ -199,7 +199,7 @@ def test_a_run_on_gpus_shares_the_cores_and_one_on_a_cpu_does_not(monkeypatch, t
 )
 def test_launchers_count_devices_as_torch_does(tmp_path, side, count, without, processes, warns):
     """A stand-in for the installation's Python has a torch that finds `count` GPUs, and an nvidia-smi that sees 4."""
-    for name in ("launch/devices.sh", "launch/node.sh"):
+    for name in ("launch/devices.sh", "launch/node.sh", "launch/checks.sh"):
         copy = tmp_path / name
         copy.parent.mkdir(exist_ok=True)
         copy.write_text((ROOT / name).read_text())

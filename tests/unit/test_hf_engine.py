@@ -1,17 +1,23 @@
 """The HF engine against plain transformers: the Engine contract, and laws 3 and 5 as far as one process shows them."""
 
 import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from spmdrl.hub.build import build_model
 from spmdrl.hub.folder import TINY
+from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.engine import Request, StaleEngineError
 from spmdrl.rollout.hf.engine import Group, HFEngine, nucleus, sample
+from spmdrl.rollout.hf.quantize import quantize
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World
-from tests.ranks.cases import config, small_model
+from tests.ranks.cases import config, push_folder, small_model
+from tests.unit.test_empty_models import folder_of, quantized
 
 CPU = torch.device("cpu")
 VOCAB = 8
@@ -26,7 +32,7 @@ def make(path: str, stop=(2,), dtype: str = "float32", capacity: int = 64) -> HF
     engine = HFEngine(
         config(model={"path": path, "dtype": dtype}, rollout={"max_sequences": capacity}), world_of_one(), set(stop)
     )
-    engine.load([], 0)  # It was built from the folder; a run pushes here.
+    push_folder(engine, resolve(path))
     return engine
 
 
@@ -250,3 +256,110 @@ def test_stale_sleep_gives_back_memory_and_version():
     engine.wake("kv_cache")
     with pytest.raises(StaleEngineError, match="holds no weights, the trainer is at version 0: push the weights"):
         engine.submit(ask(0, PROMPTS[0]))
+
+
+# ── the start without weights ────────────────────────────────────────────────
+
+FLAT = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def unreadable(source, folder):
+    """Copies a model's folder; its file of weights holds something else."""
+    shutil.copytree(source, folder)
+    save_file({"other": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "yarn", "gemma2", "gemma3", "deepseek_v3", "qwen3_moe"])
+def test_parity_engine_that_cannot_read_a_folder_samples_its_model_after_a_push(family, tmp_path):
+    """Tied weights, rotary tables, capped scores, packed experts, persistent routing biases."""
+    source = folder_of(family, tmp_path / "source", torch.float32, **FLAT)
+    path = unreadable(source, tmp_path / "unreadable")
+    with pytest.raises(ValueError, match="missing or misshapen"):
+        build_model(path, "float32")
+    engine = HFEngine(config(model={"path": str(path)}), world_of_one(), {2})
+    with pytest.raises(StaleEngineError, match="holds no weights"):
+        engine.submit(ask(0, [1, 5]))
+    push_folder(engine, source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    for held, want in (("named_parameters", "named_parameters"), ("named_buffers", "named_buffers")):
+        got = dict(getattr(engine.model, held)())
+        assert got.keys() == dict(getattr(model, want)()).keys()
+        assert all(torch.equal(got[n], x) and got[n].dtype == x.dtype for n, x in getattr(model, want)()), family
+    done = run(engine, [ask(i, p, 8, temperature=t) for i, (p, t) in enumerate(zip(PROMPTS, [0, 1] * 3, strict=True))])
+    for i, prompt in enumerate(PROMPTS):
+        tokens = done[i, 0].tokens
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+        own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(done[i, 0].logp).double(), own, atol=2e-5), family
+        if i % 2 == 0:
+            assert tokens == logits.argmax(-1).tolist()
+
+
+def test_engine_of_an_fp8_folder_holds_what_is_pushed(tmp_path):
+    plain = quantized(folder_of("qwen3", tmp_path / "source", torch.float32), tmp_path / "fp8")
+    engine = HFEngine(config(model={"path": str(unreadable(tmp_path / "fp8", tmp_path / "gone"))}), world_of_one(), {2})
+    assert "quantization_config" not in engine.model.config.to_dict()
+    save_file(plain, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    push_folder(engine, tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    assert all(torch.equal(engine.tensors[n], p) and p.dtype == torch.float32 for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_rounded_engine_starts_without_weights_and_rounds_those_that_are_pushed(kind, tmp_path, eight):
+    path = unreadable(eight, tmp_path / "gone")
+    engine = HFEngine(config(model={"path": str(path)}, rollout={"quantization": kind}), world_of_one(), {2})
+    push_folder(engine, eight)
+    want = AutoModelForCausalLM.from_pretrained(eight, dtype=torch.float32)
+    rounded = quantize(want, kind)
+    assert rounded.keys() == engine.quantized.keys() and len(rounded) == 14
+    got = dict(engine.model.named_parameters())
+    assert all(torch.equal(got[n].float(), p.float()) for n, p in want.named_parameters())
+
+
+@pytest.mark.parametrize("missing", ["model.layers.1.mlp.experts.5.up_proj.weight", "e_score_correction_bias"])
+def test_stale_engine_refuses_weights_that_no_push_brought_by_name(missing, tmp_path):
+    source = folder_of("deepseek_v3", tmp_path / "source", torch.float32)
+    engine = HFEngine(config(model={"path": str(source)}), world_of_one(), {2})
+    found = load_file(source / "model.safetensors")
+    left = {name: x for name, x in found.items() if missing not in name}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"no tensor for {len(found) - len(left)} of the engine's.*{missing}"):
+            engine.load([left], 0)
+        with pytest.raises(StaleEngineError, match="holds no weights"):
+            engine.submit(ask(0, [1, 5]))
+        engine.load([found], 0)
+        engine.submit(ask(0, [1, 5]))
+        # What is there may stay while others are pushed, until the memory is given up.
+        engine.load([left], 0)
+        engine.sleep(2)
+
+
+def test_stale_engine_with_adapters_refuses_until_it_has_both_parts(tmp_path, eight):
+    cfg = config(
+        model={"path": str(unreadable(eight, tmp_path / "gone"))},
+        lora={"rank": 2, "alpha": 6.0, "push": "adapter", "targets": ("q_proj", "down_proj")},
+    )
+    engine = HFEngine(cfg, world_of_one(), {2})
+    base = load_file(f"{eight}/model.safetensors")
+    draw = torch.Generator().manual_seed(0)
+    adapters = {n: torch.randn(x.shape, generator=draw) for n, x in engine.tensors.items() if ".lora_" in n}
+    assert len(adapters) == 8
+    for part, lacks in ((base, "lora_A"), (adapters, "model.embed_tokens.weight")):
+        with pytest.raises(ValueError, match=f"no tensor for .*{lacks}"):
+            engine.load([part], 0)
+        engine.sleep(2)
+    engine.load([base, adapters], 0)
+    done = run(engine, [ask(0, [1, 5, 3], 6, temperature=0.0)])[0, 0]
+    model = AutoModelForCausalLM.from_pretrained(eight, dtype=torch.float32)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            layer = name.removesuffix(".weight")
+            if f"{layer}.lora_A.weight" in adapters:
+                # Pushes send B multiplied by alpha / r.
+                p += adapters[f"{layer}.lora_B.weight"] @ adapters[f"{layer}.lora_A.weight"]
+        log_p = model(input_ids=torch.tensor([[1, 5, 3, *done.tokens]])).logits[0, 2:-1].log_softmax(-1)
+    assert done.tokens == log_p.argmax(-1).tolist()
+    assert torch.allclose(torch.tensor(done.logp), log_p.amax(-1), atol=1e-4)

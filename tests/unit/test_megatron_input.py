@@ -58,6 +58,7 @@ def installed(monkeypatch):
             ["--parallel.scoring-ranks 2", "pp x etp x ep = 4", "take a multiple of 4, or 0"],
         ),
         (4, "--lora.rank 8", ["--lora.rank 8", "take 0"]),
+        (4, "--policy.reduce-gradients each", ["--policy.reduce-gradients each", "all parameters", "take last"]),
         (4, "--model.dtype float64 --rollout.engine hf", ["--model.dtype float64", "take float32"]),
     ],
 )
@@ -131,7 +132,7 @@ MIXTURE = DENSE | dict(num_moe_experts=8, moe_ffn_hidden_size=24, moe_layer_freq
         (
             DENSE,
             Layout(pp=3, first_stage_layers=5, last_stage_layers=2),
-            "--parallel.last-stage-layers may be nothing with this --parallel.first-stage-layers$",
+            "no --parallel.last-stage-layers fits --parallel.first-stage-layers 5: change that$",
         ),
         (
             DENSE,
@@ -146,7 +147,7 @@ MIXTURE = DENSE | dict(num_moe_experts=8, moe_ffn_hidden_size=24, moe_layer_freq
         (
             DENSE | {"num_layers": 7},
             Layout(pp=2, virtual_stages=2),
-            "--parallel.pp may be nothing with --parallel.v",
+            "7 layers; no --parallel.pp fits --parallel.virtual-stages 2; without that it may be 1, 7$",
         ),
         (DENSE | {"num_layers": 10}, Layout(pp=4, virtual_stages=2), "may be 5, or this with --parallel.last-.* 4$"),
         (DENSE, Layout(pp=4, virtual_stages=2), "--parallel.pp may be 3$"),
@@ -171,13 +172,16 @@ def test_suggested_stages_are_accepted():
                 try:
                     stages(Layout(pp=pp, virtual_stages=virtual), layers)
                 except ValueError as error:
-                    head, _, last = str(error).partition(", or this with --parallel.last-stage-layers ")
-                    options = head.partition("--parallel.pp may be ")[2]
-                    for n in [] if options.startswith("nothing") else options.removesuffix(", ...").split(", "):
+                    even = re.search(r"--parallel.pp may be (\d+(?:, \d+)*)", str(error))
+                    for n in even[1].split(", ") if even else []:
                         check_model(Layout(pp=int(n), virtual_stages=virtual), wanted)
-                    if last:
+                    plain = re.search(r"without that it may be (\d+(?:, \d+)*)", str(error))
+                    for n in plain[1].split(", ") if plain else []:
+                        check_model(Layout(pp=int(n)), wanted)
+                    if last := re.search("this with --parallel.last-stage-layers (.+)$", str(error)):
                         told += 1
-                        check_model(Layout(pp=pp, virtual_stages=virtual, last_stage_layers=int(last)), wanted)
+                        check_model(Layout(pp=pp, virtual_stages=virtual, last_stage_layers=int(last[1])), wanted)
+                    assert even or plain or last, str(error)
     assert told > 20
 
 

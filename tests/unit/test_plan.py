@@ -3,6 +3,7 @@
 import json
 import math
 import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,14 @@ from spmdrl.config.schema import Config
 from spmdrl.plan.__main__ import main
 from spmdrl.plan.changes import Change, changed, changes_of
 from spmdrl.plan.gpus import GPUS
-from spmdrl.plan.kinds import kinds_of
+from spmdrl.plan.kinds import Kind, kinds_of
 from spmdrl.plan.numbers import META
 from spmdrl.plan.paper import Paper
-from spmdrl.plan.scaled import Load, in_flight, line, load_of, peak_of
+from spmdrl.plan.report import facts_of, verdict_lines
+from spmdrl.plan.run import Plan, Planned, means_of
+from spmdrl.plan.scaled import Load, in_flight, line, load_of, peak_of, rank_of
 from spmdrl.plan.storages import Moment
-from spmdrl.plan.times import bound_of, rollout_bound
+from spmdrl.plan.times import Axes, bound_of, parking_bound, rollout_bound
 from spmdrl.plan.traffic import Traffic, sent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +48,7 @@ def test_plan_kinds_of_stages_alike_are_one_kind():
     kinds = kinds_of(config(pp=4), 16, [3] * 4, [True] * 12)
     assert [(k.rank, k.ranks, k.stage) for k in kinds] == [(0, 4, 0), (4, 8, 1), (12, 4, 3)]
     assert [k.name for k in kinds] == ["first stage", "stages 1 to 2", "last stage"]
+    assert [k.alike for k in kinds] == [(0,), (1, 2), (3,)]
 
 
 def test_plan_kinds_of_stages_that_differ():
@@ -145,7 +149,7 @@ def work(kind: str, points: list[tuple[int, dict]], total: int, times: int = 1, 
                 kept=kept[i],
             )
         )
-    return SimpleNamespace(kind=kind, total=total, times=times, passes=passes)
+    return SimpleNamespace(model="policy", kind=kind, total=total, times=times, passes=passes)
 
 
 def test_plan_peak_of_a_pipeline_grows_by_micro_batches_in_flight():
@@ -172,6 +176,70 @@ def test_plan_load_of_all_micro_batches_and_updates():
     load = load_of(made)
     assert load.flops == (5 + 4 * 9) * 4
     assert load.sent == {("dp", "all-gather"): (100 + 70) * 4} and load.calls == {("dp", "all-gather"): 13 * 4}
+
+
+# ── worst and mean ───────────────────────────────────────────────────────────
+
+
+def test_plan_mean_is_that_of_all_ranks_each_stage_with_its_own_micro_batches_in_flight():
+    """Four stages of two ranks, of which the middle ones are one kind; and three ranks that sample."""
+
+    def step(*points):
+        moments = {"push": Moment(7, {"push buffers": 7}), "rollout": Moment(9, {"parameters": 9})}
+        works = [work("update", list(points), 64)] if points else []
+        more = dict(push=None, host={}, parked={}, held={}, numbers=1, checkpoint=0)
+        return SimpleNamespace(moments=moments, works=works, models=(), moved=(0, 0), **more)
+
+    def planned(kind, made):
+        each = [rank_of(made, stage, 4, 1, {}, kind.stage) for stage in kind.alike]
+        return Planned(kind, each[0], {}, {}, 1, means_of(each))
+
+    # 10 bytes for each micro-batch in flight; the head's 50 are on the last stage, which never has two.
+    kinds = [
+        planned(Kind("first", 0, 2), step((1, {"a": 110}), (2, {"a": 120}))),
+        planned(Kind("middle", 2, 4, 1, (1, 2)), step((1, {"a": 90}), (2, {"a": 100}))),
+        planned(Kind("last", 6, 2, 3, (3,)), step((1, {"a": 90, "logits": 50}), (2, {"a": 90, "logits": 50}))),
+        planned(Kind("sample", 8, 3), step()),
+    ]
+    made = Plan(Config(), 11, GPUS["h100"], kinds)
+    by_hand = 2 * (100 + 4 * 10) + 2 * (80 + 3 * 10) + 2 * (80 + 2 * 10) + 2 * (80 + 10 + 50)
+    assert made.phases() == {"push": (7, 7.0), "rollout": (9, 9.0), "update": (140, by_hand / 8)}
+    assert kinds[1].means["update"] == 105 and kinds[1].peak() == ("update", 110)
+    facts = facts_of(made)
+    assert facts["device_bytes"]["update"] == {"worst": 140, "mean": by_hand / 8}
+    assert facts["kinds"][1]["mean_device_bytes"]["update"] == 105
+    (told,) = [line for line in verdict_lines(made) if line.startswith("memory")]
+    assert told.endswith("push 0.00 / 0.00, rollout 0.00 / 0.00, update 0.00 / 0.00")
+
+
+def of_stage(cfg: Config, stage: int) -> dict[str, int]:
+    """Phase -> bytes on the device of a rank of one stage of four, planned by itself."""
+    from spmdrl.plan.job import open_rank
+
+    made = open_rank(cfg, 2 * stage, 8, "cuda", int(GPUS["h100"].memory_gib * (1 << 30)))
+    rank = rank_of(made.step(), stage, 4, 1, made.engine.sampling_bytes())
+    return {phase: sum(tags.values()) for phase, tags in rank.memory.items()}
+
+
+@pytest.mark.slow
+def test_plan_mean_of_a_pipeline_is_that_of_its_stages_planned_one_by_one(tmp_path):
+    from transformers import Qwen2Config
+
+    from spmdrl.config.load import from_command_line
+    from spmdrl.plan.run import plan, side_by_side
+
+    pytest.importorskip("megatron.core")
+    sizes = dict(vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    flags = ["--policy.backend", "megatron", "--parallel.pp", "4", "--policy.max-tokens-per-microbatch", "1024"]
+    cfg = from_command_line(["--model.path", str(tmp_path), "--model.dtype", "bfloat16", *flags]).config
+    each = list(side_by_side([partial(of_stage, cfg, stage) for stage in range(4)]))
+    assert each[0]["update"] > each[1]["update"] > each[2]["update"], "fewer micro-batches are in flight"
+    made = plan(cfg, 8, GPUS["h100"])
+    assert [p.kind.alike for p in made.kinds] == [(0,), (1, 2), (3,)]
+    for phase, (worst, mean) in made.phases().items():
+        assert worst == pytest.approx(max(stage[phase] for stage in each), rel=1e-5)
+        assert mean == pytest.approx(sum(stage[phase] for stage in each) / 4, rel=1e-5)
 
 
 # ── traffic ──────────────────────────────────────────────────────────────────
@@ -279,21 +347,41 @@ def test_plan_paper_chooses_experts_evenly():
 # ── times ────────────────────────────────────────────────────────────────────
 
 
+AXES = Axes({"tp": tuple(range(8)), "dp": (0, 1, 8, 9), "ep": (0, 8, 16), "ep2": (0, 1, 8, 9), "pp": (0, 32)}, 0, 8)
+"""Two GPUs of a node are on dp, one on pp."""
+
+
 def test_plan_bound_is_the_slowest_resource():
     gpu = GPUS["h100"]
-    sends = {("tp", "all-reduce"): 450e9, ("dp", "all-gather"): 100e9}
-    bound = bound_of(Load(int(989e12), sends, {}), gpu, {"tp"}, 0, 1)
+    sends = {("tp", "all-reduce"): 450e9, ("pp", "send"): 100e9}
+    bound = bound_of(Load(int(989e12), sends, {}), gpu, AXES, 0, 1)
     assert (bound.matrix, bound.nvlink, bound.network) == (1.0, 1.0, 2.0)
     assert bound.seconds == 2.0 and bound.by == "network"
-    waits = bound_of(Load(int(989e12)), gpu, set(), 4, 8)  # 4 micro-batches through 8 stages take 11 turns
+    waits = bound_of(Load(int(989e12)), gpu, AXES, 4, 8)  # 4 micro-batches through 8 stages take 11 turns
     assert math.isclose(waits.seconds, 11 / 4) and waits.by == "matrix rate"
+
+
+def test_plan_bound_counts_what_leaves_a_node():
+    gpu = GPUS["h100"]
+    # A ring over two nodes: two cards of this node carry what one rank passes on.
+    ring = bound_of(Load(0, {("dp", "all-gather"): 100e9}), gpu, AXES, 0, 1)
+    assert (ring.nvlink, ring.network) == (100 / 450, 1.0)
+    # Of an all-to-all's parts for three others one stays in the node.
+    parts = bound_of(Load(0, {("ep2", "all-to-all"): 150e9}), gpu, AXES, 0, 1)
+    assert (parts.nvlink, parts.network) == (50 / 450, 2.0)
+    # A push sends and receives at once, here mostly from the other node.
+    peers = {("receive", 1): 45 * 10**9, ("receive", 9): 100 * 10**9, ("send", 8): 50 * 10**9}
+    push = bound_of(Load(0, {("push", "receive"): 145e9}, {}, peers), gpu, AXES, 0, 1)
+    assert (push.nvlink, push.network) == (0.1, 2.0)
+    assert parking_bound(64 * 10**9, 32 * 10**9, gpu).seconds == 1.5
 
 
 def test_plan_rollout_bound_reads_weights_once_for_a_token_of_all_sequences():
     cfg = Config()
     cfg.rollout.prompts_per_step, cfg.rollout.samples_per_prompt = 8, 4
     cfg.rollout.max_prompt_tokens, cfg.rollout.max_new_tokens = 100, 50
-    engine = dict(capacity=64, sequences=8, read_bytes=10**12, token_bytes=1000, active_numbers=10**9, ranks=2)
+    engine = dict(capacity=64, sequences=8, weights=10**12, token_bytes=1000, active_numbers=10**9, ranks=2)
+    engine |= dict(expert_share=0.0, chosen_share=1.0)
     bound = rollout_bound(cfg, GPUS["h100"], 2, engine)  # 16 sequences on an engine, 8 at once, so two rounds
     assert math.isclose(bound.memory, 2 * 50 * (10**12 + 8 * 125 * 1000) / 3.35e12)
     assert math.isclose(bound.matrix, 2 * 10**9 * 16 * (50 + 25) / 2 / 989e12)
@@ -302,6 +390,10 @@ def test_plan_rollout_bound_reads_weights_once_for_a_token_of_all_sequences():
     copies = rollout_bound(cfg, GPUS["h100"], 2, engine | {"ranks": 4})  # each copy has 8, all at once
     assert math.isclose(copies.memory, 50 * (10**12 + 8 * 125 * 1000) / 3.35e12)
     assert math.isclose(copies.matrix, 2 * 10**9 * 16 * (50 + 25) / 4 / 989e12)
+    # 16 tokens of both copies that choose 1 expert of 8 each read most of them; 0.9 of the weights are experts.
+    mixture = rollout_bound(cfg, GPUS["h100"], 2, engine | {"ranks": 4, "expert_share": 0.9, "chosen_share": 1 / 8})
+    reads = 10**12 * (0.1 + 0.9 * (1 - (7 / 8) ** 16))
+    assert math.isclose(mixture.memory, 50 * (reads + 8 * 125 * 1000) / 3.35e12)
 
 
 # ── changes ──────────────────────────────────────────────────────────────────
@@ -368,7 +460,7 @@ def test_plan_dry_run_takes_the_memory_that_cuda_reports():
     known = device_of("NVIDIA H200", 150_000_000_000, 4)
     assert (known.memory_gib, known.gpus_per_node, known.matmul_tflops) == (139.7, 4, GPUS["h200"].matmul_tflops)
     other = device_of("NVIDIA L40S", 47_000_000_000, 8)
-    assert other.memory_gib == 43.77 and bound_of(Load(10**15), other, set(), 0, 1).seconds == 0
+    assert other.memory_gib == 43.77 and bound_of(Load(10**15), other, AXES, 0, 1).seconds == 0
 
 
 # ── the command ──────────────────────────────────────────────────────────────
@@ -407,6 +499,24 @@ def test_plan_command_writes_json_and_a_picture(tmp_path, capsys):
     drawn = ET.fromstring(file.read_text())
     titles = [x.text for x in drawn.iter("{http://www.w3.org/2000/svg}title")]
     assert any("KV cache" in t for t in titles) and any("optimizer" in t for t in titles)
+
+
+@pytest.mark.slow
+def test_plan_gradients_are_the_whole_models_until_they_are_reduced(capsys):
+    """The sharded model is 135M parameters, of which a rank of two has a half; only the row changes, and what it is."""
+    argv = [*SMOL, "--world", "2", "--gpu", "h100", "--policy.max-tokens-per-microbatch", "144", "--json", "-"]
+    found = {}
+    for how in ("last", "each"):
+        assert main([*argv, "--policy.reduce-gradients", how, "--policy.reshard-after-forward", "true"]) == 0
+        (kind,) = json.loads(capsys.readouterr().out)["kinds"]
+        found[how] = kind["device_bytes"]["update"], kind["held_bytes"], kind["sent_bytes"]["update"]
+        micros = kind["microbatches"]["update"]
+    rows, held, sent_last = found["last"]
+    assert rows["gradients"] == 4 * 134515008
+    rows, held, sent_each = found["each"]
+    assert rows["gradients"] == held["policy parameters"]
+    reduced = "dp_shard: reduce-scatter"
+    assert micros > 2 and sent_each[reduced] == micros * sent_last[reduced] and sent_each.keys() == sent_last.keys()
 
 
 @pytest.mark.slow

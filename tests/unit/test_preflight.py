@@ -112,6 +112,17 @@ def test_two_nodes_that_are_slow_together_are_both_named():
     assert "sbatch --exclude=node0,node1" in told and "FLOOR_ALL_REDUCE" in told and "PREFLIGHT=0" in told
 
 
+def test_the_way_out_is_that_of_the_place_where_hosts_come_from():
+    told = []
+    for slurm in (True, False):
+        with pytest.raises(TooFewError) as error:
+            choose(named(3), 3, Cluster(failing=["node1"]), FLOORS, told.append, {}, slurm)
+        told.append(str(error.value))
+    with_slurm, without = [line for line in told if "are needed" in line]
+    assert "sbatch --exclude=node1" in with_slurm and "HOSTS" not in with_slurm
+    assert "sbatch" not in without and "out of HOSTS and name others, or lower NODES" in without
+
+
 def test_a_slow_link_between_good_nodes_is_told_and_both_stay():
     took, said = pick(named(4), 4, Cluster(links=[("node1", "node2")]))
     assert took == named(4)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.hub.build import give_memory
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.lora import initial_values, is_adapter, plain_name
 from spmdrl.policy.contract import Head
@@ -80,16 +81,7 @@ def fill_model(
         sources = Sources(model.hf, shapes, Tensors(folder, blocks))
         check_folder_fits(names, sources, head)
 
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
-
-    swap = torch.__future__.get_swap_module_params_on_conversion()
-    # Keeps the parameters' identity: by itself `_apply` would make two of a tied one.
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model._apply(placed)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swap)
+    give_memory(model, device)
     with plain_errors(folder):
         for tensor, known in names_of(model.hf).values():
             _fill(tensor, known, sources, seed)

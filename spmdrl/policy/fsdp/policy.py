@@ -166,12 +166,16 @@ class FsdpPolicy(Learner):
     # ── update ───────────────────────────────────────────────────────────────
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:
-        """See `Learner`. Gradients are reduced over ranks once, after the last micro-batch."""
-        metrics = Metrics()
+        """See `Learner`. Gradients are reduced over ranks after the last micro-batch, or after each one.
+
+        Copies of a sharded model (HSDP) sum theirs after the last one either way.
+        """
+        metrics, each = Metrics(), self.cfg.policy.reduce_gradients == "each"
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_is_last_backward(last)
+            self.model.set_requires_gradient_sync(each or last)
+            self.model.set_requires_all_reduce(last)
+            self.model.set_is_last_backward(each or last)
             token_loss = objective.token_loss(micro, shared, self.world.device) if len(micro) else None
             first_T, second_T, *chunked = self._forward(micro, objective.temperature, token_loss=token_loss)
             # A chunked loss already has its gradient; the loss over whole tensors is then computed for the log only.

@@ -108,12 +108,14 @@ def stages(layout: Layout, layers: int) -> list[int]:
     if not first and not last:
         if layers % layout.pp:
             would = _end_stage(layout, layers, 0)
-            more = f", or this with --parallel.last-stage-layers {would[0]}" if would else ""
+            uneven = f"this with --parallel.last-stage-layers {would[0]}" if would else ""
             even = [n for n in divisors(layers) if layers // n % parts == 0 and (n > 1 or parts == 1)]
-            raise ValueError(
-                f"--parallel.pp {layout.pp}: the model has {layers} layers; --parallel.pp may be "
-                f"{some(even) or _nothing(layout)}{more}"
-            )
+            what = _nothing("--parallel.pp", layout, divisors(layers))
+            if even:
+                what = "--parallel.pp may be " + some(even) + (f", or {uneven}" if would else "")
+            elif would:
+                what = f"take {uneven}"
+            raise ValueError(f"--parallel.pp {layout.pp}: the model has {layers} layers; {what}")
         return [layers // layout.pp] * layout.pp
     # With both set the message is about the last stage, as if the first were given.
     flag, mine, given = ("last", last, first) if last else ("first", first, 0)
@@ -122,11 +124,12 @@ def stages(layout: Layout, layers: int) -> list[int]:
         among = f"with --parallel.first-stage-layers {given} " if given else ""
         # On two stages both of which have a number, nothing is left to divide.
         problem = f"the other {others} of --parallel.pp {layout.pp} cannot divide the rest of {layers} layers"
+        name, sizes = f"--parallel.{flag}-stage-layers", _end_stage(layout, layers, given)
+        fits = f"{name} may be {some(sizes)}"
         raise ValueError(
-            f"--parallel.{flag}-stage-layers {mine}: {among}"
+            f"{name} {mine}: {among}"
             + (problem if others or not given else f"the two stages do not add up to {layers} layers")
-            + f"; --parallel.{flag}-stage-layers may be "
-            + (some(_end_stage(layout, layers, given)) or _nothing(layout, given))
+            + f"; {fits if sizes else _nothing(name, layout, _end_stage(layout, layers, given, parts=1), given)}"
         )
     each = (layers - first - last) // max(others, 1)
     return [first or each, *[each] * (layout.pp - 2), last or each]
@@ -147,11 +150,13 @@ def _end_stage(layout: Layout, layers: int, given: int, parts: int = 0) -> list[
     return sorted(sizes, key=lambda n: abs(n - layers / layout.pp))
 
 
-def _nothing(layout: Layout, given: int = 0) -> str:
-    """Say that no value fits, and the setting to which that is due."""
-    if layout.virtual_stages > 1:
-        return f"nothing with --parallel.virtual-stages {layout.virtual_stages}"
-    return "nothing with this --parallel." + ("first-stage-layers" if given else "pp")
+def _nothing(flag: str, layout: Layout, plain: list[int], given: int = 0) -> str:
+    """Say that no value fits, and what to change. plain: values that would fit without virtual stages."""
+    if layout.virtual_stages > 1 and plain:
+        return f"no {flag} fits --parallel.virtual-stages {layout.virtual_stages}; without that it may be {some(plain)}"
+    if given:
+        return f"no {flag} fits --parallel.first-stage-layers {given}: change that"
+    return f"no {flag} fits --parallel.pp {layout.pp}: lower that"
 
 
 def divides(flag: str, size: int, what: str, count: int) -> None:

@@ -2,6 +2,8 @@
 
 Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform from
 one uniform number keyed by the request's seed and its position, so a sample does not depend on its neighbours.
+
+The engine starts without values: no weight is read from the folder, and the first push brings them all.
 """
 
 from collections.abc import Iterable
@@ -10,24 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.engines import pushed_parts
 from spmdrl.config.schema import Config
-from spmdrl.hub.build import DTYPES, build_model
-from spmdrl.hub.folder import read_config
-from spmdrl.hub.lora import attach, plain_name
-from spmdrl.hub.resolve import resolve
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.lora import plain_name
 from spmdrl.hub.routing import Routers
 from spmdrl.rollout.engine import Completion, Finish, Key, Owner, Request, check_length, check_version, longest_sequence
-from spmdrl.rollout.hf.quantize import quantize
-from spmdrl.rollout.hf.tp import divide
+from spmdrl.rollout.hf.start import start
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.checksum import word_sum
 from spmdrl.spmd.seeds import uniform
 from spmdrl.spmd.storage import Parked, Place, moves, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout
-from spmdrl.weights.reshard import Box, Entry, inside, size
-from spmdrl_kernels.host import use_host_linear
+from spmdrl.weights.reshard import Entry, inside, size
 
 
 class Group:
@@ -57,35 +54,24 @@ class HFEngine:
         self.deterministic = cfg.rollout.deterministic
         self.stop = torch.tensor(sorted(stop_tokens), device=world.device)
         self.dtype = DTYPES[cfg.model.dtype]
-        folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-        config = read_config(folder, cfg.model.trust_remote_code).get_text_config()
-        # torch's fused attention cannot cap scores (Gemma 2), and transformers then silently omits the cap.
-        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
-        self.model = build_model(folder, self.dtype, cfg.model.trust_remote_code, attention).to(world.device).eval()
-        if "adapter" in pushed_parts(cfg):
-            attach(self.model, cfg.lora, cfg.run.seed, self.dtype, scaled=True)
-        self.model.requires_grad_(False)
-        self.group: dist.ProcessGroup | None = None
-        self.boxes: dict[str, Box] = {}
-        if cfg.rollout.tp > 1:
-            self.group = world.rollout_mesh.get_group("tp")
-            self.boxes = divide(self.model, world.engine_tp_rank, self.group)
-        self.quantized = {}
-        if cfg.rollout.quantization != "none":
-            self.quantized = quantize(self.model, cfg.rollout.quantization)
-        use_host_linear(self.model)
-        for p in self.model.parameters():
-            # A parameter that is still mapped from its file has no memory that could be freed.
-            p.data = p.data if p.untyped_storage().resizable() else p.data.clone()
+        started = start(cfg, world)
+        self.model, self.group = started.model, started.group
+        self.boxes, self.quantized = started.boxes, started.quantized
         self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
         self.parked: Parked | None = None
         # Softmax in float32 at least, as the trainer's head does.
         self.upcast = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.tensors: dict[str, torch.Tensor] = {}
+        # A checkpoint holds the parameters, tied ones once, and persistent buffers (routing biases).
+        scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
+        kept = self.model.state_dict().keys()
+        buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
+        self.tensors = {plain_name(n): p for n, p in self.model.named_parameters() if n not in scales} | buffers
+        self.places = Layout(self.model).places((name, tuple(x.shape)) for name, x in self.tensors.items())
+        """Checkpoint name -> name in `tensors` and index into that tensor."""
+        self.lacking = set(self.places)
+        """Checkpoint names that no push has brought since the memory was allocated."""
         self.counted: list[torch.Tensor] = []
         self.odd: set[int] = set()
-        self.places: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
-        """Checkpoint name -> name in `tensors` and index into that tensor."""
         self.version: int | None = None
         self.waiting: list[Request] = []
         self.groups: list[Group] = []
@@ -189,13 +175,7 @@ class HFEngine:
 
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""
-        # A checkpoint holds the parameters, tied ones once, and persistent buffers (routing biases).
-        scales = {f"{name.removesuffix('weight')}scale" for name in self.quantized}
-        kept = self.model.state_dict().keys()
-        buffers = {n: b for n, b in self.model.named_buffers() if n in kept}
-        parameters = {plain_name(n): p for n, p in self.model.named_parameters() if n not in scales}
-        tensors = self.tensors = parameters | buffers
-        self.places = Layout(self.model).places((name, tuple(x.shape)) for name, x in tensors.items())
+        tensors = self.tensors
         boxes = [(i, self.boxes.get(entry.name, entry.box)) for i, entry in enumerate(entries)]
         # Parts that do not end at whole words have no sum of their own; the sum of a cast part would differ.
         held = [tensors[self.places[entries[i].name][0]] for i, _ in boxes]
@@ -210,10 +190,15 @@ class HFEngine:
 
     @torch.no_grad()
     def load(self, buckets: Iterable[dict[str, torch.Tensor]], version: int) -> None:
-        """See the contract."""
+        """See the contract.
+
+        Raises:
+            ValueError: weights that no push has filled; the engine has no version then (law 5).
+        """
         self.version = None
         self.wake("weights")
         for bucket in buckets:
+            self.lacking -= bucket.keys()
             for name, tensor in bucket.items():
                 if name in self.quantized:
                     self.quantized[name].take(inside(tensor, self.boxes[name]) if name in self.boxes else tensor)
@@ -221,6 +206,12 @@ class HFEngine:
                 parameter, index = self.places[name]
                 part = inside(tensor, self.boxes[name]) if name in self.boxes else tensor
                 self.tensors[parameter][index].copy_(part)
+        if self.lacking:
+            raise ValueError(
+                f"--rollout.engine hf: the trainer brings no tensor for {len(self.lacking)} of the engine's weights "
+                f"({', '.join(sorted(self.lacking)[:3])}), which it does not read from the folder: take another "
+                "--policy.backend or another engine"
+            )
         self.version = version
 
     def sleep(self, level: int) -> None:
@@ -229,6 +220,7 @@ class HFEngine:
         place: Place = "gone" if level == 2 else "host"
         if level == 2:
             self.version = None
+            self.lacking = set(self.places)
             if self.parked:
                 self.parked.forget()
         if level and not self.parked and moves(place, self.world.device):

@@ -20,7 +20,7 @@ class QuantizedLinear(nn.Module):
     bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, kind: str):
-        """kind: `int8` or `fp8`."""
+        """Round a layer's weights, if it has any values. kind: `int8` or `fp8`."""
         super().__init__()
         self.kind = kind
         dtype = FORMATS[kind][0]
@@ -29,7 +29,8 @@ class QuantizedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=weight.device), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(len(weight), 1, device=weight.device), requires_grad=False)
         self.bias = linear.bias
-        self.take(weight.detach())
+        if not weight.is_meta:
+            self.take(weight.detach())
 
     @torch.no_grad()
     def take(self, weight: torch.Tensor) -> None:

@@ -123,8 +123,10 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         kv_bytes = cpu_kv_bytes(config, capacity, longest, cfg.model.dtype, cfg.rollout.tp)
     options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
     if on_cpu:
-        # Latent attention has blocks of its own.
-        options |= {} if getattr(config, "kv_lora_rank", None) else {"block_size": CPU_BLOCK}
+        # Latent attention has blocks of its own. On CPUs with AMX vLLM would take a kernel that packs weights once at
+        # start, which loses those of later pushes, and refuses float32.
+        latent = getattr(config, "kv_lora_rank", None)
+        options |= {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
     else:
         options |= {
             "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
