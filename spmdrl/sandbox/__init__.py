@@ -4,6 +4,5 @@ base.py         a program, its limits, and how it ended
 open.py         chooses a sandbox that works here
 bubblewrap.py   the command that starts one
 warm.py         runs programs and sessions in it
-inside/         what runs inside: zygote.py (starts programs), isolate.py (namespaces and limits), filter.py (system
-                calls), session.py (a program that keeps its state), judge.py (tests), values.py (data that travels)
+inside/         what runs inside
 """

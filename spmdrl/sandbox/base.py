@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
-"""How a program ended: by itself with exit code 0 (`ok`) or another one, or by a signal (`error`); at a limit; or not at
-all, because the sandbox could not run it (`failure`), which says nothing about the program."""
+"""How a program ended: by itself with exit code 0 (`ok`) or another one, or by a signal (`error`); at a limit; or not
+at all, because the sandbox could not run it (`failure`), which says nothing about the program."""
 
 
 @dataclass(frozen=True)

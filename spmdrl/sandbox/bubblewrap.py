@@ -14,7 +14,8 @@ from pathlib import Path
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 """Places that every program needs to start."""
 INSIDE = "/sandbox"
-"""Where the programs of `inside/` are seen."""
+"""Where this package alone is seen, as `spmdrl.sandbox`."""
+ZYGOTE = "spmdrl.sandbox.inside.zygote"
 PACKAGES = "/packages"
 USER = 64321
 """User that programs run as if this process is root's: the kernel's limits on processes do not hold for root."""
@@ -68,9 +69,10 @@ def command(bwrap: str, python: str = "", packages: str | None = None) -> list[s
         words += ["--perms", "0755", "--dir", folder]
     for place in shown:
         words += ["--symlink", os.readlink(place), place] if os.path.islink(place) else ["--ro-bind", place, place]
-    words += ["--ro-bind", str(Path(__file__).parent / "inside"), INSIDE]
+    words += ["--ro-bind", str(Path(__file__).parent), f"{INSIDE}/spmdrl/sandbox"]
     if packages:
-        words += ["--ro-bind", packages, PACKAGES, "--setenv", "PYTHONPATH", PACKAGES]
+        words += ["--ro-bind", packages, PACKAGES]
+    words += ["--setenv", "PYTHONPATH", f"{INSIDE}:{PACKAGES}" if packages else INSIDE]
     words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    words += ["--chdir", "/tmp", "--", python, "-P", "-s", "-B", f"{INSIDE}/zygote.py", "apart", str(USER if root else 0)]
+    words += ["--chdir", "/tmp", "--", python, "-P", "-s", "-B", "-m", ZYGOTE, "apart", str(USER if root else 0)]
     return words

@@ -79,5 +79,5 @@ def probe(warm: Warm) -> str:
 
 def plain() -> list[str]:
     """Return the words that start a zygote without any sandbox."""
-    zygote = Path(__file__).parent / "inside" / "zygote.py"
-    return [sys.executable, "-P", "-s", "-B", str(zygote), "plain", "0"]
+    root = Path(__file__).resolve().parents[2]
+    return ["env", f"PYTHONPATH={root}", sys.executable, "-P", "-s", "-B", "-m", bubblewrap.ZYGOTE, "plain", "0"]

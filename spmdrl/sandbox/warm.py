@@ -34,7 +34,7 @@ class Warm:
         """
         self.command = command
         self.said = bytearray()
-        self.errors = tempfile.TemporaryFile()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.folder = tempfile.TemporaryDirectory(prefix="sandbox-")
         """Where programs run that have no /tmp of their own."""
         self.process = subprocess.Popen(
@@ -173,7 +173,7 @@ class Session:
         if not found:
             ended = self.close()
             return Answer("error" if ended.verdict == "ok" else ended.verdict, why=ended.why or "the program ended")
-        return answer_of(line)
+        return answer_of(bytes(line))
 
     def _hear(self, until: float) -> bool:
         """Take one message of the sandbox; False if none comes in time."""

@@ -24,7 +24,10 @@ class Attack:
 def tries(name: str, body: str) -> Attack:
     """A row whose program breaches unless `body` raises."""
     lines = "\n".join("    " + line for line in body.strip().splitlines())
-    return Attack(name, f"try:\n{lines}\nexcept BaseException as e:\n    print('kept', type(e).__name__)\nelse:\n    print('BREACH')\n")
+    return Attack(
+        name,
+        f"try:\n{lines}\nexcept BaseException as e:\n    print('kept', type(e).__name__)\nelse:\n    print('BREACH')\n",
+    )
 
 
 CALL = """
@@ -50,14 +53,22 @@ FILES = [
     tries("writes into /etc", "open('/etc/breach', 'w')"),
     tries("writes over the interpreter's library", "import os; open(os.__file__, 'a')"),
     tries("writes over the sandbox's programs", "open('/sandbox/zygote.py', 'a')"),
-    tries("makes a device", "import os, stat; os.mknod('/tmp/d', 0o600 | stat.S_IFBLK, os.makedev(254, 0)); open('/tmp/d', 'rb').read(1)"),
-    tries("reads the disk", "import glob; open((glob.glob('/dev/vd*') + glob.glob('/dev/sd*') + glob.glob('/dev/nvme*'))[0], 'rb').read(1)"),
+    tries(
+        "makes a device",
+        "import os, stat; os.mknod('/tmp/d', 0o600 | stat.S_IFBLK, os.makedev(254, 0)); open('/tmp/d', 'rb').read(1)",
+    ),
+    tries(
+        "reads the disk",
+        "import glob; open((glob.glob('/dev/vd*') + glob.glob('/dev/sd*') + glob.glob('/dev/nvme*'))[0], 'rb').read(1)",
+    ),
     tries("reads kernel memory", "open('/dev/mem', 'rb').read(1)"),
-    tries("follows a symbolic link out", "import os; os.symlink({file!r}, '/tmp/l'); open('/tmp/l').read()"),
-    tries("makes a hard link out", "import os; os.link({file!r}, '/tmp/l'); open('/tmp/l').read()"),
+    tries("follows a symbolic link out", "import os; os.symlink({file!r}, 'l'); open('l').read()"),
+    tries("makes a hard link out", "import os; os.link({file!r}, 'l'); open('l').read()"),
     tries("opens by way of ..", "import os; open('/tmp/' + '../' * 9 + {file!r}.lstrip('/')).read()"),
     tries("opens by way of /proc/1/root", "open('/proc/1/root' + {file!r}).read()"),
-    tries("opens by way of /proc/self/cwd", "import os; open('/proc/self/cwd/' + '../' * 9 + {file!r}.lstrip('/')).read()"),
+    tries(
+        "opens by way of /proc/self/cwd", "import os; open('/proc/self/cwd/' + '../' * 9 + {file!r}.lstrip('/')).read()"
+    ),
     tries("remounts / writable", CALL + "call('mount', b'none', b'/', None, 32, None)"),
     tries("mounts a file system", CALL + "call('mount', b'tmpfs', b'/tmp', b'tmpfs', 0, None)"),
     tries("unmounts /tmp", CALL + "call('umount2', b'/tmp', 2)"),
@@ -69,22 +80,36 @@ FILES = [
 PROCESSES = [
     tries("signals the caller", "import os; os.kill({pid}, 0)"),
     tries("signals its parent", "import os; assert os.getppid() > 1; os.kill(os.getppid(), 0)"),
-    tries("kills process 1 of its namespace", "import os, time; os.kill(1, 9); time.sleep(0.3); os.kill(1, 0); raise OSError('it lives')"),
-    tries("signals all processes", "import os, signal; signal.signal(15, signal.SIG_IGN); os.kill(-1, 15)\nraise OSError('alone')"),
-    tries("sees other processes", "import os; p = {{int(x) for x in os.listdir('/proc') if x.isdigit()}}; assert {pid} in p or len(p) > 3"),
+    tries(
+        "kills process 1 of its namespace",
+        "import os, time; os.kill(1, 9); time.sleep(0.3); os.kill(1, 0); raise OSError('it lives')",
+    ),
+    tries(
+        "signals all processes",
+        "import os, signal; signal.signal(15, signal.SIG_IGN); os.kill(-1, 15)\nraise OSError('alone')",
+    ),
+    tries(
+        "sees other processes",
+        "import os; p = {{int(x) for x in os.listdir('/proc') if x.isdigit()}}; assert {pid} in p or len(p) > 3",
+    ),
     tries("reads the caller's environment", "open('/proc/{pid}/environ', 'rb').read()"),
     tries("reads another process's memory", CALL + "open('/proc/1/mem', 'rb').read(1)"),
     tries("traces process 1", CALL + "call('ptrace', 16, 1, 0, 0)"),
     tries("traces a child", CALL + "call('ptrace', 0, 0, 0, 0)"),
     tries("reads by process_vm_readv", CALL + "raw(310, 1, 0, 0, 0, 0, 0)"),
     tries("becomes root", "import os; os.setuid(0)"),
-    tries("regains a capability", CALL + "import struct; call('capset', struct.pack('Ii', 0x20080522, 0), struct.pack('6I', 1, 1, 0, 0, 0, 0))"),
+    tries(
+        "regains a capability",
+        CALL + "import struct; call('capset', struct.pack('Ii', 0x20080522, 0), struct.pack('6I', 1, 1, 0, 0, 0, 0))",
+    ),
     tries("raises its process limit", "import resource; resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))"),
     tries("raises its memory limit", "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
     tries("raises its own priority", "import os; os.setpriority(os.PRIO_PROCESS, 0, -5)"),
     tries("makes a user namespace", CALL + "call('unshare', 0x10000000)"),
     tries("makes a user namespace by clone", CALL + "raw(56, 0x10000000 | 17, 0, 0, 0, 0)"),
-    tries("makes a user namespace by clone3", CALL + "a = (ctypes.c_uint64 * 11)(0x10000000); a[4] = 17; raw(435, a, 88)"),
+    tries(
+        "makes a user namespace by clone3", CALL + "a = (ctypes.c_uint64 * 11)(0x10000000); a[4] = 17; raw(435, a, 88)"
+    ),
     tries("enters a namespace", CALL + "call('setns', os.open('/proc/1/ns/mnt', 0), 0)"),
     tries("calls by the table of x32", CALL + "raw(0x40000000 | 39)"),
     tries("loads a program into the kernel", CALL + "raw(321, 0, 0, 0)"),
@@ -96,11 +121,20 @@ PROCESSES = [
     tries("sets the clock", "import time; time.clock_settime(time.CLOCK_REALTIME, time.time())"),
     tries("sets the host's name", "import socket; socket.sethostname('breach')"),
     tries("reboots", CALL + "raw(169, 0xfee1dead, 672274793, 0, 0)"),
-    tries("finds its caller's open files", "import os\nfor i in range(3, 1024):\n  try: os.fstat(i)\n  except OSError: continue\n  else: break\nelse: raise OSError('none')"),
-    tries("finds secrets in its environment", "import os; assert set(os.environ) - {{'PATH', 'HOME', 'TMPDIR', 'LANG', 'PWD', 'SHLVL', '_', 'LC_CTYPE', 'PYTHONPATH', 'PYTHONHASHSEED', 'PYTHONDONTWRITEBYTECODE', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS'}}"),
+    tries(
+        "finds its caller's open files",
+        "import os\nfor i in range(3, 1024):\n  try: os.fstat(i)\n  except OSError: continue\n  else: break\nelse: raise OSError('none')",
+    ),
+    tries(
+        "finds secrets in its environment",
+        "import os; assert set(os.environ) - {{'PATH', 'HOME', 'TMPDIR', 'LANG', 'PWD', 'SHLVL', '_', 'LC_CTYPE', 'PYTHONPATH', 'PYTHONHASHSEED', 'PYTHONDONTWRITEBYTECODE', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS'}}",
+    ),
 ]
 NETWORK = [
-    tries("connects to a port of the loopback", "import socket; socket.create_connection(('127.0.0.1', {port}), timeout=2)"),
+    tries(
+        "connects to a port of the loopback",
+        "import socket; socket.create_connection(('127.0.0.1', {port}), timeout=2)",
+    ),
     tries("connects by IPv6", "import socket; socket.create_connection(('::1', {port}), timeout=2)"),
     tries("connects to the outside", "import socket; socket.create_connection(('192.0.2.1', 80), timeout=2)"),
     tries("sends a datagram out", "import socket; socket.socket(2, 2).sendto(b'x', ('192.0.2.1', 53))"),
@@ -117,7 +151,11 @@ BOMBS = [
     Attack("loops", "while True: pass", "timeout"),
     Attack("sleeps", "import time; time.sleep(1000)", "timeout"),
     Attack("stops itself", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "timeout"),
-    Attack("ignores signals", "import signal\nfor s in range(1, 65):\n  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError): pass\nwhile True: pass", "timeout"),
+    Attack(
+        "ignores signals",
+        "import signal\nfor s in range(1, 65):\n  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError): pass\nwhile True: pass",
+        "timeout",
+    ),
     Attack("loops in a library", "9 ** 9 ** 9 ** 9", "timeout"),
     Attack("matches a hostile pattern", "import re; re.match('(a+)+$', 'a' * 40 + 'b')", "timeout"),
     Attack("waits for input", "import sys; sys.stdin.read(); import time; time.sleep(1000)", "timeout"),
@@ -144,7 +182,10 @@ BOMBS = [
         "makes many files",
         "n = 0\ntry:\n  while n < 100000:\n    open(f'/tmp/{{n}}', 'w').close(); n += 1\nexcept OSError: print('kept', n)\nif n > 9999: print('BREACH')",
     ),
-    Attack("writes one large file", "f = open('/tmp/x', 'wb')\ntry:\n  f.truncate(1 << 40)\nexcept OSError: print('kept')\nelse: print('BREACH')"),
+    Attack(
+        "writes one large file",
+        "f = open('/tmp/x', 'wb')\ntry:\n  f.truncate(1 << 40)\nexcept OSError: print('kept')\nelse: print('BREACH')",
+    ),
     Attack(
         "forks without end",
         "import os, time\nn = 0\ntry:\n  while True:\n    if os.fork() == 0: time.sleep(1000)\n    n += 1\nexcept OSError: print('kept', n)\nif n > 16: print('BREACH')",
@@ -153,13 +194,19 @@ BOMBS = [
         "makes threads without end",
         "import threading, time\nn = 0\ntry:\n  while True:\n    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); n += 1\nexcept RuntimeError: print('kept', n)\nif n > 16: print('BREACH')\nimport os, sys; sys.stdout.flush(); os._exit(0)",
     ),
-    Attack("opens files without end", "x = []\ntry:\n  while True: x.append(open('/dev/null'))\nexcept OSError: pass\nprint('BREACH' if len(x) > 64 else 'kept')"),
+    Attack(
+        "opens files without end",
+        "x = []\ntry:\n  while True: x.append(open('/dev/null'))\nexcept OSError: pass\nprint('BREACH' if len(x) > 64 else 'kept')",
+    ),
     Attack(
         "leaves a daemon",
         "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    while True: time.sleep(1)\n  os._exit(0)\nprint('kept')",
     ),
     Attack("dumps core", "import ctypes; ctypes.string_at(0)", "ended"),
-    Attack("keeps the pipe open after its end", "import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('kept', flush=True); os._exit(0)"),
+    Attack(
+        "keeps the pipe open after its end",
+        "import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('kept', flush=True); os._exit(0)",
+    ),
 ]
 ATTACKS = [*FILES, *PROCESSES, *NETWORK, *BOMBS]
 PLAIN = {

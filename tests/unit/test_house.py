@@ -17,7 +17,7 @@ FLOORS = [
     ["config", "spmdrl_kernels"],
     ["health", "algos", "tracking"],
     ["spmd"],
-    ["data", "hub", "weights"],
+    ["data", "hub", "sandbox", "weights"],
     ["rewards", "policy", "rollout"],
     ["checkpoint"],
     ["session"],

@@ -1,0 +1,11 @@
+"""What runs inside a sandbox: standard library only.
+
+zygote.py     starts programs, one after another
+processes.py  the processes of one program
+isolate.py    their namespaces, limits and rights
+filter.py     system calls that they may not make
+watch.py      ends a program at its limits
+talk.py       lines of JSON with the caller
+session.py    a program that keeps its state and answers calls
+values.py     data that travels between a program and its caller
+"""

@@ -1,7 +1,7 @@
 """A seccomp filter for hostile programs: system calls that a program has no use for, and the kernel has had faults in.
 
-The filter denies with EPERM, and clone3 with ENOSYS, so that the C library falls back to clone, whose flags a filter can
-see (https://man7.org/linux/man-pages/man2/seccomp.2.html). It is installed after the namespaces are made.
+The filter denies with EPERM, and clone3 with ENOSYS, so that the C library falls back to clone, whose flags a filter
+can see (https://man7.org/linux/man-pages/man2/seccomp.2.html). It is installed after the namespaces are made.
 Standard library only: it runs inside the sandbox.
 """
 
@@ -109,7 +109,11 @@ def program(machine: str) -> bytes:
     lines += [_line(_JUMP_EQUAL, _CLONE[which], 0, 3), _line(_LOAD, _FIRST_ARGUMENT)]
     lines += [_line(_JUMP_SET, _NEW_NAMESPACES & 0xFFFFFFFF, 0, 1), deny]
     # The accumulator may hold the flags of clone.
-    lines += [_line(_LOAD, _NUMBER), _line(_JUMP_EQUAL, _SOCKET[which], 0, len(FAMILIES) + 2), _line(_LOAD, _FIRST_ARGUMENT)]
+    lines += [
+        _line(_LOAD, _NUMBER),
+        _line(_JUMP_EQUAL, _SOCKET[which], 0, len(FAMILIES) + 2),
+        _line(_LOAD, _FIRST_ARGUMENT),
+    ]
     for i, family in enumerate(FAMILIES):
         lines.append(_line(_JUMP_EQUAL, int(family), len(FAMILIES) - i, 0))
     lines += [deny, _line(_RETURN, _ALLOW)]

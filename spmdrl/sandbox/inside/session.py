@@ -18,7 +18,7 @@ import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from values import decode, encode
+from spmdrl.sandbox.inside.values import decode, encode
 
 
 def found(space: dict[str, Any], name: str) -> Any:
@@ -33,9 +33,11 @@ def found(space: dict[str, Any], name: str) -> Any:
 def run(space: dict[str, Any], source: str) -> None:
     """Execute statements as a notebook's cell: the value of a last expression is printed."""
     tree = ast.parse(source)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
     exec(compile(tree, "<cell>", "exec"), space)
-    if last is not None:
+    if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), space)
         if value is not None:
             print(repr(value))
@@ -62,7 +64,7 @@ def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until stdin ends."""
-    said, heard = os.dup(1), open(os.dup(0), encoding="utf-8")
+    said, heard = os.dup(1), os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     space: dict[str, Any] = {"__name__": "__main__"}

@@ -37,7 +37,8 @@ def encode(value: Any) -> Any:
         return {"b": base64.b64encode(value).decode()}
     if kind is complex:
         return {"c": [repr(value.real), repr(value.imag)]}
-    for base in (bool, int, str, float, list, tuple, dict, set):
+    bases: tuple[Any, ...] = (bool, int, str, float, list, tuple, dict, set)
+    for base in bases:
         # namedtuple, Counter, defaultdict, an enum of numbers: as what they are made of.
         if isinstance(value, base):
             return encode(base(value))

@@ -1,0 +1,133 @@
+"""The processes of one program: one that makes namespaces, the first one in them, and the program itself.
+
+They say how it goes on a pipe, in lines of JSON: {"first": pid} and {"group": pid}, whom a watcher can kill;
+{"code": n, "signal": n} at the end; {"failure": text} where the sandbox fails. Standard library only: it runs inside
+the sandbox.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+import traceback
+import types
+
+from spmdrl.sandbox.inside import isolate
+
+Pipes = tuple[int, int, int]
+"""The ends of a program's standard input, output and error."""
+
+
+def start(task: dict, apart: bool, tell: int, pipes: Pipes, others: tuple[int, ...]) -> int:
+    """Start the processes of a program. Returns the id of the one that waits for the others.
+
+    task: see `zygote.py`. apart: in namespaces of its own. tell: the pipe on which they say how it goes.
+    others: the other ends of all pipes, which are the caller's alone.
+    """
+    child = os.fork()
+    if child:
+        return child
+    try:
+        isolate.die_with_parent()
+        for end in others:
+            os.close(end)
+        (_above if apart else _first)(task, apart, tell, pipes)
+    except BaseException:
+        _say(tell, {"failure": traceback.format_exc()})
+    os._exit(0)
+
+
+def _above(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
+    """Make the namespaces, and wait for the process that is the first one in them."""
+    isolate.own_namespaces(task["limits"]["tmp_mib"] << 20)
+    first = os.fork()
+    if first == 0:
+        try:
+            isolate.die_with_parent()
+            _first(task, apart, tell, pipes)
+        except BaseException:
+            _say(tell, {"failure": traceback.format_exc()})
+        os._exit(0)
+    _say(tell, {"first": first})
+    os.waitpid(first, 0)
+
+
+def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
+    """Be process 1 of the namespace: when it ends, the kernel kills all others in it."""
+    if apart:
+        isolate.own_proc()
+        isolate.hide()
+    program = os.fork()
+    if program == 0:
+        try:
+            _prepare(task, apart, pipes)
+        except BaseException:
+            _say(tell, {"failure": traceback.format_exc()})
+            os._exit(0)
+        os.closerange(3, 1024)
+        _program(task)
+    for end in pipes:
+        os.close(end)
+    if not apart:
+        _say(tell, {"group": program})
+    while True:
+        pid, status = os.wait()
+        if pid == program:
+            code = os.waitstatus_to_exitcode(status)
+            _say(tell, {"code": max(code, 0), "signal": max(-code, 0)})
+            return
+
+
+def _prepare(task: dict, apart: bool, pipes: Pipes) -> None:
+    os.setsid()
+    folder = "/tmp" if apart else os.getcwd()
+    os.chdir(folder)
+    for name, text in task.get("files", {}).items():
+        place = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "w", encoding="utf-8") as file:
+            file.write(text)
+    for number, end in enumerate(pipes):
+        os.dup2(end, number)
+    isolate.limit(task["limits"])
+    if apart:
+        isolate.drop_rights()
+
+
+def _program(task: dict) -> None:
+    """Become the program; does not return."""
+    if "argv" in task:
+        try:
+            os.execvp(task["argv"][0], task["argv"])
+        except OSError as error:
+            os.write(2, f"{task['argv'][0]}: {error}\n".encode())
+            os._exit(127)
+    code = 1
+    sys.stdin, sys.stdout = os.fdopen(0, "r", errors="replace"), os.fdopen(1, "w", errors="replace")
+    sys.stderr = os.fdopen(2, "w", errors="replace", buffering=1)
+    sys.path[0] = os.getcwd()
+    sys.argv = ["program.py"]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(task["source"], "program.py", "exec"), module.__dict__)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if code and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except BaseException as error:
+        # The frames above belong to this file.
+        traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        code = code or 120
+    os._exit(code & 255)
+
+
+def _say(tell: int, message: dict) -> None:
+    os.write(tell, (json.dumps(message) + "\n").encode())

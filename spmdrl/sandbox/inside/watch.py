@@ -1,0 +1,153 @@
+"""The watcher of a program: carries its input and output, looks at its memory and its time, and ends it at a limit.
+
+Standard library only: it runs inside the sandbox.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+
+from spmdrl.sandbox.inside.talk import Talk
+
+LOOK_SECONDS = 0.02
+"""Time between two looks at the memory of a program's processes."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Watch:
+    """Carries a program's input and output, and ends it at a limit."""
+
+    def __init__(
+        self, child: int, told: int, inputs: int, outputs: int, errors: int, task: dict, apart: bool, talk: Talk
+    ):
+        """child: the process that waits for the others. told: the pipe on which they say how it goes. inputs, outputs,
+        errors: the ends of its other pipes. apart: as in `processes.start`.
+        """
+        self.apart, self.child, self.told, self.inputs, self.talk = apart, child, told, inputs, talk
+        self.limits, self.session = task["limits"], "session" in task
+        self.kept = {outputs: bytearray(), errors: bytearray()}
+        self.names = {outputs: "stdout", errors: "stderr"}
+        self.open = {told, outputs, errors}
+        self.to_send = bytearray(base64.b64decode(task.get("stdin", "")))
+        self.said = bytearray()
+        self.ends = time.monotonic() + self.limits["seconds"]
+        self.look = time.monotonic() + LOOK_SECONDS
+        self.why = ""
+        self.result: dict = {}
+        self.written = 0
+        os.set_blocking(inputs, False)
+        self.own = anonymous("self")
+
+    def to_the_end(self) -> dict:
+        """Watch until the program and all of its processes have ended."""
+        while self.open:
+            self._turn()
+        os.waitpid(self.child, 0)
+        self._close_input()
+        kept = {self.names[end]: base64.b64encode(data).decode() for end, data in self.kept.items()}
+        failure = self.result.get("failure", "")
+        if not self.result.keys() & {"code", "failure"} and not self.why:
+            failure = "the program's first process ended without a word"
+        why = self.why or ("failure" if failure else "")
+        numbers = {"code": self.result.get("code", 0), "signal": self.result.get("signal", 0)}
+        return numbers | kept | {"why": why, "detail": failure}
+
+    def _turn(self) -> None:
+        if not self.to_send and not self.session:
+            self._close_input()
+        if self.session and b"\n" in self.talk.buffer:
+            # It came with the task.
+            self._hear()
+        reading = [*self.open, *([self.talk.stdin] if self.session and not self.why else [])]
+        writing = [self.inputs] if self.inputs >= 0 and self.to_send else []
+        wait = max(0.0, min(self.ends, self.look) - time.monotonic())
+        readable, writable, _ = select.select(reading, writing, [], wait)
+        if writable:
+            self._feed()
+        for end in readable:
+            if end == self.talk.stdin:
+                self._hear()
+            else:
+                self._read(end)
+        if time.monotonic() >= self.look:
+            self.look = time.monotonic() + LOOK_SECONDS
+            # Without a process namespace the others are not this program's.
+            if self.apart and not self.why and memory_of_others(self.own) > self.limits["memory_mib"] << 20:
+                self.end("memory")
+        if time.monotonic() >= self.ends:
+            self.end("timeout")
+
+    def end(self, why: str) -> None:
+        """Kill the program with all of its processes."""
+        self.why = self.why or why
+        self.ends = time.monotonic() + 1.0
+        # The kernel kills a process namespace with its first process, and that one with its parent.
+        for pid in (self.result.get("first"), self.child):
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+        if group := self.result.get("group"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+    def _read(self, end: int) -> None:
+        data = os.read(end, 1 << 16)
+        if not data:
+            os.close(end)
+            self.open.discard(end)
+        elif end == self.told:
+            *lines, self.said = (self.said + data).split(b"\n")
+            for line in lines:
+                self.result |= json.loads(line)
+        else:
+            self.written += len(data)
+            if self.session and self.names[end] == "stdout":
+                self.talk.say({"output": base64.b64encode(data).decode()})
+            else:
+                room = (self.limits["output_kib"] << 10) - len(self.kept[end])
+                self.kept[end] += data[: max(0, room)]
+            if self.written > self.limits["output_kib"] << 10:
+                self.end("output")
+
+    def _feed(self) -> None:
+        try:
+            del self.to_send[: os.write(self.inputs, self.to_send)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.to_send.clear()
+            self._close_input()
+
+    def _hear(self) -> None:
+        while not self.why:
+            message = self.talk.hear()
+            if message is None or "input" not in message:
+                self.end("closed")
+            else:
+                self.to_send += base64.b64decode(message["input"])
+            if b"\n" not in self.talk.buffer:
+                break
+
+    def _close_input(self) -> None:
+        if self.inputs >= 0:
+            os.close(self.inputs)
+            self.inputs = -1
+
+
+def anonymous(pid: str) -> int:
+    """Return the bytes of a process that no file backs, 0 of one that has ended."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            _, resident, shared, *_ = file.read().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * PAGE
+
+
+def memory_of_others(own: int) -> int:
+    """Return the bytes of all processes here but this one and the first. own: what copies of this one begin with."""
+    mine = {"1", str(os.getpid())}
+    return sum(max(0, anonymous(pid) - own) for pid in os.listdir("/proc") if pid.isdigit() and pid not in mine)

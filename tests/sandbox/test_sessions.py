@@ -1,0 +1,107 @@
+"""Programs and sessions in the sandbox: how they end, what they print, and the values that travel."""
+
+from collections import Counter, namedtuple
+
+import pytest
+
+from spmdrl.sandbox.base import Limits, Program, SandboxError
+from spmdrl.sandbox.inside.values import NotPlainError, decode, encode
+from spmdrl.sandbox.open import open_sandbox
+from spmdrl.sandbox.warm import Warm
+
+LIMITS = Limits(seconds=5.0)
+
+
+@pytest.fixture(scope="module")
+def warm():
+    try:
+        opened = open_sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict", "code", "stdout"),
+    [
+        (Program("print(input(), end='')", stdin="häh\n"), "ok", 0, "häh"),
+        (Program("import helper; print(helper.X, open('data/a').read())", files={"helper.py": "X = 3", "data/a": "b"}),)
+        + ("ok", 0, "3 b\n"),
+        (Program(argv=("/bin/sh", "-c", "cat; exit 3"), stdin="x"), "error", 3, "x"),
+        (Program(argv=("no-such-program",)), "error", 127, ""),
+        (Program("import sys; sys.exit('no')"), "error", 1, ""),
+        (Program("import atexit; atexit.register(print, 'at exit'); print('first')"), "ok", 0, "first\nat exit\n"),
+        (Program("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), "error", 0, ""),
+        (Program("1 / 0"), "error", 1, ""),
+        (Program("def f(:"), "error", 1, ""),
+    ],
+)
+def test_a_program_ends(warm, program, verdict, code, stdout):
+    ended = warm.run(program, LIMITS)
+    assert (ended.verdict, ended.code, ended.stdout) == (verdict, code, stdout), ended
+    assert bool(ended.why) == (verdict != "ok")
+
+
+def test_a_session_keeps_its_state_and_says_what_is_wrong(warm):
+    session = warm.session(LIMITS)
+    assert session.run("x = 5\nx + 1", 2.0).printed == "6\n"
+    assert session.load("def f(a, b=1):\n    print('called')\n    return {'a': (a, b)}\nclass Solution:\n  g = f", 2.0)
+    told = session.call("f", [[1, {2.5}]], {"b": None}, 2.0)
+    assert told.value == {"a": ([1, {2.5}], None)} and told.printed == "called\n"
+    assert session.run("x / 0", 2.0).error == "ZeroDivisionError"
+    assert session.call("f", [], {}, 2.0).error == "TypeError"
+    assert "type object" in session.call("object", [], {}, 2.0).why or session.call("h", [], {}, 2.0).error
+    assert session.run("import os; os._exit(3)", 2.0).verdict == "error"
+    assert session.call("f", [1], {}, 2.0).why == "exit code 3" and session.close().code == 3
+
+
+def test_a_call_that_takes_too_long_ends_its_session_and_no_other(warm):
+    session = warm.session(LIMITS)
+    session.load("def f():\n    while True: pass", 2.0)
+    assert session.call("f", [], {}, 0.5).verdict == "timeout"
+    assert warm.run(Program("print(1)"), LIMITS).stdout == "1\n"
+
+
+def test_a_program_can_forge_its_own_answers_alone(warm):
+    session = warm.session(LIMITS)
+    write = "os.write(i, b'{\"value\": 7}\\nno answer\\n')"
+    forge = f"import os\nfor i in range(3, 64):\n  try: {write}\n  except OSError: pass"
+    session.run(forge, 2.0)
+    answers = [session.call("f", [], {}, 2.0) for _ in range(3)]
+    assert all(a.verdict == "error" or a.value in (7, None) for a in answers)
+    session.close()
+    assert warm.run(Program("print(1)"), LIMITS).stdout == "1\n"
+
+
+def test_a_sandbox_that_does_not_start_says_why():
+    with pytest.raises(SandboxError, match="exit code 1: no such option"):
+        Warm(["sh", "-c", "echo no such option >&2; exit 1"])
+    with pytest.raises(SandboxError, match="exit code 0: it said nothing"):
+        Warm(["true"])
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (value, value)
+        for value in (None, True, 0, -(10**30), "ü\n", 1.5, float("inf"), [1, [2]], (1, (2,)), {1, 2}, frozenset({3}))
+    ]
+    + [({1: {"a": (2.5, b"\x00")}}, {1: {"a": (2.5, b"\x00")}}), (2 + 3j, 2 + 3j), ({}, {}), ((), ())]
+    + [(Point(1, 2), (1, 2)), (Counter("aab"), {"a": 2, "b": 1}), (iter([1, 2]), [1, 2]), (bytearray(b"x"), b"x")],
+)
+def test_values_travel(value, told):
+    back = decode(encode(value))
+    assert back == told and type(back) is type(told)
+
+
+def test_values_that_are_no_plain_data_are_refused():
+    for value in (object(), [lambda: 0], {"a": open}):
+        with pytest.raises(NotPlainError, match="plain data"):
+            encode(value)
+    for said in ({"x": 1}, {"s": [1], "t": []}, {"f": "text"}, {"d": [1]}, {"s": [{"d": []}]}, 1.5):
+        with pytest.raises(NotPlainError, match="no value"):
+            decode(said)
