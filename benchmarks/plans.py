@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,8 @@ def main() -> None:
             print(f"target plan-671b-{what} {value:.1f} <={most:g} {'ok' if value <= most else 'miss'}")
     if own.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
+        machine |= {name: version(name) for name in ("torch", "transformers", "megatron-core")}
+        machine |= {"date": time.strftime("%Y-%m-%d")}
         Path(own.json).write_text(json.dumps({"machine": machine, "plans": found, "skipped": skipped}, indent=1))
     if own.docs:
         DOCS.write_text(filled(DOCS.read_text(), found))
