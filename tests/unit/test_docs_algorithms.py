@@ -26,7 +26,7 @@ from spmdrl.rl.rehearsal import check_use
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ELSEWHERE = ("engines", "growth", "megatron", "performance", "placement", "reliability", "scale", "slurm")
+ELSEWHERE = ("engines", "growth", "megatron", "performance", "placement", "reliability", "sandbox", "scale", "slurm")
 """Pages without settings of methods; other tests check theirs: test_docs_{engines,megatron,slurm}.py and more."""
 METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "usage")]
 """Pages of the algorithms."""
