@@ -11,6 +11,7 @@ import pytest
 
 from spmdrl.sandbox.base import Limits, Program, SandboxError
 from spmdrl.sandbox.open import open_sandbox
+from spmdrl.sandbox.session import Session
 from tests.sandbox.attacks import ATTACKS, PLAIN
 
 LIMITS = Limits(seconds=1.5, cpu_seconds=5, memory_mib=128, tmp_mib=16, output_kib=64)
@@ -101,7 +102,7 @@ def test_names_of_attacks():
 
 def test_nothing_is_left_when_a_sandbox_is_closed_in_the_middle(caller):
     opened = open_sandbox()
-    session = opened.session(LIMITS)
+    session = Session(opened, LIMITS)
     session.run("import os\nfor _ in range(3):\n  if os.fork() == 0:\n    import time; time.sleep(1000)", 1.0)
     held = below(opened.process.pid)
     opened.close()
