@@ -3,6 +3,8 @@
 base.py         a program, its limits, and how it ended
 open.py         chooses a sandbox that works here
 bubblewrap.py   the command that starts one
-warm.py         runs programs and sessions in it
+warm.py         runs programs in it, one after another
+session.py      programs that are spoken to, and Python sessions
+tests.py        tests of a program that it cannot see
 inside/         what runs inside
 """

@@ -57,4 +57,9 @@ class Outcome:
 
 
 class SandboxError(RuntimeError):
-    """No sandbox works on this machine, or it ended. The message says what to do."""
+    """No sandbox works on this machine, or it ended."""
+
+    def __init__(self, why: str, fix: str = ""):
+        """why: the reason. fix: what to do, which the message says too."""
+        super().__init__(f"{why}; {fix}" if fix else why)
+        self.why, self.fix = why, fix

@@ -53,11 +53,11 @@ def open_sandbox(provider: str = "auto") -> Warm:
         return Warm(plain())
     bwrap = bubblewrap.find()
     if bwrap is None:
-        raise SandboxError(f"no bubblewrap here, in which code of a model could run: {HOW}")
+        raise SandboxError("no bubblewrap here, in which code of a model could run", HOW)
     try:
         warm = Warm(bubblewrap.command(bwrap))
     except SandboxError as error:
-        raise SandboxError(f"{bwrap}: {error}; {HOW}") from None
+        raise SandboxError(f"{bwrap}: {error}", HOW) from None
     told = probe(warm)
     if told:
         warm.close()

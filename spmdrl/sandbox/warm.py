@@ -9,13 +9,10 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import IO, Any, cast
 
 from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
-from spmdrl.sandbox.inside.values import decode, encode
 
 START_SECONDS = 30.0
 """Longest a sandbox may take to start."""
@@ -60,13 +57,6 @@ class Warm:
         """
         self.say(task_of(program, limits))
         return outcome_of(self._answer(time.monotonic() + limits.seconds + GRACE))
-
-    def session(self, limits: Limits) -> "Session":
-        """Start a Python session. Nothing else can run here until it is closed.
-
-        limits: of the session as a whole.
-        """
-        return Session(self, limits)
 
     def close(self) -> None:
         """End the sandbox with all that runs in it. May be called twice."""
@@ -122,95 +112,6 @@ class Warm:
         self.errors.seek(0)
         last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:]
         return f"the sandbox ended with exit code {self.process.returncode}: {''.join(last) or 'it said nothing'}"
-
-
-class Session:
-    """A Python process in a sandbox that keeps its state: see `inside/session.py`."""
-
-    def __init__(self, warm: Warm, limits: Limits):
-        """See `Warm.session`."""
-        self.warm, self.outcome, self.said = warm, None, bytearray()
-        self.until = time.monotonic() + limits.seconds
-        source = (Path(__file__).parent / "inside" / "session.py").read_text(encoding="utf-8")
-        warm.say(task_of(Program(source), limits) | {"session": {}})
-
-    def load(self, source: str, seconds: float) -> "Answer":
-        """Execute a module, whose functions can be called."""
-        return self._ask({"load": source}, seconds)
-
-    def run(self, source: str, seconds: float) -> "Answer":
-        """Execute statements as a notebook does."""
-        return self._ask({"run": source}, seconds)
-
-    def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], seconds: float) -> "Answer":
-        """Call a function.
-
-        Raises:
-            NotPlainError: an argument is no plain data.
-        """
-        message = {"call": name, "args": [encode(x) for x in args]}
-        return self._ask(message | {"kwargs": {k: encode(v) for k, v in kwargs.items()}}, seconds)
-
-    def close(self) -> Outcome:
-        """End the session; returns how it ended. May be called twice."""
-        if self.outcome is None:
-            self.warm.say({"close": True})
-            while self.outcome is None:
-                self._hear(time.monotonic() + GRACE)
-        return self.outcome
-
-    def _ask(self, message: dict[str, Any], seconds: float) -> "Answer":
-        """Send a message and wait for its answer: seconds at most, after which the session is closed."""
-        if self.outcome is None:
-            line = (json.dumps(message) + "\n").encode()
-            self.warm.say({"input": base64.b64encode(line).decode()})
-        until = min(time.monotonic() + seconds, self.until + GRACE)
-        while self.outcome is None and b"\n" not in self.said:
-            if not self._hear(until):
-                self.close()
-                return Answer("timeout", why=f"no answer within {seconds:g} s")
-        line, found, self.said = self.said.partition(b"\n")
-        if not found:
-            ended = self.close()
-            return Answer("error" if ended.verdict == "ok" else ended.verdict, why=ended.why or "the program ended")
-        return answer_of(bytes(line))
-
-    def _hear(self, until: float) -> bool:
-        """Take one message of the sandbox; False if none comes in time."""
-        message = self.warm.hear(until)
-        if message is None:
-            return False
-        if "output" in message:
-            self.said += base64.b64decode(message["output"])
-        else:
-            self.outcome = outcome_of(message)
-        return True
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a session said to one message."""
-
-    verdict: Verdict
-    value: Any = None
-    error: str = ""
-    """Type of an exception, if one was raised."""
-    why: str = ""
-    """Its text, or why there is no answer."""
-    printed: str = ""
-
-
-def answer_of(line: bytes) -> Answer:
-    """Read an answer, which may be anything: a program can write to the pipe itself."""
-    try:
-        said = json.loads(line)
-        printed = str(said.get("printed", ""))
-        if "error" in said:
-            kind, text = said["error"]
-            return Answer("error", error=str(kind), why=str(text), printed=printed)
-        return Answer("ok", decode(said["value"]), printed=printed)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return Answer("error", why=f"it said what is no answer ({type(error).__name__})")
 
 
 def task_of(program: Program, limits: Limits) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 import os
 import resource
-import shutil
 import socket
-import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from spmdrl.sandbox.base import SandboxError
+from spmdrl.sandbox.open import open_sandbox
+from spmdrl.sandbox.warm import Warm
 from spmdrl.tools.doctor_findings import Finding, fail, ok, warn
 
 GIB = 1 << 30
@@ -128,20 +129,13 @@ def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[
     return ok("own name", f"{said}; GLOO_SOCKET_IFNAME is {chosen}") if chosen else warn("own name", said, fix)
 
 
-def sandbox(which=shutil.which) -> Finding:
-    """Checks bubblewrap, in which a model's code can run. No reward of this project runs such code without one."""
-    place = which("bwrap")
-    if place is None:
-        return ok("sandbox", "no bubblewrap here: needed only by rewards of yours that run code of a model")
-    words = [place, "--ro-bind", "/", "/", "--unshare-all", "true"]
+def sandbox(start: Callable[[], Warm] = open_sandbox) -> Finding:
+    """Checks by a small program that a sandbox keeps in what runs there: no file, port or process is reached."""
     try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=5)
-        why = "" if ended.returncode == 0 else (ended.stderr.strip().splitlines() or ["it failed"])[-1]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    if why:
-        return warn("sandbox", f"{place}: {why}", "allow user namespaces (`sysctl kernel.unprivileged_userns_clone=1`)")
-    return ok("sandbox", f"{place} works")
+        start().close()
+    except SandboxError as error:
+        return warn("sandbox", error.why, error.fix or "needed by rewards that run code of a model alone")
+    return ok("sandbox", "bubblewrap keeps programs in")
 
 
 def hub_is_off(environment: Mapping[str, str]) -> bool:

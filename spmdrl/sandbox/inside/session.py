@@ -1,7 +1,7 @@
 """A program that keeps its state and answers calls: lines of JSON in on stdin and out on stdout.
 
     {"run": source}                                   executes statements; the last expression's value is printed
-    {"load": source}                                  executes a module
+    {"load": source}                                  executes a module; the value is the names of its functions
     {"call": name, "args": [...], "kwargs": {...}}    calls a function; `Solution.name` where there is such a class
 
     {"value": v} or {"error": [type, text]}; "printed": text, where something was
@@ -30,6 +30,12 @@ def found(space: dict[str, Any], name: str) -> Any:
     raise NameError(f"name {name!r} is not defined")
 
 
+def names(space: dict[str, Any]) -> list[str]:
+    """Return the names that can be called, and the methods of a class `Solution`."""
+    functions = {name for name, x in space.items() if callable(x)}
+    return sorted(functions | set(dir(space.get("Solution"))) - set(dir(None)))
+
+
 def run(space: dict[str, Any], source: str) -> None:
     """Execute statements as a notebook's cell: the value of a last expression is printed."""
     tree = ast.parse(source)
@@ -51,7 +57,7 @@ def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
             return {"value": None}
         if "load" in message:
             exec(compile(message["load"], "program.py", "exec"), space)
-            return {"value": None}
+            return {"value": names(space)}
         args = [decode(x) for x in message["args"]]
         kwargs = {name: decode(x) for name, x in message.get("kwargs", {}).items()}
         return {"value": encode(found(space, message["call"])(*args, **kwargs))}

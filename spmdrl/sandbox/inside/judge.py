@@ -1,0 +1,87 @@
+"""Runs tests on functions of another program, which it reaches through its caller alone, by lines of JSON.
+
+In:  {"tests": [source, ...], "prelude": source, "entry": name, "names": [name, ...]}     first line
+     {"value": v} or {"error": [type, text]}     answers to its calls
+Out: {"call": name, "args": [...], "kwargs": {...}}
+     {"done": [null or text, ...]}     for each test, why it failed
+
+The tests and the program that is tested share no process: it sees the arguments of calls, never the tests. Values go
+by values.py. Standard library only.
+"""
+
+import ast
+import builtins
+import json
+import os
+import sys
+from typing import Any
+
+from spmdrl.sandbox.inside.values import decode, encode
+
+
+class Candidate:
+    """A function of the program."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and raise what it raises."""
+        _say(
+            {"call": self.name, "args": [encode(x) for x in args], "kwargs": {k: encode(v) for k, v in kwargs.items()}}
+        )
+        said = json.loads(sys.stdin.readline())
+        if "error" not in said:
+            return decode(said["value"])
+        kind, text = said["error"]
+        known = getattr(builtins, kind, RuntimeError)
+        if not (isinstance(known, type) and issubclass(known, Exception)):
+            known = RuntimeError
+        raise known(text)
+
+
+def free_names(source: str) -> set[str]:
+    """Return the names that tests read and neither bind nor find among Python's own."""
+    read, bound = set(), set(dir(builtins))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound |= {(each.asname or each.name).split(".")[0] for each in node.names}
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return read - bound
+
+
+def failure(source: str, prelude: str, entry: str, names: set[str]) -> str | None:
+    """Run one test; returns why it failed, or None. names: functions of the program that it may call."""
+    space: dict[str, Any] = {"__name__": "tests"}
+    try:
+        used = (free_names(prelude + "\n" + source) & names) | {entry}
+        space |= {name: Candidate(name) for name in used if name}
+        exec(compile(prelude, "<prelude>", "exec"), space)
+        exec(compile(source, "<test>", "exec"), space)
+        if callable(space.get("check")) and entry:
+            space["check"](Candidate(entry))
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"[:500]
+    return None
+
+
+def _say(message: dict) -> None:
+    data = (json.dumps(message) + "\n").encode()
+    while data:
+        data = data[os.write(_OUT, data) :]
+
+
+if __name__ == "__main__":
+    _OUT = os.dup(1)
+    # Prints of tests stand among the errors.
+    os.dup2(2, 1)
+    task = json.loads(sys.stdin.readline())
+    known = set(task["names"])
+    _say({"done": [failure(test, task["prelude"], task["entry"], known) for test in task["tests"]]})

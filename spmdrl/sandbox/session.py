@@ -1,0 +1,128 @@
+"""Programs that are spoken to while they run: channels of JSON lines, and Python sessions on them."""
+
+import base64
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl.sandbox.base import Limits, Outcome, Program, Verdict
+from spmdrl.sandbox.inside.values import decode, encode
+from spmdrl.sandbox.warm import GRACE, Warm, outcome_of, task_of
+
+INSIDE = Path(__file__).parent / "inside"
+
+
+class Channel:
+    """A program that reads and writes lines of JSON. Nothing else can run in its sandbox until it is closed."""
+
+    def __init__(self, warm: Warm, program: Program, limits: Limits):
+        """Start a program. limits: of all of its life."""
+        self.warm, self.said = warm, bytearray()
+        self.outcome: Outcome | None = None
+        """How it ended, once it has."""
+        self.until = time.monotonic() + limits.seconds
+        warm.say(task_of(program, limits) | {"session": {}})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a line, which is lost if the program has ended."""
+        if self.outcome is None:
+            line = (json.dumps(message) + "\n").encode()
+            self.warm.say({"input": base64.b64encode(line).decode()})
+
+    def hear(self, seconds: float) -> bytes | None:
+        """Return the next line; None if none comes in time, or the program has ended (`outcome`)."""
+        until = min(time.monotonic() + seconds, self.until + GRACE)
+        while self.outcome is None and b"\n" not in self.said:
+            message = self.warm.hear(until)
+            if message is None:
+                return None
+            if "output" in message:
+                self.said += base64.b64decode(message["output"])
+            else:
+                self.outcome = outcome_of(message)
+        line, found, rest = self.said.partition(b"\n")
+        if not found:
+            return None
+        self.said = rest
+        return bytes(line)
+
+    def close(self) -> Outcome:
+        """End the program; returns how it ended. May be called twice."""
+        if self.outcome is None:
+            self.warm.say({"close": True})
+            while self.outcome is None:
+                self.said.clear()
+                self.hear(GRACE)
+        return self.outcome
+
+
+class Session:
+    """A Python process in a sandbox that keeps its state: see `inside/session.py`."""
+
+    def __init__(self, warm: Warm, limits: Limits):
+        """Start it. limits: of the session as a whole."""
+        self.channel = Channel(warm, Program((INSIDE / "session.py").read_text(encoding="utf-8")), limits)
+
+    def load(self, source: str, seconds: float) -> "Answer":
+        """Execute a module, whose functions can be called. The value is the list of their names."""
+        return self.ask({"load": source}, seconds)
+
+    def run(self, source: str, seconds: float) -> "Answer":
+        """Execute statements as a notebook does."""
+        return self.ask({"run": source}, seconds)
+
+    def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], seconds: float) -> "Answer":
+        """Call a function.
+
+        Raises:
+            NotPlainError: an argument is no plain data.
+        """
+        message = {"call": name, "args": [encode(x) for x in args]}
+        return self.ask(message | {"kwargs": {k: encode(v) for k, v in kwargs.items()}}, seconds)
+
+    def close(self) -> Outcome:
+        """End the session; returns how it ended. May be called twice."""
+        return self.channel.close()
+
+    def ask(self, message: dict[str, Any], seconds: float) -> "Answer":
+        """Send a message and wait for its answer: `seconds` at most, after which the session is closed."""
+        self.channel.send(message)
+        line = self.channel.hear(seconds)
+        if line is not None:
+            return answer_of(line)
+        if self.channel.outcome is None:
+            self.close()
+            return Answer("timeout", why=f"no answer within {seconds:g} s")
+        ended = self.close()
+        return Answer("error" if ended.verdict == "ok" else ended.verdict, why=ended.why or "the program ended")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a session said to one message."""
+
+    verdict: Verdict
+    value: Any = None
+    raw: Any = None
+    """The value as it travels."""
+    error: str = ""
+    """Type of an exception, if one was raised."""
+    why: str = ""
+    """Its text, or why there is no answer."""
+    printed: str = ""
+
+
+def answer_of(line: bytes) -> Answer:
+    """Read an answer, which may be anything: a program can write to the pipe itself."""
+    try:
+        said = json.loads(line)
+        printed = str(said.get("printed", ""))
+        if "error" in said:
+            kind, text = said["error"]
+            return Answer("error", error=str(kind), why=str(text), printed=printed)
+        return Answer("ok", decode(said["value"]), said["value"], printed=printed)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return Answer("error", why=f"it said what is no answer ({type(error).__name__})")

@@ -1,0 +1,115 @@
+"""Tests of a program that it cannot see: they run in a sandbox of their own, and the caller carries their calls.
+
+The program gets the arguments of calls and gives plain data back. It shares no process with the tests, so it can
+neither read what they expect, nor change `assert` or `==`, nor end them with exit code 0.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.sandbox.base import Limits, Program, Verdict
+from spmdrl.sandbox.session import INSIDE, Channel, Session
+from spmdrl.sandbox.warm import Warm
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests, of one function or of several."""
+
+    tests: tuple[str, ...]
+    """Python, each run by itself: assertions, or a function `check(candidate)` as HumanEval's."""
+    entry: str = ""
+    """The function that `check` gets."""
+    prelude: str = ""
+    """Python that runs before each test, such as imports."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of it."""
+
+    failures: tuple[str | None, ...]
+    """For each test why it failed, None where it passed."""
+    verdict: Verdict
+    """`ok` if the program was loaded and answered all calls, else how it ended. `failure`: the tests ended."""
+    why: str = ""
+
+    @property
+    def share(self) -> float:
+        """The part of the tests that passed."""
+        return sum(each is None for each in self.failures) / max(1, len(self.failures))
+
+
+def run_tests(source: str, suite: Suite, program: Warm, judge: Warm, limits: Limits) -> Report:
+    """Run tests on a program.
+
+    Args:
+        source: the program, Python.
+        suite: the tests.
+        program: a sandbox for the program.
+        judge: another one, for the tests.
+        limits: of each of the two, for all tests together.
+
+    Raises:
+        SandboxError: a sandbox ended.
+    """
+    until = time.monotonic() + limits.seconds
+    session = Session(program, limits)
+    try:
+        loaded = session.load(source, limits.seconds)
+        if loaded.verdict != "ok":
+            why = f"{loaded.error}: {loaded.why}" if loaded.error else loaded.why
+            return Report(tuple(why for _ in suite.tests), loaded.verdict, why)
+        names = [name for name in loaded.value if isinstance(name, str)] if isinstance(loaded.value, list) else []
+        return _judged(suite, names, session, Channel(judge, _program(), limits), until)
+    finally:
+        session.close()
+
+
+def _read(line: bytes) -> dict[str, Any] | None:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) and said.keys() & {"call", "done"} else None
+
+
+def _program() -> Program:
+    return Program((INSIDE / "judge.py").read_text(encoding="utf-8"))
+
+
+def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, until: float) -> Report:
+    """Carry calls from the tests to the program, and answers back."""
+    verdict: Verdict = "ok"
+    why = ""
+    try:
+        task = {"tests": suite.tests, "prelude": suite.prelude, "entry": suite.entry, "names": names}
+        channel.send(task)
+        while True:
+            line = channel.hear(max(0.0, until - time.monotonic()) + 1.0)
+            if line is None:
+                ended = channel.outcome
+                late = ended is None or ended.verdict == "timeout"
+                reason = (ended.why if ended else "") or "exit code 0"
+                why = why or ("time was up" if late else f"the tests ended: {reason}")
+                verdict = verdict if verdict != "ok" else ("timeout" if late else "failure")
+                return Report(tuple(why for _ in suite.tests), verdict, why)
+            said = _read(line)
+            if said is None:
+                why = "the tests said what is no message"
+                return Report(tuple(why for _ in suite.tests), "failure", why)
+            if "done" in said:
+                return Report(tuple(said["done"]), verdict, why)
+            answer = session.ask(said, max(0.0, until - time.monotonic()))
+            if answer.verdict == "ok":
+                channel.send({"value": answer.raw})
+            else:
+                if not answer.error:
+                    # It has ended, and every later call fails.
+                    verdict, why = answer.verdict, why or answer.why
+                kind = answer.error or ("TimeoutError" if answer.verdict == "timeout" else "RuntimeError")
+                channel.send({"error": [kind, answer.why]})
+    finally:
+        channel.close()
