@@ -7,5 +7,6 @@ filter.py     system calls that they may not make
 watch.py      ends a program at its limits
 talk.py       lines of JSON with the caller
 session.py    a program that keeps its state and answers calls
+judge.py      tests of another program
 values.py     data that travels between a program and its caller
 """

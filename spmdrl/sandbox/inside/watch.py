@@ -86,12 +86,15 @@ class Watch:
         self.why = self.why or why
         self.ends = time.monotonic() + 1.0
         # The kernel kills a process namespace with its first process, and that one with its parent.
-        for pid in (self.result.get("first"), self.child):
+        for kill, pid in (
+            (os.kill, self.result.get("first")),
+            (os.kill, self.child),
+            (os.killpg, self.result.get("group")),
+        ):
             if pid:
-                os.kill(pid, signal.SIGKILL)
-        if group := self.result.get("group"):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+                # It may have ended by itself at this moment.
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
 
     def _read(self, end: int) -> None:
         data = os.read(end, 1 << 16)
