@@ -44,7 +44,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Axes:
-    """Where the ranks are that a rank talks to."""
+    """The places of the ranks that a rank talks to."""
 
     ranks: dict[str, tuple[int, ...]]
     """Axis -> the ranks of its group."""

@@ -1,4 +1,4 @@
-"""Where foreign code runs: programs written by a model, kept in by the kernel.
+"""The sandbox runs programs written by a model; the kernel keeps them in.
 
 base.py         a program, its limits, and how it ended
 open.py         chooses a sandbox that works here

@@ -10,7 +10,7 @@ at all, because the sandbox could not run it (`failure`), which says nothing abo
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use, all of its processes together unless said otherwise."""
+    """Limits of a program, for all of its processes together unless said otherwise."""
 
     seconds: float = 10.0
     """Wall-clock time."""

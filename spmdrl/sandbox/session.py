@@ -102,7 +102,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a session said to one message."""
+    """The answer of a session to one message."""
 
     verdict: Verdict
     value: Any = None

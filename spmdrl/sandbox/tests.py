@@ -28,7 +28,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of it."""
+    """The results of tests."""
 
     failures: tuple[str | None, ...]
     """For each test why it failed, None where it passed."""

@@ -1,4 +1,4 @@
-"""What runs inside a sandbox: standard library only.
+"""Programs that run inside a sandbox; they need the standard library alone.
 
 zygote.py     starts programs, one after another
 processes.py  the processes of one program
