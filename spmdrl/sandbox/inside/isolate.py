@@ -14,6 +14,7 @@ from spmdrl.sandbox.inside import filter as system_calls
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE, _MS_BIND = 2, 4, 8, 0x4000, 0x40000, 0x1000
+_MS_RDONLY = 1
 _SET_PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP = 1, 4, 24
 LIBC = ctypes.CDLL(None, use_errno=True)
 SPARE_ADDRESSES = 1 << 30
@@ -64,7 +65,7 @@ def own_proc() -> None:
     """Show this process namespace alone in /proc, or nothing where the kernel does not allow that."""
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     if LIBC.mount(b"proc", b"/proc", b"proc", flags, None):
-        _must(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", flags | 1, b"size=0"), "mount /proc")
+        _must(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", flags | _MS_RDONLY, b"size=0"), "mount /proc")
 
 
 def hide() -> None:
