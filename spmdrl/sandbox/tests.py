@@ -106,9 +106,9 @@ def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, 
             if answer.verdict == "ok":
                 channel.send({"value": answer.raw})
             else:
-                if not answer.error:
-                    # It has ended, and every later call fails.
-                    verdict, why = answer.verdict, why or answer.why
+                if not answer.error and verdict == "ok":
+                    # It has ended. Every later call fails too, and says less of why.
+                    verdict, why = answer.verdict, answer.why
                 kind = answer.error or ("TimeoutError" if answer.verdict == "timeout" else "RuntimeError")
                 channel.send({"error": [kind, answer.why]})
     finally:
