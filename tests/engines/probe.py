@@ -7,6 +7,7 @@ GPU, whose context no fork survives, started anew. Training is `spmdrl.train.tra
 evaluates: after the push, with the engine awake. The device is the run's own choice: a GPU where torch sees one.
 """
 
+import copy
 import dataclasses
 import importlib
 import json
@@ -61,6 +62,14 @@ class Probe:
         self.hf = AutoModelForCausalLM.from_pretrained(resolve(cfg.model.path), dtype=self.dtype).eval()
         self.hf.to(world.device)
         facts["tied"] = self.hf.config.tie_word_embeddings
+        self.exact: Any = None
+
+    def compute_exactly(self) -> None:
+        """Lets `agree` compute the trainer's and transformers' log p in float64, too, from the same weights."""
+        from spmdrl.policy.fsdp.policy import FsdpPolicy
+
+        cfg = replaced(self.cfg, model={"dtype": "float64"})
+        self.exact = FsdpPolicy(cfg, self.run.world, 0, trainable=False)
 
     # ── sampling ─────────────────────────────────────────────────────────────
 
@@ -96,10 +105,11 @@ class Probe:
     # ── three answers to one question ────────────────────────────────────────
 
     @torch.no_grad()
-    def hf_logp(self, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+    def hf_logp(self, prompt: list[int], tokens: list[int], temperature: float, hf: Any = None) -> torch.Tensor:
         """Log p of each sampled token by a plain forward of transformers on one sequence."""
         ids = torch.tensor([prompt + tokens], device=self.run.world.device)
-        logits = self.hf(input_ids=ids).logits[0].float() / (temperature or 1.0)
+        logits = (hf or self.hf)(input_ids=ids).logits[0]
+        logits = (logits if hf else logits.float()) / (temperature or 1.0)
         logp = torch.log_softmax(logits, -1).cpu()
         return torch.stack([logp[len(prompt) + i - 1, token] for i, token in enumerate(tokens)])
 
@@ -125,6 +135,7 @@ class Probe:
         assert seen == set(places), set(places) - seen
         self.hf.tie_weights()
 
+    @torch.no_grad()
     def agree(self, prompts: list[list[int]], temperature: float = 1.0) -> dict:
         """Returns largest and mean |difference| of engine, transformers and trainer on fresh samples."""
         from spmdrl.data.batch import from_episodes
@@ -147,7 +158,20 @@ class Probe:
         trainer = self.policy.logprobs(batch, temperature)[0].cpu()[mask].float()
         engine = batch.token["rollout_logp"][mask]
         hf = torch.cat([self.hf_logp(prompts[i], done[i, 0].tokens, temperature) for i in range(len(prompts))])
-        return {
+        exact = {}
+        if self.exact:
+            for (_, mine), (_, theirs) in zip(self.exact.named_weights(), self.local_weights(), strict=True):
+                mine.to_local().copy_(theirs)
+            trainer_64 = self.exact.logprobs(batch, temperature)[0].cpu()[mask]
+            double = copy.deepcopy(self.hf).double()
+            hf_64 = torch.cat(
+                [self.hf_logp(prompts[i], done[i, 0].tokens, temperature, double) for i in range(len(prompts))]
+            )
+            exact = {
+                "engine_either": torch.minimum((engine - trainer).abs(), (engine - trainer_64).abs()).max().item(),
+                "trainer_hf_exact": (trainer_64 - hf_64).abs().max().item(),
+            }
+        return exact | {
             "version": self.policy.version,
             "tokens": len(hf),
             "spread": hf.std().item(),

@@ -196,6 +196,7 @@ def measure(folder: Path, facts: dict) -> None:
         ),
         facts,
     )
+    p.compute_exactly()
     p.train(p.prompts(16))
     for part in (samples, neighbours, stale, limits, sleep_memory, abort, corrupt, interrupted):
         facts[part.__name__] = part(p)

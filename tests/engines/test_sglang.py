@@ -22,6 +22,8 @@ pytestmark = pytest.mark.timeout(300)
 installed = pytest.mark.skipif(bool(no_sglang()), reason=no_sglang())
 FP32 = 1e-5
 """Largest |dlogp| in float32: engine, transformers, trainer, HF engine."""
+FP64 = 1e-12
+"""The same of trainer and transformers in float64."""
 STEPS = 3
 
 
@@ -38,12 +40,18 @@ def facts(tmp_path_factory) -> dict:
 
 @installed
 def test_parity_of_engine_trainer_and_transformers_after_each_of_5_updates(facts):
+    """Each token of the engine is held to the trainer in float32 or in float64, which agrees with transformers exactly.
+
+    After some updates a few tokens are so sensitive that every float32 forward, that of transformers too, misses their
+    exact value by more than the bound; which tokens these are depends on the CPU's instructions.
+    """
     assert [row["version"] for row in facts["agreement"]] == [0, 1, 2, 3, 4, 5]
     assert facts["moved"] > 1e-3, "the updates must have changed the weights"
     for row in facts["agreement"]:
         assert row["tokens"] >= 40 and row["spread"] > 0.1, f"samples that are all alike prove nothing: {row}"
-        for pair in ("engine_hf", "engine_trainer", "trainer_hf"):
+        for pair in ("engine_hf", "engine_either", "trainer_hf"):
             assert row[pair] < FP32, row
+        assert row["trainer_hf_exact"] < FP64, row
 
 
 @installed
