@@ -27,6 +27,7 @@ from spmdrl.config.schema import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    SandboxConfig,
     TrackingConfig,
 )
 
@@ -102,6 +103,7 @@ class EvaluationConfig:
     filter: BadSampleConfig = field(default_factory=BadSampleConfig)
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     eval: EvaluationEvalConfig = field(default_factory=partial(EvaluationEvalConfig, prompts=0))
     tracking: EvaluationTrackingConfig = field(default_factory=EvaluationTrackingConfig)
 
@@ -121,6 +123,7 @@ def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
         filter=FilterConfig(bad_sample=cfg.filter.bad_sample),
         data=dataclasses.replace(cfg.data, train=cfg.data.eval, limit=0),
         reward=cfg.reward,
+        sandbox=cfg.sandbox,
         eval=dataclasses.replace(cfg.eval, every=1, prompts=prompts),
         tracking=cfg.tracking,
         reference=ReferenceConfig(enabled="off"),

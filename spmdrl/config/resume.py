@@ -39,6 +39,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "limits: a run that they did not stop is the same run": (
         *("rollout.logp_diff_warn", "rollout.logp_diff_stop", "filter.max_rounds", "filter.bad_sample"),
         *("optimizer.bad_steps", "reward.workers", "reward.timeout", "reward.on_timeout", "model.trust_remote_code"),
+        *("reward.max_ungraded", "sandbox.*"),
     ),
 }
 """Reason -> settings, or whole sections, that may differ."""

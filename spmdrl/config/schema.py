@@ -308,6 +308,7 @@ class RewardConfig:
 
     function: str = "exact_match"
     """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `math`,
+    `code` (1 if the program in the response passes all tests), `code_partial` (the share that it passes),
     `reasoning_gym`, `none` (0), or `path/to/file.py[:function]` with verl's compute_score signature."""
     workers: int = 1
     """Grading processes per rank (for rewards that run in the pool)."""
@@ -316,10 +317,28 @@ class RewardConfig:
     on_timeout: Literal["auto", "error", "zero"] = "auto"
     """A killed grading ends the job (`error`), or scores 0, in every part too, and is counted (`zero`). `auto`: error
     for files, or zero."""
+    max_ungraded: float = 0.05
+    """Largest share of a step's samples that may have no score, because their row's tests cannot be read or the sandbox
+    failed again and again. They are left out; if there are more, the job ends."""
     model: str = ""
     """HF sequence classifier with one label whose score is added to the reward, as `--model.path`. Empty: none."""
     model_coef: float = 1.0
     """Factor on that score."""
+
+
+@dataclass
+class SandboxConfig:
+    """Where programs of a model run (docs/sandbox.md). Rewards that run none start no sandbox."""
+
+    provider: Literal["auto", "bubblewrap", "sandlock", "none"] = "auto"
+    """`auto`: bubblewrap, else sandlock, whichever keeps a probe in, or the job ends. `none`: no isolation, for
+    programs that you trust."""
+    seconds: float = 5.0
+    """Time of a program for one test."""
+    total_seconds: float = 30.0
+    """Time of a program for all tests of a sample together; those that are left then fail."""
+    memory_mib: int = 512
+    """Memory of a program, all of its processes together."""
 
 
 @dataclass
@@ -400,4 +419,5 @@ class Config(TrainingConfig):
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -62,6 +62,8 @@ class Episode:
     """Named parts of the reward. A missing name does not mean 0, unless the grading timed out."""
     timed_out: bool = False
     """True if its grading was stopped (`Reward.timed_out`)."""
+    ungraded: bool = False
+    """True if it could not be graded (`Reward.ungraded`): its reward is nan."""
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, if one was sampled."""
     experts: torch.Tensor | None = None

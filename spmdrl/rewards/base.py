@@ -26,10 +26,20 @@ class Reward:
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
     """The grading was stopped: the score is 0, and so is every part that other samples have."""
+    ungraded: str = ""
+    """Why the response could not be graded, through no fault of its own: the score is nan, and the sample is left out.
+    Empty: it was graded."""
 
 
 class RewardError(ValueError):
     """A grading that gave no usable score. The message names the function, the prompt and what to change."""
+
+
+class UngradedError(Exception):
+    """A response cannot be graded, and that says nothing about it: its row or the sandbox is at fault.
+
+    The sample is left out and counted; a job in which there are many stops (`--reward.max-ungraded`).
+    """
 
 
 class Grader(Protocol):
@@ -38,6 +48,8 @@ class Grader(Protocol):
     name: str
     timeouts: int
     """Gradings that ran out of time and were scored 0."""
+    ungraded: int
+    """Responses that could not be graded, and that have no score."""
 
     @property
     def pending(self) -> int:

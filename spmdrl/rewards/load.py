@@ -1,9 +1,10 @@
 """Makes a grader from `--reward.function`."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from spmdrl.config.schema import RewardConfig
+from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
 from spmdrl.rewards.gsm8k import gsm8k, gsm8k_flexible
@@ -19,7 +20,11 @@ QUICK: dict[str, Callable[[RewardInput], Reward]] = {
     "none": none,
 }
 """Built-in rewards that are quick and certain to end: called in the process itself."""
+IN_SANDBOX = ("code", "code_partial")
+"""Built-in rewards that run programs."""
 DEFAULT_FUNCTION = "compute_score"
+HANGS_AFTER = 60.0
+"""Seconds beyond the time of a sample's programs, and of a second try, after which their grading hangs."""
 
 
 class Direct:
@@ -27,7 +32,7 @@ class Direct:
 
     def __init__(self, name: str, function: Callable[[RewardInput], object], finite: bool = True):
         self.name, self._function, self._finite = name, function, finite
-        self.timeouts = self.pending = 0
+        self.timeouts = self.ungraded = self.pending = 0
         self._done: list[tuple[object, Reward]] = []
 
     def submit(self, key: object, item: RewardInput) -> None:
@@ -50,10 +55,11 @@ class Direct:
         """Do nothing: there is no process to end."""
 
 
-def load_reward(cfg: RewardConfig, finite: bool = True) -> Grader:
+def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True) -> Grader:
     """The grader that a run's settings name, ready to take work.
 
-    finite: False lets scores pass that are not finite, for a caller that leaves such samples out.
+    sandbox: where it runs programs, if it runs any. finite: False lets scores pass that are not finite, for a caller
+    that leaves such samples out.
 
     Raises ValueError naming `--reward.function` for an unknown built-in, a missing file or function, and a file that
     does not import.
@@ -64,12 +70,30 @@ def load_reward(cfg: RewardConfig, finite: bool = True) -> Grader:
     is_file = name not in POOLED
     on_timeout = "zero" if scores_timeouts(cfg) else "error"
     function = _file_function(name) if is_file else f"builtin:{name}"
-    return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite)
+    if name not in IN_SANDBOX:
+        return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite)
+    # Its own clocks end programs; the pool's are for a grading that hangs in spite of them.
+    timeout = max(cfg.timeout, 2 * sandbox.total_seconds + HANGS_AFTER)
+    return Pool(function, cfg.workers, timeout, "error", name, finite, dataclasses.asdict(sandbox))
+
+
+def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str) -> None:
+    """Let a few samples go without a score, which are left out.
+
+    Raises:
+        RewardError: there are more than `--reward.max-ungraded` allows.
+    """
+    if ungraded > cfg.max_ungraded * samples:
+        raise RewardError(
+            f"{ungraded} of {samples} samples of {where} could not be graded by {cfg.function}, more than "
+            f"--reward.max-ungraded {cfg.max_ungraded:g} allows; the log names them with the reason: mend the rows, or "
+            "the sandbox (python -m spmdrl.doctor), or leave more of them out"
+        )
 
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
     """True where a grading that takes too long scores 0; else it ends the job, or no grading can take long."""
-    if cfg.function in QUICK:
+    if cfg.function in QUICK or cfg.function in IN_SANDBOX:
         return False
     return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and cfg.function in POOLED)
 

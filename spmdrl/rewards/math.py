@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 from spmdrl.rewards.base import Reward, RewardInput
 
@@ -163,7 +164,7 @@ def math_reward(item: RewardInput) -> Reward:
     return Reward(float(equal), parts)
 
 
-def load() -> Callable[[RewardInput], Reward]:
+def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
     """Give the reward after its imports and first parse, which must not count as time of the first grading."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one warning a call that its limits are off
     _symbolically_equal(r"\frac{1}{2}", "x+1", bare=True)

@@ -5,11 +5,14 @@ caller. A grading's time is taken by its worker, from the moment it starts, so a
 """
 
 import json
+import logging
+import math
 import selectors
 import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from spmdrl.health.status import tick
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe
@@ -19,6 +22,9 @@ START_SECONDS = 120.0
 """Longest a worker may take to import its function (a cold file system is slow)."""
 PREFETCH = 8
 """Requests handed to a worker ahead of time, so that it works on while the caller is busy elsewhere."""
+NAMED = 10
+"""Responses that could not be graded, of each rank, that the log names."""
+log = logging.getLogger("spmdrl")
 
 
 class Pool:
@@ -28,11 +34,18 @@ class Pool:
     """
 
     def __init__(
-        self, function: str, workers: int, timeout: float, on_timeout: str, name: str = "", finite: bool = True
+        self,
+        function: str,
+        workers: int,
+        timeout: float,
+        on_timeout: str,
+        name: str = "",
+        finite: bool = True,
+        settings: dict[str, Any] | None = None,
     ):
         """function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`.
 
-        finite: a score that is not finite is an error.
+        finite: a score that is not finite is an error. settings: of a built-in reward, as JSON has them.
 
         Waits until every worker has loaded the function. Raises ValueError when one cannot.
         """
@@ -40,15 +53,15 @@ class Pool:
         if workers < 1 or not timeout > 0:
             raise ValueError(f"--reward.workers is {workers} and --reward.timeout {timeout}: both must be above 0")
         self.name = name or function
-        self.timeouts = 0
-        self._finite = finite
-        self._function, self._timeout, self._on_timeout = function, timeout, on_timeout
+        self.timeouts = self.ungraded = 0
+        self._hello = {"function": function, "settings": settings or {}, "finite": finite}
+        self._timeout, self._on_timeout = timeout, on_timeout
         self._next = 0
         self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all unanswered requests
         self._waiting: deque[int] = deque()  # ids no worker has
         self._done: list[tuple[object, Reward]] = []
         self._selector = selectors.DefaultSelector()
-        self._workers = [spawn(self._selector, self._function, self._finite) for _ in range(workers)]
+        self._workers = [spawn(self._selector, self._hello) for _ in range(workers)]
         try:
             while not all(w.ready for w in self._workers):
                 self._turn(wait=True)
@@ -170,6 +183,8 @@ class Pool:
             worker.started = None
             if message["seconds"] > self._timeout:  # as if it had been seen, and killed, in time
                 self._timed_out(request)
+            elif "ungraded" in message:
+                self._left_out(request, message["ungraded"])
             elif "error" in message:
                 error = RewardError(
                     f"reward function {self.name} failed on {describe(self._items[request][0])}: {message['error']}. "
@@ -194,6 +209,14 @@ class Pool:
         self.timeouts += 1
         self._answer(request, Reward(0.0, timed_out=True))
 
+    def _left_out(self, request: int, why: str) -> None:
+        self.ungraded += 1
+        if self.ungraded <= NAMED:
+            rest = " (more of them are counted, not named)" if self.ungraded == NAMED else ""
+            what = describe(self._items[request][0])
+            log.warning("reward function %s could not grade %s, which is left out: %s%s", self.name, what, why, rest)
+        self._answer(request, Reward(math.nan, ungraded=why))
+
     def _died(self, worker: Worker) -> None:
         code = worker.end()
         how = f"with exit code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}"
@@ -211,4 +234,4 @@ class Pool:
         """Kill a worker, put a fresh one in its place, and give its untouched requests back."""
         worker.kill()
         self._waiting.extendleft(reversed(worker.queue))
-        self._workers[self._workers.index(worker)] = spawn(self._selector, self._function, self._finite)
+        self._workers[self._workers.index(worker)] = spawn(self._selector, self._hello)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 _RANK_VARIABLES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
@@ -100,8 +100,8 @@ class Worker:
         return self.process.returncode
 
 
-def spawn(selector: selectors.BaseSelector, function: str, finite: bool) -> Worker:
-    """Start a worker and send it its function; `ready` once it has loaded that. function, finite: see `Pool`."""
+def spawn(selector: selectors.BaseSelector, hello: dict[str, Any]) -> Worker:
+    """Start a worker and send it the first line, see `worker.py`; `ready` once it has loaded its function."""
     process = subprocess.Popen(
         [sys.executable, "-m", "spmdrl.rewards.worker", str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -114,7 +114,7 @@ def spawn(selector: selectors.BaseSelector, function: str, finite: bool) -> Work
     os.set_blocking(worker.stdin.fileno(), False)
     os.set_blocking(worker.stdout.fileno(), False)
     selector.register(worker.stdout, selectors.EVENT_READ, worker)
-    worker.to_send += (json.dumps({"function": function, "finite": finite}) + "\n").encode()
+    worker.to_send += (json.dumps(hello) + "\n").encode()
     worker.flush()
     return worker
 

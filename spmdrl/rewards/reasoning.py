@@ -41,7 +41,7 @@ def reasoning_reward(item: RewardInput) -> Reward:
     return Reward(float(score), {"format": float(bool(tagged))})
 
 
-def load() -> Callable[[RewardInput], Reward]:
+def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
     """Give the reward after the import of reasoning-gym. Raises ValueError when it is not installed."""
     try:
         import reasoning_gym  # noqa: F401

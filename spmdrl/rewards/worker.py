@@ -1,10 +1,13 @@
 """One grading process: `python -m spmdrl.rewards.worker <parent pid>`, JSON lines in on stdin and out on stdout.
 
-In:  {"function": f}                       first line: what to load (`builtin:math`, or `/path/file.py:name`)
+In:  {"function": f, "settings": {...}, "finite": b}
+                                           first line: what to load (`builtin:math`, or `/path/file.py:name`), settings
+                                           of a built-in reward, and whether scores must be finite
      {"id": n, "item": [data_source, solution, ground_truth, extra]}
 Out: {"ready": true} or {"failed": text}   after loading
      {"id": n, "start": t}                 before a grading; t is time.monotonic(), one clock for all processes
      {"id": n, "seconds": s, "score": x, "parts": {...}}  or  {"id": n, "seconds": s, "error": text, "trace": text}
+     {"id": n, "seconds": s, "ungraded": text}     the response cannot be graded, which is not its fault
 
 It imports nothing heavy of its own, so that a killed process is back at once.
 """
@@ -21,19 +24,26 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from spmdrl.rewards.base import RewardInput, as_reward
+from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
 
-POOLED = {"math": "spmdrl.rewards.math", "reasoning_gym": "spmdrl.rewards.reasoning"}
-"""Built-in rewards that run in the pool: name -> module, whose `load()` gives the function."""
+POOLED = {
+    "code": "spmdrl.rewards.code",
+    "code_partial": "spmdrl.rewards.code",
+    "math": "spmdrl.rewards.math",
+    "reasoning_gym": "spmdrl.rewards.reasoning",
+}
+"""Built-in rewards that run in the pool: name -> module, whose `load(name, settings)` gives the function."""
 _PR_SET_PDEATHSIG = 1
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def load_function(spec: str) -> Callable[[RewardInput], object]:
+def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput], object]:
     """The function that `{"function": spec}` names. Raises ValueError in words for the user of `--reward.function`."""
     if spec.startswith("builtin:"):
-        return importlib.import_module(POOLED[spec.removeprefix("builtin:")]).load()
+        name = spec.removeprefix("builtin:")
+        return importlib.import_module(POOLED[name]).load(name, settings)
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
     sys.path.insert(0, str(path.parent))  # the file may import its neighbours
@@ -79,6 +89,8 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
     try:
         reward = as_reward(function(RewardInput(*item)), finite)
         return {"score": reward.score, "parts": reward.parts}
+    except UngradedError as e:
+        return {"ungraded": str(e)[:2000]}
     except BaseException as e:  # exit() in user code is an error of that code
         trace = "".join(traceback.format_exception(e, limit=-4))
         return {"error": f"{type(e).__name__}: {e}"[:2000], "trace": trace[-4000:]}
@@ -116,7 +128,7 @@ def main() -> None:
 
     try:
         hello = json.loads(requests.readline())
-        function, finite = load_function(hello["function"]), hello["finite"]
+        function, finite = load_function(hello["function"], hello["settings"]), hello["finite"]
     except Exception as e:
         send({"failed": str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"})
         return

@@ -55,7 +55,7 @@ def build_run(session: Session[Config]) -> Run:
             f"--run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
             "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
         )
-    grader = load_reward(cfg.reward, finite=cfg.filter.bad_sample == "stop") if world.samples else None
+    grader = load_reward(cfg.reward, cfg.sandbox, cfg.filter.bad_sample == "stop") if world.samples else None
     # Of every rank: one without samples needs the column too.
     experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")

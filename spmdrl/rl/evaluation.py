@@ -9,6 +9,7 @@ from spmdrl.data.batch import balance, from_episodes
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.policy.models import Models
+from spmdrl.rewards.load import check_ungraded
 from spmdrl.rl.rollout import collect, raise_if_abandoned
 from spmdrl.rl.rollout_plan import RolloutPlan
 from spmdrl.rl.sampler import Sampler, may_end
@@ -100,17 +101,22 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     # Its time is the evaluation's.
     result = collect(plan, s.engine, s.grader, s.tokenizer, world, Timer(), s.environment)
     done = raise_if_abandoned(result, world).episodes
-    # A sample without a score (--filter.bad-sample skip) is not right.
-    scores = [[e.position, 0.0 if math.isnan(e.reward) else e.reward] for e in done]
-    scores_n2 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2)
-    rows = torch.cat(all_gather_rows(scores_n2, world.rollout_group))
+    # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded says nothing.
+    scores = [[e.position, 0.0 if math.isnan(e.reward) else e.reward, float(e.ungraded)] for e in done]
+    scores_n3 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 3)
+    rows = torch.cat(all_gather_rows(scores_n3, world.rollout_group))
+    ungraded = rows[:, 2] > 0
+    check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation")
+    rows = rows[~ungraded]
     right = (rows[:, 1] >= 1.0).double()
-    prompts, samples = len(plan.prompts), plan.samples
-    per_prompt = torch.zeros(prompts, dtype=torch.float64).index_add_(0, rows[:, 0].long(), right)
+    position, prompts = rows[:, 0].long(), len(plan.prompts)
+    right_P = torch.zeros(prompts, dtype=torch.float64).index_add_(0, position, right).tolist()
+    graded_P = torch.bincount(position, minlength=prompts).tolist()
     out = {"eval/accuracy": right.mean().item(), "eval/score": rows[:, 1].mean().item()}
     k = 2
-    while k <= samples:
-        out[f"eval/pass@{k}"] = sum(pass_at_k(samples, int(c), k) for c in per_prompt.tolist()) / prompts
+    while k <= plan.samples:
+        known = [pass_at_k(n, int(c), k) for n, c in zip(graded_P, right_P, strict=True) if n >= k]
+        out[f"eval/pass@{k}"] = sum(known) / len(known) if known else math.nan
         k *= 2
     return out, done
 

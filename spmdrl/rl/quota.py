@@ -10,6 +10,7 @@ from spmdrl.algos.filters import choose, shortage, whole_groups
 from spmdrl.config.learning import FilterConfig
 from spmdrl.config.schema import Config
 from spmdrl.data.episode import Episode
+from spmdrl.rewards.load import check_ungraded
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, unbegun
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 from spmdrl.spmd.world import World
@@ -27,7 +28,7 @@ class Experience:
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups for the next step that were cut short on this rank's engine, or drawn and not begun there."""
     bad_samples: int = 0
-    """Samples left out on this rank because a reward or logp was not finite."""
+    """Samples left out on this rank because a reward or logp was not finite, or they could not be graded."""
     stats: Metrics = field(default_factory=Metrics)
 
 
@@ -49,6 +50,7 @@ class Quota:
         self.kept: list[Episode] = []
         self.cut: list[PromptGroup] = []
         self.rewards: list[float] = []
+        """Of all samples; nan where one could not be graded."""
         self.positions = torch.zeros(0, dtype=torch.int64)
         """Positions of the prompts that were kept on any rank."""
         self.drawn = self.bad = self.unbegun = self.rounds = self.version = 0
@@ -93,7 +95,7 @@ class Quota:
         self.drawn += more
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
         self.bad += len(result.episodes) - len(usable)
-        self.rewards += [e.reward for e in usable]
+        self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
         self.kept += passing(usable, self.keep, self.cfg.filter) if self.keep else usable
         mine = torch.tensor(sorted({e.position for e in self.kept}), dtype=torch.int64)
         rows = all_gather_rows(mine[:, None], self.world.rollout_group)
@@ -117,10 +119,13 @@ class Quota:
 
     def _describe(self, out: Experience, surplus: int) -> None:
         drawn, group = self.drawn + self.before, self.world.rollout_group
+        reward_N = torch.cat(all_gather_rows(torch.tensor(self.rewards, dtype=torch.float64)[:, None], group)).flatten()
+        ungraded = int(reward_N.isnan().sum())
+        check_ungraded(ungraded, len(reward_N), self.cfg.reward, "a step")
+        out.stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
             # Of all that was graded; a reward model sees only what is learnt from. Sorted, as they came in any order.
-            rows = all_gather_rows(torch.tensor(self.rewards, dtype=torch.float64)[:, None], group)
-            reward_N = torch.cat(rows).flatten().sort().values
+            reward_N = reward_N[~reward_N.isnan()].sort().values
             out.stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
         if self.keep:
             out.stats.add("filter/rounds", self.rounds)

@@ -227,6 +227,7 @@ def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int
     for episode in group.episodes[: plan.samples]:
         reward = rewards[group.position, episode.sample]
         episode.reward, episode.parts, episode.timed_out = reward.score, reward.parts, reward.timed_out
+        episode.ungraded = bool(reward.ungraded)
         episode.baseline = baseline
         if not bool(torch.isfinite(episode.rollout_logp).all()):
             if plan.bad_sample == "stop":

@@ -36,12 +36,14 @@ print(told)
 """A program that tries to read a file, to reach a port, and to see a process of this machine."""
 
 
-def open_sandbox() -> Warm:
+def open_sandbox(provider: str = "auto") -> Warm:
     """Return a sandbox that keeps a probe in.
 
     Raises:
         SandboxError: there is none; the message says why and what to do.
     """
+    if provider == "none":
+        return Warm(plain())
     bwrap = bubblewrap.find()
     if bwrap is None:
         raise SandboxError("no bubblewrap here, in which code of a model could run", HOW)

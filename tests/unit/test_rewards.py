@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.config.schema import RewardConfig
+from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward
 from spmdrl.rewards.load import check_cost, load_reward
 from spmdrl.rewards.math import last_boxed
@@ -87,7 +87,7 @@ def started():
     graders: list = []
 
     def start(**settings):
-        graders.append(load_reward(RewardConfig(**settings)))
+        graders.append(load_reward(RewardConfig(**settings), SandboxConfig()))
         return graders[-1]
 
     yield start
@@ -464,7 +464,7 @@ def test_what_cannot_travel_is_refused(user_file, started):
 def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says):
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(ValueError, match=says) as caught:
-        load_reward(RewardConfig(function=f"{tmp_path / 'bad.py'}{name}"))
+        load_reward(RewardConfig(function=f"{tmp_path / 'bad.py'}{name}"), SandboxConfig())
     assert "--reward.function" in str(caught.value) and not isinstance(caught.value, RewardError)
 
 
@@ -480,14 +480,14 @@ def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says):
 )
 def test_an_unknown_reward_is_said_at_load(function, says):
     with pytest.raises(ValueError, match=says):
-        load_reward(RewardConfig(function=function))
+        load_reward(RewardConfig(function=function), SandboxConfig())
 
 
 def test_auto_on_timeout_is_zero_for_ours_and_an_error_for_files(user_file, started):
     assert started(function="math")._on_timeout == "zero"
     assert started(function=str(user_file))._on_timeout == "error"
     with pytest.raises(ValueError, match="--reward.workers"):
-        load_reward(RewardConfig(function=str(user_file), workers=0))
+        load_reward(RewardConfig(function=str(user_file), workers=0), SandboxConfig())
 
 
 @pytest.mark.parametrize("on_timeout", ["auto", "zero"])

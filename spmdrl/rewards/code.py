@@ -1,0 +1,271 @@
+"""Programs of a model, graded by tests that they cannot see, in the sandbox (docs/rewards.md, docs/sandbox.md).
+
+`code` is 1 if all tests pass, `code_partial` the part that does. Everything hostile runs in the sandbox; this process
+sends inputs in, takes outputs, and compares.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.rewards.base import Reward, RewardInput, UngradedError
+from spmdrl.rewards.code_tests import Case, Tests, read_tests
+from spmdrl.sandbox.base import Limits, Program, SandboxError
+from spmdrl.sandbox.open import open_sandbox
+from spmdrl.sandbox.session import Session
+from spmdrl.sandbox.tests import run_tests
+from spmdrl.sandbox.warm import Warm
+
+RETRIES = 2
+"""Times that a grading starts again, in fresh sandboxes, after one that failed."""
+RESULTS = ("passed", "wrong", "error", "timeout", "memory", "output")
+"""What a test can come to; each is a part of the reward, the share of tests that came to it."""
+TOLERANCE = 1e-6
+"""Numbers that are not whole are equal within this, relative to the larger one and to 1."""
+PRELUDE = """\
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
+from typing import *
+"""
+"""What a function may use without an import, as the sites do that such tasks come from."""
+_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the sandbox that a grading reads; see `config.schema.SandboxConfig`."""
+
+    provider: str = "auto"
+    seconds: float = 5.0
+    total_seconds: float = 30.0
+    memory_mib: int = 512
+
+
+def program_of(text: str) -> tuple[str, bool]:
+    """Return the program in a response and whether it stands in a fenced block.
+
+    The last block that says Python, else the last block without a language, else the text itself.
+    """
+    blocks = [(language.lower(), body) for language, body in _FENCED.findall(text)]
+    for wanted in (_PYTHON, ("",)):
+        found = [body for language, body in blocks if language in wanted]
+        if found:
+            return found[-1], True
+    return ("", False) if blocks else (text, False)
+
+
+class CodeGrader:
+    """Grades programs, one after another, in sandboxes that stay open."""
+
+    def __init__(self, settings: Settings, partial_credit: bool):
+        """Open the sandboxes.
+
+        Raises:
+            SandboxError: none works here.
+        """
+        self.settings, self.partial_credit = settings, partial_credit
+        self.sandboxes: list[Warm] = []
+        self.open()
+
+    def open(self) -> None:
+        """Open fresh sandboxes in place of those that there are: one for programs, one for tests."""
+        self.close()
+        while len(self.sandboxes) < 2:
+            self.sandboxes.append(open_sandbox(self.settings.provider))
+
+    def close(self) -> None:
+        """End the sandboxes. May be called twice."""
+        while self.sandboxes:
+            self.sandboxes.pop().close()
+
+    def __call__(self, item: RewardInput) -> Reward:
+        """Grade a response.
+
+        The score is 0 or 1, or the share of the tests that pass. Parts: RESULTS, shares of the tests, and `format` (1
+        where the program stands in a fenced block).
+
+        Raises:
+            UngradedError: the row has no tests that can be read, or the sandbox failed.
+        """
+        tests = read_tests(item.ground_truth, item.extra)
+        source, fenced = program_of(item.solution)
+        results = self.results(source, tests)
+        parts = {name: results.count(name) / len(results) for name in RESULTS} | {"format": float(fenced)}
+        share = parts["passed"]
+        return Reward(share if self.partial_credit else float(share == 1.0), parts)
+
+    def results(self, source: str, tests: Tests) -> list[str]:
+        """Return what each test came to, of RESULTS.
+
+        Raises:
+            UngradedError: the sandbox failed, and failed again.
+        """
+        why = ""
+        for _ in range(1 + RETRIES):
+            try:
+                if not self.sandboxes:
+                    self.open()
+                return self._graded(source, tests)
+            except SandboxError as error:
+                why = str(error)
+                self.close()
+        raise UngradedError(f"the sandbox failed {1 + RETRIES} times: {why}")
+
+    def _graded(self, source: str, tests: Tests) -> list[str]:
+        if tests.suite:
+            return self._by_suite(source, tests)
+        until = time.monotonic() + self.settings.total_seconds
+        if not tests.name:
+            return [self._by_text(source, case, until) for case in tests.cases]
+        return list(self._by_calls(source, tests, until))
+
+    def limits(self, seconds: float) -> Limits:
+        """Return the limits of a program that may take so long."""
+        return Limits(seconds=seconds, cpu_seconds=int(seconds) + 1, memory_mib=self.settings.memory_mib)
+
+    def _by_text(self, source: str, case: Case, until: float) -> str:
+        """Run a program on a test's input and compare what it prints."""
+        seconds = min(self.settings.seconds, until - time.monotonic())
+        if seconds <= 0:
+            return "timeout"
+        ended = self.sandboxes[0].run(Program(source, stdin=case.given), self.limits(seconds))
+        if ended.verdict == "failure":
+            raise SandboxError(ended.why)
+        if ended.verdict != "ok":
+            return ended.verdict
+        return "passed" if same_text(ended.stdout, case.wanted) else "wrong"
+
+    def _by_calls(self, source: str, tests: Tests, until: float) -> Iterator[str]:
+        """Call a function with each test's arguments and compare what it returns.
+
+        One process answers all calls, and another takes its place where it ended.
+        """
+        session: Session | None = None
+        try:
+            for case in tests.cases:
+                left = until - time.monotonic()
+                if left <= 0:
+                    yield "timeout"
+                    continue
+                seconds = min(self.settings.seconds, left)
+                answer = None
+                if session is None:
+                    session = Session(self.sandboxes[0], self.limits(left))
+                    session.load(PRELUDE, seconds)
+                    loaded = session.load(source, seconds)
+                    answer = None if loaded.verdict == "ok" else loaded
+                loads = answer is None
+                answer = answer or session.call(tests.name, case.given, {}, seconds)
+                if answer.verdict == "ok":
+                    yield "passed" if same_answer(answer.value, case.wanted) else "wrong"
+                    continue
+                if not (loads and answer.error):
+                    session.close()
+                    session = None
+                yield _result(answer.verdict)
+        finally:
+            if session is not None:
+                session.close()
+
+    def _by_suite(self, source: str, tests: Tests) -> list[str]:
+        """Run tests that are Python. A completion that lacks the function goes on where the prompt ends."""
+        suite = tests.suite
+        assert suite is not None
+        whole = source
+        if tests.start and suite.entry and not re.search(rf"^\s*(def|class)\s+{suite.entry}\b", source, re.MULTILINE):
+            whole = tests.start + source
+        seconds = min(self.settings.total_seconds, self.settings.seconds * len(suite.tests))
+        found = run_tests(whole, suite, self.sandboxes[0], self.sandboxes[1], self.limits(seconds))
+        if found.verdict == "failure":
+            raise SandboxError(found.why)
+
+        def result(failure: str | None) -> str:
+            if failure is None:
+                return "passed"
+            if failure.startswith("AssertionError"):
+                return "wrong"
+            return "error" if found.verdict == "ok" else _result(found.verdict)
+
+        return [result(each) for each in found.failures]
+
+
+def _result(verdict: str) -> str:
+    if verdict == "failure":
+        raise SandboxError("it could not run a program")
+    return verdict
+
+
+def same_text(printed: str, wanted: str) -> bool:
+    """True where two outputs have the same words on the same lines; numbers that are not whole may differ a little.
+
+    Blank lines at the ends and space around words do not count.
+    """
+    mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, wanted))
+    if [len(line) for line in mine] != [len(line) for line in theirs]:
+        return False
+    return all(a == b or _near(a, b) for x, y in zip(mine, theirs, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def _near(a: str, b: str) -> bool:
+    if _WHOLE.fullmatch(a) and _WHOLE.fullmatch(b):
+        return _plain_whole(a) == _plain_whole(b)
+    return bool(_NUMBER.fullmatch(a) and _NUMBER.fullmatch(b)) and close(float(a), float(b))
+
+
+def _plain_whole(text: str) -> str:
+    """Return a whole number's digits without leading zeros, with a minus where it has one."""
+    digits = text.lstrip("+-").lstrip("0")
+    return f"-{digits}" if digits and text[0] == "-" else digits
+
+
+def close(a: float, b: float) -> bool:
+    """True where two numbers are equal, or differ by no more than rounding may."""
+    try:
+        return a == b or abs(a - b) <= TOLERANCE * min(max(1.0, abs(a), abs(b)), sys.float_info.max)
+    except OverflowError:
+        return False
+
+
+def same_answer(found: Any, wanted: Any) -> bool:
+    """True where the value of a call is the wanted one, or the only item of a list: APPS wraps some values so."""
+    return same_value(found, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and same_value(found, wanted[0]))
+
+
+def same_value(found: Any, wanted: Any) -> bool:
+    """True where two values are equal: tuples as lists, numbers that are not whole within TOLERANCE."""
+    if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
+        return len(found) == len(wanted) and all(map(same_value, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        # Keys of JSON are texts.
+        mine, theirs = ({_key(key): value for key, value in x.items()} for x in (found, wanted))
+        return mine.keys() == theirs.keys() and all(same_value(mine[key], theirs[key]) for key in mine)
+    if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):
+        return close(found, wanted) if isinstance(found, float) or isinstance(wanted, float) else found == wanted
+    return type(found) is type(wanted) and found == wanted
+
+
+def _key(key: Any) -> Any:
+    return str(key) if type(key) is int and abs(key) < 1 << 64 else key
+
+
+def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
+    """Give the reward `code` or `code_partial` with open sandboxes. settings: see `Settings`.
+
+    Raises:
+        ValueError: no sandbox works here.
+    """
+    try:
+        return CodeGrader(Settings(**settings), name == "code_partial")
+    except SandboxError as error:
+        raise ValueError(f"--sandbox.provider {settings.get('provider', 'auto')}: {error}") from None

@@ -1,0 +1,162 @@
+"""Tests of programming tasks, in the forms that data sets have, as one form.
+
+    {"inputs": [...], "outputs": [...], "fn_name": name}     APPS, TACO, PRIME and verl (`fn_name`: tests are calls)
+    [{"input": ..., "output": ..., "testtype": "stdin" or "functional"}, ...]     LiveCodeBench
+    {"test": "def check(candidate): ...", "entry_point": name, "prompt": text}     HumanEval
+    {"test_list": ["assert ...", ...], "test_setup_code": text}     MBPP
+    {"assert_case": ["assert ...", ...]}     SandboxFusion, as verl takes it
+
+Each is a truth, or the JSON text of one. What a row's truth lacks may stand in its other columns. Sources:
+https://arxiv.org/abs/2105.09938 (APPS), https://arxiv.org/abs/2403.07974 (LiveCodeBench),
+https://arxiv.org/abs/2107.03374 (HumanEval), https://arxiv.org/abs/2108.07732 (MBPP),
+https://github.com/volcengine/verl (verl/utils/reward_score).
+"""
+
+import ast
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.rewards.base import UngradedError
+from spmdrl.sandbox.tests import Suite
+
+KEYS = ("inputs", "outputs", "fn_name", "test", "tests", "entry_point", "prompt", "test_list", "test_setup_code")
+FORMS = 'inputs and outputs, test_list, assert_case, test with entry_point, or a list of {"input", "output"}'
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test: what a program gets, and what it must give."""
+
+    given: Any
+    """Text of standard input, or a list of arguments."""
+    wanted: Any
+    """Text of standard output, or a value."""
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests of one task: of one of three styles."""
+
+    cases: tuple[Case, ...] = ()
+    """Of standard input and output; where `name` is set, of calls."""
+    name: str = ""
+    """The function that is called: a function, or a method of a class `Solution`."""
+    suite: Suite | None = None
+    """Tests in Python, in place of `cases`."""
+    start: str = ""
+    """The beginning of the program, which a completion may go on with."""
+
+    def __len__(self) -> int:
+        return len(self.suite.tests) if self.suite else len(self.cases)
+
+
+def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
+    """Return the tests of a row.
+
+    truth: as the module says. extra: the row's other columns.
+
+    Raises:
+        UngradedError: it holds no tests; the message says what is wanted.
+    """
+    if isinstance(truth, str):
+        truth = _parsed(truth)
+    if isinstance(truth, list):
+        return _from_list(truth, extra)
+    if not isinstance(truth, dict):
+        raise UngradedError(f"tests are {type(truth).__name__}: wanted are {FORMS}, or their JSON text")
+    row = {key: extra[key] for key in KEYS if key in extra} | truth
+    start = row.get("prompt", "")
+    start = start if isinstance(start, str) else ""
+    if "inputs" in row or "outputs" in row:
+        return _from_pairs(row)
+    for key in ("test_list", "assert_case", "tests"):
+        if key in row:
+            tests = _texts(row[key], key)
+            return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code")), start=start)
+    if "test" in row:
+        tests = _texts([row["test"]], "test")
+        return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code")), start=start)
+    raise UngradedError(f"tests have the keys {', '.join(map(str, truth)) or 'none'}: wanted are {FORMS}")
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UngradedError(f"tests are no JSON ({error}): {text[:60]!r}") from None
+
+
+def _from_pairs(row: dict[str, Any]) -> Tests:
+    given, wanted, name = row.get("inputs"), row.get("outputs"), row.get("fn_name") or ""
+    if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted) or not given:
+        sizes = [len(x) if isinstance(x, list) else f"a {type(x).__name__}" for x in (given, wanted)]
+        raise UngradedError(f"tests have {sizes[0]} inputs and {sizes[1]} outputs: as many of each are wanted, not 0")
+    if not name:
+        return Tests(tuple(Case(_lines(x), _lines(y)) for x, y in zip(given, wanted, strict=True)))
+    return Tests(tuple(Case(_arguments(x), y) for x, y in zip(given, wanted, strict=True)), str(name))
+
+
+def _from_list(rows: list, extra: dict[str, Any]) -> Tests:
+    if not rows:
+        raise UngradedError(f"the list of tests is empty: wanted are {FORMS}")
+    if all(isinstance(row, str) for row in rows):
+        return Tests(suite=_suite(_texts(rows, "tests"), extra.get("entry_point"), extra.get("test_setup_code")))
+    if not all(isinstance(row, dict) and {"input", "output"} <= row.keys() for row in rows):
+        raise UngradedError('a list of tests has rows without "input" and "output"')
+    kinds = {row.get("testtype", "stdin") for row in rows}
+    if kinds == {"stdin"}:
+        return Tests(tuple(Case(_lines(row["input"]), _lines(row["output"])) for row in rows))
+    if kinds != {"functional"}:
+        raise UngradedError(f"tests have testtype {', '.join(sorted(map(str, kinds)))}: one of stdin and functional")
+    about = extra.get("metadata", {})
+    about = _parsed(about) if isinstance(about, str) else about
+    name = about.get("func_name") if isinstance(about, dict) else None
+    name = name or extra.get("func_name") or extra.get("fn_name")
+    if not isinstance(name, str) or not name:
+        raise UngradedError("tests are calls, and no column (func_name, fn_name, metadata) names the function")
+    return Tests(tuple(Case(_json_lines(row["input"]), _json_or_text(row["output"])) for row in rows), name)
+
+
+def _suite(tests: tuple[str, ...], entry: object, setup: object) -> Suite:
+    before = _texts([setup], "test_setup_code")[0] if setup else ""
+    return Suite(tests, entry if isinstance(entry, str) else "", before)
+
+
+def _texts(value: object, key: str) -> tuple[str, ...]:
+    """Return sources of tests, which must be Python."""
+    if not isinstance(value, list) or not value or not all(isinstance(x, str) for x in value):
+        raise UngradedError(f"{key} is no list of Python texts")
+    for text in value:
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UngradedError(f"a test of {key} is no Python ({error}): {text[:60]!r}") from None
+    return tuple(value)
+
+
+def _lines(value: object) -> str:
+    """Return a text; APPS has lists of lines, too."""
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    return value if isinstance(value, str) else str(value)
+
+
+def _arguments(value: object) -> list:
+    """Return a call's arguments: a list of them, or JSON text with one on a line."""
+    if isinstance(value, str):
+        return _json_lines(value)
+    if not isinstance(value, list):
+        raise UngradedError(f"the input of a call is {type(value).__name__}: a list of arguments is wanted")
+    return value
+
+
+def _json_lines(text: object) -> list:
+    return [_json_or_text(line) for line in str(text).splitlines() if line.strip()]
+
+
+def _json_or_text(text: object) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return text

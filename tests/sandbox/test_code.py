@@ -1,0 +1,171 @@
+"""The rewards `code` and `code_partial`: programs of all styles, tricks, rows and sandboxes that are at fault."""
+
+import gzip
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+
+from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.rewards.base import RewardError, RewardInput, UngradedError
+from spmdrl.rewards.code import RESULTS, CodeGrader, Settings
+from spmdrl.rewards.load import check_ungraded, load_reward
+from tests.sandbox.opened import open_or_skip
+from tests.sandbox.test_tests import HUMANEVAL
+from tests.sandbox.tricks import TRICKS
+
+STDIN = {"inputs": ["1 2\n", "3 4\n", "5 5\n", "0 0\n"], "outputs": ["3\n", "7\n", "10\n", "0\n"]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4], [5, 5], [0, 0]], "outputs": [3, 7, 10, 0]}
+UNIT = {"test_list": [f"assert add({a}, {b}) == {a + b}" for a, b in ((1, 2), (3, 4), (5, 5), (0, 0))]}
+READ = "a, b = map(int, input().split())\n"
+
+
+@pytest.fixture(scope="module")
+def grader():
+    open_or_skip().close()
+    made = CodeGrader(Settings(seconds=1.5, total_seconds=6.0, memory_mib=128), True)
+    yield made
+    made.close()
+
+
+def grade(grader, program: str, truth: object, extra: dict | None = None):
+    return grader(RewardInput("", program, truth, extra or {}))
+
+
+@pytest.mark.parametrize(
+    ("style", "start"),
+    [(STDIN, READ), (CALLS, "def add(a, b):\n    "), (UNIT, "def add(a, b):\n    ")],
+    ids=["stdin", "calls", "unit"],
+)
+def test_each_result_is_told_apart(grader, style, start):
+    give = "print({})" if style is STDIN else "return {}"
+    endless = "any(iter(int, 1)) if a == 5 else 0; " + give.format("a + b")
+    for body, passed, other in [
+        (give.format("a + b"), 1.0, None),
+        (give.format("a * b"), 0.25, "wrong"),
+        (give.format("a + b if a < 4 else 1 / 0"), 0.75, "error"),
+        ("while True: pass", 0.0, "timeout"),
+        (f"x = [bytearray(10 ** 7) for _ in iter(int, 1)]; {give.format('a + b')}", 0.0, "memory"),
+        ("print('x' * 10 ** 7) if __name__ else 0; " * (style is STDIN) + give.format("a + b"), None, "output"),
+        ("1 +", 0.0, "error"),
+        (endless, None, "timeout"),
+    ]:
+        if other == "output" and style is not STDIN:
+            continue
+        reward = grade(grader, f"```python\n{start}{body}\n```", style)
+        assert set(reward.parts) == {*RESULTS, "format"} and reward.score == reward.parts["passed"]
+        assert sum(reward.parts[name] for name in RESULTS) == pytest.approx(1.0) and reward.parts["format"] == 1.0
+        assert passed is None or reward.score == passed, (body, reward)
+        assert other is None or reward.parts[other] > 0, (body, reward)
+        if other and passed is not None:
+            assert reward.parts[other] == 1.0 - passed, (body, reward)
+
+
+def test_one_that_hangs_on_one_test_keeps_the_others(grader):
+    """The rest of a call-style task goes on in another process."""
+    program = "def add(a, b):\n    while a == 3: pass\n    return a + b"
+    assert grade(grader, program, CALLS).score == 0.75
+    assert grade(grader, READ + "while a == 3: pass\nprint(a + b)", STDIN).score == 0.75
+
+
+def test_the_time_of_all_tests_together_is_bounded(grader):
+    began = time.monotonic()
+    many = {"inputs": ["1 2"] * 40, "outputs": ["3"] * 40}
+    reward = grade(grader, READ + "import time; time.sleep(0.6); print(a + b)", many)
+    assert 4 <= reward.parts["passed"] * 40 <= 10 and reward.parts["timeout"] >= 0.7
+    assert time.monotonic() - began < 10
+
+
+def test_all_or_nothing_is_another_reward(grader):
+    strict = CodeGrader(grader.settings, False)
+    try:
+        assert grade(strict, READ + "print(a * b)", STDIN).score == 0.0
+        assert grade(strict, READ + "print(a + b)", STDIN).score == 1.0
+    finally:
+        strict.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "extra"),
+    [
+        ("class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b", CALLS, {}),
+        ("from __future__ import annotations\ndef add(a, b): return gcd(a + b, 0)", CALLS, {}),
+        ("def add(a, b):\n    print('to see')\n    return a + b", CALLS, {}),
+        ("import sys\nfor line in sys.stdin: print(sum(map(int, line.split())))", STDIN, {}),
+        ("def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__': main()", STDIN, {}),
+        ("    return a + b", UNIT | {"prompt": "def add(a, b):\n", "entry_point": "add"}, {}),
+    ],
+)
+def test_programs_in_the_ways_that_people_write_them(grader, program, truth, extra):
+    assert grade(grader, program, truth, extra).score == 1.0
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_trick_gets_nothing(grader, trick):
+    calls = {"fn_name": "double", "inputs": [[2], [3]], "outputs": [4, 6]}
+    assert grade(grader, TRICKS[trick], calls).score == 0.0
+    assert (
+        grade(grader, TRICKS[trick] + "\nprint(__name__)", {"inputs": ["2", "3"], "outputs": ["4", "6"]}).score == 0.0
+    )
+
+
+@pytest.mark.skipif(not HUMANEVAL.exists(), reason="HumanEval lies beside the checkout")
+def test_humaneval_by_its_own_rows(grader):
+    with gzip.open(HUMANEVAL, "rt") as file:
+        rows = [json.loads(line) for line in file]
+    for row in rows[::8]:
+        right = grade(grader, f"```python\n{row['prompt']}{row['canonical_solution']}```", row)
+        assert right.score == 1.0, (row["task_id"], right)
+        assert grade(grader, row["canonical_solution"], row).score == 1.0, row["task_id"]
+        assert grade(grader, "    pass\n", row).score == 0.0, row["task_id"]
+
+
+def test_a_sandbox_that_ends_is_replaced_and_no_fault_of_the_program(grader):
+    os.killpg(grader.sandboxes[0].process.pid, signal.SIGKILL)
+    assert grade(grader, READ + "print(a + b)", STDIN).score == 1.0
+
+
+def test_a_sandbox_that_ends_each_time_leaves_the_sample_without_a_score(grader, monkeypatch):
+    opened = []
+    plain = CodeGrader.open
+
+    def open_and_kill(self):
+        plain(self)
+        opened.append(self.sandboxes[0])
+        os.killpg(self.sandboxes[0].process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(CodeGrader, "open", open_and_kill)
+    grader.close()
+    with pytest.raises(UngradedError, match="the sandbox failed 3 times"):
+        grade(grader, READ + "print(a + b)", STDIN)
+    assert len(opened) == 3
+    monkeypatch.undo()
+    assert grade(grader, READ + "print(a + b)", STDIN).score == 1.0
+
+
+def test_a_row_that_cannot_be_read_is_left_out_and_named_in_the_pool(caplog):
+    open_or_skip().close()
+    grader = load_reward(RewardConfig(function="code"), SandboxConfig(seconds=2.0))
+    try:
+        grader.submit((3, 1, 0), RewardInput("", READ + "print(a + b)", "{malformed"))
+        grader.submit((4, 0, 0), RewardInput("", READ + "print(a + b)", json.dumps(STDIN)))
+        rewards = dict(grader.drain())
+    finally:
+        grader.close()
+    assert rewards[4, 0, 0].score == 1.0 and not rewards[4, 0, 0].ungraded
+    assert math.isnan(rewards[3, 1, 0].score) and "no JSON" in rewards[3, 1, 0].ungraded
+    assert grader.ungraded == 1 and grader.timeouts == 0
+    assert "could not grade prompt 3, sample 1, which is left out: tests are no JSON" in caplog.text
+
+
+def test_more_ungraded_samples_than_allowed_end_the_job():
+    cfg = RewardConfig(function="code")
+    check_ungraded(0, 0, cfg, "a step")
+    check_ungraded(3, 64, cfg, "a step")
+    with pytest.raises(RewardError, match="4 of 64 samples of a step .* --reward.max-ungraded 0.05 .*doctor"):
+        check_ungraded(4, 64, cfg, "a step")
+    with pytest.raises(RewardError):
+        check_ungraded(1, 64, RewardConfig(function="code", max_ungraded=0.0), "a step")
