@@ -60,6 +60,10 @@ def _other_problems(config: Config) -> list[str]:
         problems += name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
     if ".py" in config.reward.function:
         problems += file_problems("reward.function", config.reward.function, default="compute_score")
+    for each in config.reward.more:
+        # Its weight is looked at where rewards are loaded.
+        function = each.rpartition("=")[0] or each
+        problems += file_problems("reward.more", function, default="compute_score") if ".py" in function else []
     if config.checkpoint.background and config.policy.backend == "megatron":
         problems.append(
             "--checkpoint.background True: not with the megatron backend, which has no copy of its state; leave it out"

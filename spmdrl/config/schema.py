@@ -309,7 +309,15 @@ class RewardConfig:
     function: str = "exact_match"
     """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `math`,
     `code` (1 if the program in the response passes all tests), `code_partial` (the share that it passes),
-    `reasoning_gym`, `none` (0), or `path/to/file.py[:function]` with verl's compute_score signature."""
+    `reasoning_gym`, `none` (0), or `path/to/file.py[:function]` in a form of verl or TRL (docs/rewards.md)."""
+    weight: float = 1.0
+    """Factor on its score."""
+    more: tuple[str, ...] = ()
+    """Further rewards whose scores are added, each as `function=weight`; the weight is 1 where it is left out."""
+    gate: tuple[str, ...] = ()
+    """Parts of rewards that must be above 0, such as `format`; else the score is 0, or what it is below 0."""
+    kwargs: str = ""
+    """JSON object of further arguments for functions in files (verl's reward_kwargs)."""
     workers: int = 1
     """Grading processes per rank (for rewards that run in the pool)."""
     timeout: float = 5.0

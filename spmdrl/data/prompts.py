@@ -30,6 +30,8 @@ class Prompt:
     """verl's extra_info, or the row's other columns (JSON-able)."""
     text: str
     """The text that the model sees, for logs."""
+    asked: str | list = ""
+    """The prompt before the chat template: text, or chat messages (JSON-able)."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source
         data_source=str(row.get("data_source") or source.name),
         extra={str(k): v for k, v in ((k, json_able(v)) for k, v in extra.items()) if _is_json(v)},
         text=text,
+        asked=prompt if _is_json(prompt) else "",
     )
 
 

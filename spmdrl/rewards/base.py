@@ -16,6 +16,8 @@ class RewardInput:
     """The response's text, without the prompt and without a prefill."""
     ground_truth: object
     extra: dict = field(default_factory=dict)
+    prompt: str | list = ""
+    """The prompt as its row has it: text, or chat messages."""
 
 
 @dataclass
@@ -26,6 +28,8 @@ class Reward:
     parts: dict[str, float] = field(default_factory=dict)
     timed_out: bool = False
     """The grading was stopped: the score is 0, and so is every part that other samples have."""
+    applies: bool = True
+    """False: the function says nothing of this row (TRL's None), and the score is 0."""
     ungraded: str = ""
     """Why the response could not be graded, through no fault of its own: the score is nan, and the sample is left out.
     Empty: it was graded."""
@@ -46,10 +50,16 @@ class Grader(Protocol):
     """Grades in any order; `key` is the caller's and comes back with the result."""
 
     name: str
-    timeouts: int
-    """Gradings that ran out of time and were scored 0."""
-    ungraded: int
-    """Responses that could not be graded, and that have no score."""
+
+    @property
+    def timeouts(self) -> int:
+        """Gradings that ran out of time and were scored 0."""
+        ...
+
+    @property
+    def ungraded(self) -> int:
+        """Gradings without a score."""
+        ...
 
     @property
     def pending(self) -> int:
@@ -103,7 +113,8 @@ def as_reward(value: object, finite: bool = True) -> Reward:
     if finite and not math.isfinite(number):
         raise ValueError(f"it returned the score {number}, which is not finite")
     parts = {str(k): _number(v) for k, v in rest.items()}
-    return Reward(number, {k: v for k, v in parts.items() if v is not None and math.isfinite(v)})
+    applies = value.applies if isinstance(value, Reward) else True
+    return Reward(number, {k: v for k, v in parts.items() if v is not None and math.isfinite(v)}, applies=applies)
 
 
 def _number(value: object) -> float | None:

@@ -1,14 +1,18 @@
 """Makes a grader from `--reward.function`."""
 
 import dataclasses
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
 from spmdrl.rewards.gsm8k import gsm8k, gsm8k_flexible
 from spmdrl.rewards.pool import Pool
+from spmdrl.rewards.several import Several, Term
 from spmdrl.rewards.text import exact_match, first_integer, none
 from spmdrl.rewards.worker import POOLED
 
@@ -61,20 +65,75 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True) 
     sandbox: where it runs programs, if it runs any. finite: False lets scores pass that are not finite, for a caller
     that leaves such samples out.
 
-    Raises ValueError naming `--reward.function` for an unknown built-in, a missing file or function, and a file that
-    does not import.
+    Raises ValueError naming `--reward.function` or `--reward.more` for an unknown built-in, a missing file or function,
+    a file that does not import, and two rewards of one name.
     """
-    name = cfg.function
+    if not cfg.more and not cfg.gate and cfg.weight == 1.0:
+        return _load(cfg.function, "--reward.function", cfg, sandbox, finite)
+    wanted = [(cfg.function, cfg.weight, "--reward.function")]
+    wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
+    names = [short_name(function) for function, _, _ in wanted]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"--reward.more: two rewards are named {twice[0]}, and parts are told apart by that: rename the function"
+        )
+    terms: list[Term] = []
+    try:
+        for name, (function, weight, flag) in zip(names, wanted, strict=True):
+            terms.append(Term(name, _load(function, flag, cfg, sandbox, finite), weight))
+    except ValueError:
+        for term in terms:
+            term.grader.close()
+        raise
+    return Several(terms, cfg.gate)
+
+
+def weighted(text: str) -> tuple[str, float]:
+    """Return function and weight of `function=weight`; the weight is 1 where it is left out.
+
+    Raises ValueError for a weight that is no finite number.
+    """
+    function, equals, weight = text.rpartition("=")
+    if not equals:
+        return text, 1.0
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not function or not math.isfinite(number):
+        raise ValueError(f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1")
+    return function, number
+
+
+def short_name(function: str) -> str:
+    """Return the name of a reward among several: the built-in's, the function's, or the file's without `.py`."""
+    file, _, name = function.rpartition(":")
+    return name if file else Path(function).stem
+
+
+def _load(name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finite: bool) -> Grader:
     if name in QUICK:
         return Direct(name, QUICK[name], finite)
     is_file = name not in POOLED
-    on_timeout = "zero" if scores_timeouts(cfg) else "error"
-    function = _file_function(name) if is_file else f"builtin:{name}"
+    on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
+    function = _file_function(name, flag) if is_file else f"builtin:{name}"
     if name not in IN_SANDBOX:
-        return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite)
+        kwargs = _kwargs(cfg) if is_file else {}
+        return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, kwargs)
     # Its own clocks end programs; the pool's are for a grading that hangs in spite of them.
     timeout = max(cfg.timeout, 2 * sandbox.total_seconds + HANGS_AFTER)
     return Pool(function, cfg.workers, timeout, "error", name, finite, dataclasses.asdict(sandbox))
+
+
+def _kwargs(cfg: RewardConfig) -> dict[str, Any]:
+    """Return `--reward.kwargs`. Raises ValueError if it is no JSON object."""
+    try:
+        kwargs = json.loads(cfg.kwargs or "{}")
+    except ValueError as e:
+        raise ValueError(f"--reward.kwargs {cfg.kwargs}: is no JSON ({e})") from None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f'--reward.kwargs {cfg.kwargs}: a JSON object is wanted, as {{"name": 1}}')
+    return kwargs
 
 
 def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str) -> None:
@@ -84,8 +143,9 @@ def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str) -
         RewardError: there are more than `--reward.max-ungraded` allows.
     """
     if ungraded > cfg.max_ungraded * samples:
+        by = " + ".join(functions(cfg))
         raise RewardError(
-            f"{ungraded} of {samples} samples of {where} could not be graded by {cfg.function}, more than "
+            f"{ungraded} of {samples} samples of {where} could not be graded by {by}, more than "
             f"--reward.max-ungraded {cfg.max_ungraded:g} allows; the log names them with the reason: mend the rows, or "
             "the sandbox (python -m spmdrl.doctor), or leave more of them out"
         )
@@ -93,37 +153,43 @@ def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str) -
 
 def scores_timeouts(cfg: RewardConfig) -> bool:
     """True where a grading that takes too long scores 0; else it ends the job, or no grading can take long."""
-    if cfg.function in QUICK or cfg.function in IN_SANDBOX:
+    return any(_scores_timeouts(name, cfg) for name in functions(cfg))
+
+
+def functions(cfg: RewardConfig) -> list[str]:
+    """Return the rewards that the settings name."""
+    return [cfg.function, *(weighted(each)[0] for each in cfg.more)]
+
+
+def _scores_timeouts(name: str, cfg: RewardConfig) -> bool:
+    if name in QUICK or name in IN_SANDBOX:
         return False
-    return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and cfg.function in POOLED)
+    return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and name in POOLED)
 
 
 def check_cost(cfg: RewardConfig, cost: str) -> None:
     """Refuse a cost (`--safety.cost`) from the parts of a reward whose stopped gradings have 0 in every part."""
     if cost and scores_timeouts(cfg):
+        by = " or ".join(functions(cfg))
         raise ValueError(
-            f"--reward.on-timeout {cfg.on_timeout}: a grading by {cfg.function} that is stopped has 0 in every part, so"
+            f"--reward.on-timeout {cfg.on_timeout}: a grading by {by} that is stopped has 0 in every part, so"
             f" --safety.cost {cost} would be free of charge there; take error"
         )
 
 
-def _file_function(spec: str) -> str:
+def _file_function(spec: str, flag: str) -> str:
     """Complete `file.py[:name]` to `/absolute/file.py:name`."""
     if spec.endswith(".py"):
         file, name = spec, DEFAULT_FUNCTION
     elif ".py:" in spec:
         file, _, name = spec.rpartition(":")
     elif "/" in spec or ":" in spec:
-        raise ValueError(f"--reward.function {spec!r}: a file is given as path/to/file.py[:function]")
+        raise ValueError(f"{flag} {spec!r}: a file is given as path/to/file.py[:function]")
     else:
-        raise ValueError(
-            f"unknown --reward.function {spec!r}: {nearest(spec, {**QUICK, **POOLED})}, or a file.py[:function]"
-        )
+        raise ValueError(f"unknown {flag} {spec!r}: {nearest(spec, {**QUICK, **POOLED})}, or a file.py[:function]")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise ValueError(f"--reward.function {spec!r}: there is no file {path}")
+        raise ValueError(f"{flag} {spec!r}: there is no file {path}")
     if not name.isidentifier():
-        raise ValueError(
-            f"--reward.function {spec!r}: {name!r} is no function name; the form is path/to/file.py[:function]"
-        )
+        raise ValueError(f"{flag} {spec!r}: {name!r} is no function name; the form is path/to/file.py[:function]")
     return f"{path}:{name}"

@@ -45,7 +45,8 @@ class Pool:
     ):
         """function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`.
 
-        finite: a score that is not finite is an error. settings: of a built-in reward, as JSON has them.
+        finite: a score that is not finite is an error. settings: of a built-in reward, or further
+        arguments of a function in a file, as JSON has them.
 
         Waits until every worker has loaded the function. Raises ValueError when one cannot.
         """
@@ -56,6 +57,7 @@ class Pool:
         self.timeouts = self.ungraded = 0
         self._hello = {"function": function, "settings": settings or {}, "finite": finite}
         self._timeout, self._on_timeout = timeout, on_timeout
+        self._of_user = not function.startswith("builtin:")
         self._next = 0
         self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all unanswered requests
         self._waiting: deque[int] = deque()  # ids no worker has
@@ -76,7 +78,7 @@ class Pool:
 
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response to grade. Raises RewardError when truth or extra cannot be written as JSON."""
-        values = [item.data_source, item.solution, item.ground_truth, item.extra]
+        values = [item.data_source, item.solution, item.ground_truth, item.extra, item.prompt if self._of_user else ""]
         try:
             line = (json.dumps({"id": self._next, "item": values}) + "\n").encode()
         except (TypeError, ValueError) as e:
@@ -193,7 +195,7 @@ class Pool:
                 error.add_note(message["trace"])  # shown with the traceback; the message stays one line
                 raise error
             else:
-                self._answer(request, Reward(message["score"], message["parts"]))
+                self._answer(request, Reward(message["score"], message["parts"], applies=message["applies"]))
 
     def _answer(self, request: int, reward: Reward) -> None:
         key, _ = self._items.pop(request)

@@ -2,11 +2,12 @@
 
 In:  {"function": f, "settings": {...}, "finite": b}
                                            first line: what to load (`builtin:math`, or `/path/file.py:name`), settings
-                                           of a built-in reward, and whether scores must be finite
-     {"id": n, "item": [data_source, solution, ground_truth, extra]}
+                                           of a built-in reward or arguments of a user's, whether scores must be finite
+     {"id": n, "item": [data_source, solution, ground_truth, extra, prompt]}
 Out: {"ready": true} or {"failed": text}   after loading
      {"id": n, "start": t}                 before a grading; t is time.monotonic(), one clock for all processes
-     {"id": n, "seconds": s, "score": x, "parts": {...}}  or  {"id": n, "seconds": s, "error": text, "trace": text}
+     {"id": n, "seconds": s, "score": x, "parts": {...}, "applies": b}
+     {"id": n, "seconds": s, "error": text, "trace": text}
      {"id": n, "seconds": s, "ungraded": text}     the response cannot be graded, which is not its fault
 
 It imports nothing heavy of its own, so that a killed process is back at once.
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
+from spmdrl.rewards.forms import adapted
 
 POOLED = {
     "code": "spmdrl.rewards.code",
@@ -36,7 +38,6 @@ POOLED = {
 }
 """Built-in rewards that run in the pool: name -> module, whose `load(name, settings)` gives the function."""
 _PR_SET_PDEATHSIG = 1
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput], object]:
@@ -63,20 +64,7 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
         raise ValueError(
             f"{path} has no function {name!r} (it has: {', '.join(own) or 'none'}); name one as file.py:name"
         )
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{name} in {path} is async: a plain function is wanted")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
-    except TypeError as e:
-        raise ValueError(f"{name} in {path} is called with the keywords {', '.join(_ARGUMENTS)}: {e}") from e
-    except ValueError:
-        pass  # some builtins show no signature
-
-    def verl_call(item: RewardInput) -> object:
-        values = (item.data_source, item.solution, item.ground_truth, item.extra)
-        return function(**dict(zip(_ARGUMENTS, values, strict=True)))
-
-    return verl_call
+    return adapted(function, f"{name} in {path}", settings)
 
 
 def _place(e: BaseException) -> str:
@@ -88,7 +76,7 @@ def _place(e: BaseException) -> str:
 def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) -> dict:
     try:
         reward = as_reward(function(RewardInput(*item)), finite)
-        return {"score": reward.score, "parts": reward.parts}
+        return {"score": reward.score, "parts": reward.parts, "applies": reward.applies}
     except UngradedError as e:
         return {"ungraded": str(e)[:2000]}
     except BaseException as e:  # exit() in user code is an error of that code

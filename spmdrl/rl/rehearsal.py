@@ -33,6 +33,11 @@ ELSEWHERE = {
     "reward.timeout": "grading processes",
     "reward.on_timeout": "grading processes",
     "reward.function": "the sampling loop",
+    "reward.weight": "the sampling loop",
+    "reward.more": "the sampling loop",
+    "reward.gate": "the sampling loop",
+    "reward.kwargs": "grading processes",
+    "reward.max_ungraded": "the sampling loop",
     "filter.bad_sample": "the sampling loop",
     "algo.preset": "the layer that it is",
 }

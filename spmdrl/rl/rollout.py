@@ -65,7 +65,7 @@ class Grading:
         prompt = group.prompt
         # Without its end token, as a reward reads it.
         text = self.tokenizer.decode(episode.response, skip_special_tokens=True)
-        item = RewardInput(prompt.data_source, text, prompt.ground_truth, prompt.extra)
+        item = RewardInput(prompt.data_source, text, prompt.ground_truth, prompt.extra, prompt.asked)
         # It begins with the prompt's index, which the grader's messages name.
         self.grader.submit((prompt.index, episode.sample, group.position), item)
 
@@ -227,7 +227,9 @@ def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int
     for episode in group.episodes[: plan.samples]:
         reward = rewards[group.position, episode.sample]
         episode.reward, episode.parts, episode.timed_out = reward.score, reward.parts, reward.timed_out
-        episode.ungraded = bool(reward.ungraded)
+        episode.ungraded = bool(reward.ungraded) or not reward.applies
+        if episode.ungraded:
+            episode.reward = math.nan
         episode.baseline = baseline
         if not bool(torch.isfinite(episode.rollout_logp).all()):
             if plan.bad_sample == "stop":

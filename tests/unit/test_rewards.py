@@ -67,9 +67,6 @@ def slow(data_source, solution_str, ground_truth, extra_info=None):
 
 def wrong_names(prompt, response):
     return 1.0
-
-async def later(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0
 '''
 
 
@@ -458,7 +455,6 @@ def test_what_cannot_travel_is_refused(user_file, started):
         ("import os\nos._exit(3)\n", "", "ended with exit code 3 while loading"),
         ("compute_score = 5\n", "", "no function 'compute_score'"),
         (USER_FILE.replace("from neighbour", "OFFSET = 1 #"), ":wrong_names", "keywords data_source, solution_str"),
-        (USER_FILE.replace("from neighbour", "OFFSET = 1 #"), ":later", "async"),
     ],
 )
 def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says):

@@ -1,0 +1,100 @@
+"""Several rewards as one: a weighted sum of scores, and gates that must hold for any of it to count."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, describe
+
+
+@dataclass(frozen=True)
+class Term:
+    """One of several rewards."""
+
+    name: str
+    """Its score is the part of this name; its own parts are `name/part`, those of the first reward `part`."""
+    grader: Grader
+    weight: float
+
+
+class Several:
+    """Grader that asks several. The score is sum(weight * score) of those that apply to the row."""
+
+    def __init__(self, terms: list[Term], gates: tuple[str, ...] = ()):
+        """gates: parts that must be above 0, or the score is 0 at most."""
+        self.terms, self.gates = terms, gates
+        self.name = " + ".join(term.name for term in terms)
+        self._open: dict[object, dict[str, Reward]] = {}
+
+    @property
+    def timeouts(self) -> int:
+        """Gradings that ran out of time and were scored 0."""
+        return sum(term.grader.timeouts for term in self.terms)
+
+    @property
+    def ungraded(self) -> int:
+        """Gradings without a score."""
+        return sum(term.grader.ungraded for term in self.terms)
+
+    @property
+    def pending(self) -> int:
+        """Responses submitted and not yet answered."""
+        return len(self._open)
+
+    def submit(self, key: object, item: RewardInput) -> None:
+        """Have a response graded by each. Raises RewardError."""
+        self._open[key] = {}
+        for term in self.terms:
+            term.grader.submit(key, item)
+
+    def poll(self) -> list[tuple[object, Reward]]:
+        """Results since the last call, without waiting. Raises RewardError."""
+        return self._gathered(lambda grader: grader.poll())
+
+    def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
+        """Wait for all that was submitted, or until `stop()`; results since the last call. Raises RewardError."""
+        return self._gathered(lambda grader: grader.drain(stop))
+
+    def close(self) -> None:
+        """End every process. May be called twice."""
+        for term in self.terms:
+            term.grader.close()
+
+    def _gathered(self, ask: Callable[[Grader], list[tuple[object, Reward]]]) -> list[tuple[object, Reward]]:
+        done = []
+        for term in self.terms:
+            for key, reward in ask(term.grader):
+                rewards = self._open[key]
+                rewards[term.name] = reward
+                if len(rewards) == len(self.terms):
+                    del self._open[key]
+                    done.append((key, self._combined(key, rewards)))
+        return done
+
+    def _combined(self, key: object, rewards: dict[str, Reward]) -> Reward:
+        for name, reward in rewards.items():
+            if reward.ungraded:
+                return Reward(math.nan, ungraded=f"{name}: {reward.ungraded}")
+        applies = [term for term in self.terms if rewards[term.name].applies]
+        if not applies:
+            return Reward(math.nan, ungraded=f"none of the rewards {self.name} applies to the row")
+        score, parts = 0.0, {}
+        for term in applies:
+            reward = rewards[term.name]
+            score += term.weight * reward.score
+            parts |= {
+                f"{term.name}/{part}" if term is not self.terms[0] else part: x for part, x in reward.parts.items()
+            }
+            parts[term.name] = reward.score
+        timed_out = any(reward.timed_out for reward in rewards.values())
+        if not all(self._holds(gate, parts, timed_out, key) for gate in self.gates):
+            score = min(score, 0.0)
+        return Reward(score, parts, timed_out=timed_out)
+
+    def _holds(self, gate: str, parts: dict[str, float], timed_out: bool, key: object) -> bool:
+        if gate not in parts and not timed_out:
+            raise RewardError(
+                f"--reward.gate {gate}: the rewards {self.name} gave no such part for {describe(key)}; there are "
+                f"{', '.join(sorted(parts))}"
+            )
+        return parts.get(gate, 0.0) > 0.0

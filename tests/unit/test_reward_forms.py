@@ -1,0 +1,208 @@
+"""Functions of users in the forms of verl and TRL, and several rewards as one."""
+
+import math
+
+import pytest
+
+from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.rewards.base import Reward, RewardError, RewardInput
+from spmdrl.rewards.load import Direct, load_reward, scores_timeouts, short_name, weighted
+from spmdrl.rewards.several import Several, Term
+
+FILE = """
+import asyncio
+
+def verl(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    return {"score": float(solution_str == ground_truth) + bonus, "length": len(solution_str)}
+
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    assert len(solution_strs) == 1
+    return [float(a == b) + bonus for a, b in zip(solution_strs, ground_truths)]
+
+def trl(prompts, completions, answer, level, **columns):
+    assert columns["ground_truth"] == columns["solution"] == answer and columns["data_source"] == ["src"]
+    if level[0] == "hard":
+        return [None]
+    return [float(completion == a) + (prompt == "What?") for prompt, completion, a in zip(prompts, completions, answer)]
+
+def trl_chat(completions, prompts=None):
+    return [float(c[0]["role"] == "assistant" and c[0]["content"] == p[0]["content"])
+            for c, p in zip(completions, prompts)]
+
+loops = set()
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    loops.add(asyncio.get_running_loop())
+    await asyncio.sleep(0.01)
+    return {"score": float(solution_str == ground_truth), "loops": len(loops)}
+
+async def trl_later(completions, **columns):
+    await asyncio.sleep(0)
+    return [float(len(c)) for c in completions]
+
+class Called:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return 0.5
+called = Called()
+
+def two(completions, **_): return [1.0, 2.0]
+def number(completions, **_): return 1.0
+def none(data_source, solution_str, ground_truth, extra_info=None): return None
+def tagged(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 0.5, "format": float("<a>" in solution_str)}
+def short(completions, **_): return [-float(len(c)) for c in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("forms") / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def start():
+    graders: list = []
+
+    def started(function, **settings):
+        graders.append(load_reward(RewardConfig(function=str(function), **settings), SandboxConfig()))
+        return graders[-1]
+
+    yield started
+    for grader in graders:
+        grader.close()
+
+
+def graded(grader, *solutions: str, truth="yes", prompt: str | list = "What?", **extra) -> list[Reward]:
+    for i, solution in enumerate(solutions):
+        grader.submit(i, RewardInput("src", solution, truth, extra, prompt))
+    return [reward for _, reward in sorted(grader.drain(), key=lambda pair: pair[0])]
+
+
+def test_verls_function_gets_reward_kwargs(file, start):
+    plain = graded(start(f"{file}:verl"), "yes", "no!!")
+    assert [(r.score, r.parts) for r in plain] == [(1.0, {"length": 3.0}), (0.0, {"length": 4.0})]
+    assert graded(start(f"{file}:verl", kwargs='{"bonus": 0.25}'), "no")[0].score == 0.25
+    assert [r.score for r in graded(start(f"{file}:verl_batch", kwargs='{"bonus": 1}'), "yes", "no")] == [2.0, 1.0]
+
+
+def test_trls_functions_get_lists_and_columns(file, start):
+    grader = start(f"{file}:trl")
+    assert [r.score for r in graded(grader, "yes", "no", level="easy")] == [2.0, 1.0]
+    nothing = graded(grader, "yes", level="hard")[0]
+    assert not nothing.applies and nothing.score == 0.0
+    # A column of the row is not overwritten by the truth.
+    with pytest.raises(RewardError, match="AssertionError"):
+        graded(grader, "yes", level="easy", answer="other")
+
+
+def test_trls_functions_get_messages_where_the_prompt_has_them(file, start):
+    chat = [{"role": "user", "content": "echo"}]
+    assert [r.score for r in graded(start(f"{file}:trl_chat"), "echo", "what", prompt=chat)] == [1.0, 0.0]
+
+
+def test_async_functions_are_awaited_in_one_loop(file, start):
+    rewards = graded(start(f"{file}:later"), "yes", "no", "yes")
+    assert [(r.score, r.parts["loops"]) for r in rewards] == [(1.0, 1.0), (0.0, 1.0), (1.0, 1.0)]
+    assert graded(start(f"{file}:trl_later"), "four")[0].score == 4.0
+    assert graded(start(f"{file}:called"), "four")[0].score == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("two", "2 scores where a list of one"), ("number", "float where a list of one"), ("none", "NoneType where")],
+)
+def test_another_number_of_scores_is_an_error(file, start, name, words):
+    with pytest.raises(RewardError, match=words):
+        graded(start(f"{file}:{name}"), "x")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kwargs": "bonus=1"}, "--reward.kwargs bonus=1: is no JSON"),
+        ({"kwargs": "[1]"}, "a JSON object is wanted"),
+        ({"kwargs": '{"bonos": 1}'}, "bonos"),
+        ({"more": ("gsm8k=much",)}, "--reward.more gsm8k=much: the form is function=weight"),
+        ({"more": ("gsm8k=nan",)}, "the form is function=weight"),
+        ({"more": ("=1",)}, "the form is function=weight"),
+        ({"more": ("gsm9k",)}, "unknown --reward.more 'gsm9k': did you mean 'gsm8k'"),
+        ({"more": ("nowhere.py=2",)}, "--reward.more 'nowhere.py': there is no file"),
+        ({"more": ("gsm8k", "gsm8k=2")}, "two rewards are named gsm8k"),
+    ],
+)
+def test_bad_settings_are_named(file, start, settings, words):
+    with pytest.raises(ValueError) as caught:
+        start(f"{file}:verl", **settings)
+    assert words in str(caught.value), caught.value
+
+
+def test_several_rewards_are_a_weighted_sum(file, start):
+    grader = start(f"{file}:verl", weight=2.0, more=(f"{file}:short=0.5", "exact_match", f"{file}:trl=10"))
+    right, wrong = graded(grader, "yes", "no", level="hard")
+    # TRL's function does not apply to the row, so it is neither in the sum nor among the parts.
+    assert right.score == 2 * 1 + 0.5 * -3 + 1 and wrong.score == 0.5 * -2
+    assert right.parts == {"verl": 1.0, "length": 3.0, "short": -3.0, "exact_match": 1.0}
+    assert graded(grader, "yes", level="easy")[0].score == right.score + 10 * 2.0
+    assert grader.pending == 0 and grader.timeouts == grader.ungraded == 0
+
+
+def test_a_gate_that_does_not_hold_leaves_no_reward(file, start):
+    grader = start(f"{file}:tagged", more=(f"{file}:short=0.1",), gate=("format",))
+    held, shut = graded(grader, "<a>", "abc")
+    assert held.score == pytest.approx(0.2) and shut.score == 0.0 and shut.parts["format"] == 0.0
+    below = graded(start(f"{file}:tagged", more=(f"{file}:short",), gate=("format",)), "abc")[0]
+    assert below.score == 0.5 - 3, "a gate does not lift what is below 0"
+    assert graded(start(f"{file}:tagged", gate=("format",)), "abc")[0].score == 0.0
+    with pytest.raises(RewardError, match="--reward.gate shape: .* gave no such part .* there are format, tagged"):
+        graded(start(f"{file}:tagged", gate=("shape",)), "abc")
+
+
+class Late:
+    """A grader that answers when it is told to."""
+
+    timeouts = ungraded = 0
+
+    def __init__(self, **answers: Reward):
+        self.name, self.answers, self.asked, self.ready = "late", answers, [], False
+
+    @property
+    def pending(self):
+        return len(self.asked)
+
+    def submit(self, key, item):
+        self.asked.append((key, self.answers[item.solution]))
+
+    def poll(self):
+        done, self.asked = (self.asked, []) if self.ready else ([], self.asked)
+        return done
+
+    def drain(self, stop=None):
+        self.ready = True
+        return self.poll()
+
+    def close(self):
+        pass
+
+
+def test_an_answer_waits_for_all_rewards():
+    late = Late(a=Reward(1.0), b=Reward(math.nan, ungraded="no tests"), c=Reward(0.0, applies=False))
+    one = Direct("one", lambda item: Reward(1.0))
+    grader = Several([Term("one", one, 1.0), Term("late", late, 1.0)])
+    for solution in "abc":
+        grader.submit(solution, RewardInput("", solution, ""))
+    assert grader.poll() == [] and grader.pending == 3
+    late.ready = True
+    rewards = dict(grader.poll())
+    assert rewards["a"].score == 2.0 and rewards["c"].score == 1.0 and rewards["c"].parts == {"one": 1.0}
+    assert math.isnan(rewards["b"].score) and rewards["b"].ungraded == "late: no tests"
+    alone = Several([Term("late", late, 1.0)])
+    alone.submit("c", RewardInput("", "c", ""))
+    assert dict(alone.drain())["c"].ungraded == "none of the rewards late applies to the row"
+
+
+def test_names_and_weights():
+    assert [short_name(x) for x in ("gsm8k", "a/b.py", "a/b.py:f")] == ["gsm8k", "b", "f"]
+    assert weighted("a/b=c.py:f=0.5") == ("a/b=c.py:f", 0.5) and weighted("math") == ("math", 1.0)
+    assert scores_timeouts(RewardConfig(function="gsm8k", more=("math=1",)))
+    assert not scores_timeouts(RewardConfig(function="code", more=("gsm8k",)))
