@@ -5,5 +5,9 @@ load.py        makes a grader from --reward.function
 pool.py        graders in processes that can be killed
 process.py     one worker of the pool, from the parent's side
 worker.py      the program that a worker runs
+several.py     several rewards as one: weights and gates
+forms.py       functions of users, in the forms of verl and TRL
+code.py        programs graded by tests in the sandbox; code_tests.py reads the tests of a row
+trial.py       tries a reward on right and wrong answers; __main__.py is its command
 gsm8k.py  math.py  reasoning.py  text.py    built-in rewards
 """

@@ -98,7 +98,7 @@ class CodeGrader:
         Raises:
             UngradedError: the row has no tests that can be read, or the sandbox failed.
         """
-        tests = read_tests(item.ground_truth, item.extra)
+        tests = read_tests(item.ground_truth, {"prompt": item.prompt} | item.extra)
         source, fenced = program_of(item.solution)
         results = self.results(source, tests)
         parts = {name: results.count(name) / len(results) for name in RESULTS} | {"format": float(fenced)}
@@ -183,7 +183,7 @@ class CodeGrader:
         suite = tests.suite
         assert suite is not None
         whole = source
-        if tests.start and suite.entry and not re.search(rf"^\s*(def|class)\s+{suite.entry}\b", source, re.MULTILINE):
+        if defines(tests.start, suite.entry) and not defines(source, suite.entry):
             whole = tests.start + source
         seconds = min(self.settings.total_seconds, self.settings.seconds * len(suite.tests))
         found = run_tests(whole, suite, self.sandboxes[0], self.sandboxes[1], self.limits(seconds))
@@ -198,6 +198,11 @@ class CodeGrader:
             return "error" if found.verdict == "ok" else _result(found.verdict)
 
         return [result(each) for each in found.failures]
+
+
+def defines(source: str, name: str) -> bool:
+    """True where a program, or the beginning of one, defines a function of the name."""
+    return bool(name) and bool(re.search(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", source, re.MULTILINE))
 
 
 def _result(verdict: str) -> str:

@@ -6,7 +6,8 @@
     {"test_list": ["assert ...", ...], "test_setup_code": text}     MBPP
     {"assert_case": ["assert ...", ...]}     SandboxFusion, as verl takes it
 
-Each is a truth, or the JSON text of one. What a row's truth lacks may stand in its other columns. Sources:
+Each is a truth, or the JSON text of one; a truth may also be the Python of `test` itself. What a row's truth lacks may
+stand in its other columns. Sources:
 https://arxiv.org/abs/2105.09938 (APPS), https://arxiv.org/abs/2403.07974 (LiveCodeBench),
 https://arxiv.org/abs/2107.03374 (HumanEval), https://arxiv.org/abs/2108.07732 (MBPP),
 https://github.com/volcengine/verl (verl/utils/reward_score).
@@ -60,7 +61,7 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
         UngradedError: it holds no tests; the message says what is wanted.
     """
     if isinstance(truth, str):
-        truth = _parsed(truth)
+        truth = {"test": truth} if _asserts(truth) else _parsed(truth)
     if isinstance(truth, list):
         return _from_list(truth, extra)
     if not isinstance(truth, dict):
@@ -78,6 +79,16 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
         tests = _texts([row["test"]], "test")
         return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code")), start=start)
     raise UngradedError(f"tests have the keys {', '.join(map(str, truth)) or 'none'}: wanted are {FORMS}")
+
+
+def _asserts(text: str) -> bool:
+    """True for Python that asserts something."""
+    if "assert" not in text:
+        return False
+    try:
+        return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def _parsed(text: str) -> object:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import RewardError, RewardInput, UngradedError
 from spmdrl.rewards.code import RESULTS, CodeGrader, Settings
 from spmdrl.rewards.load import check_ungraded, load_reward
@@ -169,3 +170,18 @@ def test_more_ungraded_samples_than_allowed_end_the_job():
         check_ungraded(4, 64, cfg, "a step")
     with pytest.raises(RewardError):
         check_ungraded(1, 64, RewardConfig(function="code", max_ungraded=0.0), "a step")
+
+
+@pytest.mark.skipif(not HUMANEVAL.exists(), reason="HumanEval lies beside the checkout")
+def test_the_reward_can_be_tried_on_rows_before_a_run(tmp_path, capsys):
+    open_or_skip().close()
+    with gzip.open(HUMANEVAL, "rt") as file:
+        lines = list(file)[:4]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(lines))
+    flags = ["try", "--data", str(rows), "--model.path", "tiny", "--reward.function", "code", "--json"]
+    flags += ["--data.prompt-column", "prompt", "--data.answer-column", "test", "--sandbox.seconds", "2"]
+    assert main(flags) == 0
+    kinds = {(each["answers"], each["written"]): each["right"] for each in json.loads(capsys.readouterr().out)["kinds"]}
+    assert kinds["gold", "column canonical_solution"] == 1.0
+    assert kinds["garbage", "a program that leaves"] == kinds["garbage", "nothing"] == 0.0

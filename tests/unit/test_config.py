@@ -532,6 +532,7 @@ def test_secrets_do_not_reach_the_dump():
     plain = dataclasses.asdict(Config())
     plain["optimizer"]["betas"], plain["tracking"]["trackers"] = [0.9, 0.99], ["jsonl", "tensorboard"]
     plain["algo"]["part_weights"], plain["lora"]["targets"] = [], ["all-linear"]
+    plain["reward"]["more"], plain["reward"]["gate"] = [], []
     assert to_dict(Config()) == plain
     assert redact("model.path", "org/name@0123456789abcdef0123456789abcdef01234567").startswith("org/name@0")
 

@@ -1,0 +1,157 @@
+"""Tries a reward on the rows of a data set before a run: right answers, none at all, and wrong ones.
+
+A right answer is the truth itself, in each of the forms that graders look for; for programs a row's own solution. A
+reward that gives a right answer little, or a wrong one something, teaches something else than what was meant.
+"""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spmdrl.data.prompts import Prompt
+from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, UngradedError
+from spmdrl.rewards.code_tests import read_tests
+
+FORMS = {
+    "as it is": "{}",
+    "after ####": "So it is.\n#### {}",
+    "in \\boxed{}": "So it is $\\boxed{{{}}}$.",
+    "after Answer:": "So it is.\nAnswer: {}",
+    "in <answer>": "So it is. <answer>{}</answer>",
+    "in a code block": "```python\n{}\n```",
+}
+"""Ways to write an answer down."""
+SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "solutions", "code")
+"""Columns of programming tasks that hold a right program."""
+GARBAGE = {
+    "nothing": "",
+    "a space": " ",
+    "words": "I am not sure, but the answer is surely right and deserves full marks.",
+    "every form": "#### \n\\boxed{}\nAnswer: \n<answer></answer>",
+    "a lone brace": "\\boxed{{{{",
+    "a program that does nothing": "```python\npass\n```",
+    "a program that leaves": "```python\nimport os\nos._exit(0)\n```",
+}
+"""Answers that deserve nothing."""
+ENOUGH = 0.95
+"""Least share of right answers that should get a score of at least 1."""
+
+
+@dataclass
+class Row:
+    """What one kind of answer got."""
+
+    kind: str
+    rewards: list[Reward]
+
+    @property
+    def scores(self) -> list[float]:
+        """Scores of the answers that were graded."""
+        return [r.score for r in self.rewards if not r.ungraded and r.applies and math.isfinite(r.score)]
+
+    @property
+    def right(self) -> float:
+        """Share of the graded answers with a score of at least 1; nan where there are none."""
+        return sum(x >= 1.0 for x in self.scores) / len(self.scores) if self.scores else math.nan
+
+
+def gold(prompt: Prompt) -> Iterator[tuple[str, str]]:
+    """Yield right answers of a row: the form and the text."""
+    for column in SOLUTIONS:
+        found = prompt.extra.get(column)
+        found = found[0] if isinstance(found, list) and found else found
+        if isinstance(found, str) and found.strip():
+            yield f"column {column}", found
+            if "```" not in found:
+                yield f"column {column}, in a code block", FORMS["in a code block"].format(found)
+    truth = prompt.ground_truth
+    try:
+        read_tests(truth, prompt.extra)
+    except UngradedError:
+        pass
+    else:
+        # These are tests of a program, and no answer.
+        return
+    last = str(truth).rsplit("####", 1)[-1].strip()
+    for form, text in FORMS.items():
+        yield form, text.format(truth if form == "as it is" else last)
+
+
+def trial(prompts: list[Prompt], grader: Grader, seed: int = 0) -> list[tuple[str, Row]]:
+    """Grade answers of all kinds on the rows; returns (`gold` or `garbage`, what the kind got), in a fixed order."""
+    answers: dict[tuple[str, str], list[tuple[Prompt, str]]] = {}
+    for prompt in prompts:
+        for form, text in gold(prompt):
+            answers.setdefault(("gold", form), []).append((prompt, text))
+    shuffled = list(prompts)
+    random.Random(seed).shuffle(shuffled)
+    for prompt, other in zip(prompts, shuffled, strict=True):
+        for kind, text in GARBAGE.items():
+            answers.setdefault(("garbage", kind), []).append((prompt, text))
+        if other.ground_truth != prompt.ground_truth:
+            for form, text in gold(other):
+                answers.setdefault(("garbage", f"another row's, {form}"), []).append((prompt, text))
+    return [(sort, _grade(kind, asked, grader)) for (sort, kind), asked in answers.items()]
+
+
+def _grade(kind: str, asked: list[tuple[Prompt, str]], grader: Grader) -> Row:
+    row = Row(kind, [])
+    for prompt, text in asked:
+        item = RewardInput(prompt.data_source, text, prompt.ground_truth, prompt.extra, prompt.asked)
+        grader.submit((prompt.index, 0), item)
+    try:
+        row.rewards = [reward for _, reward in grader.drain()]
+    except RewardError as error:
+        raise RewardError(f"{error} (the answer was {kind})") from error
+    return row
+
+
+def verdicts(rows: list[tuple[str, Row]]) -> list[str]:
+    """Return what is wrong with a reward, by what answers of each kind got; empty if nothing is."""
+    out = []
+    right = [row for sort, row in rows if sort == "gold" and row.scores]
+    best = max(right, key=lambda row: row.right, default=None)
+    if best is None:
+        out.append("no row holds an answer that can be tried: nothing is known of right answers")
+    elif not best.right >= ENOUGH:
+        out.append(
+            f"right answers get a score of 1 in {best.right:.1%} of the rows at best ({best.kind}): the reward does "
+            "not find the truth (--reward.function, --data.answer-column), or rows are wrong"
+        )
+    for sort, row in rows:
+        if sort == "garbage" and row.scores and row.right > 0 and not _may_be_right(row):
+            out.append(f"{row.right:.1%} of the answers `{row.kind}` get a score of 1, and they say nothing")
+    left_out = sum(bool(r.ungraded) for _, row in rows for r in row.rewards)
+    total = sum(len(row.rewards) for _, row in rows)
+    if left_out:
+        first = next(r.ungraded for _, row in rows for r in row.rewards if r.ungraded)
+        out.append(f"{left_out} of {total} answers could not be graded, the first because {first}")
+    if late := sum(r.timed_out for _, row in rows for r in row.rewards):
+        out.append(f"{late} of {total} gradings took too long (--reward.timeout)")
+    return out
+
+
+def _may_be_right(row: Row) -> bool:
+    """Another row's answer can be right by chance: short truths are often the same in another form."""
+    return row.kind.startswith("another row's") and row.right < 0.2
+
+
+def table(rows: list[tuple[str, Row]]) -> str:
+    """Return the table that a user reads."""
+    lines = [f"{'answers':8} {'written':40} {'tried':>6} {'score >= 1':>10} {'mean':>8} {'least':>8} {'most':>8}"]
+    for sort, row in rows:
+        scores = row.scores
+        numbers = f"{row.right:10.1%} {sum(scores) / len(scores):8.3f} {min(scores):8.3f} {max(scores):8.3f}"
+        lines.append(f"{sort:8} {row.kind:40} {len(row.rewards):6} {numbers if scores else 'not graded':>10}")
+    return "\n".join(lines)
+
+
+def as_json(rows: list[tuple[str, Row]], found: list[str]) -> str:
+    """Return rows and verdicts as one JSON object."""
+    kinds = [
+        {"answers": sort, "written": row.kind, "tried": len(row.rewards), "right": row.right if row.scores else None}
+        for sort, row in rows
+    ]
+    return json.dumps({"ok": not found, "problems": found, "kinds": kinds})
