@@ -57,7 +57,6 @@ class Pool:
         self.timeouts = self.ungraded = 0
         self._hello = {"function": function, "settings": settings or {}, "finite": finite}
         self._timeout, self._on_timeout = timeout, on_timeout
-        self._wants_prompt = function not in ("builtin:math", "builtin:reasoning_gym")
         self._next = 0
         self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all unanswered requests
         self._waiting: deque[int] = deque()  # ids no worker has
@@ -78,13 +77,7 @@ class Pool:
 
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response to grade. Raises RewardError when truth or extra cannot be written as JSON."""
-        values = [
-            item.data_source,
-            item.solution,
-            item.ground_truth,
-            item.extra,
-            item.prompt if self._wants_prompt else "",
-        ]
+        values = [item.data_source, item.solution, item.ground_truth, item.extra, item.prompt]
         try:
             line = (json.dumps({"id": self._next, "item": values}) + "\n").encode()
         except (TypeError, ValueError) as e:
