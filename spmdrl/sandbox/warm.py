@@ -16,6 +16,8 @@ from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 
 START_SECONDS = 30.0
 """Longest a sandbox may take to start."""
+END_SECONDS = 5.0
+"""Longest a sandbox may take to end before it is killed."""
 GRACE = 5.0
 """Seconds beyond a program's own limit after which the sandbox itself is held to be stuck."""
 
@@ -23,13 +25,14 @@ GRACE = 5.0
 class Warm:
     """A sandbox that runs one program after another, each apart from all others. Use it from one thread."""
 
-    def __init__(self, command: list[str]):
-        """command: starts the zygote.
+    def __init__(self, command: list[str], name: str = ""):
+        """command: starts the zygote. name: says in words what keeps programs in.
 
         Raises:
             SandboxError: it does not start.
         """
         self.command = command
+        self.name = name or command[0]
         self.said = bytearray()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.folder = tempfile.TemporaryDirectory(prefix="sandbox-")
@@ -63,9 +66,13 @@ class Warm:
         for pipe in (self.process.stdin, self.process.stdout):
             cast(IO[bytes], pipe).close()
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            # A supervisor or a container's client ends what it started itself.
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self.errors.close()
         self.folder.cleanup()
 
