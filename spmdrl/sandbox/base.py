@@ -65,6 +65,8 @@ class Start:
     """The sandbox in words for logs, with its version."""
     fix: str = ""
     """What to do if it does not start."""
+    once: bool = False
+    """Whether it keeps no two programs apart, so that each needs one of its own."""
 
 
 class SandboxError(RuntimeError):

@@ -1,8 +1,8 @@
 """Sandboxes by a container engine, for clusters that have one: a zygote in a container without network or rights.
 
 The image brings the system and its Python 3.11 or later; of this machine programs see the sandbox's own package alone.
-The container is what keeps programs in: all of a run share it, one after another, below the limits of single processes
-and those of the container. None of them is chosen unless it is asked for.
+The container is what keeps a program in, below the limits of single processes and those of the container; it keeps no
+two of them apart, so each program gets one of its own. No engine is taken unless it is asked for.
 """
 
 import os
@@ -30,7 +30,8 @@ def docker(image: str = IMAGE) -> Start:
     Raises:
         SandboxError: there is no docker.
     """
-    return Start(docker_words(_found("docker"), image), f"docker ({image})", "start the docker daemon, pull the image")
+    words = docker_words(_found("docker"), image)
+    return Start(words, f"docker ({image})", "start the docker daemon, and pull the image", once=True)
 
 
 def apptainer(image: str = IMAGE) -> Start:
@@ -40,7 +41,8 @@ def apptainer(image: str = IMAGE) -> Start:
         SandboxError: there is no apptainer.
     """
     words = apptainer_words(_found("apptainer"), image)
-    return Start(words, f"apptainer ({image})", "pull the image, and allow user namespaces or install it set-user-ID")
+    fix = "pull the image, and allow user namespaces or install apptainer set-user-ID"
+    return Start(words, f"apptainer ({image})", fix, once=True)
 
 
 def docker_words(program: str, image: str) -> list[str]:

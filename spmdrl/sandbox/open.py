@@ -82,7 +82,7 @@ AUTO = ("bubblewrap", "sandlock")
 def _opened(start: Start) -> Warm:
     """Start a sandbox and put the probe to it."""
     try:
-        warm = Warm(start.words, start.name)
+        warm = Warm(start.words, start.name, start.once)
     except SandboxError as error:
         raise SandboxError(f"{start.name}: {error}", start.fix) from None
     try:

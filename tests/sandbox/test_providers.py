@@ -11,6 +11,7 @@ import pytest
 from spmdrl.sandbox import bubblewrap, containers, sandlock
 from spmdrl.sandbox.base import Limits, Program, SandboxError, Start
 from spmdrl.sandbox.open import AUTO, PROVIDERS, open_sandbox, plain
+from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.warm import Warm
 from tests.sandbox.opened import open_or_skip
 
@@ -183,6 +184,27 @@ def test_an_engine_keeps_the_probe_in_or_says_why_it_does_not_start(name):
         assert name in error.why and error.fix
         pytest.skip(str(error))
     assert says(opened) == "42\n"
+
+
+def test_a_program_of_an_engine_gets_a_zygote_of_its_own_and_may_end_it():
+    """Here the zygote runs in no container."""
+    assert containers.docker_words("docker", "x")[-2:] == plain().words[-2:] == ["plain", "0"]
+    opened = Warm(plain().words, once=True)
+    try:
+        source = "import os; print(int(open('/proc/%d/stat' % os.getppid()).read().split()[3]))"
+        zygotes = [opened.process.pid]
+        for _ in range(2):
+            assert opened.run(Program(source), Limits()).stdout == f"{opened.process.pid}\n"
+            zygotes.append(opened.process.pid)
+        assert zygotes[0] == zygotes[1] != zygotes[2]
+        kill = "import os; up = int(open('/proc/%d/stat' % os.getppid()).read().split()[3]); os.kill(up, 9)"
+        ended = opened.run(Program(kill), Limits())
+        assert ended.verdict == "failure" and "exit code -9" in ended.why
+        session = Session(opened, Limits())
+        assert session.run("1 + 1", 5.0).printed == "2\n" and session.close().verdict == "ok"
+        assert opened.run(Program("print(3)"), Limits()).stdout == "3\n"
+    finally:
+        opened.close()
 
 
 def test_every_name_has_a_start():
