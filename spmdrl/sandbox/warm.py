@@ -139,8 +139,10 @@ class Warm:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         self.errors.seek(0)
-        last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        return f"the sandbox ended with exit code {self.process.returncode}: {''.join(last) or 'it said nothing'}"
+        lines = self.errors.read().decode(errors="replace").splitlines()
+        # A traceback's last line, or all that a client of a container engine says, is not indented.
+        last = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))][-2:]
+        return f"the sandbox ended with exit code {self.process.returncode}: {'; '.join(last) or 'it said nothing'}"
 
 
 def task_of(program: Program, limits: Limits) -> dict[str, Any]:
