@@ -200,6 +200,8 @@ def serve(base: Path, talk: Talk) -> None:
             held.end()
             held = Held(base, processes)
     finally:
+        # Both the end of stdin and the signal say so: the second must not cut short what the first began.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         held.end()
 
 

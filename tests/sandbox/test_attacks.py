@@ -2,9 +2,6 @@
 
 import os
 import socket
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from spmdrl.sandbox.base import Limits, Program
 from spmdrl.sandbox.open import AUTO, open_sandbox
 from spmdrl.sandbox.session import Session
 from tests.sandbox.attacks import ATTACKS, ENDS, PLAIN, UNPROMISED
-from tests.sandbox.opened import EACH, open_or_skip
+from tests.sandbox.opened import EACH, below, open_or_skip, settled
 
 LIMITS = Limits(seconds=1.5, cpu_seconds=5, memory_mib=128, tmp_mib=16, output_kib=64)
 
@@ -62,25 +59,6 @@ def warm(provider):
 
 FOLDER = {"bubblewrap": "/tmp", "sandlock": "."}
 """Where programs may write. Below sandlock /tmp is that of the machine, and a program sees nothing of it."""
-
-
-def below(pid: int) -> set[int]:
-    """Processes below a process."""
-    said = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
-    parents = [tuple(map(int, line.split())) for line in said.splitlines()[1:]]
-    found, more = set(), {pid}
-    while more:
-        more = {p for p, parent in parents if parent in more}
-        found |= more
-    return found
-
-
-def settled(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether something holds in the end: the kernel takes a moment to end processes."""
-    until = time.monotonic() + seconds
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.05)
-    return holds()
 
 
 @rows(promised=True)

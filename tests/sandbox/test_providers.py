@@ -13,7 +13,7 @@ from spmdrl.sandbox.base import Limits, Program, SandboxError, Start
 from spmdrl.sandbox.open import AUTO, PROVIDERS, open_sandbox, plain
 from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.warm import Warm
-from tests.sandbox.opened import open_or_skip
+from tests.sandbox.opened import below, open_or_skip, settled
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_NAMESPACES = (
@@ -106,6 +106,48 @@ def test_a_kernel_that_allows_no_user_namespaces_leads_to_sandlock():
     found, *refused = stdout.splitlines() or [""]
     assert found.startswith("sandlock") and found.endswith(" 42"), stdout + stderr
     assert "No space left on device" in " ".join(refused), stdout
+
+
+@pytest.mark.parametrize("provider", AUTO)
+def test_nothing_is_left_of_a_caller_that_is_killed(provider):
+    """Nothing asks the sandbox to end, and a program in it has left its session and loops."""
+    open_or_skip(provider).close()
+    code = (
+        "import sys, time; from spmdrl.sandbox.open import open_sandbox; from spmdrl.sandbox.base import Limits\n"
+        "from spmdrl.sandbox.session import Session\n"
+        f"opened = open_sandbox({provider!r})\n"
+        "session = Session(opened, Limits(seconds=60.0, cpu_seconds=60))\n"
+        "session.run('import os\\nif os.fork() == 0:\\n  os.setsid()\\n  while True: pass', 5.0)\n"
+        "print(opened.process.pid, flush=True); time.sleep(60)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=-1, text=True)
+    assert caller.stdout
+    held = below(int(caller.stdout.readline()))
+    assert len(held) >= 2
+    caller.kill()
+    caller.wait()
+    assert settled(lambda: not any(alive(pid) for pid in held))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: one that has ended may wait for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="others do not change their user")
+def test_programs_of_root_become_another_user_where_that_one_can_read_python(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandlock, "packages", lambda: "/usr/lib")
+    monkeypatch.setattr(sandlock, "home", lambda: "/usr")
+    assert sandlock.user() == 64321
+    closed = tmp_path / "root" / "python"
+    closed.mkdir(parents=True)
+    closed.parent.chmod(0o700)
+    monkeypatch.setattr(sandlock, "home", lambda: str(closed))
+    assert sandlock.user() == 0
 
 
 def test_none_is_no_sandbox_and_only_by_its_name():
