@@ -82,6 +82,10 @@ FILES = [
         "watches the caller's folder",
         CALL + "fd = libc.inotify_init1(0); assert fd >= 0; call('inotify_add_watch', fd, {folder!r}.encode(), 0x100)",
     ),
+    tries(
+        "takes a lease on a file of the system, which others would wait for",
+        "import fcntl, os; fcntl.fcntl(os.open('/usr/bin/env', 0), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    ),
     tries("sets a file's user to root", "import os; open('{tmp}/x', 'w').close(); os.chown('{tmp}/x', 0, 0)"),
 ]
 PROCESSES = [
@@ -152,6 +156,15 @@ NETWORK = [
     tries(
         "connects to a port of the loopback",
         "import socket; socket.create_connection(('127.0.0.1', {port}), timeout=2)",
+    ),
+    tries(
+        "connects by MPTCP",
+        "import socket; s = socket.socket(2, 1, 262); s.settimeout(2); s.connect(('127.0.0.1', {port}))",
+    ),
+    tries(
+        "connects by TCP fast open",
+        "import errno, socket; s = socket.socket(2, 1)\ntry: s.sendto(b'x', 0x20000000, ('127.0.0.1', {port}))\n"
+        "except BlockingIOError: s.settimeout(2)\ns.getpeername()",
     ),
     tries("connects by IPv6", "import socket; socket.create_connection(('::1', {port}), timeout=2)"),
     tries("connects to the outside", "import socket; socket.create_connection(('192.0.2.1', 80), timeout=2)"),

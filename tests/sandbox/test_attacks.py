@@ -96,6 +96,30 @@ def test_an_attack_succeeds_without_a_sandbox(attack, caller):
     assert "BREACH" in ended.stdout, ended
 
 
+LISTENS = """
+import socket
+try:
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, {protocol})
+    listening.listen()
+    print(listening.getsockname()[1])
+except OSError:
+    print(0)
+"""
+
+
+@EACH
+@pytest.mark.parametrize("protocol", [0, 262], ids=["TCP", "MPTCP"])
+def test_nobody_reaches_a_program_that_listens(provider, protocol):
+    opened = open_or_skip(provider)
+    try:
+        session = Session(opened, LIMITS)
+        port = int(session.run(LISTENS.format(protocol=protocol), 1.0).printed)
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=2.0).close()
+    finally:
+        opened.close()
+
+
 def test_names_of_attacks():
     names = [attack.name for attack in ATTACKS]
     assert len(set(names)) == len(names) >= 100 and set(names) >= PLAIN

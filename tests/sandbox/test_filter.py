@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.inside.filter import _CLONE, _CLONE3, _PRLIMIT, _SOCKET, FIRST_UNKNOWN, NUMBERS, SHARED, program
+from spmdrl.sandbox.inside.filter import (
+    _CLONE,
+    _CLONE3,
+    _FCNTL,
+    _PRLIMIT,
+    _SOCKET,
+    FIRST_UNKNOWN,
+    NUMBERS,
+    SHARED,
+    program,
+)
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -20,7 +30,11 @@ def test_numbers_are_those_of_the_kernels_headers(machine):
         pytest.skip(f"no {HEADERS[machine]} (linux-libc-dev)")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
     known = {name: int(number) for name, number in found}
-    ours = NUMBERS | SHARED | {"clone": _CLONE, "clone3": _CLONE3, "socket": _SOCKET, "prlimit64": _PRLIMIT}
+    ours = (
+        NUMBERS
+        | SHARED
+        | {"clone": _CLONE, "clone3": _CLONE3, "socket": _SOCKET, "prlimit64": _PRLIMIT, "fcntl": _FCNTL}
+    )
     place = list(HEADERS).index(machine)
     # aarch64 lacks the older ones of two forms of a call.
     assert {name: numbers[place] for name, numbers in ours.items()} == {name: known.get(name, -1) for name in ours}
