@@ -63,9 +63,9 @@ class Held:
         words = [python(), *FLAGS, "-m", "spmdrl.sandbox.inside.alone", str(runs_as)]
         self.process = sandbox.popen(words, StdioMode.PIPED, StdioMode.PIPED, StdioMode.PIPED)
         self.pid: int = self.process.pid
-        self.ends = []
+        self.ends: list[int] = []
         for file in (self.process.stdin, self.process.stdout, self.process.stderr):
-            # The watcher closes ends by number.
+            # A file would close its number once more after the watcher has.
             self.ends.append(os.dup(file.fileno()))
             file.close()
 
@@ -91,6 +91,8 @@ class Held:
             # Its watcher may be waiting for it already.
             self.process.wait()
         sweep()
+        for end in self.ends:
+            os.close(end)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -100,7 +102,8 @@ class Outside(Watch):
     def __init__(self, held: Held, task: dict, talk: Talk):
         """held: has become the program."""
         told, self.tell = os.pipe()
-        inputs, outputs, errors = held.ends
+        # They are this one's to close.
+        (inputs, outputs, errors), held.ends = held.ends, []
         super().__init__(held.pid, told, inputs, outputs, errors, task, False, talk)
         self.held, self.own = held, anonymous(str(held.pid))
         self.waiter = threading.Thread(target=self._wait, daemon=True)

@@ -48,6 +48,23 @@ def test_a_sandbox_says_which_it_is(provider):
     assert says(opened) == "42\n"
 
 
+def test_open_files_of_a_sandbox_stay_few():
+    """Programs whose limits differ, and programs that do not start, leave no pipe behind."""
+    opened = open_or_skip("sandlock")
+    folder = Path(f"/proc/{opened.process.pid}/fd")
+    try:
+        assert opened.run(Program("pass"), Limits(processes=8)).verdict == "ok"
+        before = len(list(folder.iterdir()))
+        for processes in range(9, 17):
+            assert opened.run(Program("pass"), Limits(processes=processes)).verdict == "ok"
+            ended = opened.run(Program("pass", files={"a\0b": ""}), Limits(processes=processes))
+            assert ended.verdict == "failure" and "null byte" in ended.why, ended
+        # The process of the next program, which may not have been there before, has ten; each pipe left would be one more.
+        assert settled(lambda: len(list(folder.iterdir())) <= before + 10)
+    finally:
+        opened.close()
+
+
 def test_auto_takes_bubblewrap_first():
     open_or_skip("bubblewrap").close()
     opened = open_sandbox()
@@ -109,7 +126,7 @@ def test_a_kernel_that_allows_no_user_namespaces_leads_to_sandlock():
 
 
 @pytest.mark.parametrize("provider", AUTO)
-def test_nothing_is_left_of_a_caller_that_is_killed(provider):
+def test_nothing_is_left_of_a_caller_that_is_killed(provider, tmp_path):
     """Nothing asks the sandbox to end, and a program in it has left its session and loops."""
     open_or_skip(provider).close()
     code = (
@@ -120,7 +137,8 @@ def test_nothing_is_left_of_a_caller_that_is_killed(provider):
         "session.run('import os\\nif os.fork() == 0:\\n  os.setsid()\\n  while True: pass', 5.0)\n"
         "print(opened.process.pid, flush=True); time.sleep(60)\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    # Its empty folder stays behind, as that of any killed program.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=-1, text=True)
     assert caller.stdout
     held = below(int(caller.stdout.readline()))
