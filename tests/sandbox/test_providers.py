@@ -59,7 +59,7 @@ def test_open_files_of_a_sandbox_stay_few():
             assert opened.run(Program("pass"), Limits(processes=processes)).verdict == "ok"
             ended = opened.run(Program("pass", files={"a\0b": ""}), Limits(processes=processes))
             assert ended.verdict == "failure" and "null byte" in ended.why, ended
-        # The process of the next program, which may not have been there before, has ten; each pipe left would be one more.
+        # The process of the next program may not have been there before: it has up to ten.
         assert settled(lambda: len(list(folder.iterdir())) <= before + 10)
     finally:
         opened.close()
