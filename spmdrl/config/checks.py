@@ -13,6 +13,7 @@ from spmdrl.config.rules import RULES
 from spmdrl.config.schema import Config
 
 TRACKERS = ("jsonl", "tensorboard", "wandb")
+SANDBOXES = ("auto", "bubblewrap", "sandlock", "apptainer", "docker", "none")
 
 
 def check(config: Config, world_size: int, here: bool = True) -> None:
@@ -58,6 +59,9 @@ def _other_problems(config: Config) -> list[str]:
             problems.append(f"{flag_name} {name!r}: must be one folder name without / or ..{path}")
     for tracker in config.tracking.trackers:
         problems += name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
+    provider = config.sandbox.provider
+    if not provider.startswith(("http://", "https://")):
+        problems += name_problems("sandbox.provider", provider, SANDBOXES, file_allowed=False)
     if ".py" in config.reward.function:
         problems += file_problems("reward.function", config.reward.function, default="compute_score")
     for each in config.reward.more:

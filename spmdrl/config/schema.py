@@ -338,9 +338,11 @@ class RewardConfig:
 class SandboxConfig:
     """Where programs of a model run (docs/sandbox.md). Rewards that run none start no sandbox."""
 
-    provider: Literal["auto", "bubblewrap", "sandlock", "none"] = "auto"
-    """`auto`: bubblewrap, else sandlock, whichever keeps a probe in, or the job ends. `none`: no isolation, for
-    programs that you trust."""
+    provider: str = "auto"
+    """`auto` (bubblewrap, else sandlock, whichever keeps a probe in, or the job ends), `bubblewrap`, `sandlock`,
+    `apptainer`, `docker`, the URL of a SandboxFusion service, or `none`: no isolation, for programs that you trust."""
+    image: str = "python:3.12-slim"
+    """Image of the container, for apptainer and docker."""
     seconds: float = 5.0
     """Time of a program for one test."""
     total_seconds: float = 30.0

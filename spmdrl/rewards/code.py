@@ -14,6 +14,8 @@ from typing import Any
 from spmdrl.rewards.base import Reward, RewardInput, UngradedError
 from spmdrl.rewards.code_tests import Case, Tests, read_tests
 from spmdrl.sandbox.base import Limits, Program, SandboxError
+from spmdrl.sandbox.containers import IMAGE
+from spmdrl.sandbox.fusion import Fusion
 from spmdrl.sandbox.open import open_sandbox
 from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.tests import run_tests
@@ -47,6 +49,7 @@ class Settings:
     """Settings of the sandbox that a grading reads; see `config.schema.SandboxConfig`."""
 
     provider: str = "auto"
+    image: str = IMAGE
     seconds: float = 5.0
     total_seconds: float = 30.0
     memory_mib: int = 512
@@ -76,13 +79,18 @@ class CodeGrader:
         """
         self.settings, self.partial_credit = settings, partial_credit
         self.sandboxes: list[Warm] = []
+        self.service: Fusion | None = None
         self.open()
 
     def open(self) -> None:
         """Open fresh sandboxes in place of those that there are: one for programs, one for tests."""
         self.close()
+        provider = self.settings.provider
+        if provider.startswith(("http://", "https://")):
+            self.service = Fusion(provider)
+            return
         while len(self.sandboxes) < 2:
-            self.sandboxes.append(open_sandbox(self.settings.provider))
+            self.sandboxes.append(open_sandbox(provider, self.settings.image))
 
     def close(self) -> None:
         """End the sandboxes. May be called twice."""
@@ -114,7 +122,7 @@ class CodeGrader:
         why = ""
         for _ in range(1 + RETRIES):
             try:
-                if not self.sandboxes:
+                if not self.sandboxes and not self.service:
                     self.open()
                 return self._graded(source, tests)
             except SandboxError as error:
@@ -123,6 +131,10 @@ class CodeGrader:
         raise UngradedError(f"the sandbox failed {1 + RETRIES} times: {why}")
 
     def _graded(self, source: str, tests: Tests) -> list[str]:
+        if self.service and (tests.suite or tests.name):
+            raise UngradedError(
+                "SandboxFusion keeps no session: only tests of standard input and output can be run there"
+            )
         if tests.suite:
             return self._by_suite(source, tests)
         until = time.monotonic() + self.settings.total_seconds
@@ -139,7 +151,7 @@ class CodeGrader:
         seconds = min(self.settings.seconds, until - time.monotonic())
         if seconds <= 0:
             return "timeout"
-        ended = self.sandboxes[0].run(Program(source, stdin=case.given), self.limits(seconds))
+        ended = (self.service or self.sandboxes[0]).run(Program(source, stdin=case.given), self.limits(seconds))
         if ended.verdict == "failure":
             raise SandboxError(ended.why)
         if ended.verdict != "ok":

@@ -2,9 +2,14 @@
 
 base.py         a program, its limits, and how it ended
 open.py         chooses a sandbox that works here
-bubblewrap.py   the command that starts one
+bubblewrap.py   the command that starts one in namespaces
+sandlock.py     the command that starts one by Landlock and seccomp, where there are no namespaces
+supervisor.py   what that one runs: a sandbox for each program
+containers.py   the commands of container engines
+places.py       the places and the environment that programs get
 warm.py         runs programs in it, one after another
 session.py      programs that are spoken to, and Python sessions
 tests.py        tests of a program that it cannot see
+fusion.py       programs that a service runs: SandboxFusion
 inside/         what runs inside
 """

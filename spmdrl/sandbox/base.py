@@ -56,6 +56,19 @@ class Outcome:
     """Reason in words, if the verdict is not `ok`."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """How to start a zygote in a sandbox."""
+
+    words: list[str]
+    name: str
+    """The sandbox in words for logs, with its version."""
+    fix: str = ""
+    """What to do if it does not start."""
+    once: bool = False
+    """Whether it keeps no two programs apart, so that each needs one of its own."""
+
+
 class SandboxError(RuntimeError):
     """No sandbox works on this machine, or it ended."""
 

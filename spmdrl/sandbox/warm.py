@@ -16,6 +16,8 @@ from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 
 START_SECONDS = 30.0
 """Longest a sandbox may take to start."""
+END_SECONDS = 5.0
+"""Longest a sandbox may take to end before it is killed."""
 GRACE = 5.0
 """Seconds beyond a program's own limit after which the sandbox itself is held to be stuck."""
 
@@ -23,19 +25,30 @@ GRACE = 5.0
 class Warm:
     """A sandbox that runs one program after another, each apart from all others. Use it from one thread."""
 
-    def __init__(self, command: list[str]):
-        """command: starts the zygote.
+    def __init__(self, command: list[str], name: str = "", once: bool = False):
+        """command: starts the zygote. name: says in words what keeps programs in. once: each program gets a zygote of
+        its own.
 
         Raises:
             SandboxError: it does not start.
         """
-        self.command = command
-        self.said = bytearray()
+        self.command, self.name, self.once = command, name or command[0], once
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.folder = tempfile.TemporaryDirectory(prefix="sandbox-")
         """Where programs run that have no /tmp of their own."""
+        try:
+            self._start()
+        except SandboxError:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        self.said = bytearray()
+        self.used = False
+        """Whether a program has run in it."""
+        self.errors.truncate(0)
         self.process = subprocess.Popen(
-            command,
+            self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -43,11 +56,7 @@ class Warm:
             env={},
             start_new_session=True,
         )
-        try:
-            self._answer(time.monotonic() + START_SECONDS)
-        except SandboxError:
-            self.close()
-            raise
+        self._answer(time.monotonic() + START_SECONDS)
 
     def run(self, program: Program, limits: Limits) -> Outcome:
         """Run a program to its end.
@@ -56,18 +65,33 @@ class Warm:
             SandboxError: the sandbox itself ended.
         """
         self.say(task_of(program, limits))
-        return outcome_of(self._answer(time.monotonic() + limits.seconds + GRACE))
+        try:
+            return outcome_of(self._answer(time.monotonic() + limits.seconds + GRACE))
+        except SandboxError as error:
+            if not self.once:
+                raise
+            # The program may have ended the zygote, which held nothing but it.
+            return Outcome("failure", why=str(error))
 
     def close(self) -> None:
         """End the sandbox with all that runs in it. May be called twice."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            cast(IO[bytes], pipe).close()
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self._end()
         self.errors.close()
         self.folder.cleanup()
+
+    def _end(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            # What it was not told yet is lost with it.
+            with contextlib.suppress(BrokenPipeError):
+                cast(IO[bytes], pipe).close()
+        if self.process.returncode is None:
+            # A supervisor or a container's client ends what it started itself.
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def say(self, message: dict[str, Any]) -> None:
         """Send a message.
@@ -75,6 +99,11 @@ class Warm:
         Raises:
             SandboxError: the sandbox has ended.
         """
+        if "limits" in message:
+            if self.once and self.used:
+                self._end()
+                self._start()
+            self.used = True
         pipe = cast(IO[bytes], self.process.stdin)
         try:
             pipe.write((json.dumps(message) + "\n").encode())
@@ -110,8 +139,10 @@ class Warm:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         self.errors.seek(0)
-        last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        return f"the sandbox ended with exit code {self.process.returncode}: {''.join(last) or 'it said nothing'}"
+        lines = self.errors.read().decode(errors="replace").splitlines()
+        # A traceback's last line, or all that a client of a container engine says, is not indented.
+        last = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))][-2:]
+        return f"the sandbox ended with exit code {self.process.returncode}: {'; '.join(last) or 'it said nothing'}"
 
 
 def task_of(program: Program, limits: Limits) -> dict[str, Any]:

@@ -132,10 +132,11 @@ def own_name(resolve=socket.gethostbyname, name: str = "", environment: Mapping[
 def sandbox(start: Callable[[], Warm] = open_sandbox) -> Finding:
     """Checks by a small program that a sandbox keeps in what runs there: no file, port or process is reached."""
     try:
-        start().close()
+        opened = start()
     except SandboxError as error:
         return warn("sandbox", error.why, error.fix or "needed by rewards that run code of a model alone")
-    return ok("sandbox", "bubblewrap keeps programs in")
+    opened.close()
+    return ok("sandbox", f"{opened.name} keeps programs in")
 
 
 def hub_is_off(environment: Mapping[str, str]) -> bool:

@@ -1,7 +1,7 @@
 """What hostile programs try, as a table: a row is a name, how it must end, and a program.
 
 A program prints BREACH if its attack succeeds. `{file}` is a file of the caller, `{folder}` a folder that the caller may
-write into, `{port}` a port of the loopback at which the caller listens, `{unix}` and `{abstract}` its sockets, `{pid}`
+write into, `{tmp}` the program's own, `{port}` a port of the loopback at which the caller listens, `{unix}` and `{abstract}` its sockets, `{pid}`
 the caller's process. To add an attack, add a row.
 
 `kept` rows must print nothing of the sort; in the sandbox they end by themselves. Other rows name the verdict at which
@@ -55,7 +55,7 @@ FILES = [
     tries("writes over the sandbox's programs", "open('/sandbox/zygote.py', 'a')"),
     tries(
         "makes a device",
-        "import os, stat; os.mknod('/tmp/d', 0o600 | stat.S_IFBLK, os.makedev(254, 0)); open('/tmp/d', 'rb').read(1)",
+        "import os, stat; os.mknod('{tmp}/d', 0o600 | stat.S_IFBLK, os.makedev(254, 0)); open('{tmp}/d', 'rb').read(1)",
     ),
     tries(
         "reads the disk",
@@ -64,7 +64,7 @@ FILES = [
     tries("reads kernel memory", "open('/dev/mem', 'rb').read(1)"),
     tries("follows a symbolic link out", "import os; os.symlink({file!r}, 'l'); open('l').read()"),
     tries("makes a hard link out", "import os; os.link({file!r}, 'l'); open('l').read()"),
-    tries("opens by way of ..", "import os; open('/tmp/' + '../' * 9 + {file!r}.lstrip('/')).read()"),
+    tries("opens by way of ..", "import os; open('{tmp}/' + '../' * 9 + {file!r}.lstrip('/')).read()"),
     tries("opens by way of /proc/1/root", "open('/proc/1/root' + {file!r}).read()"),
     tries(
         "opens by way of /proc/self/cwd", "import os; open('/proc/self/cwd/' + '../' * 9 + {file!r}.lstrip('/')).read()"
@@ -75,7 +75,18 @@ FILES = [
     tries("changes its root", CALL + "call('chroot', b'/tmp')"),
     tries("pivots its root", CALL + "os.mkdir('/tmp/x'); call('pivot_root', b'/tmp', b'/tmp/x')"),
     tries("opens by a handle", CALL + "h = ctypes.create_string_buffer(128); call('open_by_handle_at', 3, h, 0)"),
-    tries("sets a file's user to root", "import os; open('/tmp/x', 'w').close(); os.chown('/tmp/x', 0, 0)"),
+    tries("changes the mode of a file of the caller", "import os; os.chmod({file!r}, 0o600)"),
+    tries("changes the times of a file of the caller", "import os; os.utime({file!r})"),
+    tries("sees whether a file of the caller exists", "import os; os.stat({file!r})"),
+    tries(
+        "watches the caller's folder",
+        CALL + "fd = libc.inotify_init1(0); assert fd >= 0; call('inotify_add_watch', fd, {folder!r}.encode(), 0x100)",
+    ),
+    tries(
+        "takes a lease on a file of the system, which others would wait for",
+        "import fcntl, os; fcntl.fcntl(os.open('/usr/bin/env', 0), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    ),
+    tries("sets a file's user to root", "import os; open('{tmp}/x', 'w').close(); os.chown('{tmp}/x', 0, 0)"),
 ]
 PROCESSES = [
     tries("signals the caller", "import os; os.kill({pid}, 0)"),
@@ -97,12 +108,23 @@ PROCESSES = [
     tries("traces process 1", CALL + "call('ptrace', 16, 1, 0, 0)"),
     tries("traces a child", CALL + "call('ptrace', 0, 0, 0, 0)"),
     tries("reads by process_vm_readv", CALL + "raw(310, 1, 0, 0, 0, 0, 0)"),
-    tries("becomes root", "import os; os.setuid(0)"),
+    tries("sets the caller's priority", "import os; os.setpriority(0, {pid}, os.getpriority(0, {pid}))"),
+    tries("reads or sets the caller's limits", "import resource; resource.prlimit({pid}, resource.RLIMIT_NOFILE)"),
+    tries("binds the caller to cores", "import os; os.sched_setaffinity({pid}, os.sched_getaffinity({pid}))"),
+    tries(
+        "becomes root",
+        CALL
+        + "import struct; os.setuid(0); d = (ctypes.c_uint32 * 6)()\n"
+        + "call('capget', struct.pack('Ii', 0x20080522, 0), d); assert any(d), 'root without rights'",
+    ),
     tries(
         "regains a capability",
         CALL + "import struct; call('capset', struct.pack('Ii', 0x20080522, 0), struct.pack('6I', 1, 1, 0, 0, 0, 0))",
     ),
-    tries("raises its process limit", "import resource; resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))"),
+    tries(
+        "raises its process limit",
+        "from resource import *; n = getrlimit(RLIMIT_NPROC)[1] + 1; assert n > 0; setrlimit(RLIMIT_NPROC, (n, n))",
+    ),
     tries("raises its memory limit", "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
     tries("raises its own priority", "import os; os.setpriority(os.PRIO_PROCESS, 0, -5)"),
     tries("makes a user namespace", CALL + "call('unshare', 0x10000000)"),
@@ -134,6 +156,15 @@ NETWORK = [
     tries(
         "connects to a port of the loopback",
         "import socket; socket.create_connection(('127.0.0.1', {port}), timeout=2)",
+    ),
+    tries(
+        "connects by MPTCP",
+        "import socket; s = socket.socket(2, 1, 262); s.settimeout(2); s.connect(('127.0.0.1', {port}))",
+    ),
+    tries(
+        "connects by TCP fast open",
+        "import errno, socket; s = socket.socket(2, 1)\ntry: s.sendto(b'x', 0x20000000, ('127.0.0.1', {port}))\n"
+        "except BlockingIOError: s.settimeout(2)\ns.getpeername()",
     ),
     tries("connects by IPv6", "import socket; socket.create_connection(('::1', {port}), timeout=2)"),
     tries("connects to the outside", "import socket; socket.create_connection(('192.0.2.1', 80), timeout=2)"),
@@ -172,19 +203,23 @@ BOMBS = [
     Attack("prints 10 GB", "print('x' * (10 << 30))", "memory"),
     Attack(
         "fills /tmp",
-        "import os\nn = 0\ntry:\n  while True:\n    open(f'/tmp/{{n}}', 'wb').write(b'x' * (1 << 20)); n += 1\nexcept OSError as e: print('kept', n)\nif n > 64: print('BREACH')",
+        "import os\nn = 0\ntry:\n  while True:\n    open(f'{tmp}/{{n}}', 'wb').write(b'x' * (1 << 20)); n += 1\nexcept OSError as e: print('kept', n)\nif n > 64: print('BREACH')",
     ),
     Attack(
         "fills /dev/shm",
         "n = 0\ntry:\n  while True:\n    open(f'/dev/shm/{{n}}', 'wb').write(b'x' * (1 << 20)); n += 1\nexcept OSError as e: print('kept', n)\nif n > 64: print('BREACH')",
     ),
     Attack(
+        "fills the disk with files that it has removed",
+        "import os\nn, x = 0, []\ntry:\n  while n < 100:\n    x.append(open(f'{tmp}/{{n}}', 'wb', 0)); os.unlink(f'{tmp}/{{n}}')\n    for _ in range(4): x[-1].write(b'x' * (1 << 20)); n += 1\nexcept OSError: print('kept', n)\nif n > 64: print('BREACH')",
+    ),
+    Attack(
         "makes many files",
-        "n = 0\ntry:\n  while n < 100000:\n    open(f'/tmp/{{n}}', 'w').close(); n += 1\nexcept OSError: print('kept', n)\nif n > 9999: print('BREACH')",
+        "n = 0\ntry:\n  while n < 100000:\n    open(f'{tmp}/{{n}}', 'w').close(); n += 1\nexcept OSError: print('kept', n)\nif n > 9999: print('BREACH')",
     ),
     Attack(
         "writes one large file",
-        "f = open('/tmp/x', 'wb')\ntry:\n  f.truncate(1 << 40)\nexcept OSError: print('kept')\nelse: print('BREACH')",
+        "f = open('{tmp}/x', 'wb')\ntry:\n  f.truncate(1 << 40)\nexcept OSError: print('kept')\nelse: print('BREACH')",
     ),
     Attack(
         "forks without end",
@@ -214,6 +249,24 @@ PLAIN = {
     *("follows a symbolic link out", "opens by way of ..", "opens by way of /proc/self/cwd", "signals the caller"),
     *("sees other processes", "traces a child", "makes a user namespace", "makes a user namespace by clone"),
     *("connects to a port of the loopback", "connects to a socket in the caller's folder"),
-    *("connects to an abstract socket", "talks to the kernel by netlink"),
+    *("connects to an abstract socket", "talks to the kernel by netlink", "watches the caller's folder"),
+    *("changes the mode of a file of the caller", "changes the times of a file of the caller"),
+    *("sees whether a file of the caller exists", "sets the caller's priority"),
+    *("reads or sets the caller's limits", "binds the caller to cores"),
 }
 """Attacks that succeed without a sandbox, whoever the caller is, and do no harm there."""
+UNPROMISED: dict[str, dict[str, str]] = {
+    "bubblewrap": {},
+    "sandlock": {
+        "sees whether a file of the caller exists": "Landlock keeps content and lists from programs, not stat",
+        "makes threads without end": "it counts processes; addresses are what bounds threads",
+        "fills the disk with files that it has removed": "the folder's size is looked at, and they are not in it",
+    },
+}
+"""Attacks that a sandbox does not keep in, and why. docs/sandbox.md says so too."""
+ENDS: dict[str, dict[str, str]] = {
+    "bubblewrap": {},
+    # No quota refuses files there: the watcher ends the program. x32 is another architecture to its filter.
+    "sandlock": {"fills /tmp": "memory", "makes many files": "memory", "calls by the table of x32": "ended"},
+}
+"""How attacks end where it is another way than the table says."""

@@ -4,16 +4,21 @@ import gzip
 import json
 import math
 import os
+import re
 import signal
 import time
 
+import psutil
 import pytest
 
-from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.config.checks import SANDBOXES, check
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.schema import Config, RewardConfig, SandboxConfig
 from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import RewardError, RewardInput, UngradedError
 from spmdrl.rewards.code import RESULTS, CodeGrader, Settings
 from spmdrl.rewards.load import check_ungraded, load_reward
+from spmdrl.sandbox.open import PROVIDERS
 from tests.sandbox.opened import open_or_skip
 from tests.sandbox.test_tests import HUMANEVAL
 from tests.sandbox.tricks import TRICKS
@@ -185,3 +190,32 @@ def test_the_reward_can_be_tried_on_rows_before_a_run(tmp_path, capsys):
     kinds = {(each["answers"], each["written"]): each["right"] for each in json.loads(capsys.readouterr().out)["kinds"]}
     assert kinds["gold", "column canonical_solution"] == 1.0
     assert kinds["garbage", "a program that leaves"] == kinds["garbage", "nothing"] == 0.0
+
+
+def test_the_settings_know_the_sandboxes():
+    assert set(SANDBOXES) == {"auto", *PROVIDERS}
+    problems = [
+        ("bubblewrapp", "--sandbox.provider bubblewrapp: unknown; did you mean bubblewrap?"),
+        ("ftp://x", "ftp://x"),
+    ]
+    for provider, words in problems:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            check(Config(sandbox=SandboxConfig(provider=provider)), 1)
+
+
+def test_a_sandbox_that_is_not_here_ends_the_job_before_it_starts(monkeypatch, tmp_path):
+    missing = tmp_path / "docker"
+    monkeypatch.setenv("PATH", str(missing))
+    with pytest.raises(ValueError, match="--sandbox.provider docker: .*docker"):
+        load_reward(RewardConfig(function="code"), SandboxConfig(provider="docker"))
+
+
+def test_nothing_is_left_of_a_grader_that_was_closed():
+    open_or_skip().close()
+    grader = load_reward(RewardConfig(function="code", workers=2), SandboxConfig(seconds=2.0))
+    grader.submit(1, RewardInput("", READ + "print(a + b)", STDIN))
+    grader.drain()
+    below = [child for worker in psutil.Process().children() for child in worker.children(recursive=True)]
+    assert any("zygote" in " ".join(each.cmdline()) or "supervisor" in " ".join(each.cmdline()) for each in below)
+    grader.close()
+    assert psutil.wait_procs(below, timeout=5)[1] == []

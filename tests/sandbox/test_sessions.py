@@ -6,6 +6,7 @@ import pytest
 
 from spmdrl.sandbox.base import Limits, Program, SandboxError
 from spmdrl.sandbox.inside.values import NotPlainError, decode, encode
+from spmdrl.sandbox.open import AUTO
 from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.warm import Warm
 from tests.sandbox.opened import open_or_skip
@@ -13,9 +14,9 @@ from tests.sandbox.opened import open_or_skip
 LIMITS = Limits(seconds=5.0)
 
 
-@pytest.fixture(scope="module")
-def warm():
-    opened = open_or_skip()
+@pytest.fixture(scope="module", params=AUTO)
+def warm(request):
+    opened = open_or_skip(request.param)
     yield opened
     opened.close()
 

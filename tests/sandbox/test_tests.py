@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.sandbox.base import Limits
+from spmdrl.sandbox.open import AUTO
 from spmdrl.sandbox.tests import Suite, run_tests
 from tests.sandbox.opened import open_or_skip
 from tests.sandbox.tricks import TRICKS
@@ -17,9 +18,9 @@ SUITE = Suite(("assert double(2) == 4", "assert double([1]) == [1, 1]", "assert 
 CHECK = Suite(("def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6",), entry="double")
 
 
-@pytest.fixture(scope="module")
-def sandboxes():
-    opened = [open_or_skip() for _ in range(2)]
+@pytest.fixture(scope="module", params=AUTO)
+def sandboxes(request):
+    opened = [open_or_skip(request.param) for _ in range(2)]
     yield opened
     for each in opened:
         each.close()
@@ -63,6 +64,7 @@ def test_a_program_is_not_blamed_for_tests_that_end(sandboxes):
 
 
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason="HumanEval lies in ../shared/data beside the clone")
+@pytest.mark.parametrize("sandboxes", AUTO[:1], indirect=True)
 def test_parity_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not(sandboxes):
     rows = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
     assert len(rows) == 164

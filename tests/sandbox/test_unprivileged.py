@@ -1,4 +1,5 @@
-"""The table of attacks once more, as a user who is not root: bubblewrap then makes a user namespace first."""
+"""The table of attacks once more, as a user who is not root: bubblewrap then makes a user namespace first, and programs
+below sandlock share the caller's user."""
 
 import os
 import shutil
@@ -32,6 +33,7 @@ def python_of_all() -> str | None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the other tests of this folder already run as a user who is not root")
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv (util-linux) to become another user")
+@pytest.mark.timeout(500)
 def test_attacks_are_kept_in_for_a_user_who_is_not_root(tmp_path_factory):
     python = python_of_all()
     if python is None:
@@ -57,7 +59,7 @@ def test_attacks_are_kept_in_for_a_user_who_is_not_root(tmp_path_factory):
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     try:
-        ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=480)
     finally:
         shutil.rmtree(f"/tmp/attacks-{os.getpid()}", ignore_errors=True)
     last = ended.stdout.strip().splitlines()[-1:] or [ended.stderr[-2000:]]

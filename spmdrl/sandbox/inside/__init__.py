@@ -1,6 +1,7 @@
 """Programs that run inside a sandbox; they need the standard library alone.
 
 zygote.py     starts programs, one after another
+alone.py      becomes one program, in a sandbox that holds no other
 processes.py  the processes of one program
 isolate.py    their namespaces, limits and rights
 filter.py     system calls that they may not make

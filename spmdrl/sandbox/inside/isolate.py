@@ -73,13 +73,17 @@ def hide() -> None:
     LIBC.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def limit(limits: dict) -> None:
-    """Set resource limits of this process and its children. limits: fields of `Limits`."""
+def limit(limits: dict, shared: bool = False) -> None:
+    """Set resource limits of this process and its children. limits: fields of `Limits`.
+
+    shared: others run as this user, whose processes the kernel's limit would count too.
+    """
     memory = limits["memory_mib"] << 20
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[1] if shared else limits["processes"] + OWN_PROCESSES
     for what, value in (
         (resource.RLIMIT_AS, memory + SPARE_ADDRESSES),
         (resource.RLIMIT_CPU, limits["cpu_seconds"]),
-        (resource.RLIMIT_NPROC, limits["processes"] + OWN_PROCESSES),
+        (resource.RLIMIT_NPROC, most),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_FSIZE, limits["tmp_mib"] << 20),
         (resource.RLIMIT_CORE, 0),
@@ -89,12 +93,12 @@ def limit(limits: dict) -> None:
         resource.setrlimit(what, (value, value))
 
 
-def drop_rights() -> None:
-    """Give up all capabilities for good, and install the filter of system calls."""
+def drop_rights(shared: bool = False) -> None:
+    """Give up all capabilities for good, and install the filter of system calls. shared: as in `filter.program`."""
     for capability in range(64):
         if LIBC.prctl(_CAPBSET_DROP, capability, 0, 0, 0):
             break
     version = 0x20080522
     header, none = struct.pack("Ii", version, 0), bytes(24)
     _must(LIBC.capset(header, none), "capset")
-    system_calls.install()
+    system_calls.install(shared=shared)

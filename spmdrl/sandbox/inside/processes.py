@@ -66,7 +66,7 @@ def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
             _say(tell, {"failure": traceback.format_exc()})
             os._exit(0)
         os.closerange(3, 1024)
-        _program(task)
+        become(task)
     for end in pipes:
         os.close(end)
     if not apart:
@@ -83,11 +83,7 @@ def _prepare(task: dict, apart: bool, pipes: Pipes) -> None:
     os.setsid()
     folder = "/tmp" if apart else os.getcwd()
     os.chdir(folder)
-    for name, text in task.get("files", {}).items():
-        place = os.path.join(folder, name)
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        with open(place, "w", encoding="utf-8") as file:
-            file.write(text)
+    put_files(task, folder)
     for number, end in enumerate(pipes):
         os.dup2(end, number)
     isolate.limit(task["limits"])
@@ -95,8 +91,17 @@ def _prepare(task: dict, apart: bool, pipes: Pipes) -> None:
         isolate.drop_rights()
 
 
-def _program(task: dict) -> None:
-    """Become the program; does not return."""
+def put_files(task: dict, folder: str) -> None:
+    """Write a program's files."""
+    for name, text in task.get("files", {}).items():
+        place = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def become(task: dict) -> None:
+    """Become a program; does not return."""
     if "argv" in task:
         try:
             os.execvp(task["argv"][0], task["argv"])

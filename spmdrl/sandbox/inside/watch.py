@@ -46,7 +46,7 @@ class Watch:
         """Watch until the program and all of its processes have ended."""
         while self.open:
             self._turn()
-        os.waitpid(self.child, 0)
+        self.reap()
         self._close_input()
         kept = {self.names[end]: base64.b64encode(data).decode() for end, data in self.kept.items()}
         failure = self.result.get("failure", "")
@@ -75,9 +75,8 @@ class Watch:
                 self._read(end)
         if time.monotonic() >= self.look:
             self.look = time.monotonic() + LOOK_SECONDS
-            # Without a process namespace the others are not this program's.
-            if self.apart and not self.why and memory_of_others(self.own) > self.limits["memory_mib"] << 20:
-                self.end("memory")
+            if not self.why and (passed := self.passed()):
+                self.end(passed)
         if time.monotonic() >= self.ends:
             self.end("timeout")
 
@@ -85,6 +84,19 @@ class Watch:
         """Kill the program with all of its processes."""
         self.why = self.why or why
         self.ends = time.monotonic() + 1.0
+        self.kill()
+
+    def passed(self) -> str:
+        """Return the limit that the program's processes have passed together, if one."""
+        # Without a process namespace the others are not this program's.
+        return "memory" if self.apart and memory_of_others(self.own) > self.limits["memory_mib"] << 20 else ""
+
+    def reap(self) -> None:
+        """Wait for the process that waits for the others, once all pipes are closed."""
+        os.waitpid(self.child, 0)
+
+    def kill(self) -> None:
+        """Kill all processes of the program."""
         # The kernel kills a process namespace with its first process, and that one with its parent.
         for kill, pid in (
             (os.kill, self.result.get("first")),

@@ -1,0 +1,97 @@
+"""Sandboxes by a container engine, for clusters that have one: a zygote in a container without network or rights.
+
+The image brings the system and its Python 3.11 or later; of this machine programs see the sandbox's own package alone.
+The container is what keeps a program in, below the limits of single processes and those of the container; it keeps no
+two of them apart, so each program gets one of its own. No engine is taken unless it is asked for.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from spmdrl.sandbox.base import SandboxError, Start
+from spmdrl.sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE
+
+IMAGE = "python:3.12-slim"
+"""Of Docker Hub, for docker; apptainer reads it as `docker://`, or takes a path of an image."""
+PIDS = 64
+MEMORY_MIB = 4096
+"""Processes and memory of a container."""
+INSIDE = "/sandbox/spmdrl/sandbox"
+FOLDER = "/tmp"
+"""Where programs run: a tmpfs."""
+_KEPT = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
+"""Variables that the engines' clients need and containers do not get."""
+
+
+def docker(image: str = IMAGE) -> Start:
+    """Return how to start a zygote by docker, or by a podman of that name.
+
+    Raises:
+        SandboxError: there is no docker.
+    """
+    words = docker_words(_found("docker"), image)
+    return Start(words, f"docker ({image})", "start the docker daemon, and pull the image", once=True)
+
+
+def apptainer(image: str = IMAGE) -> Start:
+    """Return how to start a zygote by apptainer.
+
+    Raises:
+        SandboxError: there is no apptainer.
+    """
+    words = apptainer_words(_found("apptainer"), image)
+    fix = "pull the image, and allow user namespaces or install apptainer set-user-ID"
+    return Start(words, f"apptainer ({image})", fix, once=True)
+
+
+def docker_words(program: str, image: str) -> list[str]:
+    """Return the words that start a zygote by docker."""
+    words = [*_client(), program, "run", "--rm", "--interactive", "--network", "none", "--read-only"]
+    words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(PIDS)]
+    words += ["--memory", f"{MEMORY_MIB}m", "--memory-swap", f"{MEMORY_MIB}m", "--user", f"{USER}:{USER}", "--init"]
+    words += ["--tmpfs", f"{FOLDER}:rw,nosuid,nodev,size=256m,mode=1777", "--workdir", FOLDER, "--hostname", "sandbox"]
+    words += ["--volume", f"{HERE}:{INSIDE}:ro", "--entrypoint", "python3"]
+    for name, value in _inside().items():
+        words += ["--env", f"{name}={value}"]
+    return [*words, image, *_zygote()]
+
+
+def apptainer_words(program: str, image: str) -> list[str]:
+    """Return the words that start a zygote by apptainer, whose root is read-only unless it is asked to be writable."""
+    source = image if os.path.exists(image) or "://" in image else f"docker://{image}"
+    words = [
+        *_client(),
+        program,
+        "exec",
+        "--containall",
+        "--cleanenv",
+        "--no-home",
+        "--no-privs",
+        "--no-mount",
+        "hostfs",
+    ]
+    words += ["--net", "--network", "none", "--pids-limit", str(PIDS), "--memory", f"{MEMORY_MIB}M"]
+    words += ["--hostname", "sandbox", "--bind", f"{HERE}:{INSIDE}:ro", "--pwd", FOLDER]
+    for name, value in _inside().items():
+        words += ["--env", f"{name}={value}"]
+    return [*words, source, "python3", *_zygote()]
+
+
+def _found(name: str) -> str:
+    program = shutil.which(name)
+    if program is None:
+        raise SandboxError(f"no {name} here", f"install {name}, or leave the choice to provider='auto'")
+    return str(Path(program))
+
+
+def _client() -> list[str]:
+    return ["env", *(f"{name}={os.environ[name]}" for name in _KEPT if name in os.environ)]
+
+
+def _inside() -> dict[str, str]:
+    return ENVIRONMENT | {"PYTHONPATH": "/sandbox"}
+
+
+def _zygote() -> list[str]:
+    return [*FLAGS, "-m", ZYGOTE, "plain", "0"]
