@@ -6,19 +6,10 @@ from pathlib import Path
 from spmdrl.config.schema import RewardConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
-from spmdrl.rewards.gsm8k import gsm8k, gsm8k_flexible
 from spmdrl.rewards.pool import Pool
-from spmdrl.rewards.text import exact_match, first_integer, none
+from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.worker import POOLED
 
-QUICK: dict[str, Callable[[RewardInput], Reward]] = {
-    "exact_match": exact_match,
-    "first_integer": first_integer,
-    "gsm8k": gsm8k,
-    "gsm8k_flexible": gsm8k_flexible,
-    "none": none,
-}
-"""Built-in rewards that are quick and certain to end: called in the process itself."""
 DEFAULT_FUNCTION = "compute_score"
 
 

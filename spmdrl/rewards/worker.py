@@ -24,7 +24,11 @@ from pathlib import Path
 
 from spmdrl.rewards.base import RewardInput, as_reward
 
-POOLED = {"math": "spmdrl.rewards.math", "reasoning_gym": "spmdrl.rewards.reasoning"}
+POOLED = {
+    "auto": "spmdrl.rewards.route",
+    "math": "spmdrl.rewards.math",
+    "reasoning_gym": "spmdrl.rewards.reasoning",
+}
 """Built-in rewards that run in the pool: name -> module, whose `load()` gives the function."""
 _PR_SET_PDEATHSIG = 1
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
