@@ -59,10 +59,8 @@ def last_number(solution: str) -> Decimal | None:
     text = solution if box is None else box
     if len(text) > TAIL:  # what is cut in two is no number
         text = re.sub(r"^[\d.,]+", "", text[-TAIL:])
-    last = None
-    for last in _NUMBER.finditer(_clean(text)):
-        pass
-    return None if last is None else _value(last)
+    found = list(_NUMBER.finditer(_clean(text)))
+    return _value(found[-1]) if found else None
 
 
 def truth_of(ground_truth: object) -> Decimal:

@@ -161,9 +161,11 @@ class Pool:
             worker.ready = True
         elif "failed" in message:
             raise RewardError(f"--reward.function {self.name}: {message['failed']}")
+        elif "load" in message:
+            worker.ready, worker.spawned = False, message["load"]
         elif "start" in message:
             assert worker.queue[0] == message["id"], "a worker answers in order"
-            worker.started = message["start"]
+            worker.ready, worker.started = True, message["start"]
         else:
             request = worker.queue.popleft()
             assert request == message["id"], "a worker answers in order"

@@ -27,8 +27,9 @@ class Worker:
     selector: selectors.BaseSelector
     """Selector that tells when the pipes are ready."""
     spawned: float
-    """When the process was started (time.monotonic())."""
+    """When it began to load: its process was started, or a row came that needs more (time.monotonic())."""
     ready: bool = False
+    """It does not load."""
     queue: deque[int] = field(default_factory=deque)
     """Requests sent and not yet answered, in order: the first may be under way."""
     started: float | None = None

@@ -3,12 +3,14 @@
 In:  {"function": f}                       first line: what to load (`builtin:math`, or `/path/file.py:name`)
      {"id": n, "item": [data_source, solution, ground_truth, extra]}
 Out: {"ready": true} or {"failed": text}   after loading
+     {"id": n, "load": t}                  before what this grading needs is loaded, which is not the grading's time
      {"id": n, "start": t}                 before a grading; t is time.monotonic(), one clock for all processes
      {"id": n, "seconds": s, "score": x, "parts": {...}}  or  {"id": n, "seconds": s, "error": text, "trace": text}
 
 It imports nothing heavy of its own, so that a killed process is back at once.
 """
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -21,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from spmdrl.rewards.base import RewardInput, as_reward
 
@@ -124,9 +127,14 @@ def main() -> None:
     except Exception as e:
         send({"failed": str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"})
         return
+    route = cast(Any, function) if hasattr(function, "needs") else None
     send({"ready": True})
     for line in requests:
         message = json.loads(line)
+        if route is not None and route.needs(item := RewardInput(*message["item"])):
+            send({"id": message["id"], "load": time.monotonic()})
+            with contextlib.suppress(Exception):  # the grading meets it again, and says so
+                route.load(item)
         start = time.monotonic()
         send({"id": message["id"], "start": start})
         answer = _grade(function, message["item"], finite)
