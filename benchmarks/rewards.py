@@ -32,7 +32,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     found = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
     return float(bool(found) and found[-1].replace(",", "") == ground_truth)
 """
-WORDS = "there are many apples in each box so we add the price of all pens and divide by days of work".split()
+WORDS = (
+    *("there", "are", "many", "apples", "in", "each", "box", "so", "we", "add", "the", "price", "of", "all", "pens"),
+    *("and", "divide", "by", "days", "of", "work"),
+)
 
 
 def answers(count: int, source: str, boxed: bool = False) -> list[tuple[Any, float]]:

@@ -307,8 +307,10 @@ class RewardConfig:
     """How samples are scored."""
 
     function: str = "exact_match"
-    """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `math`,
-    `reasoning_gym`, `none` (0), or `path/to/file.py[:function]` with verl's compute_score signature."""
+    """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `numeric` (near it),
+    `math` (symbolic), `boxed`, `math_dapo` (1 or -1), `math_dapo_boxed`, `choice` (a letter), `exact_match_qa`,
+    `reasoning_gym`, `auto` (by each row's data_source), `none` (0): docs/rewards.md. Or `path/to/file.py[:function]`
+    with verl's compute_score signature."""
     workers: int = 1
     """Grading processes per rank (for rewards that run in the pool)."""
     timeout: float = 5.0

@@ -5,5 +5,7 @@ load.py        makes a grader from --reward.function
 pool.py        graders in processes that can be killed
 process.py     one worker of the pool, from the parent's side
 worker.py      the program that a worker runs
-gsm8k.py  math.py  reasoning.py  text.py    built-in rewards
+route.py       the reward `auto`: which one grades rows of a data_source
+quick.py       built-in rewards that are called in the process itself
+boxed.py  choice.py  dapo.py  gsm8k.py  math.py  numeric.py  qa.py  reasoning.py  text.py    built-in rewards
 """

@@ -8,6 +8,7 @@ Nothing is computed: `2/4` is not `\frac{1}{2}`, and `1,000` is not `1000`. The 
 import re
 
 from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.text import truth_text
 
 LONGEST = 4096
 """Characters of the longest box that is read."""
@@ -100,11 +101,9 @@ def same(answer: str, truth: str) -> bool:
 
 def boxed(item: RewardInput) -> Reward:
     r"""1 when the last `\boxed{...}` is the truth, which may stand in a box too. Part `format`: there is a box."""
-    whole = str(item.ground_truth)
+    whole = truth_text(item.ground_truth)
     inside = last_box(whole)
-    truth = whole if inside is None else inside
-    if not truth.strip():
-        raise ValueError("the truth is empty: change --data.answer-column")
+    truth = whole if inside is None else truth_text(inside)
     answer = last_box(item.solution)
     if answer is None:
         return Reward(0.0, {"format": 0.0})

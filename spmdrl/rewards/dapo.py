@@ -9,6 +9,7 @@ import re
 
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.boxed import last_box
+from spmdrl.rewards.text import truth_text
 
 TAIL, BOX_TAIL = 300, 100
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
@@ -56,16 +57,9 @@ def normal_form(text: str) -> str:
     return digits if digits.isdigit() else text.strip()
 
 
-def _truth(item: RewardInput) -> str:
-    truth = str(item.ground_truth)
-    if not truth.strip():
-        raise ValueError("the truth is empty: change --data.answer-column")
-    return truth
-
-
 def math_dapo(item: RewardInput) -> Reward:
     """1 when the last `Answer: ...` is the truth, else -1. Parts: `acc` (1 or 0), `format` (there is such a line)."""
-    truth = normal_form(_truth(item))
+    truth = normal_form(truth_text(item.ground_truth))
     answers = _ANSWER.findall(item.solution[-TAIL:])
     right = bool(answers) and normal_form(answers[-1]) == truth
     return Reward(1.0 if right else -1.0, {"acc": float(right), "format": float(bool(answers))})
@@ -73,7 +67,7 @@ def math_dapo(item: RewardInput) -> Reward:
 
 def math_dapo_boxed(item: RewardInput) -> Reward:
     r"""1 when the last `\boxed{...}` is the truth, else -1. Parts: `acc` (1 or 0), `format` (there is a box)."""
-    truth, answer = _truth(item), last_box(item.solution[-BOX_TAIL:])
+    truth, answer = truth_text(item.ground_truth), last_box(item.solution[-BOX_TAIL:])
     return Reward(
         1.0 if answer == truth else -1.0, {"acc": float(answer == truth), "format": float(answer is not None)}
     )

@@ -8,6 +8,7 @@ import re
 import string
 
 from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.text import truth_text
 
 OPEN, CLOSE = "<answer>", "</answer>"
 MOST_TAGS = 10
@@ -35,10 +36,8 @@ def tagged(text: str) -> str | None:
 def truths_of(ground_truth: object) -> list[str]:
     """All answers that are right: a text, a list of them, or a dict with them in `target`, as Search-R1's rows have."""
     found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
-    texts = [str(each) for each in (found if isinstance(found, list | tuple) else [found]) if each is not None]
-    if not any(text.strip() for text in texts):
-        raise ValueError("the truth is empty: change --data.answer-column")
-    return texts
+    texts = [str(each) for each in (found if isinstance(found, list) else [found]) if each is not None]
+    return [text for text in texts if text.strip()] or [truth_text(None)]
 
 
 def exact_match_qa(item: RewardInput) -> Reward:

@@ -268,8 +268,10 @@ def test_exact_match_qa_normalises_as_squad_does():
 
 @pytest.mark.parametrize("function", ["boxed", "math_dapo", "math_dapo_boxed", "exact_match_qa"])
 def test_an_empty_truth_is_refused(function):
-    with pytest.raises(ValueError, match="--data.answer-column"):
-        score(function, "1", "")
+    for truth in ("", " ", None):
+        with pytest.raises(ValueError, match="--data.answer-column"):
+            score(function, "1", truth)
+    assert score("exact_match_qa", "<answer></answer>", ["", None, "x"]) == 0.0, "empty ones of several are left out"
 
 
 # -- hostile strings --------------------------------------------------------------------------------------------------
