@@ -2,10 +2,11 @@
 
     python benchmarks/rewards.py [--quick] [--json FILE]
 
-The answers are made up: 40 to 120 words of work and `#### n`, as GSM8K's are, and a sixth of them wrong. They are
+The answers are made up: 80 words of work and `#### n`, as GSM8K's are, and a sixth of them wrong. They are
 submitted in steps of 256, with a poll after each answer as a rollout has, and drained. Each row is the best of three
 rounds, and the time of a grading beside it is 1 second over the rate. `auto` and `verl file` go through the pool, the
-latter as a user's file with verl's signature. Times are of wall clocks, so other work on the machine lowers the rates.
+latter as a user's file with verl's signature. `auto, symbolic` needs math-verify for each answer, in one round of 128,
+since it remembers what it has read. Times are of wall clocks, so other work on the machine lowers the rates.
 """
 
 import argparse
@@ -38,7 +39,7 @@ WORDS = (
 )
 
 
-def answers(count: int, source: str, boxed: bool = False) -> list[tuple[Any, float]]:
+def answers(count: int, source: str, symbolic: bool = False) -> list[tuple[Any, float]]:
     """Made-up responses with the score that each must get."""
     from spmdrl.rewards.base import RewardInput
 
@@ -47,8 +48,9 @@ def answers(count: int, source: str, boxed: bool = False) -> list[tuple[Any, flo
         truth, right = draw.randrange(10_000), i % 6 != 0
         work = " ".join(draw.choice(WORDS) if draw.random() < 0.8 else str(draw.randrange(100)) for _ in range(80))
         said = truth if right else truth + 1
-        end = rf"\boxed{{{said}}}" if boxed else f"#### {said}"
-        made.append((RewardInput(source, f"{work}\n{end}", str(truth), {"index": i, "split": "train"}), float(right)))
+        # Neither the text nor a number tells that these are equal, so math-verify has to.
+        end, answer = (rf"\boxed{{{said}x+{truth}}}", f"{truth}(x+1)") if symbolic else (f"#### {said}", str(truth))
+        made.append((RewardInput(source, f"{work}\n{end}", answer, {"index": i, "split": "train"}), float(right)))
     return made
 
 
@@ -77,9 +79,10 @@ def main() -> None:
     from spmdrl.config.schema import RewardConfig
     from spmdrl.rewards.load import load_reward
 
-    count, rounds = (2 * STEP, 1) if args.quick else (32 * STEP, 3)
-    gsm8k, few = answers(count, "openai/gsm8k"), answers(count // 16, "numina_cn_k12", boxed=True)
+    count, rounds = (2 * STEP, 1) if args.quick else (8 * STEP, 3)
+    gsm8k, few = answers(count, "openai/gsm8k"), answers(8 + 128, "numina_cn_k12", symbolic=True)
     rows: list[dict[str, Any]] = []
+    load = os.getloadavg()[0]  # other work on the machine, which lowers the rates
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.py"
         file.write_text(USER_FILE)
@@ -92,18 +95,19 @@ def main() -> None:
         ):
             grader = load_reward(RewardConfig(function=function, workers=max(1, workers), timeout=60.0))
             try:
-                rate(grader, items[:STEP])  # loads what the rows need
-                best = max(rate(grader, items) for _ in range(rounds))
+                rate(grader, items[: 8 if items is few else STEP])  # loads what the rows need
+                timed = items[8:] if items is few else items
+                best = max(rate(grader, timed) for _ in range(1 if items is few else rounds))
             finally:
                 grader.close()
             where = f"pool of {workers}" if workers else "the rank itself"
-            rows.append({"reward": name, "workers": workers, "answers": len(items), "answers_per_second": best})
+            rows.append({"reward": name, "workers": workers, "answers": len(timed), "answers_per_second": best})
             print(f"{name:16} {where:16} {best:>10.0f} answers/s {1e6 / best:>8.0f} us", flush=True)
     pool = min(row["answers_per_second"] for row in rows if row["workers"] == 1 and row["answers"] == count)
     print(f"target pool-answers-per-second {pool:.0f} {TARGET:.0f} {'ok' if pool >= TARGET else 'miss'}")
     if args.json:
         facts = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-        facts |= {"python": platform.python_version(), "date": str(date.today()), "rows": rows}
+        facts |= {"load_before": load, "python": platform.python_version(), "date": str(date.today()), "rows": rows}
         Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -80,6 +80,8 @@ def test_parity_verdicts_are_verls_but_for_the_listed_differences():
 def test_the_corpus_is_wide():
     cases = GOLDEN["cases"]
     assert len({case["name"] for case in cases}) == len(cases)
+    total = sum(len(case["verl"]) for case in cases)
+    assert f"{len(cases)} made-up responses" in PAGE and f"{total:,} verdicts" in PAGE
     assert len({case["solution"] for case in cases}) >= 450
     for grader, least in {"gsm8k": 90, "boxed": 350, "math_dapo": 350, "math": 150, "exact_match_qa": 50}.items():
         verdicts = [case["verl"][grader] for case in cases if grader in case["verl"]]
