@@ -307,9 +307,10 @@ class RewardConfig:
     """How samples are scored."""
 
     function: str = "exact_match"
-    """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `math`,
-    `code` (1 if the program in the response passes all tests), `code_partial` (the share that it passes),
-    `reasoning_gym`, `none` (0), or `path/to/file.py[:function]` in a form of verl or TRL (docs/rewards.md)."""
+    """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `numeric` (near it),
+    `math` (symbolic), `boxed`, `math_dapo` (1 or -1), `math_dapo_boxed`, `choice` (a letter), `exact_match_qa`, `code`
+    (1 if the program passes all tests), `code_partial` (the share that it passes), `reasoning_gym`, `auto` (by each
+    row's data_source), `none` (0), or `path/to/file.py[:function]` in a form of verl or TRL: docs/rewards.md."""
     weight: float = 1.0
     """Factor on its score."""
     more: tuple[str, ...] = ()

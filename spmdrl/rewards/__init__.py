@@ -9,5 +9,7 @@ several.py     several rewards as one: weights and gates
 forms.py       functions of users, in the forms of verl and TRL
 code.py        programs graded by tests in the sandbox; code_tests.py reads the tests of a row
 trial.py       tries a reward on right and wrong answers; __main__.py is its command
-gsm8k.py  math.py  reasoning.py  text.py    built-in rewards
+route.py       the reward `auto`: which one grades rows of a data_source
+quick.py       built-in rewards that are called in the process itself
+boxed.py  choice.py  dapo.py  gsm8k.py  math.py  numeric.py  qa.py  reasoning.py  text.py    built-in rewards
 """

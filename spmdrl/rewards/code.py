@@ -23,6 +23,8 @@ from spmdrl.sandbox.warm import Warm
 
 RETRIES = 2
 """Times that a grading starts again, in fresh sandboxes, after one that failed."""
+RESTARTS = 30.0
+"""Seconds beyond the time of its programs that a grading may take."""
 RESULTS = ("passed", "wrong", "error", "timeout", "memory", "output")
 """What a test can come to; each is a part of the reward, the share of tests that came to it."""
 TOLERANCE = 1e-6
@@ -96,6 +98,10 @@ class CodeGrader:
         """End the sandboxes. May be called twice."""
         while self.sandboxes:
             self.sandboxes.pop().close()
+
+    def may_take(self, item: RewardInput) -> float:
+        """Seconds that a grading may take: its programs have clocks of their own, and sandboxes may start again."""
+        return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)
 
     def __call__(self, item: RewardInput) -> Reward:
         """Grade a response.

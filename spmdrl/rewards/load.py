@@ -10,25 +10,14 @@ from typing import Any
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
-from spmdrl.rewards.gsm8k import gsm8k, gsm8k_flexible
 from spmdrl.rewards.pool import Pool
+from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.several import Several, Term
-from spmdrl.rewards.text import exact_match, first_integer, none
 from spmdrl.rewards.worker import POOLED
 
-QUICK: dict[str, Callable[[RewardInput], Reward]] = {
-    "exact_match": exact_match,
-    "first_integer": first_integer,
-    "gsm8k": gsm8k,
-    "gsm8k_flexible": gsm8k_flexible,
-    "none": none,
-}
-"""Built-in rewards that are quick and certain to end: called in the process itself."""
-IN_SANDBOX = ("code", "code_partial")
-"""Built-in rewards that run programs."""
+IN_SANDBOX = ("auto", "code", "code_partial")
+"""Built-in rewards that run programs, or may."""
 DEFAULT_FUNCTION = "compute_score"
-HANGS_AFTER = 60.0
-"""Seconds beyond the time of a sample's programs, and of a second try, after which their grading hangs."""
 
 
 class Direct:
@@ -117,12 +106,8 @@ def _load(name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finit
     is_file = name not in POOLED
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
     function = _file_function(name, flag) if is_file else f"builtin:{name}"
-    if name not in IN_SANDBOX:
-        kwargs = _kwargs(cfg) if is_file else {}
-        return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, kwargs)
-    # Its own clocks end programs; the pool's are for a grading that hangs in spite of them.
-    timeout = max(cfg.timeout, 2 * sandbox.total_seconds + HANGS_AFTER)
-    return Pool(function, cfg.workers, timeout, "error", name, finite, dataclasses.asdict(sandbox))
+    settings = _kwargs(cfg) if is_file else dataclasses.asdict(sandbox) if name in IN_SANDBOX else {}
+    return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, settings)
 
 
 def _kwargs(cfg: RewardConfig) -> dict[str, Any]:
@@ -162,7 +147,7 @@ def functions(cfg: RewardConfig) -> list[str]:
 
 
 def _scores_timeouts(name: str, cfg: RewardConfig) -> bool:
-    if name in QUICK or name in IN_SANDBOX:
+    if name in QUICK or name in ("code", "code_partial"):
         return False
     return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and name in POOLED)
 

@@ -133,7 +133,7 @@ class Pool:
     def _deadline(self, worker: Worker) -> float:
         if not worker.ready:
             return worker.spawned + START_SECONDS
-        return float("inf") if worker.started is None else worker.started + self._timeout
+        return float("inf") if worker.started is None else worker.started + (worker.may_take or self._timeout)
 
     def _check_clock(self, worker: Worker) -> None:
         if time.monotonic() < self._deadline(worker):
@@ -145,7 +145,7 @@ class Pool:
             raise RewardError(f"--reward.function {self.name} did not load within {START_SECONDS:.0f} s")
         request = worker.queue.popleft()
         self._replace(worker)
-        self._timed_out(request)
+        self._timed_out(request, worker.may_take)
 
     def _hand_out(self) -> None:
         """Give waiting requests to the workers that have the fewest."""
@@ -175,15 +175,17 @@ class Pool:
             worker.ready = True
         elif "failed" in message:
             raise RewardError(f"--reward.function {self.name}: {message['failed']}")
+        elif "load" in message:
+            worker.ready, worker.spawned = False, message["load"]
         elif "start" in message:
             assert worker.queue[0] == message["id"], "a worker answers in order"
-            worker.started = message["start"]
+            worker.ready, worker.started, worker.may_take = True, message["start"], message["may_take"]
         else:
             request = worker.queue.popleft()
             assert request == message["id"], "a worker answers in order"
             worker.started = None
-            if message["seconds"] > self._timeout:  # as if it had been seen, and killed, in time
-                self._timed_out(request)
+            if message["seconds"] > (worker.may_take or self._timeout):  # as if it had been seen, and killed, in time
+                self._timed_out(request, worker.may_take)
             elif "ungraded" in message:
                 self._left_out(request, message["ungraded"])
             elif "error" in message:
@@ -200,7 +202,10 @@ class Pool:
         key, _ = self._items.pop(request)
         self._done.append((key, reward))
 
-    def _timed_out(self, request: int) -> None:
+    def _timed_out(self, request: int, may_take: float) -> None:
+        if may_take:
+            # Its own clocks should have ended it: the fault is not the response's.
+            return self._left_out(request, f"its grading did not end within {may_take:g} s")
         if self._on_timeout == "error":
             raise RewardError(
                 f"reward function {self.name} took longer than {self._timeout:g} s on "

@@ -27,12 +27,15 @@ class Worker:
     selector: selectors.BaseSelector
     """Selector that tells when the pipes are ready."""
     spawned: float
-    """When the process was started (time.monotonic())."""
+    """When it began to load: its process was started, or a row came that needs more (time.monotonic())."""
     ready: bool = False
+    """It does not load."""
     queue: deque[int] = field(default_factory=deque)
     """Requests sent and not yet answered, in order: the first may be under way."""
     started: float | None = None
     """When the first of them started (time.monotonic())."""
+    may_take: float = 0.0
+    """Seconds that it may take, where its reward has clocks of its own."""
     to_send: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
 

@@ -17,6 +17,14 @@ def to_decimal(text: str) -> Decimal | None:
         return None
 
 
+def truth_text(ground_truth: object) -> str:
+    """A truth as text. Raises ValueError for an empty one, which some response would equal without an answer."""
+    text = "" if ground_truth is None else str(ground_truth)
+    if not text.strip():
+        raise ValueError("the truth is empty: change --data.answer-column")
+    return text
+
+
 def none(item: RewardInput) -> Reward:
     """0 for every response, for runs in which a model or a teacher scores it."""
     return Reward(0.0)

@@ -5,7 +5,9 @@ In:  {"function": f, "settings": {...}, "finite": b}
                                            of a built-in reward or arguments of a user's, whether scores must be finite
      {"id": n, "item": [data_source, solution, ground_truth, extra, prompt]}
 Out: {"ready": true} or {"failed": text}   after loading
-     {"id": n, "start": t}                 before a grading; t is time.monotonic(), one clock for all processes
+     {"id": n, "load": t}                  before what this grading needs is loaded, which is not the grading's time
+     {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), one clock for all processes; s is
+                                           how long it may take where the reward has clocks of its own, else 0
      {"id": n, "seconds": s, "score": x, "parts": {...}, "applies": b}
      {"id": n, "seconds": s, "error": text, "trace": text}
      {"id": n, "seconds": s, "ungraded": text}     the response cannot be graded, which is not its fault
@@ -13,6 +15,7 @@ Out: {"ready": true} or {"failed": text}   after loading
 It imports nothing heavy of its own, so that a killed process is back at once.
 """
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -25,7 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
 from spmdrl.rewards.forms import adapted
@@ -120,11 +123,18 @@ def main() -> None:
     except Exception as e:
         send({"failed": str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"})
         return
+    route = cast(Any, function) if hasattr(function, "needs") else None
+    may_take = getattr(function, "may_take", None)
     send({"ready": True})
     for line in requests:
         message = json.loads(line)
+        if route is not None and route.needs(item := RewardInput(*message["item"])):
+            send({"id": message["id"], "load": time.monotonic()})
+            with contextlib.suppress(Exception):  # the grading meets it again, and says so
+                route.load(item)
         start = time.monotonic()
-        send({"id": message["id"], "start": start})
+        own = may_take(RewardInput(*message["item"])) if may_take else 0.0
+        send({"id": message["id"], "start": start, "may_take": own})
         answer = _grade(function, message["item"], finite)
         send({"id": message["id"], "seconds": time.monotonic() - start, **answer})
         sys.stdout.flush()  # prints of user code, in order with the rest of the log

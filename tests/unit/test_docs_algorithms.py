@@ -26,7 +26,18 @@ from spmdrl.rl.rehearsal import check_use
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ELSEWHERE = ("engines", "growth", "megatron", "performance", "placement", "reliability", "sandbox", "scale", "slurm")
+ELSEWHERE = (
+    "engines",
+    "growth",
+    "megatron",
+    "performance",
+    "placement",
+    "reliability",
+    "rewards",
+    "sandbox",
+    "scale",
+    "slurm",
+)
 """Pages without settings of methods; other tests check theirs: test_docs_{engines,megatron,slurm}.py and more."""
 METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "usage")]
 """Pages of the algorithms."""
@@ -322,7 +333,7 @@ def test_pages_are_short(name):
     assert len(lines) <= 350
     long = [line for line in lines if len(line) > 130]
     # A row of a table cannot be broken.
-    tables = name in ("growth", "reliability", "sandbox", "scale", "slurm") or name in METHOD_PAGES
+    tables = name in ("growth", "reliability", "rewards", "sandbox", "scale", "slurm") or name in METHOD_PAGES
     assert [line for line in long if not tables or not line.startswith("| ")] == []
 
 

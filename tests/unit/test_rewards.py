@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.rewards import route
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward
 from spmdrl.rewards.load import check_cost, load_reward
 from spmdrl.rewards.math import last_boxed
 from spmdrl.rewards.pool import PREFETCH, Pool
+from spmdrl.rewards.quick import QUICK
+from spmdrl.rewards.worker import POOLED
 
 REPO = Path(__file__).resolve().parents[2]
 SHARED = REPO.parent / "shared" / "data"
@@ -309,6 +312,87 @@ def test_reasoning_gym_grades_its_own_answers(started, tmp_path):
         assert scores[:2] == [1.0, 1.0] and max(scores[2:]) < 0.5, task
     with pytest.raises(RewardError, match="reasoning-gym:<task> only"):
         grade(grader, item("x"))
+
+
+# -- auto: by data_source ----------------------------------------------------------------------------------------------
+
+
+def of(source: str, solution: str, truth: object) -> RewardInput:
+    return RewardInput(source, solution, truth, {})
+
+
+def test_auto_grades_each_row_by_its_source(started):
+    cases = [
+        (of("openai/gsm8k", "#### 72", "72"), Reward(1.0, {"flexible": 1.0, "format": 1.0})),
+        (of("lighteval/MATH", r"\boxed{2/4}", r"\frac{1}{2}"), Reward(0.0, {"format": 1.0})),
+        (of("HuggingFaceH4/MATH-500", r"\boxed{1/2}", r"\frac{1}{2}"), Reward(1.0, {"format": 1.0})),
+        (of("math_dapo", "Answer: 34", "34"), Reward(1.0, {"acc": 1.0, "format": 1.0})),
+        (of("aime2024", "Answer: 35", "34"), Reward(-1.0, {"acc": 0.0, "format": 1.0})),
+        (of("numina_olympiads", r"\boxed{2/4}", r"\frac{1}{2}"), Reward(1.0, {"format": 1.0})),
+        (of("searchR1_nq", "<answer>The sea.</answer>", {"target": ["Sea"]}), Reward(1.0, {"format": 1.0})),
+    ]
+    rewards = grade(started(function="auto", timeout=20.0), *(one for one, _ in cases))
+    assert rewards == [reward for _, reward in cases]
+
+
+def test_auto_names_a_source_that_it_does_not_know(started):
+    grader = started(function="auto")
+    grader.submit((3, 1), of("my/sums", "1", "1"))
+    says = "auto failed on prompt 3, sample 1: .*'my/sums'; it knows openai/gsm8k, .*numina_.*--reward.function"
+    with pytest.raises(RewardError, match=says):
+        grader.drain()
+
+
+def test_every_source_of_auto_has_a_reward_that_its_name_says(monkeypatch):
+    known = {*QUICK, *POOLED, "code_partial"}
+    assert {*route.ROUTE.values(), *route.PREFIXES.values()} <= known - {"auto"}
+    assert [route.reward_of(name) for name in ("math", "aime_2025", "numina_x", "searchR1_x", "taco")] == [
+        *("math_dapo", "math_dapo", "math", "exact_match_qa", "code_partial")
+    ]
+    for name in ("", "Math", "openai/gsm8k2", "xaime"):
+        with pytest.raises(ValueError, match="auto knows no reward for data_source"):
+            route.reward_of(name)
+    monkeypatch.setitem(route.ROUTE, "odd", "nowhere")
+    with pytest.raises(ValueError, match="no reward nowhere here, which grades data_source 'odd'"):
+        route.load()(of("odd", "1", "1"))
+
+
+def test_auto_loads_only_what_rows_need():
+    code = (
+        "import sys\n"
+        "from spmdrl.rewards.base import RewardInput as I\n"
+        "from spmdrl.rewards.worker import load_function\n"
+        "auto = load_function('builtin:auto')\n"
+        "assert auto(I('openai/gsm8k', '#### 7', '7')).score == 1\n"
+        "assert not {'torch', 'sympy', 'math_verify', 'yaml', 'spmdrl.config.schema'} & set(sys.modules)\n"
+        "assert auto(I('numina_x', r'\\boxed{7}', '7')).score == 1 and 'math_verify' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(REPO)})
+
+
+SLOW_IMPORT = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "math_verify":
+            time.sleep(2.0)
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def test_what_a_row_needs_is_loaded_off_its_clock(started, tmp_path, monkeypatch):
+    """A symbolic grading has half the time that its import takes, also in the worker that follows a killed one."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    grader = started(function="auto", timeout=1.0)
+    rows = [of("numina_x", text, "7") for text in (r"\boxed{7}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{7}", r"\boxed{6}")]
+    begun = time.monotonic()
+    assert [r.score for r in grade(grader, *rows)] == [1.0, 0.0, 1.0, 0.0]
+    assert grader.timeouts == 1 and time.monotonic() - begun > 5, "two workers loaded slowly, one of them was killed"
+    quick = [of("openai/gsm8k", f"#### {i}", "5") for i in range(3 * PREFETCH)]
+    assert [r.score for r in grade(grader, *quick)] == [float(i == 5) for i in range(3 * PREFETCH)]
 
 
 # -- user files in the pool -------------------------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""Answers that one rank grades in a second: built-in rewards in its own process, and through the pool.
+
+    python benchmarks/rewards.py [--quick] [--json FILE]
+
+The answers are made up: 80 words of work and `#### n`, as GSM8K's are, and a sixth of them wrong. They are
+submitted in steps of 256, with a poll after each answer as a rollout has, and drained. Each row is the best of three
+rounds, and the time of a grading beside it is 1 second over the rate. `auto` and `verl file` go through the pool, the
+latter as a user's file with verl's signature. `auto, symbolic` needs math-verify for each answer, in one round of 128,
+since it remembers what it has read. Times are of wall clocks, so other work on the machine lowers the rates.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+STEP = 256
+TARGET = 1000.0
+"""Answers a second of one rank with one worker."""
+USER_FILE = """
+import re
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    found = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
+    return float(bool(found) and found[-1].replace(",", "") == ground_truth)
+"""
+WORDS = (
+    *("there", "are", "many", "apples", "in", "each", "box", "so", "we", "add", "the", "price", "of", "all", "pens"),
+    *("and", "divide", "by", "days", "of", "work"),
+)
+
+
+def answers(count: int, source: str, symbolic: bool = False) -> list[tuple[Any, float]]:
+    """Made-up responses with the score that each must get."""
+    from spmdrl.rewards.base import RewardInput
+
+    draw, made = random.Random(7), []
+    for i in range(count):
+        truth, right = draw.randrange(10_000), i % 6 != 0
+        work = " ".join(draw.choice(WORDS) if draw.random() < 0.8 else str(draw.randrange(100)) for _ in range(80))
+        said = truth if right else truth + 1
+        # Neither the text nor a number tells that these are equal, so math-verify has to.
+        end, answer = (rf"\boxed{{{said}x+{truth}}}", f"{truth}(x+1)") if symbolic else (f"#### {said}", str(truth))
+        made.append((RewardInput(source, f"{work}\n{end}", answer, {"index": i, "split": "train"}), float(right)))
+    return made
+
+
+def rate(grader: Any, rows: list[tuple[Any, float]]) -> float:
+    """Answers a second, after a check of every score."""
+    got: list[tuple[Any, Any]] = []
+    begun = time.perf_counter()
+    for start in range(0, len(rows), STEP):
+        for i, (item, _) in enumerate(rows[start : start + STEP], start):
+            grader.submit(i, item)
+            got += grader.poll()
+        got += grader.drain()
+    seconds = time.perf_counter() - begun
+    scores = {key: reward.score for key, reward in got}
+    assert scores == {i: score for i, (_, score) in enumerate(rows)}, "a score is wrong"
+    return len(rows) / seconds
+
+
+def main() -> None:
+    """Measure, print, and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer answers, one round")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+
+    from spmdrl.config.schema import RewardConfig
+    from spmdrl.rewards.load import load_reward
+
+    count, rounds = (2 * STEP, 1) if args.quick else (8 * STEP, 3)
+    gsm8k, few = answers(count, "openai/gsm8k"), answers(8 + 128, "numina_cn_k12", symbolic=True)
+    rows: list[dict[str, Any]] = []
+    load = os.getloadavg()[0]  # other work on the machine, which lowers the rates
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mine.py"
+        file.write_text(USER_FILE)
+        for name, function, workers, items in (
+            ("gsm8k", "gsm8k", 0, gsm8k),
+            ("auto", "auto", 1, gsm8k),
+            ("auto", "auto", 2, gsm8k),
+            ("verl file", str(file), 1, gsm8k),
+            ("auto, symbolic", "auto", 1, few),
+        ):
+            grader = load_reward(RewardConfig(function=function, workers=max(1, workers), timeout=60.0))
+            try:
+                rate(grader, items[: 8 if items is few else STEP])  # loads what the rows need
+                timed = items[8:] if items is few else items
+                best = max(rate(grader, timed) for _ in range(1 if items is few else rounds))
+            finally:
+                grader.close()
+            where = f"pool of {workers}" if workers else "the rank itself"
+            rows.append({"reward": name, "workers": workers, "answers": len(timed), "answers_per_second": best})
+            print(f"{name:16} {where:16} {best:>10.0f} answers/s {1e6 / best:>8.0f} us", flush=True)
+    pool = min(row["answers_per_second"] for row in rows if row["workers"] == 1 and row["answers"] == count)
+    print(f"target pool-answers-per-second {pool:.0f} {TARGET:.0f} {'ok' if pool >= TARGET else 'miss'}")
+    if args.json:
+        facts = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
+        facts |= {"load_before": load, "python": platform.python_version(), "date": str(date.today()), "rows": rows}
+        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

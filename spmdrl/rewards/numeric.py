@@ -1,0 +1,96 @@
+r"""A number within a tolerance of the truth: the last one in the last `\boxed{...}`, else the last of the response.
+
+Numbers are written as `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `3/4` or `\frac{3}{4}`; units behind them are not
+read, `%` included. The row says how near the truth is near enough: `tolerance` in its `extra_info` is relative to the
+truth, `absolute_tolerance` is not, and the wider of both counts.
+"""
+
+import re
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
+
+from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.boxed import last_box
+
+TOLERANCE = 1e-6
+"""Relative tolerance of rows that give none."""
+TAIL = 1000
+"""Characters at the end of a text that are read."""
+MOST_DIGITS = 9
+"""Digits of the longest exponent that is read."""
+_PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>(?:(?<![\d)}}\w])[-+−]\s?)?)(?:"
+    rf"\\[dt]?frac\s?\{{(?P<over>[-+−]?{_PLAIN})\}}\s?\{{(?P<under>[-+−]?{_PLAIN})\}}"
+    rf"|\$?(?P<value>{_PLAIN})"
+    rf"(?:[eE](?P<e>[-+−]?\d+)(?!\w)|\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{{?(?P<power>[-+−]?\d+)\}}?"
+    rf"|/(?P<below>{_PLAIN}))?)"
+)
+_SPACED = re.compile(r"\\[,!;: ]|(?<=\d)\{,\}(?=\d)")
+_EXACT = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
+"""What overflows or is no number becomes infinite or nan, not an exception."""
+
+
+def _clean(text: str) -> str:
+    text = _SPACED.sub(lambda m: "," if m.group() == "{,}" else "", text[-TAIL:])
+    return text.replace(r"\$", "$")
+
+
+def _decimal(text: str) -> Decimal:
+    return Decimal(text.replace(",", "").replace("−", "-"))
+
+
+def _value(m: re.Match) -> Decimal:
+    """Value of a match, nan where it has none. Call it in the context `_EXACT`."""
+    if m["over"]:
+        value = _decimal(m["over"]) / _decimal(m["under"])
+    else:
+        exponent = m["e"] or m["power"] or "0"
+        if len(exponent.lstrip("+-−0")) > MOST_DIGITS:
+            return Decimal("nan")
+        value = _decimal(m["value"]).scaleb(int(exponent.replace("−", "-")))
+        if m["below"]:
+            value /= _decimal(m["below"])
+    return -value if m["sign"].strip() in ("-", "−") else value
+
+
+def last_number(solution: str) -> Decimal | None:
+    """Value of the number that a response gives; nan where it is too large to have one, None where there is none."""
+    box = last_box(solution)
+    text = solution if box is None else box
+    if len(text) > TAIL:  # what is cut in two is no number
+        text = re.sub(r"^[\d.,]+", "", text[-TAIL:])
+    found = list(_NUMBER.finditer(_clean(text)))
+    return _value(found[-1]) if found else None
+
+
+def truth_of(ground_truth: object) -> Decimal:
+    """Value of a truth, which is a number alone, in a box or behind `####`. Raises ValueError when there is none."""
+    text = str(ground_truth)
+    box = last_box(text)
+    m = _NUMBER.fullmatch(_clean(text.rpartition("####")[2] if box is None else box).strip(" $."))
+    value = _value(m) if m else Decimal("nan")
+    if not value.is_finite():
+        raise ValueError(
+            f"numeric compares with a number and the truth is {text[:60]!r}: "
+            "change --data.answer-column or --reward.function"
+        )
+    return value
+
+
+def _tolerance(extra: dict, name: str, default: float) -> Decimal:
+    given = extra.get(name)
+    value = default if given is None else given
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} {str(value)[:60]!r} of the row's extra_info is no number of at least 0")
+    return Decimal(value)
+
+
+def numeric(item: RewardInput) -> Reward:
+    """1 when the response's number lies within the tolerance of the truth. Part `format`: it has a number."""
+    with localcontext(_EXACT):
+        truth, given = truth_of(item.ground_truth), last_number(item.solution)
+        relative = _tolerance(item.extra, "tolerance", TOLERANCE) * abs(truth)
+        allowed = max(relative, _tolerance(item.extra, "absolute_tolerance", 0.0))
+        if given is None or not given.is_finite():
+            return Reward(0.0, {"format": float(given is not None)})
+        return Reward(float(abs(given - truth) <= allowed), {"format": 1.0})

@@ -1,0 +1,55 @@
+"""Questions with short answers: the text in the last `<answer>` tags, compared after the normalisation of SQuAD.
+
+Rajpurkar et al. 2016 (https://arxiv.org/abs/1606.05250): lower case, no punctuation, no articles, single spaces. The
+form of the response, and the quarter for many tags, are those of Search-R1 (https://arxiv.org/abs/2503.09516).
+"""
+
+import re
+import string
+
+from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.text import truth_text
+
+OPEN, CLOSE = "<answer>", "</answer>"
+MOST_TAGS = 10
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+
+def normal_form(text: str) -> str:
+    """The form in which answers are compared."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def tagged(text: str) -> str | None:
+    """The text in the last pair of tags, pairs taken from the left; None where there is none."""
+    answer, start = None, text.find(OPEN)
+    while start >= 0:
+        end = text.find(CLOSE, start)
+        if end < 0:
+            break
+        answer = text[start + len(OPEN) : end]
+        start = text.find(OPEN, end)
+    return answer
+
+
+def truths_of(ground_truth: object) -> list[str]:
+    """All answers that are right: a text, a list of them, or a dict with them in `target`, as Search-R1's rows have."""
+    found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
+    texts = [str(each) for each in (found if isinstance(found, list) else [found]) if each is not None]
+    return [text for text in texts if text.strip()] or [truth_text(None)]
+
+
+def exact_match_qa(item: RewardInput) -> Reward:
+    """1 when the text in the last `<answer>` tags is one of the truths. Part `format`: there are such tags.
+
+    A right answer among more than 10 tags of a kind counts a quarter, so that writing many does not pay.
+    """
+    truths = truths_of(item.ground_truth)
+    answer = tagged(item.solution)
+    if answer is None:
+        return Reward(0.0, {"format": 0.0})
+    given = normal_form(answer)
+    right = any(normal_form(truth) == given for truth in truths)
+    many = max(item.solution.count(OPEN), item.solution.count(CLOSE)) > MOST_TAGS
+    return Reward((0.25 if many else 1.0) if right else 0.0, {"format": 1.0})

@@ -1,0 +1,91 @@
+"""The reward `auto`: each row is graded by the built-in reward that its `data_source` names, as verl does.
+
+The table follows verl's `default_compute_score` (verl/utils/reward_score/__init__.py of
+https://github.com/volcengine/verl), whose `prime_math` is here the symbolic `math`. Geometry3K has no grader here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.quick import QUICK
+from spmdrl.rewards.worker import POOLED, load_function
+
+ROUTE = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "boxed",
+    "DigitalLearningGmbH/MATH-lighteval": "boxed",
+    "HuggingFaceH4/MATH-500": "boxed",
+    "math": "math_dapo",
+    "math_dapo": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "apps": "code_partial",
+    "codecontests": "code_partial",
+    "codeforces": "code_partial",
+    "taco": "code_partial",
+}
+"""data_source -> built-in reward."""
+PREFIXES = {"aime": "math_dapo", "numina_": "math", "searchR1_": "exact_match_qa"}
+"""Beginnings of a data_source -> built-in reward."""
+
+
+def reward_of(data_source: str) -> str:
+    """Name of the reward that grades rows of a source. Raises ValueError for a source that has none."""
+    if data_source in ROUTE:
+        return ROUTE[data_source]
+    for prefix, reward in PREFIXES.items():
+        if data_source.startswith(prefix):
+            return reward
+    known = ", ".join([*ROUTE, *(f"{prefix}*" for prefix in PREFIXES)])
+    raise ValueError(
+        f"auto knows no reward for data_source {data_source[:100]!r}; it knows {known}: "
+        "name one with --reward.function, or change the rows' data_source"
+    )
+
+
+class Route:
+    """The rewards of the rows that came so far, each loaded when its first row comes."""
+
+    def __init__(self, settings: dict[str, Any]):
+        """settings: of rewards that have some, see `worker.py`."""
+        self._settings = settings
+        self._loaded: dict[str, Callable[[RewardInput], object]] = {}
+
+    def needs(self, item: RewardInput) -> bool:
+        """Tells whether the row's reward is still to load, which takes time that is not the grading's."""
+        try:
+            return reward_of(item.data_source) not in self._loaded
+        except ValueError:
+            return False
+
+    def load(self, item: RewardInput) -> None:
+        """Load the row's reward. Raises ValueError when it cannot be loaded."""
+        name = reward_of(item.data_source)
+        if name in QUICK:
+            self._loaded[name] = QUICK[name]
+        elif name in POOLED:
+            self._loaded[name] = load_function(f"builtin:{name}", self._settings)
+        else:
+            raise ValueError(f"there is no reward {name} here, which grades data_source {item.data_source!r}")
+
+    def may_take(self, item: RewardInput) -> float:
+        """Seconds that a grading may take where its reward has clocks of its own, else 0."""
+        own = getattr(self._of(item), "may_take", None)
+        return own(item) if own else 0.0
+
+    def _of(self, item: RewardInput) -> Callable[[RewardInput], object] | None:
+        try:
+            return self._loaded.get(reward_of(item.data_source))
+        except ValueError:
+            return None
+
+    def __call__(self, item: RewardInput) -> Reward | object:
+        """Grade one response by its row's reward."""
+        if self.needs(item):
+            self.load(item)
+        return self._loaded[reward_of(item.data_source)](item)
+
+
+def load(name: str, settings: dict[str, Any]) -> Route:
+    """Give the reward, which loads the graders of rows as they come."""
+    return Route(settings)
