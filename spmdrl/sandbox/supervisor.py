@@ -21,8 +21,9 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import IO, cast
 
-from sandlock import ExitReason, Sandbox, StdioMode  # type: ignore[import-not-found]
+from sandlock import ExitReason, Sandbox, StdioMode
 
 from spmdrl.sandbox.inside.alone import STARTED
 from spmdrl.sandbox.inside.talk import Talk
@@ -62,9 +63,10 @@ class Held:
         )
         words = [python(), *FLAGS, "-m", "spmdrl.sandbox.inside.alone", str(runs_as)]
         self.process = sandbox.popen(words, StdioMode.PIPED, StdioMode.PIPED, StdioMode.PIPED)
-        self.pid: int = self.process.pid
+        self.pid = cast(int, self.process.pid)
         self.ends: list[int] = []
-        for file in (self.process.stdin, self.process.stdout, self.process.stderr):
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            file = cast(IO[bytes], pipe)
             # A file would close its number once more after the watcher has.
             self.ends.append(os.dup(file.fileno()))
             file.close()
