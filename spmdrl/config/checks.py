@@ -13,7 +13,8 @@ from spmdrl.config.rules import RULES
 from spmdrl.config.schema import Config
 
 TRACKERS = ("jsonl", "tensorboard", "wandb")
-SANDBOXES = ("auto", "bubblewrap", "sandlock", "apptainer", "docker", "none")
+CONTAINERS = ("apptainer", "docker")
+SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
 
 
 def check(config: Config, world_size: int, here: bool = True) -> None:
@@ -61,7 +62,9 @@ def _other_problems(config: Config) -> list[str]:
         problems += name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
     provider = config.sandbox.provider
     if not provider.startswith(("http://", "https://")):
-        problems += name_problems("sandbox.provider", provider, SANDBOXES, file_allowed=False)
+        name, image, _ = provider.partition(":")
+        name = name if image and name in CONTAINERS else provider
+        problems += name_problems("sandbox.provider", name, SANDBOXES, file_allowed=False)
     if ".py" in config.reward.function:
         problems += file_problems("reward.function", config.reward.function, default="compute_score")
     for each in config.reward.more:

@@ -58,7 +58,7 @@ FIXED = (
     *("filter.keep", "filter.metric", "filter.low", "filter.high", "filter.resample", "filter.resample_power"),
     *("filter.replay_steps", "data.train", "data.prompt_column", "data.answer_column", "data.template", "data.system"),
     *("data.prefill", "data.chat", "data.chat_template", "data.limit"),
-    *("reward.function", "reward.weight", "reward.more", "reward.gate", "reward.kwargs"),
+    *("reward.function", "reward.more", "reward.gate", "reward.kwargs"),
     *("reward.model", "reward.model_coef"),
 )
 """Settings, or whole sections, that change the answer."""

@@ -123,7 +123,6 @@ RULES: dict[str, _Rule] = {
     "data.limit": _at_least_0,
     "reward.workers": _at_least_1,
     "reward.timeout": _positive,
-    "reward.weight": _finite,
     "reward.max_ungraded": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
     "sandbox.seconds": _positive,
     "sandbox.total_seconds": _positive,

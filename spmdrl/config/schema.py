@@ -311,10 +311,9 @@ class RewardConfig:
     `math` (symbolic), `boxed`, `math_dapo` (1 or -1), `math_dapo_boxed`, `choice` (a letter), `exact_match_qa`, `code`
     (1 if the program passes all tests), `code_partial` (the share that it passes), `reasoning_gym`, `auto` (by each
     row's data_source), `none` (0), or `path/to/file.py[:function]` in a form of verl or TRL: docs/rewards.md."""
-    weight: float = 1.0
-    """Factor on its score."""
     more: tuple[str, ...] = ()
-    """Further rewards whose scores are added, each as `function=weight`; the weight is 1 where it is left out."""
+    """Further rewards whose scores are added, each as `function=weight`; the weight is 1, as the first one's, where it
+    is left out."""
     gate: tuple[str, ...] = ()
     """Parts of rewards that must be above 0, such as `format`; else the score is 0, or what it is below 0."""
     kwargs: str = ""
@@ -341,9 +340,8 @@ class SandboxConfig:
 
     provider: str = "auto"
     """`auto` (bubblewrap, else sandlock, whichever keeps a probe in, or the job ends), `bubblewrap`, `sandlock`,
-    `apptainer`, `docker`, the URL of a SandboxFusion service, or `none`: no isolation, for programs that you trust."""
-    image: str = "python:3.12-slim"
-    """Image of the container, for apptainer and docker."""
+    `docker:IMAGE`, `apptainer:IMAGE`, the URL of a SandboxFusion service, or `none`: no isolation, for programs that
+    you trust."""
     seconds: float = 5.0
     """Time of a program for one test."""
     total_seconds: float = 30.0

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
+from spmdrl.config.dump import redact_text
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.schema import Config
 from spmdrl.plan.gpus import GPUS, Gpu
 from spmdrl.plan.run import GIB
+from spmdrl.rewards.load import IN_SANDBOX, functions
+from spmdrl.sandbox.base import SandboxError
+from spmdrl.sandbox.open import open_for
 
 ASK = (
     "import json, torch; ok = torch.cuda.is_available(); "
@@ -28,6 +32,7 @@ def dry_lines(cfg: Config, world: int) -> list[str]:
     lines = plan_lines(cfg, world)
     if os.environ.get("RANK", "0") != "0":
         return lines
+    lines += sandbox_lines(cfg)
     device = None if cfg.run.device == "cpu" else this_gpu()
     if device is None:
         return [*lines, HOW.format(world, ", ".join(name for name in GPUS if name != "h100"))]
@@ -39,6 +44,20 @@ def dry_lines(cfg: Config, world: int) -> list[str]:
     except (ValueError, OSError, RuntimeError) as error:
         return [*lines, f"memory   not planned: {str(error).strip().splitlines()[-1]}"]
     return [*lines, *(line for line in told if line not in lines)]
+
+
+def sandbox_lines(cfg: Config) -> list[str]:
+    """Return which sandbox the rewards of a run would use on this machine; nothing where they run no programs."""
+    if not set(functions(cfg.reward)) & set(IN_SANDBOX):
+        return []
+    if cfg.sandbox.provider.startswith(("http://", "https://")):
+        return [f"sandbox  the service at {redact_text(cfg.sandbox.provider)}"]
+    try:
+        found = open_for(cfg.sandbox.provider)
+    except SandboxError as error:
+        return [f"sandbox  none: {error}"]
+    found.close()
+    return [f"sandbox  {found.name}"]
 
 
 def this_gpu() -> Gpu | None:

@@ -14,9 +14,8 @@ from typing import Any
 from spmdrl.rewards.base import Reward, RewardInput, UngradedError
 from spmdrl.rewards.code_tests import Case, Tests, read_tests
 from spmdrl.sandbox.base import Limits, Program, SandboxError
-from spmdrl.sandbox.containers import IMAGE
 from spmdrl.sandbox.fusion import Fusion
-from spmdrl.sandbox.open import open_sandbox
+from spmdrl.sandbox.open import open_for
 from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.tests import run_tests
 from spmdrl.sandbox.warm import Warm
@@ -51,7 +50,6 @@ class Settings:
     """Settings of the sandbox that a grading reads; see `config.schema.SandboxConfig`."""
 
     provider: str = "auto"
-    image: str = IMAGE
     seconds: float = 5.0
     total_seconds: float = 30.0
     memory_mib: int = 512
@@ -92,7 +90,7 @@ class CodeGrader:
             self.service = Fusion(provider)
             return
         while len(self.sandboxes) < 2:
-            self.sandboxes.append(open_sandbox(provider, self.settings.image))
+            self.sandboxes.append(open_for(provider))
 
     def close(self) -> None:
         """End the sandboxes. May be called twice."""

@@ -57,9 +57,9 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True) 
     Raises ValueError naming `--reward.function` or `--reward.more` for an unknown built-in, a missing file or function,
     a file that does not import, and two rewards of one name.
     """
-    if not cfg.more and not cfg.gate and cfg.weight == 1.0:
+    if not cfg.more and not cfg.gate:
         return _load(cfg.function, "--reward.function", cfg, sandbox, finite)
-    wanted = [(cfg.function, cfg.weight, "--reward.function")]
+    wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
     names = [short_name(function) for function, _, _ in wanted]
     if twice := sorted({name for name in names if names.count(name) > 1}):

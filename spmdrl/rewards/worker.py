@@ -34,6 +34,7 @@ from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
 from spmdrl.rewards.forms import adapted
 
 POOLED = {
+    "auto": "spmdrl.rewards.route",
     "code": "spmdrl.rewards.code",
     "code_partial": "spmdrl.rewards.code",
     "math": "spmdrl.rewards.math",

@@ -33,7 +33,6 @@ ELSEWHERE = {
     "reward.timeout": "grading processes",
     "reward.on_timeout": "grading processes",
     "reward.function": "the sampling loop",
-    "reward.weight": "the sampling loop",
     "reward.more": "the sampling loop",
     "reward.gate": "the sampling loop",
     "reward.kwargs": "grading processes",

@@ -61,6 +61,16 @@ def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
     raise SandboxError(why, ". Or ".join(fixes))
 
 
+def open_for(provider: str) -> Warm:
+    """Return the sandbox that `--sandbox.provider` names: `NAME`, or `NAME:IMAGE` of a container engine.
+
+    Raises:
+        SandboxError: see `open_sandbox`.
+    """
+    name, _, image = provider.partition(":")
+    return open_sandbox(name, image or containers.IMAGE)
+
+
 def plain() -> Start:
     """Return how to start a zygote without any sandbox: limits of single processes are all that holds."""
     words = ["env", f"PYTHONPATH={HERE.parents[1]}", sys.executable, *FLAGS, "-m", ZYGOTE, "plain", "0"]

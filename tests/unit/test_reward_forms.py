@@ -138,10 +138,10 @@ def test_bad_settings_are_named(file, start, settings, words):
 
 
 def test_several_rewards_are_a_weighted_sum(file, start):
-    grader = start(f"{file}:verl", weight=2.0, more=(f"{file}:short=0.5", "exact_match", f"{file}:trl=10"))
+    grader = start(f"{file}:verl", more=(f"{file}:short=0.5", "exact_match", f"{file}:trl=10"))
     right, wrong = graded(grader, "yes", "no", level="hard")
     # TRL's function does not apply to the row, so it is neither in the sum nor among the parts.
-    assert right.score == 2 * 1 + 0.5 * -3 + 1 and wrong.score == 0.5 * -2
+    assert right.score == 1 + 0.5 * -3 + 1 and wrong.score == 0.5 * -2
     assert right.parts == {"verl": 1.0, "length": 3.0, "short": -3.0, "exact_match": 1.0}
     assert graded(grader, "yes", level="easy")[0].score == right.score + 10 * 2.0
     assert grader.pending == 0 and grader.timeouts == grader.ungraded == 0

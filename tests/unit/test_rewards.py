@@ -344,7 +344,7 @@ def test_auto_names_a_source_that_it_does_not_know(started):
 
 
 def test_every_source_of_auto_has_a_reward_that_its_name_says(monkeypatch):
-    known = {*QUICK, *POOLED, "code_partial"}
+    known = {*QUICK, *POOLED}
     assert {*route.ROUTE.values(), *route.PREFIXES.values()} <= known - {"auto"}
     assert [route.reward_of(name) for name in ("math", "aime_2025", "numina_x", "searchR1_x", "taco")] == [
         *("math_dapo", "math_dapo", "math", "exact_match_qa", "code_partial")
@@ -354,7 +354,7 @@ def test_every_source_of_auto_has_a_reward_that_its_name_says(monkeypatch):
             route.reward_of(name)
     monkeypatch.setitem(route.ROUTE, "odd", "nowhere")
     with pytest.raises(ValueError, match="no reward nowhere here, which grades data_source 'odd'"):
-        route.load()(of("odd", "1", "1"))
+        route.load("auto", {})(of("odd", "1", "1"))
 
 
 def test_auto_loads_only_what_rows_need():
@@ -362,7 +362,7 @@ def test_auto_loads_only_what_rows_need():
         "import sys\n"
         "from spmdrl.rewards.base import RewardInput as I\n"
         "from spmdrl.rewards.worker import load_function\n"
-        "auto = load_function('builtin:auto')\n"
+        "auto = load_function('builtin:auto', {})\n"
         "assert auto(I('openai/gsm8k', '#### 7', '7')).score == 1\n"
         "assert not {'torch', 'sympy', 'math_verify', 'yaml', 'spmdrl.config.schema'} & set(sys.modules)\n"
         "assert auto(I('numina_x', r'\\boxed{7}', '7')).score == 1 and 'math_verify' in sys.modules\n"

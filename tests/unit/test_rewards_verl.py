@@ -56,7 +56,7 @@ def shown(value: object) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def functions():
     level = logging.getLogger("math_verify").level
-    FUNCTIONS.update({**QUICK, "math": load()})
+    FUNCTIONS.update({**QUICK, "math": load("math", {})})
     yield
     logging.getLogger("math_verify").setLevel(level)
 
