@@ -49,9 +49,9 @@ def tasks() -> Iterator[dict[str, str]]:
             checks = "".join(f"    assert candidate({each!r}) == {value!r}\n" for each, value in wanted)
             yield {
                 "task_id": f"easy/{place}/{n}",
-                "prompt": f'def solve({name}):\n    """Return {asks.format(n=n)}."""\n',
+                "prompt": f'def solve({name}):\n    """Return {asks.format(n=n)}."""\n    return',
                 "entry_point": "solve",
-                "canonical_solution": f"    return {solution}\n",
+                "canonical_solution": f" {solution}\n",
                 "test": f"def check(candidate):\n{checks}",
             }
 

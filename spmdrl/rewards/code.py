@@ -68,6 +68,12 @@ def program_of(text: str) -> tuple[str, bool]:
     return ("", False) if blocks else (text, False)
 
 
+def continuation(text: str) -> str:
+    """Return the code of a response that goes on where its prompt ends: what precedes a fence, or else is inside it."""
+    before, fence, _ = text.partition("```")
+    return program_of(text)[0] if fence and not before.strip() else before
+
+
 class CodeGrader:
     """Grades programs, one after another, in sandboxes that stay open."""
 
@@ -112,6 +118,9 @@ class CodeGrader:
         """
         tests = read_tests(item.ground_truth, {"prompt": item.prompt} | item.extra)
         source, fenced = program_of(item.solution)
+        name = tests.suite.entry if tests.suite else ""
+        if defines(tests.start, name) and not defines(source, name):
+            source = tests.start + continuation(item.solution)
         results = self.results(source, tests)
         parts = {name: results.count(name) / len(results) for name in RESULTS} | {"format": float(fenced)}
         share = parts["passed"]
@@ -195,14 +204,11 @@ class CodeGrader:
                 session.close()
 
     def _by_suite(self, source: str, tests: Tests) -> list[str]:
-        """Run tests that are Python. A completion that lacks the function goes on where the prompt ends."""
+        """Run tests that are Python."""
         suite = tests.suite
         assert suite is not None
-        whole = source
-        if defines(tests.start, suite.entry) and not defines(source, suite.entry):
-            whole = tests.start + source
         seconds = min(self.settings.total_seconds, self.settings.seconds * len(suite.tests))
-        found = run_tests(whole, suite, self.sandboxes[0], self.sandboxes[1], self.limits(seconds))
+        found = run_tests(source, suite, self.sandboxes[0], self.sandboxes[1], self.limits(seconds))
         if found.verdict == "failure":
             raise SandboxError(found.why)
 

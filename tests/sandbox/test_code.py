@@ -26,6 +26,7 @@ from tests.sandbox.tricks import TRICKS
 STDIN = {"inputs": ["1 2\n", "3 4\n", "5 5\n", "0 0\n"], "outputs": ["3\n", "7\n", "10\n", "0\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4], [5, 5], [0, 0]], "outputs": [3, 7, 10, 0]}
 UNIT = {"test_list": [f"assert add({a}, {b}) == {a + b}" for a, b in ((1, 2), (3, 4), (5, 5), (0, 0))]}
+COMPLETED = {"prompt": "def add(a, b):\n", "entry_point": "add"}
 READ = "a, b = map(int, input().split())\n"
 
 
@@ -102,7 +103,10 @@ def test_all_or_nothing_is_another_reward(grader):
         ("def add(a, b):\n    print('to see')\n    return a + b", CALLS, {}),
         ("import sys\nfor line in sys.stdin: print(sum(map(int, line.split())))", STDIN, {}),
         ("def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__': main()", STDIN, {}),
-        ("    return a + b", UNIT | {"prompt": "def add(a, b):\n", "entry_point": "add"}, {}),
+        ("    return a + b", UNIT | COMPLETED, {}),
+        ("    return a + b\n```\nIt adds.\n```\nadd(1, 2)\n```", UNIT | COMPLETED, {}),
+        ("```python\n    return a + b\n```", UNIT | COMPLETED, {}),
+        ("```python\ndef add(a, b):\n    return a + b\n```", UNIT | COMPLETED, {}),
     ],
 )
 def test_programs_in_the_ways_that_people_write_them(grader, program, truth, extra):
