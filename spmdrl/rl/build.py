@@ -60,8 +60,8 @@ def build_run(session: Session[Config]) -> Run:
         )
     if cfg.run.deterministic and uses_judge(cfg.reward):
         session.warn(
-            "--run.deterministic: a judge may grade the same response otherwise in another run, unless its answers are in "
-            "--judge.cache"
+            "--run.deterministic: a judge may grade the same response otherwise in another run, unless its answers are "
+            "in --judge.cache"
         )
     finite = cfg.filter.bad_sample == "stop"
     grader = load_reward(cfg.reward, cfg.sandbox, finite, cfg.judge) if world.samples else None
