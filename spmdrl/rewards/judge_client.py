@@ -175,7 +175,8 @@ class Client:
 
     def _said(self, answer: bytes) -> str:
         """Return the server's own words, in one line."""
-        text = answer.decode("utf-8", "replace")
+        # JSON may write a slash as \/, and so a key with one.
+        text = answer.decode("utf-8", "replace").replace("\\/", "/")
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             text = str(json.loads(text)["error"]["message"])
         # Before it is cut, so that no part of a key is left.

@@ -558,7 +558,7 @@ def test_files_of_the_cache_are_read_as_strictly_as_answers(start, tmp_path):
 # -- the key ----------------------------------------------------------------------------------------------------------
 
 
-def test_key_goes_into_the_header_and_nowhere_else(start, caplog, tmp_path):
+def test_key_goes_into_the_header_and_nowhere_else(start, caplog, tmp_path, monkeypatch):
     echo = Answer(status=500, body=json.dumps({"error": {"message": f"header was Bearer {KEY}"}}))
     grader, server = start(in_turn(echo), retries=0, cache=str(tmp_path))
     with caplog.at_level(logging.DEBUG):
@@ -573,6 +573,11 @@ def test_key_goes_into_the_header_and_nowhere_else(start, caplog, tmp_path):
     with pytest.raises(RewardError, match=f"key-env names \\({VARIABLE}, which is set\\)") as raised:
         grade(grader, item())
     assert KEY[:6] not in str(raised.value)
+    monkeypatch.setenv(VARIABLE, "with/a/slash/4711")
+    grader, _ = start(in_turn(Answer(status=403, body='{"detail": "not with\\/a\\/slash\\/4711"}')))
+    with pytest.raises(RewardError, match="detail") as raised:
+        grade(grader, item())
+    assert "4711" not in str(raised.value)
     assert KEY not in to_yaml(Config(judge=JudgeConfig(url=server.url, model="m", key_env=VARIABLE)))
 
 
