@@ -50,7 +50,9 @@ class Sample:
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     """By vote."""
     over: bool = False
-    """Nothing more is wanted of it."""
+    """It was answered."""
+    failed: bool = False
+    """One of its votes failed, so the others are of no use."""
 
 
 @dataclass
@@ -194,13 +196,11 @@ class Judge:
     def _serve(self) -> None:
         while (work := self._work.get()) is not None and not self._ended.is_set():
             sample, vote = work
-            if sample.over:
-                continue
             try:
                 found: Verdict | Exception = self._verdict(sample, vote)
             except Exception as error:
                 # The one who polls raises it.
-                found = error
+                found, sample.failed = error, True
             self._found.put((sample, vote, found))
             if not isinstance(found, Verdict | UngradedError):
                 # The job ends: nothing more is to be paid for.
@@ -219,7 +219,7 @@ class Judge:
             return known
         why = ""
         for attempt in range(1 + self._cfg.retries):
-            if sample.over:
+            if sample.failed:
                 break
             after = None
             try:

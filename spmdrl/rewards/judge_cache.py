@@ -37,7 +37,7 @@ class Cache:
     def write(self, place: str, content: str) -> None:
         """Keep an answer. A full disk costs the cache alone."""
         file = self._file(place)
-        with suppress(OSError, UnicodeEncodeError):
+        with suppress(OSError):
             file.parent.mkdir(exist_ok=True)
             handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
             try:

@@ -286,6 +286,14 @@ def test_a_vote_without_a_verdict_leaves_its_sample_out(start):
     )
     (reward,) = grade(grader, item())
     assert math.isnan(reward.score) and reward.ungraded and grader.ungraded == 1
+    both, _ = start(lambda number, asked: Answer(nonsense, seconds=0.05 * number), votes=2, retries=0)
+    assert len(grade(both, item())) == 1
+    time.sleep(0.3)
+    assert both.poll() == [] and both.ungraded == 1, "a sample is answered once"
+    wasted, server = start(in_turn(Answer(nonsense)), votes=4, retries=1, concurrency=1)
+    grade(wasted, item())
+    time.sleep(0.2)
+    assert len(server.requests) == 2, "votes of a sample that is left out anyway are not asked for"
     with pytest.raises(RewardError, match="--reward.max-ungraded 0.05"):
         check_ungraded(grader.ungraded, 1, RewardConfig(function="judge"), "a step")
 
@@ -412,6 +420,32 @@ def test_rate_limit_is_waited_for_and_then_graded(start):
     assert time.monotonic() - begun >= 0.5 and len(server.requests) == 2 and grader.spent.repeated == 1
 
 
+def test_those_who_met_a_rate_limit_come_back_at_different_times(start, monkeypatch):
+    limited = Answer(status=429, headers={"Retry-After": "0.3"})
+    grader, _ = start(in_turn(limited, Answer(verdict(6))))
+    monkeypatch.setattr(judge_module, "FIRST_PAUSE", 0.8)
+    monkeypatch.setattr(grader._jitter, "uniform", lambda low, high: low)
+    begun = time.monotonic()
+    assert grade(grader, item())[0].score == 0.6
+    assert time.monotonic() - begun >= 0.3 + 0.5 * 0.8
+
+
+def test_one_rate_limit_holds_all_requests(start):
+    """What comes after the first answer waits as long as that answer asks for."""
+    times: list[float] = []
+
+    def answer(number: int, asked: dict) -> Answer:
+        times.append(time.monotonic())
+        return Answer(status=429, headers={"Retry-After": "0.6"}) if number == 0 else Answer(verdict(6))
+
+    grader, _ = start(answer, concurrency=2)
+    grader.submit(0, item("first"))
+    time.sleep(0.3)
+    assert len(times) == 1
+    grader.submit(1, item("second"))
+    assert len(grader.drain()) == 2 and min(times[1:]) - times[0] >= 0.6
+
+
 @pytest.mark.parametrize(
     ("after", "seconds"), [("", None), ("7", 7.0), ("0.25", 0.25), ("999999", 120.0), ("-3", None), ("soon", None)]
 )
@@ -472,6 +506,7 @@ def test_what_no_repetition_mends_ends_the_job_at_once(start, status, change):
         grader.drain()
     with pytest.raises(RewardError):
         grader.poll()
+    time.sleep(0.2)
     assert len(server.requests) == 1, "nothing more is asked, and no redirection followed"
 
 
@@ -655,11 +690,15 @@ def test_settings_that_do_not_serve_are_told(words, told):
 
 
 def test_settings_of_a_judge_without_one_are_refused():
+    texts, words = ("url", "model", "rubric", "cache", "key_env"), []
     for name in leaves(JudgeConfig):
-        value = "7" if name not in ("url", "model", "rubric", "cache", "key_env") else "x"
-        loaded = from_command_line([f"--judge.{name.replace('_', '-')}", value])
-        with pytest.raises(ConfigError, match="nothing in this run reads it; it needs --reward.function judge"):
-            check_use(loaded)
+        words += [f"--judge.{name.replace('_', '-')}", "x" if name in texts else "7"]
+    with pytest.raises(ConfigError) as raised:
+        check_use(from_command_line(words))
+    first, *lines = str(raised.value).splitlines()
+    assert first == "13 settings without effect:" and len(lines) == 13
+    advice = "nothing in this run reads it; it needs --reward.function judge; give one of these, or leave it out"
+    assert all(line.startswith("  --judge.") and line.endswith(advice) for line in lines)
 
 
 def test_an_evaluation_asks_the_same_judge():
