@@ -10,8 +10,9 @@ layers.py      settings of a preset, and settings that another setting implies
 parse.py       parses the text of each setting by its type, with tyro
 fields.py      settings as flat dotted names; ConfigError
 watch.py       notes which settings are read
-checks.py      checks all values together: calls the six below
+checks.py      checks all values together: calls the seven below
 rules.py       each number on its own
+judge.py       settings of a judge
 named.py       settings that name a function, built-in or in a user's file
 methods.py     settings of a method: advantage, loss, correction, filters, critic
 placement.py   which ranks train, sample and score

@@ -6,6 +6,7 @@ Everything here runs before a model is built. `check` reports all problems at on
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.engines import adapter_problems, engine_problems
 from spmdrl.config.fields import ConfigError, flag, get, shown
+from spmdrl.config.judge import judge_problems
 from spmdrl.config.methods import method_problems
 from spmdrl.config.named import file_problems, name_problems
 from spmdrl.config.placement import placement_problems, role_problems, samplers, trainers
@@ -44,6 +45,7 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
         + method_problems(config)
         + adapter_problems(config)
         + _other_problems(config)
+        + judge_problems(config)
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
     ]

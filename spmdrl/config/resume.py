@@ -40,6 +40,9 @@ FREE: dict[str, tuple[str, ...]] = {
         *("rollout.logp_diff_warn", "rollout.logp_diff_stop", "filter.max_rounds", "filter.bad_sample"),
         *("optimizer.bad_steps", "reward.workers", "reward.timeout", "reward.on_timeout", "model.trust_remote_code"),
         *("reward.max_ungraded", "sandbox.*"),
+        # A judge of the same name is the same judge, wherever it runs.
+        *("judge.url", "judge.timeout", "judge.retries", "judge.concurrency", "judge.budget", "judge.cache"),
+        "judge.key_env",
     ),
 }
 """Reason -> settings, or whole sections, that may differ."""
@@ -60,6 +63,7 @@ FIXED = (
     *("data.prefill", "data.chat", "data.chat_template", "data.limit"),
     *("reward.function", "reward.more", "reward.gate", "reward.kwargs"),
     *("reward.model", "reward.model_coef"),
+    *("judge.model", "judge.rubric", "judge.votes", "judge.scale", "judge.temperature", "judge.max_chars"),
 )
 """Settings, or whole sections, that change the answer."""
 
@@ -91,7 +95,8 @@ def settled(cfg: TrainingConfig) -> dict[str, Any]:
 def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     """Setting -> [file, hash of its content] where a setting that a resume must keep names a file of the user's own.
 
-    Such are functions in Python (`path/to/file.py:function`) and templates in jinja; what they import is not looked at.
+    Such are functions in Python (`path/to/file.py:function`), templates in jinja and a judge's rubric; what they import
+    is not looked at.
 
     Raises:
         ValueError: a file that cannot be read.
@@ -99,7 +104,8 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     found = {}
     for name, value in flat(to_dict(cfg)).items():
         path = value.rpartition(":")[0] if isinstance(value, str) and ".py:" in value else value
-        if isinstance(path, str) and path.endswith((".py", ".jinja")) and not may_change(name, ""):
+        is_file = isinstance(path, str) and (path.endswith((".py", ".jinja")) or (name == "judge.rubric" and path))
+        if is_file and not may_change(name, ""):
             try:
                 content = Path(path).expanduser().read_bytes()
             except OSError as error:

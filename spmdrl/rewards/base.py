@@ -40,7 +40,7 @@ class RewardError(ValueError):
 
 
 class UngradedError(Exception):
-    """A response cannot be graded, and that says nothing about it: its row or the sandbox is at fault.
+    """A response cannot be graded, and that says nothing about it: its row, the sandbox or the judge is at fault.
 
     The sample is left out and counted; a job in which there are many stops (`--reward.max-ungraded`).
     """

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.config.judge import JUDGE
+from spmdrl.config.schema import JudgeConfig, RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
+from spmdrl.rewards.judge import Judge
 from spmdrl.rewards.pool import Pool
 from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.several import Several, Term
@@ -48,17 +50,19 @@ class Direct:
         """Do nothing: there is no process to end."""
 
 
-def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True) -> Grader:
+def load_reward(
+    cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, judge: JudgeConfig | None = None
+) -> Grader:
     """The grader that a run's settings name, ready to take work.
 
     sandbox: where it runs programs, if it runs any. finite: False lets scores pass that are not finite, for a caller
-    that leaves such samples out.
+    that leaves such samples out. judge: whom it asks, if it asks one.
 
     Raises ValueError naming `--reward.function` or `--reward.more` for an unknown built-in, a missing file or function,
     a file that does not import, and two rewards of one name.
     """
     if not cfg.more and not cfg.gate:
-        return _load(cfg.function, "--reward.function", cfg, sandbox, finite)
+        return _load(cfg.function, "--reward.function", cfg, sandbox, finite, judge)
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
     names = [short_name(function) for function, _, _ in wanted]
@@ -69,7 +73,7 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True) 
     terms: list[Term] = []
     try:
         for name, (function, weight, flag) in zip(names, wanted, strict=True):
-            terms.append(Term(name, _load(function, flag, cfg, sandbox, finite), weight))
+            terms.append(Term(name, _load(function, flag, cfg, sandbox, finite, judge), weight))
     except ValueError:
         for term in terms:
             term.grader.close()
@@ -100,9 +104,13 @@ def short_name(function: str) -> str:
     return name if file else Path(function).stem
 
 
-def _load(name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finite: bool) -> Grader:
+def _load(
+    name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finite: bool, judge: JudgeConfig | None
+) -> Grader:
     if name in QUICK:
         return Direct(name, QUICK[name], finite)
+    if name == JUDGE:
+        return Judge(judge or JudgeConfig())
     is_file = name not in POOLED
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
     function = _file_function(name, flag) if is_file else f"builtin:{name}"
@@ -132,7 +140,7 @@ def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str) -
         raise RewardError(
             f"{ungraded} of {samples} samples of {where} could not be graded by {by}, more than "
             f"--reward.max-ungraded {cfg.max_ungraded:g} allows; the log names them with the reason: mend the rows, or "
-            "the sandbox (python -m spmdrl.doctor), or leave more of them out"
+            "the sandbox (python -m spmdrl.doctor) or judge, or leave more of them out"
         )
 
 
@@ -147,7 +155,7 @@ def functions(cfg: RewardConfig) -> list[str]:
 
 
 def _scores_timeouts(name: str, cfg: RewardConfig) -> bool:
-    if name in QUICK or name in ("code", "code_partial"):
+    if name in QUICK or name in ("code", "code_partial", JUDGE):
         return False
     return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and name in POOLED)
 
@@ -171,7 +179,9 @@ def _file_function(spec: str, flag: str) -> str:
     elif "/" in spec or ":" in spec:
         raise ValueError(f"{flag} {spec!r}: a file is given as path/to/file.py[:function]")
     else:
-        raise ValueError(f"unknown {flag} {spec!r}: {nearest(spec, {**QUICK, **POOLED})}, or a file.py[:function]")
+        raise ValueError(
+            f"unknown {flag} {spec!r}: {nearest(spec, {**QUICK, **POOLED, JUDGE: Judge})}, or a file.py[:function]"
+        )
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"{flag} {spec!r}: there is no file {path}")
