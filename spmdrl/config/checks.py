@@ -45,7 +45,7 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
         + method_problems(config)
         + adapter_problems(config)
         + _other_problems(config)
-        + judge_problems(config)
+        + judge_problems(config.reward)
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
     ]

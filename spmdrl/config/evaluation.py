@@ -20,7 +20,6 @@ from spmdrl.config.schema import (
     Config,
     DataConfig,
     EvalConfig,
-    JudgeConfig,
     ModelConfig,
     ParallelConfig,
     PolicyConfig,
@@ -105,7 +104,6 @@ class EvaluationConfig:
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
     eval: EvaluationEvalConfig = field(default_factory=partial(EvaluationEvalConfig, prompts=0))
     tracking: EvaluationTrackingConfig = field(default_factory=EvaluationTrackingConfig)
 
@@ -126,7 +124,6 @@ def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
         data=dataclasses.replace(cfg.data, train=cfg.data.eval, limit=0),
         reward=cfg.reward,
         sandbox=cfg.sandbox,
-        judge=cfg.judge,
         eval=dataclasses.replace(cfg.eval, every=1, prompts=prompts),
         tracking=cfg.tracking,
         reference=ReferenceConfig(enabled="off"),

@@ -1,43 +1,142 @@
-"""Checks the settings of a judge. No message holds a login or what may be a key."""
+"""A judge: a file that says which model grades responses. No message holds a login or what may be a key."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import yaml
+
 from spmdrl.config.dump import redact_text
-from spmdrl.config.rules import RULES
-from spmdrl.config.schema import Config, JudgeConfig, RewardConfig
+from spmdrl.config.fields import nearest
+from spmdrl.config.schema import RewardConfig
 
-JUDGE = "judge"
-"""Name of the reward that asks one."""
-
-
-def uses_judge(reward: RewardConfig) -> bool:
-    """Tell whether one of the rewards is a judge."""
-    return JUDGE in (reward.function, *(each.rpartition("=")[0] or each for each in reward.more))
+SUFFIXES = (".yaml", ".yml")
+"""Ends of `--reward.function` that name the file of a judge."""
 
 
-def judge_problems(config: Config) -> list[str]:
+@dataclass
+class JudgeConfig:
+    """A model behind an OpenAI-compatible URL that grades responses, as a file says it (docs/judge.md)."""
+
+    url: str = ""
+    """Server of chat completions, as `http://host:8000/v1`. Its requests hold prompts, responses and truths."""
+    model: str = ""
+    """Name of the judge at that server."""
+    rubric: str = ""
+    """Text that says what gets which grade. Empty: one for correctness, then completeness and clarity."""
+    votes: int = 1
+    """Answers about each response, whose grades are averaged."""
+    scale: int = 10
+    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]."""
+    temperature: float = 0.0
+    """Sampling temperature of the judge."""
+    max_chars: int = 20000
+    """Characters of a response that the judge sees; it is told of the cut."""
+    timeout: float = 120.0
+    """Seconds of a request, to its last byte."""
+    retries: int = 4
+    """Further attempts for a vote after a rate limit, a failure or an answer that is no verdict. Then the sample has no
+    score (`--reward.max-ungraded`)."""
+    concurrency: int = 16
+    """Requests under way at a time, on each rank."""
+    budget: int = 0
+    """Most requests of this start of the job, on each rank, after which the job ends. 0: no bound."""
+    cache: str = ""
+    """Folder of answers, which ranks and jobs may share: what was asked before is not asked again. Empty: none."""
+    key_env: str = "OPENAI_API_KEY"
+    """Name of the environment variable with the API key. Not set: requests carry none."""
+
+
+_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "votes": (lambda x: x >= 1, "must be at least 1"),
+    "scale": (lambda x: x >= 1, "must be at least 1"),
+    "temperature": (lambda x: 0 <= x < float("inf"), "must be 0 or more"),
+    "max_chars": (lambda x: x >= 1, "must be at least 1"),
+    "timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
+    "retries": (lambda x: x >= 0, "must be 0 or more"),
+    "concurrency": (lambda x: x >= 1, "must be at least 1"),
+    "budget": (lambda x: x >= 0, "must be 0 or more"),
+}
+"""Rules of the settings that are numbers."""
+
+
+def is_judge(function: str) -> bool:
+    """Tell whether a reward is the file of a judge."""
+    return function.endswith(SUFFIXES)
+
+
+def judges(reward: RewardConfig) -> list[str]:
+    """Return the files of all judges among the rewards."""
+    every = (reward.function, *(each.rpartition("=")[0] or each for each in reward.more))
+    return [each for each in every if is_judge(each)]
+
+
+def judge_problems(reward: RewardConfig) -> list[str]:
     """One line for each setting of a judge that does not serve; none where there is no judge."""
-    return problems_of(config.judge) if uses_judge(config.reward) else []
-
-
-def problems_of(judge: JudgeConfig, numbers: bool = False) -> list[str]:
-    """One line for each setting that does not serve. numbers: also those that their own rules refuse."""
     problems = []
-    if numbers:
-        of = {name.removeprefix("judge."): rule for name, rule in RULES.items() if name.startswith("judge.")}
-        given = {name: getattr(judge, name) for name in of}
-        problems += [f"--judge.{k.replace('_', '-')} {v}: {of[k][1]}" for k, v in given.items() if not of[k][0](v)]
+    for file in judges(reward):
+        try:
+            read_judge(file)
+        except ValueError as error:
+            problems += str(error).splitlines()
+    return problems
+
+
+def read_judge(file: str) -> JudgeConfig:
+    """Return the judge of a file, which is YAML: the fields of `JudgeConfig`.
+
+    Raises:
+        ValueError: it cannot be read, or settings do not serve: one line for each.
+    """
+    try:
+        found = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--reward.function {file}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--reward.function {file}: is no YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--reward.function {file}: holds no settings of a judge (docs/judge.md)")
+    kinds = {field.name: type(field.default) for field in fields(JudgeConfig)}
+    given, problems = {}, []
+    for name, value in found.items():
+        if name not in kinds:
+            near = nearest(str(name), kinds)
+            problems.append(f"{name}: unknown{f'; did you mean {near[0]}?' if near else '.'} Valid: {', '.join(kinds)}")
+            continue
+        try:
+            given[name] = _as(kinds[name], value)
+        except (TypeError, ValueError):
+            shown = "its value" if name == "key_env" else repr(redact_text(str(value)))
+            problems.append(f"{name}: {shown} is no {'text' if kinds[name] is str else 'number'}")
+    judge = JudgeConfig(**given)
+    if problems := problems or problems_of(judge):
+        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
+    return judge
+
+
+def _as(kind: type, value: Any) -> Any:
+    """Return a value of YAML as a setting's type: the type counts, not YAML's guess."""
+    if isinstance(value, (bool, list, dict)) or value is None:
+        raise TypeError
+    if kind is int and isinstance(value, float):
+        raise TypeError
+    return kind(value)
+
+
+def problems_of(judge: JudgeConfig) -> list[str]:
+    """One line for each setting that does not serve."""
+    values = {name: getattr(judge, name) for name in _NUMBERS}
+    problems = [f"{k} {x}: {_NUMBERS[k][1]}" for k, x in values.items() if not _NUMBERS[k][0](x)]
     if url := _url_problem(judge.url):
-        problems.append(f"--judge.url {redact_text(judge.url)!r}: {url}")
+        problems.append(f"url {redact_text(judge.url)!r}: {url}")
     if not judge.model:
-        problems.append("--judge.model '': name the judge, as its server calls it")
-    if judge.rubric and not Path(judge.rubric).expanduser().is_file():
-        problems.append(f"--judge.rubric {judge.rubric}: there is no such file (from {Path.cwd()})")
+        problems.append("model '': name the judge, as its server calls it")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", judge.key_env):
         # It may be the key itself.
-        problems.append("--judge.key-env: wants the name of an environment variable, and never the key")
+        problems.append("key_env: wants the name of an environment variable, and never the key")
     return problems
 
 
@@ -52,7 +151,7 @@ def _url_problem(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[^!-~]", url):
         return "must begin with http:// or https:// and a host, as http://host:8000/v1"
     if parts.username is not None or parts.password is not None:
-        return "holds a login; put an API key in the environment variable that --judge.key-env names"
+        return "holds a login; put an API key in the environment variable that key_env names"
     if parts.fragment:
         return "has a part after #, which no server gets"
     return ""

@@ -14,6 +14,7 @@ import yaml
 from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag, leaves, shown
+from spmdrl.config.judge import SUFFIXES
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config, TrainingConfig
 
@@ -40,9 +41,6 @@ FREE: dict[str, tuple[str, ...]] = {
         *("rollout.logp_diff_warn", "rollout.logp_diff_stop", "filter.max_rounds", "filter.bad_sample"),
         *("optimizer.bad_steps", "reward.workers", "reward.timeout", "reward.on_timeout", "model.trust_remote_code"),
         *("reward.max_ungraded", "sandbox.*"),
-        # A judge of the same name is the same judge, wherever it runs.
-        *("judge.url", "judge.timeout", "judge.retries", "judge.concurrency", "judge.budget", "judge.cache"),
-        "judge.key_env",
     ),
 }
 """Reason -> settings, or whole sections, that may differ."""
@@ -63,7 +61,6 @@ FIXED = (
     *("data.prefill", "data.chat", "data.chat_template", "data.limit"),
     *("reward.function", "reward.more", "reward.gate", "reward.kwargs"),
     *("reward.model", "reward.model_coef"),
-    *("judge.model", "judge.rubric", "judge.votes", "judge.scale", "judge.temperature", "judge.max_chars"),
 )
 """Settings, or whole sections, that change the answer."""
 
@@ -95,22 +92,26 @@ def settled(cfg: TrainingConfig) -> dict[str, Any]:
 def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     """Setting -> [file, hash of its content] where a setting that a resume must keep names a file of the user's own.
 
-    Such are functions in Python (`path/to/file.py:function`), templates in jinja and a judge's rubric; what they import
-    is not looked at.
+    Such are functions in Python (`path/to/file.py:function`), templates in jinja and judges; what they import is not
+    looked at.
 
     Raises:
         ValueError: a file that cannot be read.
     """
     found = {}
     for name, value in flat(to_dict(cfg)).items():
-        path = value.rpartition(":")[0] if isinstance(value, str) and ".py:" in value else value
-        is_file = isinstance(path, str) and (path.endswith((".py", ".jinja")) or (name == "judge.rubric" and path))
-        if is_file and not may_change(name, ""):
-            try:
-                content = Path(path).expanduser().read_bytes()
-            except OSError as error:
-                raise ValueError(f"{flag(name)} {value}: cannot read {path} ({error.strerror})") from error
-            found[name] = [path, hashlib.sha256(content).hexdigest()]
+        for i, each in enumerate(value if isinstance(value, list) else [value]):
+            # A further reward has its weight behind it.
+            word = each.rpartition("=")[0] or each if isinstance(each, str) and name == "reward.more" else each
+            path = word.rpartition(":")[0] if isinstance(word, str) and ".py:" in word else word
+            named = isinstance(path, str) and path.endswith((".py", ".jinja", *SUFFIXES))
+            if named and not may_change(name, ""):
+                try:
+                    content = Path(path).expanduser().read_bytes()
+                except OSError as error:
+                    raise ValueError(f"{flag(name)} {each}: cannot read {path} ({error.strerror})") from error
+                place = f"{name} {i}" if isinstance(value, list) else name
+                found[place] = [path, hashlib.sha256(content).hexdigest()]
     return found
 
 

@@ -310,7 +310,7 @@ class RewardConfig:
     """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `numeric` (near it),
     `math` (symbolic), `boxed`, `math_dapo` (1 or -1), `math_dapo_boxed`, `choice` (a letter), `exact_match_qa`, `code`
     (1 if the program passes all tests), `code_partial` (the share that it passes), `reasoning_gym`, `auto` (by each
-    row's data_source), `judge` (the grade of a model behind `--judge.url`), `none` (0), or `path/to/file.py[:function]`
+    row's data_source), `judge.yaml` (a judge), `none` (0), or `path/to/file.py[:function]`
     in a form of verl or TRL: docs/rewards.md."""
     more: tuple[str, ...] = ()
     """Further rewards whose scores are added, each as `function=weight`; the weight is 1, as the first one's, where it
@@ -349,39 +349,6 @@ class SandboxConfig:
     """Time of a program for all tests of a sample together; those that are left then fail."""
     memory_mib: int = 512
     """Memory of a program, all of its processes together."""
-
-
-@dataclass
-class JudgeConfig:
-    """A model behind an OpenAI-compatible URL that grades responses: `--reward.function judge` (docs/judge.md)."""
-
-    url: str = ""
-    """Server of chat completions, as `http://host:8000/v1`. Its requests hold prompts, responses and truths."""
-    model: str = ""
-    """Name of the judge at that server."""
-    rubric: str = ""
-    """Text file that says what gets which grade. Empty: one for correctness, then completeness and clarity."""
-    votes: int = 1
-    """Answers about each response, whose grades are averaged."""
-    scale: int = 10
-    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]."""
-    temperature: float = 0.0
-    """Sampling temperature of the judge."""
-    max_chars: int = 20000
-    """Characters of a response that the judge sees; it is told of the cut."""
-    timeout: float = 120.0
-    """Seconds of a request, to its last byte."""
-    retries: int = 4
-    """Further attempts for a vote after a rate limit, a failure or an answer that is no verdict. Then the sample has no
-    score (`--reward.max-ungraded`)."""
-    concurrency: int = 16
-    """Requests under way at a time, on each rank."""
-    budget: int = 0
-    """Most requests of this start of the job, on each rank, after which the job ends. 0: no bound."""
-    cache: str = ""
-    """Folder of answers, which ranks and jobs may share: what was asked before is not asked again. Empty: none."""
-    key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the API key. Not set: requests carry none."""
 
 
 @dataclass
@@ -463,5 +430,4 @@ class Config(TrainingConfig):
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

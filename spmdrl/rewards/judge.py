@@ -1,4 +1,4 @@
-"""A language model as a judge: `--reward.function judge` (docs/judge.md).
+"""A language model as a judge: `--reward.function judge.yaml` (docs/judge.md).
 
 Requests wait for the network and for nothing else, so threads send them. What they find goes through a queue to the one
 thread that uses the grader, which alone puts samples together.
@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spmdrl.config.judge import JUDGE, problems_of
-from spmdrl.config.schema import JudgeConfig
+from spmdrl.config.judge import JudgeConfig, problems_of
 from spmdrl.health.status import tick
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, UngradedError, describe
 from spmdrl.rewards.judge_cache import Cache
@@ -29,7 +28,6 @@ from spmdrl.rewards.judge_verdict import (
     new_nonce,
     parse_verdict,
     question,
-    read_rubric,
     tokens_of,
 )
 
@@ -79,18 +77,18 @@ class Judge:
     meaning.
     """
 
-    def __init__(self, cfg: JudgeConfig):
-        """Nothing is sent before the first response is submitted.
+    def __init__(self, cfg: JudgeConfig, name: str = "judge"):
+        """Nothing is sent before the first response is submitted. name: what messages call it.
 
         Raises:
             ValueError: an address, a rubric, a cache or a key that cannot be used; the message names the setting.
         """
-        if problems := problems_of(cfg, numbers=True):
+        if problems := problems_of(cfg):
             raise ValueError("; ".join(problems))
-        self.name = JUDGE
+        self.name = name
         self.timeouts = self.ungraded = 0
         self.spent = Counters()
-        self._cfg, self._rubric = cfg, read_rubric(cfg.rubric)
+        self._cfg = cfg
         self._client = Client(cfg.url, os.environ.get(cfg.key_env, ""), cfg.key_env, cfg.timeout)
         self._cache = Cache(cfg.cache, cfg.scale) if cfg.cache else None
         self._open: set[Sample] = set()
@@ -115,7 +113,7 @@ class Judge:
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response to grade, without waiting."""
         cfg = self._cfg
-        asked = question(item, cfg.model, cfg.temperature, self._rubric, cfg.scale, cfg.max_chars)
+        asked = question(item, cfg.model, cfg.temperature, cfg.rubric, cfg.scale, cfg.max_chars)
         sample = Sample(key, asked)
         self._open.add(sample)
         for vote in range(cfg.votes):
@@ -143,7 +141,7 @@ class Judge:
     def close(self) -> None:
         """Cut all requests and end the threads. May be called twice."""
         if self._threads:
-            log.info("judge: %s", ", ".join(f"{name} {n:,}" for name, n in vars(self.spent).items()))
+            log.info("%s: %s", self.name, ", ".join(f"{name} {n:,}" for name, n in vars(self.spent).items()))
         self._ended.set()
         self._client.close()
         for _ in self._threads:
@@ -176,7 +174,9 @@ class Judge:
             self._left_out(sample, str(found))
         else:
             what = str(found) if isinstance(found, RewardError) else f"{type(found).__name__}: {found}"
-            self._failure = f"reward function judge failed on {describe(sample.key)}: {self._client.without_key(what)}"
+            self._failure = (
+                f"reward function {self.name} failed on {describe(sample.key)}: {self._client.without_key(what)}"
+            )
 
     def _answer(self, sample: Sample, reward: Reward) -> None:
         sample.over = True
@@ -188,7 +188,7 @@ class Judge:
         if self.ungraded <= NAMED:
             rest = " (more of them are counted, not named)" if self.ungraded == NAMED else ""
             what = describe(sample.key)
-            log.warning("reward function judge could not grade %s, which is left out: %s%s", what, why, rest)
+            log.warning("reward function %s could not grade %s, which is left out: %s%s", self.name, what, why, rest)
         self._answer(sample, Reward(math.nan, ungraded=why))
 
     # -- the threads ----------------------------------------------------------------------------------------------
@@ -259,8 +259,8 @@ class Judge:
         with self._lock:
             if self._cfg.budget and self.spent.calls >= self._cfg.budget:
                 raise RewardError(
-                    f"the {self._cfg.budget:,} calls of --judge.budget are spent: raise it (0: no bound), lower "
-                    "--judge.votes, or keep answers in --judge.cache; the run goes on from its last checkpoint"
+                    f"the {self._cfg.budget:,} calls of the judge's budget are spent: raise it (0: no bound), lower "
+                    "its votes, or keep answers in its cache; the run goes on from its last checkpoint"
                 )
             self.spent.calls += 1
             self.spent.repeated += repeated

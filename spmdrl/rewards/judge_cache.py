@@ -26,7 +26,9 @@ class Cache:
             with tempfile.TemporaryFile(dir=self._folder):
                 pass
         except OSError as error:
-            raise ValueError(f"--judge.cache {folder}: cannot be written ({error.strerror}); name another") from None
+            raise ValueError(
+                f"the judge's cache {folder}: cannot be written ({error.strerror}); name another"
+            ) from None
 
     def read(self, place: str) -> Verdict | None:
         """Return the verdict of a question that was answered before; a file that holds none counts as absent."""

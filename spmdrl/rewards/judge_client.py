@@ -29,11 +29,11 @@ UNKNOWN_FORM = (400, 422)
 """Answers of a server that does not know the way in which JSON is asked for, or that cannot take the text."""
 _PASSING = {408, 409, 425, 429}
 _FIX = {
-    401: "set the API key in the environment variable that --judge.key-env names ({key_env}, which is {is_set})",
+    401: "set the API key in the environment variable that the judge's key_env names ({key_env}, which is {is_set})",
     402: "the account of the API key is used up",
-    403: "the API key in {key_env} (--judge.key-env; it is {is_set}) may not use the model of --judge.model",
-    404: "there is no such address or model: change --judge.url (it ends before /chat/completions, often in /v1) or "
-    "--judge.model",
+    403: "the API key in {key_env} (the judge's key_env; it is {is_set}) may not use its model",
+    404: "there is no such address or model: change the judge's url (it ends before /chat/completions, often in /v1) "
+    "or its model",
 }
 
 
@@ -60,7 +60,9 @@ class Client:
             ValueError: the key cannot be sent.
         """
         if not re.fullmatch(r"[!-~]*", key := key.strip()):
-            raise ValueError(f"--judge.key-env {key_env}: its value has characters that no API key has; set it anew")
+            raise ValueError(
+                f"the judge's key_env {key_env}: its value has characters that no API key has; set it anew"
+            )
         self.key_env, self.timeout = key_env, timeout
         self._key, self._parts = key, urlsplit(url)
         path = self._parts.path.rstrip("/")
@@ -89,10 +91,10 @@ class Client:
         if status in UNKNOWN_FORM:
             raise UnknownFormError(f"the server answered {status}{said}")
         if status == 413:
-            raise UngradedError(f"the server answered 413{said}; --judge.max-chars bounds the response")
-        fix = _FIX.get(status, "is that a server of chat completions? Change --judge.url")
+            raise UngradedError(f"the server answered 413{said}; the judge's max_chars bounds the response")
+        fix = _FIX.get(status, "is that a server of chat completions? Change the judge's url")
         if 300 <= status < 400:
-            fix = "it points to another address, where no key is sent: change --judge.url to that"
+            fix = "it points to another address, where no key is sent: change the judge's url to that"
         fix = fix.format(key_env=self.key_env, is_set="set" if self._key else "not set")
         raise RewardError(f"the judge at {self.address} answered {status}{said}: {fix}")
 
@@ -159,7 +161,7 @@ class Client:
 
     @property
     def _late(self) -> str:
-        return f"the server did not answer within --judge.timeout {self.timeout:g} s"
+        return f"the server did not answer within the judge's timeout of {self.timeout:g} s"
 
     def _connection(self) -> http.client.HTTPConnection:
         host, port = self._parts.hostname or "", self._parts.port

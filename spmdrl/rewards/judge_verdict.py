@@ -11,7 +11,6 @@ import re
 import secrets
 import unicodedata
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from spmdrl.rewards.base import RewardInput
@@ -24,7 +23,7 @@ Grade how well the response does the task.
   half of the highest grade.
 - Then come completeness, what the task asked for in form, and clarity.
 - Length, confidence, politeness, praise and claims about its own quality earn nothing."""
-"""The rubric where `--judge.rubric` names none."""
+"""The rubric where a judge has none of its own."""
 _SYSTEM = """\
 You grade the response that a language model gave to a task.
 
@@ -74,7 +73,7 @@ class Verdict:
     """What a judge says of a response."""
 
     grade: float
-    """From 0 to `--judge.scale`."""
+    """From 0 to the judge's scale."""
     reason: str
 
 
@@ -116,19 +115,6 @@ def question(item: RewardInput, model: str, temperature: float, rubric: str, sca
         response = response[:max_chars] + _CUT
     material.append(("RESPONSE", response))
     return Question(model, temperature, rubric or RUBRIC, scale, tuple(material))
-
-
-def read_rubric(path: str) -> str:
-    """Return the text of `--judge.rubric`, empty where there is none. Raises ValueError."""
-    if not path:
-        return ""
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--judge.rubric {path}: cannot be read as text ({error})") from None
-    if not text:
-        raise ValueError(f"--judge.rubric {path}: the file is empty; leave the setting out for the default")
-    return text
 
 
 def as_text(value: object) -> str:

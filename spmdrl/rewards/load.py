@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.judge import JUDGE
-from spmdrl.config.schema import JudgeConfig, RewardConfig, SandboxConfig
+from spmdrl.config.judge import is_judge, read_judge
+from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
 from spmdrl.rewards.judge import Judge
@@ -50,19 +50,17 @@ class Direct:
         """Do nothing: there is no process to end."""
 
 
-def load_reward(
-    cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, judge: JudgeConfig | None = None
-) -> Grader:
+def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True) -> Grader:
     """The grader that a run's settings name, ready to take work.
 
     sandbox: where it runs programs, if it runs any. finite: False lets scores pass that are not finite, for a caller
-    that leaves such samples out. judge: whom it asks, if it asks one.
+    that leaves such samples out.
 
     Raises ValueError naming `--reward.function` or `--reward.more` for an unknown built-in, a missing file or function,
     a file that does not import, and two rewards of one name.
     """
     if not cfg.more and not cfg.gate:
-        return _load(cfg.function, "--reward.function", cfg, sandbox, finite, judge)
+        return _load(cfg.function, "--reward.function", cfg, sandbox, finite)
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
     names = [short_name(function) for function, _, _ in wanted]
@@ -73,7 +71,7 @@ def load_reward(
     terms: list[Term] = []
     try:
         for name, (function, weight, flag) in zip(names, wanted, strict=True):
-            terms.append(Term(name, _load(function, flag, cfg, sandbox, finite, judge), weight))
+            terms.append(Term(name, _load(function, flag, cfg, sandbox, finite), weight))
     except ValueError:
         for term in terms:
             term.grader.close()
@@ -104,13 +102,11 @@ def short_name(function: str) -> str:
     return name if file else Path(function).stem
 
 
-def _load(
-    name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finite: bool, judge: JudgeConfig | None
-) -> Grader:
+def _load(name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finite: bool) -> Grader:
     if name in QUICK:
         return Direct(name, QUICK[name], finite)
-    if name == JUDGE:
-        return Judge(judge or JudgeConfig())
+    if is_judge(name):
+        return Judge(read_judge(name), short_name(name))
     is_file = name not in POOLED
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
     function = _file_function(name, flag) if is_file else f"builtin:{name}"
@@ -155,7 +151,7 @@ def functions(cfg: RewardConfig) -> list[str]:
 
 
 def _scores_timeouts(name: str, cfg: RewardConfig) -> bool:
-    if name in QUICK or name in ("code", "code_partial", JUDGE):
+    if name in QUICK or name in ("code", "code_partial") or is_judge(name):
         return False
     return cfg.on_timeout == "zero" or (cfg.on_timeout == "auto" and name in POOLED)
 
@@ -180,7 +176,7 @@ def _file_function(spec: str, flag: str) -> str:
         raise ValueError(f"{flag} {spec!r}: a file is given as path/to/file.py[:function]")
     else:
         raise ValueError(
-            f"unknown {flag} {spec!r}: {nearest(spec, {**QUICK, **POOLED, JUDGE: Judge})}, or a file.py[:function]"
+            f"unknown {flag} {spec!r}: {nearest(spec, {**QUICK, **POOLED})}, a judge.yaml, or a file.py[:function]"
         )
     path = Path(file).expanduser().resolve()
     if not path.is_file():

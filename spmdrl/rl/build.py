@@ -2,7 +2,7 @@
 
 from spmdrl.algos.filters import FILTERS
 from spmdrl.config.engines import pushed_parts, sleep_level
-from spmdrl.config.judge import uses_judge
+from spmdrl.config.judge import judges
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.hub.resolve import resolve
@@ -58,13 +58,13 @@ def build_run(session: Session[Config]) -> Run:
             f"--run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
             "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
         )
-    if cfg.run.deterministic and uses_judge(cfg.reward):
+    if cfg.run.deterministic and judges(cfg.reward):
         session.warn(
             "--run.deterministic: a judge may grade the same response otherwise in another run, unless its answers are "
-            "in --judge.cache"
+            "in its cache"
         )
     finite = cfg.filter.bad_sample == "stop"
-    grader = load_reward(cfg.reward, cfg.sandbox, finite, cfg.judge) if world.samples else None
+    grader = load_reward(cfg.reward, cfg.sandbox, finite) if world.samples else None
     # Of every rank: one without samples needs the column too.
     experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")

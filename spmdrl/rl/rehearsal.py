@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves, shown
-from spmdrl.config.judge import JUDGE, uses_judge
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, settings_of_preset
 from spmdrl.config.schema import Config
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 JUDGED = (
     *("algo", "correction", "shaping", "filter", "critic", "process_reward", "safety", "reference", "lora", "eval"),
-    *("reward", "judge", "optimizer"),
+    *("reward", "optimizer"),
 )
 """Sections that say what is learnt."""
 ELSEWHERE = {
@@ -147,9 +146,6 @@ def rehearse(cfg: Config, plain: Config) -> None:
     if cfg.lora.rank:
         # Attaching adapters reads every setting of them.
         _ = [getattr(cfg.lora, field.name) for field in dataclasses.fields(plain.lora)]
-    if uses_judge(plain.reward):
-        # So does asking a judge.
-        _ = [getattr(cfg.judge, field.name) for field in dataclasses.fields(plain.judge)]
     made = list(episodes(plain))
     prompts = 1 + max(e.position for e in made)
     world: Any = SimpleNamespace(rollout_group=None, engine_tp_rank=0, engine_index=0, engine_count=1)
@@ -231,9 +227,9 @@ def single_changes(config: Config) -> Iterator[tuple[str, Any]]:
     from spmdrl.algos.filters import FILTERS
     from spmdrl.algos.losses import LOSSES
 
-    tables = {"algo.advantage": ADVANTAGES, "algo.loss": LOSSES, "filter.keep": FILTERS, "reward.function": [JUDGE]}
+    tables = {"algo.advantage": ADVANTAGES, "algo.loss": LOSSES, "filter.keep": FILTERS}
     for name, hint in leaves(Config).items():
-        if not (is_judged(name) or name in ("data.eval", "reward.function")):
+        if not (is_judged(name) or name == "data.eval"):
             continue
         value, default = get(config, name), get(Config(), name)
         if name in tables:

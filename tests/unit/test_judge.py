@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+import yaml
 
 from spmdrl.config.checks import check
-from spmdrl.config.dump import to_yaml
-from spmdrl.config.evaluation import EvaluationConfig, as_run
-from spmdrl.config.fields import ConfigError, leaves
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.judge import read_judge
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import file_digests
-from spmdrl.config.schema import Config, JudgeConfig, RewardConfig, SandboxConfig
+from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.health.status import rank_status
 from spmdrl.rewards import judge as judge_module
 from spmdrl.rewards.base import Reward, RewardError, RewardInput
@@ -151,8 +152,15 @@ def item(solution: str = "It is 4.", truth: object = "4", prompt: str | list = "
     return RewardInput("src", solution, truth, {}, prompt)
 
 
+def written(folder: Path, **settings) -> str:
+    """Writes a judge's file."""
+    file = folder / "judge.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return str(file)
+
+
 @pytest.fixture
-def start(monkeypatch):
+def start(monkeypatch, tmp_path):
     """Starts stand-ins and judges that ask them, and closes all at the end of the test."""
     monkeypatch.setattr(judge_module, "FIRST_PAUSE", 0.01)
     monkeypatch.setenv(VARIABLE, KEY)
@@ -162,7 +170,7 @@ def start(monkeypatch):
         server = StandIn(answer)
         open_now.append(server)
         given = {"url": server.url, "model": "the-judge", "key_env": VARIABLE, "timeout": 20.0} | settings
-        grader = load_reward(RewardConfig(function="judge"), SandboxConfig(), judge=JudgeConfig(**given))
+        grader = load_reward(RewardConfig(function=written(tmp_path, **given)), SandboxConfig())
         assert isinstance(grader, Judge)
         open_now.append(grader)
         return grader, server
@@ -318,10 +326,8 @@ def test_question_holds_task_truth_and_response_between_random_lines(start):
     assert "REFERENCE" not in other and nonce not in other
 
 
-def test_rubric_of_a_file(start, tmp_path):
-    rubric = tmp_path / "rubric.txt"
-    rubric.write_text("Only {rhymes} count: ä.\n", encoding="utf-8")
-    grader, server = start(graded(5), rubric=str(rubric))
+def test_rubric_of_a_file(start):
+    grader, server = start(graded(5), rubric="Only {rhymes} count: ä.\n")
     grade(grader, item())
     system = server.requests[0]["messages"][0]["content"]
     assert "Rubric:\nOnly {rhymes} count: ä.\n\n" in system and RUBRIC not in system
@@ -477,7 +483,7 @@ def test_server_that_hangs_or_drips_is_left_after_the_timeout(start, hang):
     assert 0.5 <= time.monotonic() - begun < 4, "a whole answer would take more"
     grader, _ = start(in_turn(hang), timeout=0.3, retries=0)
     (reward,) = grade(grader, item())
-    assert math.isnan(reward.score) and "within --judge.timeout 0.3 s" in reward.ungraded
+    assert math.isnan(reward.score) and "within the judge's timeout of 0.3 s" in reward.ungraded
 
 
 def test_server_that_is_not_there_is_ungraded(start):
@@ -490,11 +496,11 @@ def test_server_that_is_not_there_is_ungraded(start):
 @pytest.mark.parametrize(
     ("status", "change"),
     [
-        (401, "--judge.key-env"),
+        (401, "key_env"),
         (402, "account"),
-        (403, "--judge.key-env"),
-        (404, "change --judge.url .* or --judge.model"),
-        (405, "--judge.url"),
+        (403, "key_env"),
+        (404, "change the judge's url .* or its model"),
+        (405, "the judge's url"),
         (307, "points to another address"),
     ],
 )
@@ -512,15 +518,15 @@ def test_what_no_repetition_mends_ends_the_job_at_once(start, status, change):
 
 def test_budget_ends_the_job_with_the_setting_to_change(start):
     grader, server = start(graded(5), budget=3, concurrency=1)
-    with pytest.raises(RewardError, match="3 calls of --judge.budget are spent: raise it"):
+    with pytest.raises(RewardError, match="3 calls of the judge's budget are spent: raise it"):
         grade(grader, *(item(str(i)) for i in range(5)))
     assert len(server.requests) == 3
     grader, server = start(lambda number, asked: Answer(verdict(5), seconds=0.05), budget=5, concurrency=4)
-    with pytest.raises(RewardError, match="--judge.budget"):
+    with pytest.raises(RewardError, match="the judge's budget"):
         grade(grader, *(item(str(i)) for i in range(20)))
     assert grader.spent.calls == 5 and len(server.requests) <= 5
     grader, server = start(in_turn(Answer("nonsense")), budget=3, retries=9)
-    with pytest.raises(RewardError, match="--judge.budget"):
+    with pytest.raises(RewardError, match="the judge's budget"):
         grade(grader, item())
     assert len(server.requests) == 3, "repetitions are calls"
     grader, _ = start(graded(5), budget=3)
@@ -605,7 +611,7 @@ def test_key_goes_into_the_header_and_nowhere_else(start, caplog, tmp_path, monk
     assert KEY not in caplog.text and KEY not in json.dumps(server.requests) and KEY not in repr(vars(grader))
     refused = Answer(status=401, body=f"x{'y' * 280} {KEY}")
     grader, _ = start(in_turn(refused))
-    with pytest.raises(RewardError, match=f"key-env names \\({VARIABLE}, which is set\\)") as raised:
+    with pytest.raises(RewardError, match=f"key_env names \\({VARIABLE}, which is set\\)") as raised:
         grade(grader, item())
     assert KEY[:6] not in str(raised.value)
     monkeypatch.setenv(VARIABLE, "with/a/slash/4711")
@@ -613,7 +619,6 @@ def test_key_goes_into_the_header_and_nowhere_else(start, caplog, tmp_path, monk
     with pytest.raises(RewardError, match="detail") as raised:
         grade(grader, item())
     assert "4711" not in str(raised.value)
-    assert KEY not in to_yaml(Config(judge=JudgeConfig(url=server.url, model="m", key_env=VARIABLE)))
 
 
 def test_no_key_is_sent_where_none_is_set(start):
@@ -626,7 +631,7 @@ def test_no_key_is_sent_where_none_is_set(start):
 @pytest.mark.parametrize("key", ["two words", "line\nbreak", "ümlaut"])
 def test_key_that_cannot_be_sent_is_refused_without_being_shown(start, monkeypatch, key):
     monkeypatch.setenv(VARIABLE, key)
-    with pytest.raises(ValueError, match=f"--judge.key-env {VARIABLE}: its value") as raised:
+    with pytest.raises(ValueError, match=f"the judge's key_env {VARIABLE}: its value") as raised:
         start(graded(1))
     assert key not in str(raised.value)
 
@@ -644,76 +649,82 @@ def test_https_goes_through_the_proxy_of_the_environment(start, monkeypatch):
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
-GIVEN = ["--reward.function", "judge", "--judge.url", "http://h:8000/v1", "--judge.model", "m"]
+GOOD = {"url": "http://h:8000/v1", "model": "m"}
 
 
-def test_judge_among_the_rewards_passes_the_checks():
-    loaded = from_command_line([*GIVEN, "--judge.votes", "3"])
-    check(loaded.config, 1)
-    assert check_use(loaded) == [] and not scores_timeouts(loaded.config.reward)
-    loaded = from_command_line(["--reward.more", "judge=0.5", *GIVEN[2:]])
-    check(loaded.config, 1)
-    assert check_use(loaded) == []
-    grader = load_reward(loaded.config.reward, SandboxConfig(), judge=loaded.config.judge)
+def test_judge_among_the_rewards_passes_the_checks(tmp_path):
+    file = written(tmp_path, **GOOD, votes=3, temperature="1e-1", rubric="Brevity counts.")
+    judge = read_judge(file)
+    assert (judge.votes, judge.temperature, judge.rubric, judge.retries) == (3, 0.1, "Brevity counts.", 4)
+    for words in (["--reward.function", file], ["--reward.more", f"{file}=0.5"]):
+        loaded = from_command_line(words)
+        check(loaded.config, 1)
+        assert check_use(loaded) == [] and not scores_timeouts(loaded.config.reward)
+    grader = load_reward(loaded.config.reward, SandboxConfig())
     assert grader.name == "exact_match + judge"
     grader.close()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("settings", "told"),
     [
-        ("--judge.url=", "--judge.url '': a judge needs a server"),
-        ("--judge.url h:8000", "must begin with http:// or https://"),
-        ("--judge.url http://h:port/v1", "is no address"),
-        ("--judge.url https://me:hunter22@h/v1", "holds a login"),
-        ("--judge.model=", "--judge.model '': name the judge"),
-        ("--judge.rubric no/such.txt", "--judge.rubric no/such.txt: there is no such file"),
-        (f"--judge.key-env {KEY}", "--judge.key-env: wants the name"),
-        ("--judge.votes 0", "--judge.votes 0: must be at least 1"),
-        ("--judge.scale 0", "--judge.scale 0: must be at least 1"),
-        ("--judge.timeout 0", "--judge.timeout 0.0: must be above 0"),
-        ("--judge.retries -1", "--judge.retries -1: must be 0 or more"),
-        ("--judge.budget -1", "--judge.budget -1: must be 0 or more"),
-        ("--judge.concurrency 0", "--judge.concurrency 0: must be at least 1"),
+        ({"url": ""}, "url '': a judge needs a server"),
+        ({"url": "h:8000"}, "must begin with http:// or https://"),
+        ({"url": "http://h:port/v1"}, "is no address"),
+        ({"url": "https://me:hunter22@h/v1"}, "holds a login"),
+        ({"model": ""}, "model '': name the judge"),
+        ({"key_env": KEY}, "key_env: wants the name"),
+        ({"key_env": {KEY: 1}}, "key_env: its value is no text"),
+        ({"votes": 0}, "votes 0: must be at least 1"),
+        ({"votes": 1.5}, "votes: '1.5' is no number"),
+        ({"votes": "many"}, "votes: 'many' is no number"),
+        ({"scale": 0}, "scale 0: must be at least 1"),
+        ({"timeout": 0}, "timeout 0.0: must be above 0"),
+        ({"timeout": float("nan")}, "timeout nan: must be above 0"),
+        ({"retries": -1}, "retries -1: must be 0 or more"),
+        ({"budget": -1}, "budget -1: must be 0 or more"),
+        ({"concurrency": 0}, "concurrency 0: must be at least 1"),
+        ({"rubrik": "x"}, "rubrik: unknown; did you mean rubric?"),
     ],
 )
-def test_settings_that_do_not_serve_are_told(words, told):
-    config = from_command_line([*GIVEN, *words.split(" ")]).config
+def test_settings_that_do_not_serve_are_told(tmp_path, settings, told):
+    file = written(tmp_path, **(GOOD | settings))
+    for words in (["--reward.function", file], ["--reward.more", file]):
+        config = from_command_line(words).config
+        with pytest.raises(ConfigError) as raised:
+            check(config, 1)
+        assert f"{file}: " in str(raised.value) and told in str(raised.value)
+        assert str(raised.value).startswith("1 setting to change:")
+        assert KEY not in str(raised.value) and "hunter22" not in str(raised.value)
+        # A command that checks nothing before it loads the reward says the same.
+        with pytest.raises(ValueError) as raised:
+            load_reward(config.reward, config.sandbox)
+        assert told in str(raised.value) and KEY not in str(raised.value) and "hunter22" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, "cannot be read"), (b"\xff\xfe", "cannot be read"), (b"a: [", "is no YAML"), (b"- 1", "holds no settings")],
+)
+def test_a_file_that_holds_no_judge_is_named(tmp_path, content, told):
+    file = tmp_path / "mine.yml"
+    if content is not None:
+        file.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
-        check(config, 1)
-    assert told in str(raised.value) and str(raised.value).startswith("1 setting to change:")
-    assert KEY not in str(raised.value) and "hunter22" not in str(raised.value)
-    # A command that checks nothing before it loads the reward says the same.
-    with pytest.raises(ValueError) as raised:
-        load_reward(config.reward, config.sandbox, judge=config.judge)
-    assert told in str(raised.value) and KEY not in str(raised.value) and "hunter22" not in str(raised.value)
+        check(from_command_line(["--reward.function", str(file)]).config, 1)
+    assert f"--reward.function {file}: {told}" in str(raised.value)
 
 
-def test_settings_of_a_judge_without_one_are_refused():
-    texts, words = ("url", "model", "rubric", "cache", "key_env"), []
-    for name in leaves(JudgeConfig):
-        words += [f"--judge.{name.replace('_', '-')}", "x" if name in texts else "7"]
-    with pytest.raises(ConfigError) as raised:
-        check_use(from_command_line(words))
-    first, *lines = str(raised.value).splitlines()
-    assert first == "13 settings without effect:" and len(lines) == 13
-    advice = "nothing in this run reads it; it needs --reward.function judge; give one of these, or leave it out"
-    assert all(line.startswith("  --judge.") and line.endswith(advice) for line in lines)
-
-
-def test_an_evaluation_asks_the_same_judge():
-    judge = JudgeConfig(url="http://h/v1", model="m", votes=3)
-    assert as_run(EvaluationConfig(judge=judge), 0).judge == judge
-
-
-def test_resume_with_an_edited_rubric_is_a_change(tmp_path):
-    rubric = tmp_path / "rubric.txt"
-    rubric.write_text("one")
-    config = from_command_line([*GIVEN, "--judge.rubric", str(rubric)]).config
+def test_resume_with_another_judge_is_a_change(tmp_path):
+    file = written(tmp_path, **GOOD)
+    config = from_command_line(["--reward.more", "gsm8k", f"{file}=0.5"]).config
     before = file_digests(config)
-    rubric.write_text("two")
-    assert list(before) == ["judge.rubric"] and file_digests(config) != before
-    with pytest.raises(ValueError, match="--judge.rubric .*cannot be written|--judge.cache .*cannot be written"):
-        load_reward(
-            RewardConfig(function="judge"), SandboxConfig(), judge=JudgeConfig("http://h", "m", cache=str(rubric))
-        )
+    written(tmp_path, **GOOD, votes=2)
+    assert list(before) == ["reward.more 1"] and file_digests(config) != before
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    with pytest.raises(ValueError, match="the judge's cache .*cannot be written"):
+        load_reward(RewardConfig(function=written(tmp_path, **GOOD, cache=str(taken))), SandboxConfig())
