@@ -4,8 +4,8 @@
 
 *Cold*: a sandbox is opened, runs one program and is closed. *Warm*: one sandbox runs programs one after another, each
 in processes and files of its own (`tests/sandbox/test_attacks.py` shows that they share nothing). Beside them stands
-`python -c` without any sandbox. *Step*: a real job samples 64 responses from a random model with the shapes of
-SmolLM2-135M (quick: the tiny model, fewer tests), and each is graded by 20 programs on standard input. Its reward
+`python -c` without any sandbox. *Step*: a real job samples 64 responses from a random model with the
+layers of SmolLM2-135M and the tiny tokenizer (quick: the tiny model, fewer tests), and each is graded by 20 programs on standard input. Its reward
 grades the same right program whatever the model says, so that all tests run. What the job waits for rewards once
 sampling is done is `time/reward`.
 """
@@ -100,7 +100,7 @@ def step(quick: bool) -> dict[str, float]:
         if not quick:
             # https://huggingface.co/HuggingFaceTB/SmolLM2-135M/blob/main/config.json
             sizes = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9)
-            model = str(random_model(root / "model", "Llama", 0, **sizes, num_key_value_heads=3, vocab_size=49152))
+            model = str(random_model(root / "model", "Llama", 0, **sizes, num_key_value_heads=3))
         tests = 3 if quick else 20
         truth = json.dumps({"inputs": [str(i) for i in range(tests)], "outputs": [str(i + 1) for i in range(tests)]})
         (root / "rows.jsonl").write_text(
@@ -127,7 +127,7 @@ def step(quick: bool) -> dict[str, float]:
             "tracking.trackers": "jsonl",
         }
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        subprocess.run([sys.executable, "-m", "spmdrl.train", *words, "--no-checkpoint.at-end"], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "spmdrl.train", *words, "--checkpoint.no-at-end"], cwd=ROOT, check=True)
         rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()][1:]
     names = ("time/step", "time/rollout", "time/reward")
     return {name: sum(row[name] for row in rows) / len(rows) for name in names}
