@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         cfg = from_command_line(rest, PROG).config
         tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
         prompts = load_prompts(cfg.data.train, cfg.data, tokenizer, LONGEST, rows)
-        grader = load_reward(cfg.reward, cfg.sandbox, finite=False)
+        grader = load_reward(cfg.reward, cfg.sandbox, False, {p.data_source for p in prompts.prompts})
     except (ConfigError, ValueError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2

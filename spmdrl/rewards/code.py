@@ -80,6 +80,11 @@ class CodeGrader:
         while self.sandboxes:
             self.sandboxes.pop().close()
 
+    @property
+    def note(self) -> str:
+        """Where programs run, in words."""
+        return f"programs run in {self.service.name if self.service else self.sandboxes[0].name}"
+
     def may_take(self, item: RewardInput) -> float:
         """Seconds that a grading may take: its programs have clocks of their own, and sandboxes may start again."""
         return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)

@@ -143,8 +143,10 @@ def table(rows: list[tuple[str, Row]]) -> str:
     lines = [f"{'answers':8} {'written':40} {'tried':>6} {'score >= 1':>10} {'mean':>8} {'least':>8} {'most':>8}"]
     for sort, row in rows:
         scores = row.scores
-        numbers = f"{row.right:10.1%} {sum(scores) / len(scores):8.3f} {min(scores):8.3f} {max(scores):8.3f}"
-        lines.append(f"{sort:8} {row.kind:40} {len(row.rewards):6} {numbers if scores else 'not graded':>10}")
+        numbers = "not graded"
+        if scores:
+            numbers = f"{row.right:10.1%} {sum(scores) / len(scores):8.3f} {min(scores):8.3f} {max(scores):8.3f}"
+        lines.append(f"{sort:8} {row.kind:40} {len(row.rewards):6} {numbers:>10}")
     return "\n".join(lines)
 
 

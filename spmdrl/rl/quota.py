@@ -121,7 +121,7 @@ class Quota:
         drawn, group = self.drawn + self.before, self.world.rollout_group
         reward_N = torch.cat(all_gather_rows(torch.tensor(self.rewards, dtype=torch.float64)[:, None], group)).flatten()
         ungraded = int(reward_N.isnan().sum())
-        check_ungraded(ungraded, len(reward_N), self.cfg.reward, "a step")
+        check_ungraded(ungraded, len(reward_N), self.cfg.reward, "a step", self.cfg.rollout.samples_per_prompt)
         out.stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
             # Of all that was graded; a reward model sees only what is learnt from. Sorted, as they came in any order.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.sandbox.base import Limits, Outcome, Program, Verdict
+from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 from spmdrl.sandbox.inside.values import decode, encode
 from spmdrl.sandbox.warm import GRACE, Warm, outcome_of, task_of
 
@@ -50,10 +50,18 @@ class Channel:
         return bytes(line)
 
     def close(self) -> Outcome:
-        """End the program; returns how it ended. May be called twice."""
+        """End the program; returns how it ended. May be called twice.
+
+        Raises:
+            SandboxError: the sandbox has ended, or does not end it.
+        """
         if self.outcome is None:
             self.warm.say({"close": True})
+            until = time.monotonic() + 2 * GRACE
+            self.until = max(self.until, until)
             while self.outcome is None:
+                if time.monotonic() > until:
+                    raise SandboxError("the sandbox does not end its program")
                 self.said.clear()
                 self.hear(GRACE)
         return self.outcome
