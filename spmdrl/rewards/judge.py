@@ -235,7 +235,9 @@ class Judge:
                 why, after = str(error), error.after
             if attempt < self._cfg.retries:
                 self._pause(attempt, after)
-        raise UngradedError(f"the judge gave no verdict in {1 + self._cfg.retries} attempts, at last because {why}")
+        raise UngradedError(
+            f"the judge gave no verdict in {1 + self._cfg.retries} attempts, at last because {why or 'another vote failed'}"
+        )
 
     def _asked(self, asked: Question, attempt: int) -> str:
         """Return the judge's own words; where the server does not know a way to ask for JSON, the next one is taken."""

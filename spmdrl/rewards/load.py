@@ -85,7 +85,8 @@ def weighted(text: str) -> tuple[str, float]:
     Raises ValueError for a weight that is no finite number.
     """
     function, equals, weight = text.rpartition("=")
-    if not equals:
+    if not equals or "/" in weight or ".py" in weight:
+        # It is part of a path.
         return text, 1.0
     try:
         number = float(weight)

@@ -243,5 +243,6 @@ def test_an_answer_waits_for_all_rewards():
 def test_names_and_weights():
     assert [short_name(x) for x in ("gsm8k", "a/b.py", "a/b.py:f")] == ["gsm8k", "b", "f"]
     assert weighted("a/b=c.py:f=0.5") == ("a/b=c.py:f", 0.5) and weighted("math") == ("math", 1.0)
+    assert weighted("runs/lr=1e-5/r.py") == ("runs/lr=1e-5/r.py", 1.0)
     assert scores_timeouts(RewardConfig(function="gsm8k", more=("math=1",)))
     assert not scores_timeouts(RewardConfig(function="code", more=("gsm8k",)))
