@@ -235,9 +235,8 @@ class Judge:
                 why, after = str(error), error.after
             if attempt < self._cfg.retries:
                 self._pause(attempt, after)
-        raise UngradedError(
-            f"the judge gave no verdict in {1 + self._cfg.retries} attempts, at last because {why or 'another vote failed'}"
-        )
+        why = why or "another of its votes failed"
+        raise UngradedError(f"the judge gave no verdict in {1 + self._cfg.retries} attempts, at last because {why}")
 
     def _asked(self, asked: Question, attempt: int) -> str:
         """Return the judge's own words; where the server does not know a way to ask for JSON, the next one is taken."""

@@ -78,8 +78,8 @@ class Warm:
         except SandboxError as error:
             if not self.once:
                 raise
-            # The program may have ended the zygote, which held nothing but it.
-            return Outcome("failure", why=str(error))
+            # The program has ended the zygote, which held nothing but it.
+            return Outcome("error", why=str(error))
 
     def close(self) -> None:
         """End the sandbox with all that runs in it. May be called twice."""
