@@ -68,6 +68,7 @@ def test_lockstep_a_step_is_filled_alike_on_any_number_of_ranks():
         "filter/accepted": 5 / 8,
         "filter/dropped_prompts": 3,
         "filter/surplus_prompts": 1,
+        "reward/ungraded": 0,
         # Of all 24 that were sampled, the dropped ones and the surplus too.
         "reward/mean": pytest.approx(sum(sample(p, s, p).reward for p in range(8) for s in range(SAMPLES)) / 24),
     }
@@ -76,7 +77,8 @@ def test_lockstep_a_step_is_filled_alike_on_any_number_of_ranks():
     (unfiltered, rounds, numbers), *_ = run_ranks(filled, 1, FilterConfig(), False)
     assert [row[:2] for row in unfiltered[::SAMPLES]] == [(i, i) for i in range(WANTED)] and rounds == 1
     assert numbers == {
-        "reward/mean": pytest.approx(sum(sample(p, s, p).reward for p in range(4) for s in range(SAMPLES)) / 12)
+        "reward/mean": pytest.approx(sum(sample(p, s, p).reward for p in range(4) for s in range(SAMPLES)) / 12),
+        "reward/ungraded": 0,
     }
 
 
