@@ -3,7 +3,10 @@
 Everything here runs before a model is built. `check` reports all problems at once, each with the flag to change.
 """
 
+from urllib.parse import urlsplit
+
 from spmdrl.config.backends import backend_problems
+from spmdrl.config.dump import redact_text
 from spmdrl.config.engines import adapter_problems, engine_problems
 from spmdrl.config.fields import ConfigError, flag, get, shown
 from spmdrl.config.judge import judge_problems
@@ -54,6 +57,20 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
         raise ConfigError("\n  ".join([f"{count} to change:", *problems]))
 
 
+def service_problems(url: str) -> list[str]:
+    """One line if the address of a sandbox service does not serve. It shows no login."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return [f"--sandbox.provider {redact_text(url)}: is no address ({error})"]
+    if not parts.hostname:
+        return [f"--sandbox.provider {redact_text(url)}: names no host"]
+    if parts.username is not None or parts.password is not None:
+        return ["--sandbox.provider: the address holds a login, which would reach logs; leave it out"]
+    return []
+
+
 def _other_problems(config: Config) -> list[str]:
     problems = []
     for flag_name, name in (("--run.name", config.run.name), ("--tracking.project", config.tracking.project)):
@@ -63,7 +80,9 @@ def _other_problems(config: Config) -> list[str]:
     for tracker in config.tracking.trackers:
         problems += name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
     provider = config.sandbox.provider
-    if not provider.startswith(("http://", "https://")):
+    if provider.startswith(("http://", "https://")):
+        problems += service_problems(provider)
+    else:
         name, image, _ = provider.partition(":")
         name = name if image and name in CONTAINERS else provider
         problems += name_problems("sandbox.provider", name, SANDBOXES, file_allowed=False)

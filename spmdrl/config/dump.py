@@ -1,5 +1,6 @@
 """Writes a config back: as YAML that `--config` reads, as a dict for trackers, as the difference of two."""
 
+import json
 import os
 import re
 from typing import Any
@@ -38,7 +39,21 @@ def redact(name: str, value: Any) -> Any:
         return [redact(name, item) for item in value]
     if not isinstance(value, str) or not value:
         return value
+    if name == "reward.kwargs":
+        return _redact_json(value)
     return REDACTED if _SECRET_NAME.search(name) else redact_text(value)
+
+
+def _redact_json(text: str) -> str:
+    """A JSON object without the values of keys that are called as secrets are."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        return redact_text(text)
+    shown = {key: REDACTED if _SECRET_NAME.search(f"x.{key}") else value for key, value in found.items()}
+    return redact_text(text if shown == found else json.dumps(shown))
 
 
 def redact_text(text: str) -> str:

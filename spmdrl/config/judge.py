@@ -117,6 +117,16 @@ def read_judge(file: str) -> JudgeConfig:
     return judge
 
 
+def graded_by(file: str) -> str:
+    """Return what of a judge decides its grades; where it is and how it is asked do not.
+
+    Raises:
+        ValueError: see `read_judge`.
+    """
+    judge = read_judge(file)
+    return repr((judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars))
+
+
 def _as(kind: type, value: Any) -> Any:
     """Return a value of YAML as a setting's type: the type counts, not YAML's guess."""
     if isinstance(value, (bool, list, dict)) or value is None:

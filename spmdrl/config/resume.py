@@ -14,7 +14,7 @@ import yaml
 from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag, leaves, shown
-from spmdrl.config.judge import SUFFIXES
+from spmdrl.config.judge import SUFFIXES, graded_by, is_judge
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config, TrainingConfig
 
@@ -107,7 +107,7 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
             named = isinstance(path, str) and path.endswith((".py", ".jinja", *SUFFIXES))
             if named and not may_change(name, ""):
                 try:
-                    content = Path(path).expanduser().read_bytes()
+                    content = graded_by(path).encode() if is_judge(path) else Path(path).expanduser().read_bytes()
                 except OSError as error:
                     raise ValueError(f"{flag(name)} {each}: cannot read {path} ({error.strerror})") from error
                 place = f"{name} {i}" if isinstance(value, list) else name

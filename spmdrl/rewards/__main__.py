@@ -16,7 +16,7 @@ from spmdrl.data.prompts import load_prompts
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.rewards.base import RewardError
-from spmdrl.rewards.load import load_reward
+from spmdrl.rewards.load import IN_SANDBOX, functions, load_reward
 from spmdrl.rewards.trial import as_json, table, trial, verdicts
 
 PROG = "python -m spmdrl.rewards try"
@@ -37,12 +37,12 @@ def main(argv: list[str] | None = None) -> int:
         cfg = from_command_line(rest, PROG).config
         tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
         prompts = load_prompts(cfg.data.train, cfg.data, tokenizer, LONGEST, rows)
-        grader = load_reward(cfg.reward, cfg.sandbox, finite=False)
+        grader = load_reward(cfg.reward, cfg.sandbox, False, {p.data_source for p in prompts.prompts})
     except (ConfigError, ValueError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     try:
-        found = trial(prompts.prompts, grader)
+        found = trial(prompts.prompts, grader, bool(set(functions(cfg.reward)) & set(IN_SANDBOX)))
     except RewardError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1

@@ -4,8 +4,6 @@
 sends inputs in, takes outputs, and compares.
 """
 
-import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +11,8 @@ from typing import Any
 
 from spmdrl.rewards.base import Reward, RewardInput, UngradedError
 from spmdrl.rewards.code_tests import Case, Tests, read_tests
+from spmdrl.rewards.compare import same_answer, same_text
+from spmdrl.rewards.programs import completed, defines, program_of
 from spmdrl.sandbox.base import Limits, Program, SandboxError
 from spmdrl.sandbox.fusion import Fusion
 from spmdrl.sandbox.open import open_for
@@ -24,10 +24,9 @@ RETRIES = 2
 """Times that a grading starts again, in fresh sandboxes, after one that failed."""
 RESTARTS = 30.0
 """Seconds beyond the time of its programs that a grading may take."""
+LEAST_OUTPUT_KIB = 256
 RESULTS = ("passed", "wrong", "error", "timeout", "memory", "output")
 """What a test can come to; each is a part of the reward, the share of tests that came to it."""
-TOLERANCE = 1e-6
-"""Numbers that are not whole are equal within this, relative to the larger one and to 1."""
 PRELUDE = """\
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -39,10 +38,6 @@ from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, 
 from typing import *
 """
 """What a function may use without an import, as the sites do that such tasks come from."""
-_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-_PYTHON = ("python", "python3", "py")
-_WHOLE = re.compile(r"[+-]?[0-9]+")
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -53,25 +48,6 @@ class Settings:
     seconds: float = 5.0
     total_seconds: float = 30.0
     memory_mib: int = 512
-
-
-def program_of(text: str) -> tuple[str, bool]:
-    """Return the program in a response and whether it stands in a fenced block.
-
-    The last block that says Python, else the last block without a language, else the text itself.
-    """
-    blocks = [(language.lower(), body) for language, body in _FENCED.findall(text)]
-    for wanted in (_PYTHON, ("",)):
-        found = [body for language, body in blocks if language in wanted]
-        if found:
-            return found[-1], True
-    return ("", False) if blocks else (text, False)
-
-
-def continuation(text: str) -> str:
-    """Return the code of a response that goes on where its prompt ends: what precedes a fence, or else is inside it."""
-    before, fence, _ = text.partition("```")
-    return program_of(text)[0] if fence and not before.strip() else before
 
 
 class CodeGrader:
@@ -86,6 +62,7 @@ class CodeGrader:
         self.settings, self.partial_credit = settings, partial_credit
         self.sandboxes: list[Warm] = []
         self.service: Fusion | None = None
+        self.output_kib = LEAST_OUTPUT_KIB
         self.open()
 
     def open(self) -> None:
@@ -103,6 +80,11 @@ class CodeGrader:
         while self.sandboxes:
             self.sandboxes.pop().close()
 
+    @property
+    def note(self) -> str:
+        """Where programs run, in words."""
+        return f"programs run in {self.service.name if self.service else self.sandboxes[0].name}"
+
     def may_take(self, item: RewardInput) -> float:
         """Seconds that a grading may take: its programs have clocks of their own, and sandboxes may start again."""
         return (1 + RETRIES) * (self.settings.total_seconds + RESTARTS)
@@ -119,8 +101,8 @@ class CodeGrader:
         tests = read_tests(item.ground_truth, {"prompt": item.prompt} | item.extra)
         source, fenced = program_of(item.solution)
         name = tests.suite.entry if tests.suite else ""
-        if defines(tests.start, name) and not defines(source, name):
-            source = tests.start + continuation(item.solution)
+        if defines(tests.start, name):
+            source = completed(tests.start, name, item.solution)
         results = self.results(source, tests)
         parts = {name: results.count(name) / len(results) for name in RESULTS} | {"format": float(fenced)}
         share = parts["passed"]
@@ -148,8 +130,12 @@ class CodeGrader:
             raise UngradedError(
                 "SandboxFusion keeps no session: only tests of standard input and output can be run there"
             )
+        self.output_kib = LEAST_OUTPUT_KIB
         if tests.suite:
             return self._by_suite(source, tests)
+        # What is wanted has to fit, and as much again for what is wrong.
+        wanted = sum(len(repr(case.wanted)) for case in tests.cases)
+        self.output_kib = LEAST_OUTPUT_KIB + wanted * 4 // 1024
         until = time.monotonic() + self.settings.total_seconds
         if not tests.name:
             return [self._by_text(source, case, until) for case in tests.cases]
@@ -157,7 +143,8 @@ class CodeGrader:
 
     def limits(self, seconds: float) -> Limits:
         """Return the limits of a program that may take so long."""
-        return Limits(seconds=seconds, cpu_seconds=int(seconds) + 1, memory_mib=self.settings.memory_mib)
+        memory = self.settings.memory_mib
+        return Limits(seconds=seconds, cpu_seconds=int(seconds) + 1, memory_mib=memory, output_kib=self.output_kib)
 
     def _by_text(self, source: str, case: Case, until: float) -> str:
         """Run a program on a test's input and compare what it prints."""
@@ -222,68 +209,10 @@ class CodeGrader:
         return [result(each) for each in found.failures]
 
 
-def defines(source: str, name: str) -> bool:
-    """True where a program, or the beginning of one, defines a function of the name."""
-    return bool(name) and bool(re.search(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", source, re.MULTILINE))
-
-
 def _result(verdict: str) -> str:
     if verdict == "failure":
         raise SandboxError("it could not run a program")
     return verdict
-
-
-def same_text(printed: str, wanted: str) -> bool:
-    """True where two outputs have the same words on the same lines; numbers that are not whole may differ a little.
-
-    Blank lines at the ends and space around words do not count.
-    """
-    mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, wanted))
-    if [len(line) for line in mine] != [len(line) for line in theirs]:
-        return False
-    return all(a == b or _near(a, b) for x, y in zip(mine, theirs, strict=True) for a, b in zip(x, y, strict=True))
-
-
-def _near(a: str, b: str) -> bool:
-    if _WHOLE.fullmatch(a) and _WHOLE.fullmatch(b):
-        return _plain_whole(a) == _plain_whole(b)
-    return bool(_NUMBER.fullmatch(a) and _NUMBER.fullmatch(b)) and close(float(a), float(b))
-
-
-def _plain_whole(text: str) -> str:
-    """Return a whole number's digits without leading zeros, with a minus where it has one."""
-    digits = text.lstrip("+-").lstrip("0")
-    return f"-{digits}" if digits and text[0] == "-" else digits
-
-
-def close(a: float, b: float) -> bool:
-    """True where two numbers are equal, or differ by no more than rounding may."""
-    try:
-        return a == b or abs(a - b) <= TOLERANCE * min(max(1.0, abs(a), abs(b)), sys.float_info.max)
-    except OverflowError:
-        return False
-
-
-def same_answer(found: Any, wanted: Any) -> bool:
-    """True where the value of a call is the wanted one, or the only item of a list: APPS wraps some values so."""
-    return same_value(found, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and same_value(found, wanted[0]))
-
-
-def same_value(found: Any, wanted: Any) -> bool:
-    """True where two values are equal: tuples as lists, numbers that are not whole within TOLERANCE."""
-    if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
-        return len(found) == len(wanted) and all(map(same_value, found, wanted))
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        # Keys of JSON are texts.
-        mine, theirs = ({_key(key): value for key, value in x.items()} for x in (found, wanted))
-        return mine.keys() == theirs.keys() and all(same_value(mine[key], theirs[key]) for key in mine)
-    if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):
-        return close(found, wanted) if isinstance(found, float) or isinstance(wanted, float) else found == wanted
-    return type(found) is type(wanted) and found == wanted
-
-
-def _key(key: Any) -> Any:
-    return str(key) if type(key) is int and abs(key) < 1 << 64 else key
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:

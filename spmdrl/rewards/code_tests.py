@@ -15,6 +15,7 @@ https://github.com/volcengine/verl (verl/utils/reward_score).
 
 import ast
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from spmdrl.rewards.base import UngradedError
 from spmdrl.sandbox.tests import Suite
 
 KEYS = ("inputs", "outputs", "fn_name", "test", "tests", "entry_point", "prompt", "test_list", "test_setup_code")
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+FORM_KEYS = ("inputs", "outputs", "test_list", "test", "tests")
 FORMS = 'inputs and outputs, test_list, assert_case, test with entry_point, or a list of {"input", "output"}'
 
 
@@ -66,7 +69,9 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
         return _from_list(truth, extra)
     if not isinstance(truth, dict):
         raise UngradedError(f"tests are {type(truth).__name__}: wanted are {FORMS}, or their JSON text")
-    row = {key: extra[key] for key in KEYS if key in extra} | truth
+    # The truth's own form counts, whatever other columns are called.
+    forms = set(truth) & {"inputs", "outputs", "test_list", "assert_case", "tests", "test"}
+    row = {k: extra[k] for k in KEYS if k in extra and not (forms and k in FORM_KEYS)} | truth
     start = row.get("prompt", "")
     start = start if isinstance(start, str) else ""
     if "inputs" in row or "outputs" in row:
@@ -105,7 +110,8 @@ def _from_pairs(row: dict[str, Any]) -> Tests:
         raise UngradedError(f"tests have {sizes[0]} inputs and {sizes[1]} outputs: as many of each are wanted, not 0")
     if not name:
         return Tests(tuple(Case(_lines(x), _lines(y)) for x, y in zip(given, wanted, strict=True)))
-    return Tests(tuple(Case(_arguments(x), y) for x, y in zip(given, wanted, strict=True)), str(name))
+    pairs = zip(given, wanted, strict=True)
+    return Tests(tuple(Case(_arguments(x), _json_or_text(y) if isinstance(x, str) else y) for x, y in pairs), str(name))
 
 
 def _from_list(rows: list, extra: dict[str, Any]) -> Tests:
@@ -131,7 +137,27 @@ def _from_list(rows: list, extra: dict[str, Any]) -> Tests:
 
 def _suite(tests: tuple[str, ...], entry: object, setup: object) -> Suite:
     before = _texts([setup], "test_setup_code")[0] if setup else ""
-    return Suite(tests, entry if isinstance(entry, str) else "", before)
+    name = entry if isinstance(entry, str) else ""
+    for text in tests:
+        if not _runs(text, name):
+            raise UngradedError(
+                "a test asserts nothing when it runs: wanted are assertions outside of functions and classes, or a "
+                f"function check(candidate) and the name of the candidate (entry_point): {text[:60]!r}"
+            )
+    return Suite(tests, name, before)
+
+
+def _runs(text: str, entry: str) -> bool:
+    """True for a test that asserts something when it is executed, or whose `check` does when it is called.
+
+    Everything counts that may fail by itself but a definition, an import or an assignment of a constant.
+    """
+    silent = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
+    body = ast.parse(text).body
+    if entry and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
+        return True
+    loud = [node for node in body if not isinstance(node, silent)]
+    return any(isinstance(node, (ast.Assert, ast.Raise)) for each in loud for node in ast.walk(each))
 
 
 def _texts(value: object, key: str) -> tuple[str, ...]:
@@ -159,11 +185,18 @@ def _arguments(value: object) -> list:
         return _json_lines(value)
     if not isinstance(value, list):
         raise UngradedError(f"the input of a call is {type(value).__name__}: a list of arguments is wanted")
+    return [_whole_keys(each) for each in value]
+
+
+def _whole_keys(value: Any) -> Any:
+    """Return a dict of JSON with whole numbers as its keys, where all of them are: JSON has made them texts."""
+    if isinstance(value, dict) and value and all(isinstance(key, str) and _WHOLE.fullmatch(key) for key in value):
+        return {int(key): each for key, each in value.items()}
     return value
 
 
 def _json_lines(text: object) -> list:
-    return [_json_or_text(line) for line in str(text).splitlines() if line.strip()]
+    return [_whole_keys(_json_or_text(line)) for line in str(text).splitlines() if line.strip()]
 
 
 def _json_or_text(text: object) -> Any:

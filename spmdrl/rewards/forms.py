@@ -10,7 +10,7 @@ as they end, and each by itself, so that a score depends on no other response.
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -29,18 +29,27 @@ def adapted(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> 
         ValueError: its parameters have none of the forms; the message says what is wanted.
     """
     named, takes_more = _parameters(function)
-    if "completions" in named:
+    if "completions" in named and not set(VERL) <= named:
         call, result = _trl(function, named, takes_more, kwargs), partial(only, none=True)
     elif set(BATCH) <= named:
         call, result = _batch(function, kwargs), partial(only, none=False)
     else:
         call, result = _verl(function, name, kwargs), _itself
-    called = function if inspect.isroutine(function) else type(function).__call__
-    if not inspect.iscoroutinefunction(called):
-        return lambda item: result(call(item))
-    # One loop for all gradings: clients that a function keeps belong to it.
-    runner = asyncio.Runner()
-    return lambda item: result(runner.run(call(item)))
+    # One loop for all gradings, since clients that a function keeps belong to it; made for the first that is awaited.
+    runners: list[asyncio.Runner] = []
+
+    def grade(item: RewardInput) -> object:
+        value = call(item)
+        if inspect.isawaitable(value):
+            runners[:] = runners or [asyncio.Runner()]
+            value = runners[0].run(_awaited(value))
+        return result(value)
+
+    return grade
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _itself(value: Any) -> Any:

@@ -235,6 +235,7 @@ class Judge:
                 why, after = str(error), error.after
             if attempt < self._cfg.retries:
                 self._pause(attempt, after)
+        why = why or "another of its votes failed"
         raise UngradedError(f"the judge gave no verdict in {1 + self._cfg.retries} attempts, at last because {why}")
 
     def _asked(self, asked: Question, attempt: int) -> str:

@@ -184,7 +184,7 @@ def parse_verdict(content: str, scale: int) -> Verdict:
     except (ValueError, RecursionError):
         raise BadVerdictError("the judge's answer is not one JSON object alone") from None
     if not isinstance(found, dict) or found.keys() != {"reason", "grade"}:
-        keys = ", ".join(map(str, found))[:80] if isinstance(found, dict) else type(found).__name__
+        keys = ", ".join(map(ascii, found))[:80] if isinstance(found, dict) else type(found).__name__
         raise BadVerdictError(f"the judge's answer is no object with reason and grade alone, but has: {keys}")
     grade, reason = found["grade"], found["reason"]
     if isinstance(grade, bool) or not isinstance(grade, int | float):

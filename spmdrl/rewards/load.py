@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +50,17 @@ class Direct:
         """Do nothing: there is no process to end."""
 
 
-def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True) -> Grader:
+def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, sources: Iterable[str] = ()) -> Grader:
     """The grader that a run's settings name, ready to take work.
 
     sandbox: where it runs programs, if it runs any. finite: False lets scores pass that are not finite, for a caller
-    that leaves such samples out.
+    that leaves such samples out. sources: the `data_source` of rows that will come, as far as they are known.
 
     Raises ValueError naming `--reward.function` or `--reward.more` for an unknown built-in, a missing file or function,
     a file that does not import, and two rewards of one name.
     """
     if not cfg.more and not cfg.gate:
-        return _load(cfg.function, "--reward.function", cfg, sandbox, finite)
+        return _load(cfg.function, "--reward.function", cfg, sandbox, finite, sources)
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
     names = [short_name(function) for function, _, _ in wanted]
@@ -71,7 +71,7 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True) 
     terms: list[Term] = []
     try:
         for name, (function, weight, flag) in zip(names, wanted, strict=True):
-            terms.append(Term(name, _load(function, flag, cfg, sandbox, finite), weight))
+            terms.append(Term(name, _load(function, flag, cfg, sandbox, finite, sources), weight))
     except ValueError:
         for term in terms:
             term.grader.close()
@@ -85,7 +85,8 @@ def weighted(text: str) -> tuple[str, float]:
     Raises ValueError for a weight that is no finite number.
     """
     function, equals, weight = text.rpartition("=")
-    if not equals:
+    if not equals or "/" in weight or ".py" in weight:
+        # It is part of a path.
         return text, 1.0
     try:
         number = float(weight)
@@ -102,7 +103,9 @@ def short_name(function: str) -> str:
     return name if file else Path(function).stem
 
 
-def _load(name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finite: bool) -> Grader:
+def _load(
+    name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finite: bool, sources: Iterable[str]
+) -> Grader:
     if name in QUICK:
         return Direct(name, QUICK[name], finite)
     if is_judge(name):
@@ -111,6 +114,8 @@ def _load(name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finit
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
     function = _file_function(name, flag) if is_file else f"builtin:{name}"
     settings = _kwargs(cfg) if is_file else dataclasses.asdict(sandbox) if name in IN_SANDBOX else {}
+    if name == "auto":
+        settings["sources"] = sorted(set(sources))
     return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, settings)
 
 
@@ -119,19 +124,22 @@ def _kwargs(cfg: RewardConfig) -> dict[str, Any]:
     try:
         kwargs = json.loads(cfg.kwargs or "{}")
     except ValueError as e:
-        raise ValueError(f"--reward.kwargs {cfg.kwargs}: is no JSON ({e})") from None
+        raise ValueError(f"--reward.kwargs: is no JSON ({e})") from None
     if not isinstance(kwargs, dict):
-        raise ValueError(f'--reward.kwargs {cfg.kwargs}: a JSON object is wanted, as {{"name": 1}}')
+        raise ValueError('--reward.kwargs: a JSON object is wanted, as {"name": 1}')
     return kwargs
 
 
-def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str) -> None:
+def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1) -> None:
     """Let a few samples go without a score, which are left out.
+
+    group: samples of a prompt: one row that cannot be read is no reason to end a small run, unless none is allowed.
 
     Raises:
         RewardError: there are more than `--reward.max-ungraded` allows.
     """
-    if ungraded > cfg.max_ungraded * samples:
+    one_row = group if cfg.max_ungraded and group < samples else 0
+    if ungraded > max(cfg.max_ungraded * samples, one_row):
         by = " + ".join(functions(cfg))
         raise RewardError(
             f"{ungraded} of {samples} samples of {where} could not be graded by {by}, more than "

@@ -57,6 +57,7 @@ class Pool:
         self.timeouts = self.ungraded = 0
         self._hello = {"function": function, "settings": settings or {}, "finite": finite}
         self._timeout, self._on_timeout = timeout, on_timeout
+        self._note = ""
         self._next = 0
         self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all unanswered requests
         self._waiting: deque[int] = deque()  # ids no worker has
@@ -103,7 +104,10 @@ class Pool:
         return done
 
     def close(self) -> None:
-        """Kill the workers. May be called twice."""
+        """End the workers: those that work are killed. May be called twice."""
+        for worker in self._workers:
+            if worker.ready and not worker.queue:
+                worker.leave()
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -173,6 +177,9 @@ class Pool:
     def _hear(self, worker: Worker, message: dict) -> None:
         if "ready" in message:
             worker.ready = True
+            if message["note"] and message["note"] != self._note:
+                self._note = message["note"]
+                log.info("reward function %s: %s", self.name, self._note)
         elif "failed" in message:
             raise RewardError(f"--reward.function {self.name}: {message['failed']}")
         elif "load" in message:

@@ -19,6 +19,10 @@ _RANK_VARIABLES = {
 }
 
 
+LEAVES_WITHIN = 2.0
+"""Seconds that an idle process gets to end by itself."""
+
+
 @dataclass(eq=False)
 class Worker:
     """A worker process with its pipes and requests."""
@@ -80,6 +84,14 @@ class Worker:
         *lines, rest = bytes(self.received).split(b"\n")
         self.received = bytearray(rest)
         return lines, ended
+
+    def leave(self) -> None:
+        """Let the process end by itself, which it does at the end of its input, and clear up behind it."""
+        if self.stdin.fileno() in self.selector.get_map():
+            self.selector.unregister(self.stdin)
+        self.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(LEAVES_WITHIN)
 
     def kill(self) -> None:
         """Close the pipes and kill the process with its children. May be called twice."""

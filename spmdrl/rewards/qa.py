@@ -50,6 +50,7 @@ def exact_match_qa(item: RewardInput) -> Reward:
     if answer is None:
         return Reward(0.0, {"format": 0.0})
     given = normal_form(answer)
-    right = any(normal_form(truth) == given for truth in truths)
+    # A truth of articles and punctuation alone has no such form.
+    right = any((normal_form(truth) or truth.strip()) == (given or answer.strip()) for truth in truths)
     many = max(item.solution.count(OPEN), item.solution.count(CLOSE)) > MOST_TAGS
     return Reward((0.25 if many else 1.0) if right else 0.0, {"format": 1.0})

@@ -47,9 +47,23 @@ class Route:
     """The rewards of the rows that came so far, each loaded when its first row comes."""
 
     def __init__(self, settings: dict[str, Any]):
-        """settings: of rewards that have some, see `worker.py`."""
-        self._settings = settings
+        """Load the rewards of the sources that will come.
+
+        settings: of rewards that have some, see `worker.py`; `sources` are the sources.
+
+        Raises:
+            ValueError: a source has no reward, or its reward does not load.
+        """
+        self._settings = {name: value for name, value in settings.items() if name != "sources"}
         self._loaded: dict[str, Callable[[RewardInput], object]] = {}
+        for source in settings.get("sources", ()):
+            if reward_of(source) not in self._loaded:
+                self.load(RewardInput(source, "", ""))
+
+    @property
+    def note(self) -> str:
+        """What its rewards have to say, in words."""
+        return "; ".join(filter(None, (getattr(each, "note", "") for each in self._loaded.values())))
 
     def needs(self, item: RewardInput) -> bool:
         """Tells whether the row's reward is still to load, which takes time that is not the grading's."""

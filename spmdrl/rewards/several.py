@@ -1,10 +1,14 @@
 """Several rewards as one: a weighted sum of scores, and gates that must hold for any of it to count."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, describe
+
+TURN = 0.02
+"""Seconds between two looks at rewards that are waited for."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +53,29 @@ class Several:
 
     def poll(self) -> list[tuple[object, Reward]]:
         """Results since the last call, without waiting. Raises RewardError."""
-        return self._gathered(lambda grader: grader.poll())
-
-    def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """Wait for all that was submitted, or until `stop()`; results since the last call. Raises RewardError."""
-        return self._gathered(lambda grader: grader.drain(stop))
-
-    def close(self) -> None:
-        """End every process. May be called twice."""
-        for term in self.terms:
-            term.grader.close()
-
-    def _gathered(self, ask: Callable[[Grader], list[tuple[object, Reward]]]) -> list[tuple[object, Reward]]:
         done = []
         for term in self.terms:
-            for key, reward in ask(term.grader):
+            for key, reward in term.grader.poll():
                 rewards = self._open[key]
                 rewards[term.name] = reward
                 if len(rewards) == len(self.terms):
                     del self._open[key]
                     done.append((key, self._combined(key, rewards)))
         return done
+
+    def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
+        """Wait for all that was submitted, or until `stop()`; results since the last call. Raises RewardError."""
+        done = self.poll()
+        # All in turn: to wait for one of them would keep the others from their work.
+        while self._open and not (stop and stop()):
+            time.sleep(TURN)
+            done += self.poll()
+        return done
+
+    def close(self) -> None:
+        """End every process. May be called twice."""
+        for term in self.terms:
+            term.grader.close()
 
     def _combined(self, key: object, rewards: dict[str, Reward]) -> Reward:
         for name, reward in rewards.items():
@@ -80,21 +86,28 @@ class Several:
             return Reward(math.nan, ungraded=f"none of the rewards {self.name} applies to the row")
         score, parts = 0.0, {}
         for term in applies:
-            reward = rewards[term.name]
+            reward, first = rewards[term.name], term is self.terms[0]
+            named = {part if first else f"{term.name}/{part}": x for part, x in reward.parts.items()}
+            if twice := sorted(named.keys() & rewards.keys()):
+                raise RewardError(
+                    f"the reward {term.name} has a part {twice[0]}, which is the name of a reward, too: rename one "
+                    "(--reward.more)"
+                )
             score += term.weight * reward.score
-            parts |= {
-                f"{term.name}/{part}" if term is not self.terms[0] else part: x for part, x in reward.parts.items()
-            }
-            parts[term.name] = reward.score
+            parts |= named | {term.name: reward.score}
         timed_out = any(reward.timed_out for reward in rewards.values())
-        if not all(self._holds(gate, parts, timed_out, key) for gate in self.gates):
+        # A grading that was stopped has no parts, and shuts its gates.
+        absent = len(applies) < len(self.terms)
+        missing = {gate: 0.0 for gate in self.gates if timed_out and gate not in parts}
+        if not all(self._holds(gate, parts | missing, absent, key) for gate in self.gates):
             score = min(score, 0.0)
         return Reward(score, parts, timed_out=timed_out)
 
-    def _holds(self, gate: str, parts: dict[str, float], timed_out: bool, key: object) -> bool:
-        if gate not in parts and not timed_out:
+    def _holds(self, gate: str, parts: dict[str, float], absent: bool, key: object) -> bool:
+        """True for a gate that holds, or that the row lacks. absent: a reward gave no parts."""
+        if gate not in parts and not absent:
             raise RewardError(
                 f"--reward.gate {gate}: the rewards {self.name} gave no such part for {describe(key)}; there are "
                 f"{', '.join(sorted(parts))}"
             )
-        return parts.get(gate, 0.0) > 0.0
+        return parts.get(gate, 1.0) > 0.0

@@ -4,6 +4,7 @@ A right answer is the truth itself, in each of the forms that graders look for; 
 reward that gives a right answer little, or a wrong one something, teaches something else than what was meant.
 """
 
+import contextlib
 import json
 import math
 import random
@@ -57,33 +58,50 @@ class Row:
         return sum(x >= 1.0 for x in self.scores) / len(self.scores) if self.scores else math.nan
 
 
-def gold(prompt: Prompt) -> Iterator[tuple[str, str]]:
-    """Yield right answers of a row: the form and the text."""
-    for column in SOLUTIONS:
-        found = prompt.extra.get(column)
-        found = found[0] if isinstance(found, list) and found else found
-        if isinstance(found, str) and found.strip():
+def gold(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
+    """Yield right answers of a row: the form and the text. programs: the truth may be tests of a program."""
+    for column in SOLUTIONS if programs else ():
+        found = _first(prompt.extra.get(column))
+        if found.strip():
             yield f"column {column}", found
             if "```" not in found:
                 yield f"column {column}, in a code block", FORMS["in a code block"].format(found)
-    truth = prompt.ground_truth
-    try:
-        read_tests(truth, prompt.extra)
-    except UngradedError:
-        pass
-    else:
-        # These are tests of a program, and no answer.
+    if programs and _holds_tests(prompt):
+        # These are no answer.
         return
+    truth = prompt.ground_truth
+    truth = truth.get("target") if isinstance(truth, dict) and "target" in truth else truth
+    truth = truth[0] if isinstance(truth, list) and truth else truth
     last = str(truth).rsplit("####", 1)[-1].strip()
     for form, text in FORMS.items():
         yield form, text.format(truth if form == "as it is" else last)
 
 
-def trial(prompts: list[Prompt], grader: Grader, seed: int = 0) -> list[tuple[str, Row]]:
-    """Grade answers of all kinds on the rows; returns (`gold` or `garbage`, what the kind got), in a fixed order."""
+def _first(value: object) -> str:
+    """Return a solution: a text, the first of a list, or of the JSON text of one, as APPS has them."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, str) else ""
+
+
+def _holds_tests(prompt: Prompt) -> bool:
+    try:
+        read_tests(prompt.ground_truth, prompt.extra)
+    except UngradedError:
+        return False
+    return True
+
+
+def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) -> list[tuple[str, Row]]:
+    """Grade answers of all kinds on the rows; returns (`gold` or `garbage`, what the kind got), in a fixed order.
+
+    programs: the reward grades programs, or may.
+    """
     answers: dict[tuple[str, str], list[tuple[Prompt, str]]] = {}
     for prompt in prompts:
-        for form, text in gold(prompt):
+        for form, text in gold(prompt, programs):
             answers.setdefault(("gold", form), []).append((prompt, text))
     shuffled = list(prompts)
     random.Random(seed).shuffle(shuffled)
@@ -91,7 +109,7 @@ def trial(prompts: list[Prompt], grader: Grader, seed: int = 0) -> list[tuple[st
         for kind, text in GARBAGE.items():
             answers.setdefault(("garbage", kind), []).append((prompt, text))
         if other.ground_truth != prompt.ground_truth:
-            for form, text in gold(other):
+            for form, text in gold(other, programs):
                 answers.setdefault(("garbage", f"another row's, {form}"), []).append((prompt, text))
     return [(sort, _grade(kind, asked, grader)) for (sort, kind), asked in answers.items()]
 
@@ -143,8 +161,10 @@ def table(rows: list[tuple[str, Row]]) -> str:
     lines = [f"{'answers':8} {'written':40} {'tried':>6} {'score >= 1':>10} {'mean':>8} {'least':>8} {'most':>8}"]
     for sort, row in rows:
         scores = row.scores
-        numbers = f"{row.right:10.1%} {sum(scores) / len(scores):8.3f} {min(scores):8.3f} {max(scores):8.3f}"
-        lines.append(f"{sort:8} {row.kind:40} {len(row.rewards):6} {numbers if scores else 'not graded':>10}")
+        numbers = "not graded"
+        if scores:
+            numbers = f"{row.right:10.1%} {sum(scores) / len(scores):8.3f} {min(scores):8.3f} {max(scores):8.3f}"
+        lines.append(f"{sort:8} {row.kind:40} {len(row.rewards):6} {numbers:>10}")
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ In:  {"function": f, "settings": {...}, "finite": b}
                                            first line: what to load (`builtin:math`, or `/path/file.py:name`), settings
                                            of a built-in reward or arguments of a user's, whether scores must be finite
      {"id": n, "item": [data_source, solution, ground_truth, extra, prompt]}
-Out: {"ready": true} or {"failed": text}   after loading
+Out: {"ready": true, "note": text} or {"failed": text}     after loading; the note is for the log
      {"id": n, "load": t}                  before what this grading needs is loaded, which is not the grading's time
      {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), one clock for all processes; s is
                                            how long it may take where the reward has clocks of its own, else 0
@@ -15,7 +15,6 @@ Out: {"ready": true} or {"failed": text}   after loading
 It imports nothing heavy of its own, so that a killed process is back at once.
 """
 
-import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -88,6 +87,16 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
         return {"error": f"{type(e).__name__}: {e}"[:2000], "trace": trace[-4000:]}
 
 
+def _loaded(route: Any, item: RewardInput) -> dict:
+    """Load what a row needs; returns the answer to it if that fails, else nothing."""
+    try:
+        route.load(item)
+    except Exception as e:
+        trace = "".join(traceback.format_exception(e, limit=-4))
+        return {"error": f"{type(e).__name__}: {e}"[:2000], "trace": trace[-4000:]}
+    return {}
+
+
 def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -126,13 +135,15 @@ def main() -> None:
         return
     route = cast(Any, function) if hasattr(function, "needs") else None
     may_take = getattr(function, "may_take", None)
-    send({"ready": True})
+    send({"ready": True, "note": getattr(function, "note", "")})
     for line in requests:
         message = json.loads(line)
         if route is not None and route.needs(item := RewardInput(*message["item"])):
             send({"id": message["id"], "load": time.monotonic()})
-            with contextlib.suppress(Exception):  # the grading meets it again, and says so
-                route.load(item)
+            if failed := _loaded(route, item):
+                send({"id": message["id"], "start": time.monotonic(), "may_take": 0.0})
+                send({"id": message["id"], "seconds": 0.0, **failed})
+                continue
         start = time.monotonic()
         own = may_take(RewardInput(*message["item"])) if may_take else 0.0
         send({"id": message["id"], "start": start, "may_take": own})

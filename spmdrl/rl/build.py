@@ -64,7 +64,8 @@ def build_run(session: Session[Config]) -> Run:
             "in its cache"
         )
     finite = cfg.filter.bad_sample == "stop"
-    grader = load_reward(cfg.reward, cfg.sandbox, finite) if world.samples else None
+    sources = {p.data_source for each in (prompts, asked) if each for p in each.prompts}
+    grader = load_reward(cfg.reward, cfg.sandbox, finite, sources) if world.samples else None
     # Of every rank: one without samples needs the column too.
     experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")

@@ -106,7 +106,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     scores_n3 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 3)
     rows = torch.cat(all_gather_rows(scores_n3, world.rollout_group))
     ungraded = rows[:, 2] > 0
-    check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation")
+    check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples)
     rows = rows[~ungraded]
     right = (rows[:, 1] >= 1.0).double()
     position, prompts = rows[:, 0].long(), len(plan.prompts)

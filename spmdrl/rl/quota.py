@@ -96,6 +96,11 @@ class Quota:
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
         self.bad += len(result.episodes) - len(usable)
         self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
+        if self.keep:
+            # Before more is sampled: what cannot be graded would fill no round.
+            counts = torch.tensor([sum(e.ungraded for e in result.episodes), len(result.episodes)])
+            ungraded, graded = all_reduce(counts, "sum", self.world.rollout_group).tolist()
+            check_ungraded(ungraded, graded, self.cfg.reward, "a rollout", self.cfg.rollout.samples_per_prompt)
         self.kept += passing(usable, self.keep, self.cfg.filter) if self.keep else usable
         mine = torch.tensor(sorted({e.position for e in self.kept}), dtype=torch.int64)
         rows = all_gather_rows(mine[:, None], self.world.rollout_group)
@@ -121,7 +126,7 @@ class Quota:
         drawn, group = self.drawn + self.before, self.world.rollout_group
         reward_N = torch.cat(all_gather_rows(torch.tensor(self.rewards, dtype=torch.float64)[:, None], group)).flatten()
         ungraded = int(reward_N.isnan().sum())
-        check_ungraded(ungraded, len(reward_N), self.cfg.reward, "a step")
+        check_ungraded(ungraded, len(reward_N), self.cfg.reward, "a step", self.cfg.rollout.samples_per_prompt)
         out.stats.add("reward/ungraded", ungraded)
         if not self.cfg.reward.model:
             # Of all that was graded; a reward model sees only what is learnt from. Sorted, as they came in any order.

@@ -222,7 +222,8 @@ def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int
     Raises:
         ValueError: a logp is not finite, unless such samples are skipped.
     """
-    baseline = rewards[group.position, plan.samples].score if plan.greedy else 0.0
+    greedy = rewards[group.position, plan.samples] if plan.greedy else Reward(0.0)
+    baseline = greedy.score if greedy.applies else math.nan
     first = group.episodes[0].experts
     for episode in group.episodes[: plan.samples]:
         reward = rewards[group.position, episode.sample]
@@ -242,6 +243,7 @@ def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int
         if not math.isfinite(baseline):
             # There is nothing to subtract from any sample of this prompt.
             episode.reward = math.nan
+            episode.ungraded = episode.ungraded or bool(greedy.ungraded) or not greedy.applies
         if episode.experts is not None and first is not None and episode.experts is not first:
             # The prompt as the first sample ran it, so that it can be shared.
             known = min(len(group.prompt.tokens), len(first))

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from spmdrl.sandbox.base import Limits, Outcome, Program, Verdict
+from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 from spmdrl.sandbox.inside.values import decode, encode
 from spmdrl.sandbox.warm import GRACE, Warm, outcome_of, task_of
 
@@ -30,13 +30,20 @@ class Channel:
         """Send a line, which is lost if the program has ended."""
         if self.outcome is None:
             line = (json.dumps(message) + "\n").encode()
-            self.warm.say({"input": base64.b64encode(line).decode()})
+            try:
+                self.warm.say({"input": base64.b64encode(line).decode()})
+            except SandboxError as error:
+                self._ended(error)
 
     def hear(self, seconds: float) -> bytes | None:
         """Return the next line; None if none comes in time, or the program has ended (`outcome`)."""
         until = min(time.monotonic() + seconds, self.until + GRACE)
         while self.outcome is None and b"\n" not in self.said:
-            message = self.warm.hear(until)
+            try:
+                message = self.warm.hear(until)
+            except SandboxError as error:
+                self._ended(error)
+                return None
             if message is None:
                 return None
             if "output" in message:
@@ -49,14 +56,31 @@ class Channel:
         self.said = rest
         return bytes(line)
 
+    def _ended(self, error: SandboxError) -> None:
+        """A sandbox that holds one program and ends is ended by that program."""
+        if not self.warm.once:
+            raise error
+        self.outcome = Outcome("error", why=str(error))
+
     def close(self) -> Outcome:
-        """End the program; returns how it ended. May be called twice."""
+        """End the program; returns how it ended. May be called twice.
+
+        Raises:
+            SandboxError: the sandbox has ended, or does not end it.
+        """
         if self.outcome is None:
-            self.warm.say({"close": True})
+            try:
+                self.warm.say({"close": True})
+            except SandboxError as error:
+                self._ended(error)
+            until = time.monotonic() + 2 * GRACE
+            self.until = max(self.until, until)
             while self.outcome is None:
+                if time.monotonic() > until:
+                    raise SandboxError("the sandbox does not end its program")
                 self.said.clear()
                 self.hear(GRACE)
-        return self.outcome
+        return cast(Outcome, self.outcome)
 
 
 class Session:

@@ -15,6 +15,7 @@ import secrets
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,6 +38,8 @@ WRITABLE = ("/dev/null",)
 START_SECONDS = 20.0
 PROCESSES = 16
 """Processes in the first program's sandbox, which is started before its limits are known."""
+DEEPEST = 64
+"""Most folders within each other."""
 FILES = 4096
 """Most files and folders of a program: as many as bubblewrap's /tmp holds."""
 
@@ -95,7 +98,8 @@ class Held:
         sweep()
         for end in self.ends:
             os.close(end)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # Folders may lie too deep for Python's own.
+        subprocess.run(["rm", "-rf", "--", str(self.folder)], check=False)
 
 
 class Outside(Watch):
@@ -173,17 +177,26 @@ def sweep() -> None:
 def fits(folder: str, most: int) -> bool:
     """Whether the files below a folder are few and small enough together. most: bytes."""
     count = total = 0
-    more = [folder]
+    more = [(folder, 0)]
     while more:
-        # It may be removed at this moment.
-        with contextlib.suppress(OSError), os.scandir(more.pop()) as entries:
-            for entry in entries:
-                count += 1
+        place, depth = more.pop()
+        try:
+            with os.scandir(place) as entries:
+                inside = list(entries)
+        except FileNotFoundError:
+            # It was removed at this moment.
+            continue
+        except OSError:
+            # Its name is too long, or it cannot be read: nobody could count what is in it.
+            return False
+        for entry in inside:
+            count += 1
+            with contextlib.suppress(FileNotFoundError):
                 total += entry.stat(follow_symlinks=False).st_blocks * 512
-                if count > FILES or total > most:
-                    return False
                 if entry.is_dir(follow_symlinks=False):
-                    more.append(entry.path)
+                    more.append((entry.path, depth + 1))
+            if count > FILES or total > most or depth > DEEPEST:
+                return False
     return True
 
 

@@ -6,7 +6,7 @@ neither read what they expect, nor change `assert` or `==`, nor end them with ex
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spmdrl.sandbox.base import Limits, Program, Verdict
@@ -63,7 +63,9 @@ def run_tests(source: str, suite: Suite, program: Warm, judge: Warm, limits: Lim
             why = f"{loaded.error}: {loaded.why}" if loaded.error else loaded.why
             return Report(tuple(why for _ in suite.tests), loaded.verdict, why)
         names = [name for name in loaded.value if isinstance(name, str)] if isinstance(loaded.value, list) else []
-        return _judged(suite, names, session, Channel(judge, _program(), limits), until)
+        # It repeats what the program says, and holds it.
+        wider = replace(limits, memory_mib=2 * limits.memory_mib, output_kib=16 * limits.output_kib)
+        return _judged(suite, names, session, Channel(judge, _program(), wider), until)
     finally:
         session.close()
 
@@ -83,7 +85,7 @@ def _program() -> Program:
 def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, until: float) -> Report:
     """Carry calls from the tests to the program, and answers back."""
     verdict: Verdict = "ok"
-    why = ""
+    why, answered = "", 0
     try:
         task = {"tests": suite.tests, "prelude": suite.prelude, "entry": suite.entry, "names": names}
         channel.send(task)
@@ -94,7 +96,10 @@ def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, 
                 late = ended is None or ended.verdict == "timeout"
                 reason = (ended.why if ended else "") or "exit code 0"
                 why = why or ("time was up" if late else f"the tests ended: {reason}")
-                verdict = verdict if verdict != "ok" else ("timeout" if late else "failure")
+                if verdict == "ok":
+                    # What the tests hold and repeat is what the program has answered.
+                    grown = ended is not None and ended.verdict in ("memory", "output") and answered
+                    verdict = "timeout" if late else ended.verdict if ended and grown else "failure"
                 return Report(tuple(why for _ in suite.tests), verdict, why)
             said = _read(line)
             if said is None:
@@ -103,6 +108,7 @@ def _judged(suite: Suite, names: list[str], session: Session, channel: Channel, 
             if "done" in said:
                 return Report(tuple(said["done"]), verdict, why)
             answer = session.ask(said, max(0.0, until - time.monotonic()))
+            answered += 1
             if answer.verdict == "ok":
                 channel.send({"value": answer.raw})
             else:

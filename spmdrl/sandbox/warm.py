@@ -18,6 +18,8 @@ START_SECONDS = 30.0
 """Longest a sandbox may take to start."""
 END_SECONDS = 5.0
 """Longest a sandbox may take to end before it is killed."""
+SAY_SECONDS = 10.0
+"""Longest a sandbox may take to read a message."""
 GRACE = 5.0
 """Seconds beyond a program's own limit after which the sandbox itself is held to be stuck."""
 
@@ -33,6 +35,7 @@ class Warm:
             SandboxError: it does not start.
         """
         self.command, self.name, self.once = command, name or command[0], once
+        self.process: Any = None
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.folder = tempfile.TemporaryDirectory(prefix="sandbox-")
         """Where programs run that have no /tmp of their own."""
@@ -47,15 +50,20 @@ class Warm:
         self.used = False
         """Whether a program has run in it."""
         self.errors.truncate(0)
-        self.process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            cwd=self.folder.name,
-            env={},
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                cwd=self.folder.name,
+                env={},
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SandboxError(f"{self.command[0]} does not start: {error}") from None
+        os.set_blocking(cast(IO[bytes], self.process.stdin).fileno(), False)
         self._answer(time.monotonic() + START_SECONDS)
 
     def run(self, program: Program, limits: Limits) -> Outcome:
@@ -70,8 +78,8 @@ class Warm:
         except SandboxError as error:
             if not self.once:
                 raise
-            # The program may have ended the zygote, which held nothing but it.
-            return Outcome("failure", why=str(error))
+            # The program has ended the zygote, which held nothing but it.
+            return Outcome("error", why=str(error))
 
     def close(self) -> None:
         """End the sandbox with all that runs in it. May be called twice."""
@@ -80,6 +88,8 @@ class Warm:
         self.folder.cleanup()
 
     def _end(self) -> None:
+        if self.process is None:
+            return
         for pipe in (self.process.stdin, self.process.stdout):
             # What it was not told yet is lost with it.
             with contextlib.suppress(BrokenPipeError):
@@ -104,12 +114,22 @@ class Warm:
                 self._end()
                 self._start()
             self.used = True
-        pipe = cast(IO[bytes], self.process.stdin)
-        try:
-            pipe.write((json.dumps(message) + "\n").encode())
-            pipe.flush()
-        except BrokenPipeError:
-            raise SandboxError(self._why()) from None
+        data = memoryview((json.dumps(message) + "\n").encode())
+        pipes = [cast(IO[bytes], pipe).fileno() for pipe in (self.process.stdin, self.process.stdout)]
+        until = time.monotonic() + SAY_SECONDS
+        while data:
+            # The other side may be writing, and read nothing before that is taken.
+            readable, writable, _ = select.select([pipes[1]], [pipes[0]], [], max(0.0, until - time.monotonic()))
+            if readable:
+                self._read(pipes[1])
+            elif not writable:
+                raise SandboxError("the sandbox takes no message")
+            if writable:
+                with contextlib.suppress(BlockingIOError):
+                    try:
+                        data = data[os.write(pipes[0], data) :]
+                    except BrokenPipeError:
+                        raise SandboxError(self._why()) from None
 
     def _answer(self, until: float) -> dict[str, Any]:
         message = self.hear(until)
@@ -128,12 +148,22 @@ class Warm:
             left = until - time.monotonic()
             if left <= 0 or not select.select([pipe], [], [], left)[0]:
                 return None
-            data = os.read(pipe.fileno(), 1 << 16)
-            if not data:
-                raise SandboxError(self._why())
-            self.said += data
+            self._read(pipe.fileno())
         line, _, self.said = self.said.partition(b"\n")
-        return json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            # Below a sandbox that keeps no two processes apart a program may have written it.
+            raise SandboxError("the sandbox said what is no message")
+        return message
+
+    def _read(self, pipe: int) -> None:
+        data = os.read(pipe, 1 << 16)
+        if not data:
+            raise SandboxError(self._why())
+        self.said += data
 
     def _why(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -71,6 +71,41 @@ def test_each_result_is_told_apart(grader, style, start):
             assert reward.parts[other] == 1.0 - passed, (body, reward)
 
 
+def test_a_right_program_may_have_much_to_say(grader):
+    """The limit of its output follows what the tests want."""
+    long = {"inputs": ["60000"] * 2, "outputs": ["\n".join(map(str, range(60000)))] * 2}
+    assert grade(grader, "print(*range(int(input())), sep='\\n')", long).score == 1.0
+    lists = {"fn_name": "f", "inputs": [[10000]] * 8, "outputs": [list(range(10000))] * 8}
+    assert grade(grader, "def f(n): return list(range(n))", lists).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "result"),
+    [
+        # Words that nobody reads, while the next call is larger than a pipe.
+        (
+            "import os\nos.write(3, b'{\"value\": []}\\n' + b'x' * 200000)\ndef f(x): return x",
+            {"fn_name": "f", "inputs": [["y" * 100000]] * 2, "outputs": ["y" * 100000] * 2},
+            None,
+        ),
+        # An answer that the tests hand back, and that grows on its way.
+        (
+            "import os\ndef f(x):\n    os.write(3, b'{\"value\": \"' + 'é'.encode() * 60000 + b'\"}\\n')\n    return x",
+            {"test_list": ["assert f(f('a')) == 'b'"]},
+            None,
+        ),
+        ("def f(x): raise StopIteration", {"test_list": ["assert all(map(lambda x: f(x) == x, [1, 2]))"]}, "error"),
+        ("def f(x): return 10 ** 5000", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, "error"),
+        ("def f(x): return 10 ** 5000", {"test_list": ["assert f(1) == 1"]}, "error"),
+    ],
+)
+def test_what_breaks_the_talk_is_the_programs_own_fault(grader, program, tests, result):
+    began = time.monotonic()
+    reward = grade(grader, program, tests)
+    assert reward.score == 0.0 and time.monotonic() - began < 12, reward
+    assert result is None or reward.parts[result] == 1.0, reward
+
+
 def test_one_that_hangs_on_one_test_keeps_the_others(grader):
     """The rest of a call-style task goes on in another process."""
     program = "def add(a, b):\n    while a == 3: pass\n    return a + b"
@@ -101,6 +136,7 @@ def test_all_or_nothing_is_another_reward(grader):
         ("class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b", CALLS, {}),
         ("from __future__ import annotations\ndef add(a, b): return gcd(a + b, 0)", CALLS, {}),
         ("def add(a, b):\n    print('to see')\n    return a + b", CALLS, {}),
+        ("def add(a, b): return a + b\nif __name__ == '__main__': print(int(input()))", CALLS, {}),
         ("import sys\nfor line in sys.stdin: print(sum(map(int, line.split())))", STDIN, {}),
         ("def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__': main()", STDIN, {}),
         ("    return a + b", UNIT | COMPLETED, {}),
@@ -199,6 +235,9 @@ def test_the_reward_can_be_tried_on_rows_before_a_run(tmp_path, capsys):
 def test_the_settings_know_the_sandboxes():
     assert set(SANDBOXES) == {"auto", *PROVIDERS}
     problems = [
+        ("http://me:hunter22@host", "--sandbox.provider: the address holds a login"),
+        ("http://host:port", "is no address"),
+        ("http://", "names no host"),
         ("bubblewrapp", "--sandbox.provider bubblewrapp: unknown; did you mean bubblewrap?"),
         ("ftp://x", "ftp://x"),
     ]
@@ -214,8 +253,9 @@ def test_a_sandbox_that_is_not_here_ends_the_job_before_it_starts(monkeypatch, t
         load_reward(RewardConfig(function="code"), SandboxConfig(provider="docker"))
 
 
-def test_nothing_is_left_of_a_grader_that_was_closed():
+def test_nothing_is_left_of_a_grader_that_was_closed(tmp_path, monkeypatch):
     open_or_skip().close()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     grader = load_reward(RewardConfig(function="code", workers=2), SandboxConfig(seconds=2.0))
     grader.submit(1, RewardInput("", READ + "print(a + b)", STDIN))
     grader.drain()
@@ -224,7 +264,7 @@ def test_nothing_is_left_of_a_grader_that_was_closed():
     below = [child for worker in workers for child in worker.children(recursive=True)]
     assert any("zygote" in " ".join(each.cmdline()) or "supervisor" in " ".join(each.cmdline()) for each in below)
     grader.close()
-    assert settled(lambda: not any(alive(each) for each in below))
+    assert settled(lambda: not any(alive(each) for each in below)) and not list(tmp_path.iterdir())
 
 
 def alive(process: psutil.Process) -> bool:

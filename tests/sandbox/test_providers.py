@@ -259,7 +259,7 @@ def test_a_program_of_an_engine_gets_a_zygote_of_its_own_and_may_end_it():
         assert zygotes[0] == zygotes[1] != zygotes[2]
         kill = "import os; up = int(open('/proc/%d/stat' % os.getppid()).read().split()[3]); os.kill(up, 9)"
         ended = opened.run(Program(kill), Limits())
-        assert ended.verdict == "failure" and "exit code -9" in ended.why
+        assert ended.verdict == "error" and "exit code -9" in ended.why
         session = Session(opened, Limits())
         assert session.run("1 + 1", 5.0).printed == "2\n" and session.close().verdict == "ok"
         assert opened.run(Program("print(3)"), Limits()).stdout == "3\n"

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from spmdrl.rewards.base import UngradedError
-from spmdrl.rewards.code import program_of, same_answer, same_text
 from spmdrl.rewards.code_tests import Case, read_tests
+from spmdrl.rewards.compare import same_answer, same_text
+from spmdrl.rewards.programs import completed, program_of
 
 STDIN = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
@@ -25,8 +26,10 @@ def test_forms_are_read(form):
     assert read_tests(form(lines), {}).cases == (Case("1\n2", "3\n4"),)
     calls = read_tests(form(CALLS), {})
     assert (calls.name, calls.cases) == ("add", (Case([1, 2], 3), Case([3, 4], 7)))
-    texts = read_tests(form({"fn_name": "add", "inputs": ['[1]\n"a"'], "outputs": [3]}), {})
-    assert texts.cases == (Case([[1], "a"], 3),)
+    texts = read_tests(form({"fn_name": "add", "inputs": ['[1]\n"a"'], "outputs": ["[3]"]}), {})
+    assert texts.cases == (Case([[1], "a"], [3]),)
+    keys = read_tests(form({"fn_name": "add", "inputs": [[{"1": 2}, {"a": 1}]], "outputs": [3]}), {})
+    assert keys.cases == (Case([{1: 2}, {"a": 1}], 3),)
     live = read_tests(form(LIVE), {"metadata": '{"func_name": "shift"}'})
     assert (live.name, live.cases) == ("shift", (Case([[1, 2], 3], [4, 5]), Case([[], 1], [])))
     typed = read_tests(form([{"input": "1", "output": "2", "testtype": "stdin"}]), {})
@@ -70,6 +73,10 @@ def test_what_a_truth_lacks_may_stand_in_other_columns():
         ({"test_list": ["assert f( == 1"]}, "no Python"),
         ({"test_list": ["assert f()"], "test_setup_code": "import"}, "no Python"),
         ({"test": 3}, "no list of Python texts"),
+        ({"test": "def check(candidate): assert candidate(1)"}, "asserts nothing when it runs"),
+        ({"test": "def test_a():\n    assert f(1)", "entry_point": "f"}, "asserts nothing when it runs"),
+        ({"test": "class TestCases:\n    def test(self): assert f(1)", "entry_point": "f"}, "asserts nothing"),
+        ({"test_list": ["assert f(1)", "f(2)"]}, "asserts nothing when it runs"),
     ],
 )
 def test_a_row_without_tests_is_named(truth, words):
@@ -104,6 +111,8 @@ def test_a_long_response_is_searched_in_time():
     program_of("```" * 200_000)
     program_of("```python\n" * 50_000)
     program_of(" " * 1_000_000 + "```")
+    program_of("```" + " " * 1_000_000)
+    same_text("1" * 250_000 + "x", "5")
     assert time.monotonic() - began < 2.0
 
 
@@ -121,6 +130,10 @@ def test_a_long_response_is_searched_in_time():
         ("007", "7", True),
         ("-0", "0", True),
         ("1_0", "10", False),
+        ("1e9", "1000000007", False),
+        ("1e9", "1000000000", True),
+        ("1e9999", "2e9999", False),
+        ("999999999.9999999", "1000000000", False),
         ("1000000000000001", "1000000000000000", False),
         ("9" * 5000, "9" * 4999 + "8", False),
         ("yes", "YES", False),
@@ -142,6 +155,8 @@ def test_outputs_compare_by_words_and_numbers(printed, wanted, same):
         (3, "3", False),
         (True, 1, True),
         (2.0, 2, True),
+        (123456700.0, 123456789, False),
+        (123456789, 123456789.0, True),
         (0.1 + 0.2, 0.3, True),
         (float("nan"), 1.0, False),
         (10**400, 1.5, False),
@@ -163,3 +178,25 @@ def test_outputs_compare_by_words_and_numbers(printed, wanted, same):
 )
 def test_values_of_calls_compare(found, wanted, same):
     assert same_answer(found, wanted) is same
+
+
+PROMPT = "from typing import List\n\ndef half(x): return x / 2\n\ndef f(xs: List[int]):\n    "
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("return xs", PROMPT + "return xs"),
+        ("return xs\n```\nIt works.", PROMPT + "return xs\n"),
+        ("return xs\n\ndef f(xs):\n    return None", PROMPT + "return xs\n\n"),
+        ("return xs\n\nThis is why.\n", PROMPT + "return xs\n\n"),
+        ("```python\n    return xs\n```", PROMPT + "    return xs\n"),
+        (
+            "```python\ndef f(xs): return xs\n```",
+            "from typing import List\n\ndef half(x): return x / 2\n\n\ndef f(xs): return xs\n",
+        ),
+        ("def f(xs): return xs", "from typing import List\n\ndef half(x): return x / 2\n\n\ndef f(xs): return xs"),
+    ],
+)
+def test_a_completion_and_its_prompt_make_a_program(text, program):
+    assert completed(PROMPT, "f", text) == program

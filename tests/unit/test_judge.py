@@ -721,6 +721,8 @@ def test_resume_with_another_judge_is_a_change(tmp_path):
     before = file_digests(config)
     written(tmp_path, **GOOD, votes=2)
     assert list(before) == ["reward.more 1"] and file_digests(config) != before
+    written(tmp_path, **(GOOD | {"url": "http://elsewhere/v1"}), retries=9)
+    assert file_digests(config) == before, "where a judge is does not change its grades"
 
 
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Functions of users in the forms of verl and TRL, and several rewards as one."""
 
 import math
+import time
 
 import pytest
 
@@ -44,6 +45,14 @@ class Called:
         return 0.5
 called = Called()
 
+import functools
+async def half(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    return bonus
+partly = functools.partial(half, bonus=0.75)
+def verl_too(data_source, solution_str, ground_truth, extra_info=None, completions=None): return 2.0
+import time
+def slow_one(completions, **_): time.sleep(0.1); return [0.0]
+def slow_two(completions, **_): time.sleep(0.1); return [0.0]
 def two(completions, **_): return [1.0, 2.0]
 def number(completions, **_): return 1.0
 def none(data_source, solution_str, ground_truth, extra_info=None): return None
@@ -106,6 +115,8 @@ def test_async_functions_are_awaited_in_one_loop(file, start):
     assert [(r.score, r.parts["loops"]) for r in rewards] == [(1.0, 1.0), (0.0, 1.0), (1.0, 1.0)]
     assert graded(start(f"{file}:trl_later"), "four")[0].score == 4.0
     assert graded(start(f"{file}:called"), "four")[0].score == 0.5
+    assert graded(start(f"{file}:partly"), "four")[0].score == 0.75
+    assert graded(start(f"{file}:verl_too"), "four")[0].score == 2.0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,7 @@ def test_another_number_of_scores_is_an_error(file, start, name, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kwargs": "bonus=1"}, "--reward.kwargs bonus=1: is no JSON"),
+        ({"kwargs": "bonus=1"}, "--reward.kwargs: is no JSON"),
         ({"kwargs": "[1]"}, "a JSON object is wanted"),
         ({"kwargs": '{"bonos": 1}'}, "bonos"),
         ({"more": ("gsm8k=much",)}, "--reward.more gsm8k=much: the form is function=weight"),
@@ -185,6 +196,34 @@ class Late:
         pass
 
 
+def test_parts_are_told_apart_and_gates_of_absent_rewards_are_left_out():
+    def of(**answers):
+        late = Late(**answers)
+        late.ready = True
+        return late
+
+    def one(*terms, gates=()):
+        grader = Several([Term(name, each, 1.0) for name, each in terms], gates)
+        grader.submit(1, RewardInput("", "a", ""))
+        return dict(grader.drain())[1]
+
+    tagged = of(a=Reward(0.5, {"format": 0.0}))
+    with pytest.raises(RewardError, match="tagged has a part format, which is the name of a reward"):
+        one(("tagged", tagged), ("format", of(a=Reward(1.0))))
+    silent = of(a=Reward(0.0, applies=False))
+    assert one(("gsm8k", of(a=Reward(1.0))), ("tagged", silent), gates=("tagged/format",)).score == 1.0
+    stopped = of(a=Reward(0.0, timed_out=True))
+    found = one(("gsm8k", of(a=Reward(1.0))), ("tagged", stopped), gates=("tagged/format",))
+    assert found.score == 0.0 and found.timed_out
+
+
+def test_several_rewards_work_at_the_same_time(file, start):
+    grader = start(f"{file}:verl", more=(f"{file}:slow_one=0", f"{file}:slow_two=0"))
+    began = time.monotonic()
+    graded(grader, *(["x"] * 12))
+    assert time.monotonic() - began < 1.9, "one after the other they take 2.4 s"
+
+
 def test_an_answer_waits_for_all_rewards():
     late = Late(a=Reward(1.0), b=Reward(math.nan, ungraded="no tests"), c=Reward(0.0, applies=False))
     one = Direct("one", lambda item: Reward(1.0))
@@ -204,5 +243,6 @@ def test_an_answer_waits_for_all_rewards():
 def test_names_and_weights():
     assert [short_name(x) for x in ("gsm8k", "a/b.py", "a/b.py:f")] == ["gsm8k", "b", "f"]
     assert weighted("a/b=c.py:f=0.5") == ("a/b=c.py:f", 0.5) and weighted("math") == ("math", 1.0)
+    assert weighted("runs/lr=1e-5/r.py") == ("runs/lr=1e-5/r.py", 1.0)
     assert scores_timeouts(RewardConfig(function="gsm8k", more=("math=1",)))
     assert not scores_timeouts(RewardConfig(function="code", more=("gsm8k",)))

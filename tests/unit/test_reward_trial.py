@@ -82,3 +82,20 @@ def test_bad_input_is_one_message(rows, capsys, words, says):
 def test_help(capsys):
     assert main([]) == 2 and main(["try", "--help"]) == 0
     assert "python -m spmdrl.rewards try --config" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("truth", ["Paris", ["Paris", "paris, France"], {"target": ["Paris"]}])
+def test_truths_of_texts_lists_and_search_are_tried(tmp_path, capsys, truth):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": str(i), "answer": truth}) + "\n" for i in range(4)))
+    assert main(flags(file, "exact_match_qa", "--json")) == 0
+    by = {(each["answers"], each["written"]): each["right"] for each in said(capsys)["kinds"]}
+    assert by["gold", "in <answer>"] == 1.0 and by["garbage", "nothing"] == 0.0
+
+
+def test_rows_that_cannot_be_graded_are_a_problem_and_no_crash(rows, tmp_path, capsys):
+    file = tmp_path / "none.py"
+    file.write_text("def f(completions, **_):\n    return [None]\n")
+    assert main(flags(rows, f"{file}:f")) == 1
+    out = capsys.readouterr().out
+    assert "not graded" in out and "nothing is known of right answers" in out

@@ -343,6 +343,15 @@ def test_auto_names_a_source_that_it_does_not_know(started):
         grader.drain()
 
 
+def test_auto_looks_at_all_sources_before_the_first_row():
+    cfg = RewardConfig(function="auto")
+    with pytest.raises(ValueError, match="auto knows no reward for data_source 'my/sums'"):
+        load_reward(cfg, SandboxConfig(), True, {"openai/gsm8k", "my/sums"})
+    with pytest.raises(ValueError, match="--sandbox.provider docker"):
+        load_reward(cfg, SandboxConfig(provider="docker"), True, {"openai/gsm8k", "taco"})
+    load_reward(cfg, SandboxConfig(provider="docker"), True, {"openai/gsm8k"}).close()
+
+
 def test_every_source_of_auto_has_a_reward_that_its_name_says(monkeypatch):
     known = {*QUICK, *POOLED}
     assert {*route.ROUTE.values(), *route.PREFIXES.values()} <= known - {"auto"}

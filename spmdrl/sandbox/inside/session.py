@@ -14,7 +14,9 @@ import ast
 import io
 import json
 import os
+import sys
 import traceback
+import types
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -49,6 +51,14 @@ def run(space: dict[str, Any], source: str) -> None:
             print(repr(value))
 
 
+def load(space: dict[str, Any], source: str) -> None:
+    """Execute a module, which is not the main one, and take its names over."""
+    module = sys.modules["program"] = types.ModuleType("program")
+    vars(module).update({name: x for name, x in space.items() if not name.startswith("__")})
+    exec(compile(source, "program.py", "exec"), vars(module))
+    space.update({name: x for name, x in vars(module).items() if not name.startswith("__")})
+
+
 def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
     """Do what one line asks for."""
     try:
@@ -56,7 +66,7 @@ def answer(space: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
             run(space, message["run"])
             return {"value": None}
         if "load" in message:
-            exec(compile(message["load"], "program.py", "exec"), space)
+            load(space, message["load"])
             return {"value": names(space)}
         args = [decode(x) for x in message["args"]]
         kwargs = {name: decode(x) for name, x in message.get("kwargs", {}).items()}
@@ -80,7 +90,11 @@ def main() -> None:
             out = answer(space, json.loads(line))
         if text := printed.getvalue():
             out["printed"] = text
-        data = (json.dumps(out) + "\n").encode()
+        try:
+            data = (json.dumps(out) + "\n").encode()
+        except (ValueError, RecursionError) as error:
+            # A whole number of more digits than Python writes, or lists too deep.
+            data = (json.dumps({"error": [type(error).__name__, str(error)]}) + "\n").encode()
         while data:
             data = data[os.write(said, data) :]
 

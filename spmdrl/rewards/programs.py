@@ -1,0 +1,65 @@
+"""The program in a response: in a fenced block, as the response itself, or as what goes on where the prompt ends."""
+
+import re
+
+_FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]{0,20})")
+BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
+"""Ways in which a program begins that brings its own function."""
+_PYTHON = ("python", "python3", "py")
+
+
+def program_of(text: str) -> tuple[str, bool]:
+    """Return the program in a response and whether it stands in a fenced block.
+
+    The last block that says Python, else the last block without a language, else the text itself.
+    """
+    blocks = fenced_blocks(text)
+    for wanted in (_PYTHON, ("",)):
+        found = [body for language, body in blocks if language in wanted]
+        if found:
+            return found[-1], True
+    return ("", False) if blocks else (text, False)
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Return language and content of each fenced block; the last one may lack its end."""
+    blocks: list[tuple[str, list[str]]] = []
+    inside = False
+    for line in text.splitlines(keepends=True):
+        fence = _FENCE.match(line)
+        if fence is None:
+            if inside:
+                blocks[-1][1].append(line)
+        elif inside and not fence.group(1):
+            inside = False
+        elif line.endswith("\n"):
+            blocks.append((fence.group(1).lower(), []))
+            inside = True
+    return [(language, "".join(lines)) for language, lines in blocks]
+
+
+def completed(prompt: str, name: str, text: str) -> str:
+    """Return the program of a response to a prompt that begins a function.
+
+    A response that brings the function itself gets what precedes it in the prompt: imports and helpers. Another one
+    goes on where the prompt ends (it may be inside of a fence), and ends at a fence or at the next line that begins at
+    the margin, as HumanEval's completions do.
+
+    Args:
+        prompt: Python that ends in the middle of the function.
+        name: of the function.
+        text: the response.
+    """
+    source, fenced = program_of(text)
+    if defines(source, name) and (fenced or source.lstrip().startswith(BEGINNINGS)):
+        above = re.split(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0]
+        return f"{above}\n{source}"
+    before, fence, _ = text.partition("```")
+    lines = (source if fence and not before.strip() else before).splitlines(keepends=True)
+    ends = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
+    return prompt + "".join(lines[:ends])
+
+
+def defines(source: str, name: str) -> bool:
+    """True where a program, or the beginning of one, defines a function of the name."""
+    return bool(name) and bool(re.search(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", source, re.MULTILINE))
