@@ -168,7 +168,9 @@ class Probe:
                 [self.hf_logp(prompts[i], done[i, 0].tokens, temperature, double) for i in range(len(prompts))]
             )
             exact = {
-                "engine_either": torch.minimum((engine - trainer).abs(), (engine - trainer_64).abs()).max().item(),
+                "engine_trainer_tokens": (engine - trainer).abs().tolist(),
+                "engine_exact_tokens": (engine - trainer_64).abs().tolist(),
+                "trainer_exact_tokens": (trainer - trainer_64).abs().tolist(),
                 "trainer_hf_exact": (trainer_64 - hf_64).abs().max().item(),
             }
         return exact | {
