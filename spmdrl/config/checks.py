@@ -3,22 +3,18 @@
 Everything here runs before a model is built. `check` reports all problems at once, each with the flag to change.
 """
 
-from urllib.parse import urlsplit
-
 from spmdrl.config.backends import backend_problems
-from spmdrl.config.dump import redact_text
 from spmdrl.config.engines import adapter_problems, engine_problems
 from spmdrl.config.fields import ConfigError, flag, get, shown
 from spmdrl.config.judge import judge_problems
 from spmdrl.config.methods import method_problems
-from spmdrl.config.named import file_problems, name_problems
+from spmdrl.config.named import name_problems
 from spmdrl.config.placement import placement_problems, role_problems, samplers, trainers
+from spmdrl.config.rewards import reward_problems
 from spmdrl.config.rules import RULES
 from spmdrl.config.schema import Config
 
 TRACKERS = ("jsonl", "tensorboard", "wandb")
-CONTAINERS = ("apptainer", "docker")
-SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
 
 
 def check(config: Config, world_size: int, here: bool = True) -> None:
@@ -48,6 +44,7 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
         + method_problems(config)
         + adapter_problems(config)
         + _other_problems(config)
+        + reward_problems(config)
         + judge_problems(config.reward)
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
@@ -55,20 +52,6 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
     if problems:
         count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
         raise ConfigError("\n  ".join([f"{count} to change:", *problems]))
-
-
-def service_problems(url: str) -> list[str]:
-    """One line if the address of a sandbox service does not serve. It shows no login."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        return [f"--sandbox.provider {redact_text(url)}: is no address ({error})"]
-    if not parts.hostname:
-        return [f"--sandbox.provider {redact_text(url)}: names no host"]
-    if parts.username is not None or parts.password is not None:
-        return ["--sandbox.provider: the address holds a login, which would reach logs; leave it out"]
-    return []
 
 
 def _other_problems(config: Config) -> list[str]:
@@ -79,19 +62,6 @@ def _other_problems(config: Config) -> list[str]:
             problems.append(f"{flag_name} {name!r}: must be one folder name without / or ..{path}")
     for tracker in config.tracking.trackers:
         problems += name_problems("tracking.trackers", tracker, TRACKERS, file_allowed=False)
-    provider = config.sandbox.provider
-    if provider.startswith(("http://", "https://")):
-        problems += service_problems(provider)
-    else:
-        name, image, _ = provider.partition(":")
-        name = name if image and name in CONTAINERS else provider
-        problems += name_problems("sandbox.provider", name, SANDBOXES, file_allowed=False)
-    if ".py" in config.reward.function:
-        problems += file_problems("reward.function", config.reward.function, default="compute_score")
-    for each in config.reward.more:
-        # Its weight is looked at where rewards are loaded.
-        function = each.rpartition("=")[0] or each
-        problems += file_problems("reward.more", function, default="compute_score") if ".py" in function else []
     if config.checkpoint.background and config.policy.backend == "megatron":
         problems.append(
             "--checkpoint.background True: not with the megatron backend, which has no copy of its state; leave it out"

@@ -11,6 +11,7 @@ import yaml
 
 from spmdrl.config.dump import redact_text
 from spmdrl.config.fields import nearest
+from spmdrl.config.rewards import functions
 from spmdrl.config.schema import RewardConfig
 
 SUFFIXES = (".yaml", ".yml")
@@ -69,15 +70,19 @@ def is_judge(function: str) -> bool:
 
 
 def judges(reward: RewardConfig) -> list[str]:
-    """Return the files of all judges among the rewards."""
-    every = (reward.function, *(each.rpartition("=")[0] or each for each in reward.more))
-    return [each for each in every if is_judge(each)]
+    """Return the files of all judges among the rewards. Raises ValueError as `weighted` does."""
+    return [each for each in functions(reward) if is_judge(each)]
 
 
 def judge_problems(reward: RewardConfig) -> list[str]:
     """One line for each setting of a judge that does not serve; none where there is no judge."""
     problems = []
-    for file in judges(reward):
+    try:
+        files = judges(reward)
+    except ValueError:
+        # `reward_problems` tells of it.
+        return []
+    for file in files:
         try:
             read_judge(file)
         except ValueError as error:

@@ -16,6 +16,7 @@ from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag, leaves, shown
 from spmdrl.config.judge import SUFFIXES, graded_by, is_judge
 from spmdrl.config.presets import with_preset
+from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import Config, TrainingConfig
 
 FREE: dict[str, tuple[str, ...]] = {
@@ -101,8 +102,7 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     found = {}
     for name, value in flat(to_dict(cfg)).items():
         for i, each in enumerate(value if isinstance(value, list) else [value]):
-            # A further reward has its weight behind it.
-            word = each.rpartition("=")[0] or each if isinstance(each, str) and name == "reward.more" else each
+            word = weighted(each)[0] if name == "reward.more" else each
             path = word.rpartition(":")[0] if isinstance(word, str) and ".py:" in word else word
             named = isinstance(path, str) and path.endswith((".py", ".jinja", *SUFFIXES))
             if named and not may_change(name, ""):

@@ -337,7 +337,7 @@ class RewardConfig:
 
 @dataclass
 class SandboxConfig:
-    """Where programs of a model run (docs/sandbox.md). Rewards that run none start no sandbox."""
+    """The sandbox of programs that a model writes (docs/sandbox.md). It is started for rewards that run programs."""
 
     provider: str = "auto"
     """`auto` (bubblewrap, else sandlock, whichever keeps a probe in, or the job ends), `bubblewrap`, `sandlock`,

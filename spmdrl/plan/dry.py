@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from spmdrl.config.dump import redact_text
 from spmdrl.config.plan import plan_lines
+from spmdrl.config.rewards import is_service, runs_programs
 from spmdrl.config.schema import Config
 from spmdrl.plan.gpus import GPUS, Gpu
 from spmdrl.plan.run import GIB
-from spmdrl.rewards.load import IN_SANDBOX, functions
 from spmdrl.sandbox.base import SandboxError
 from spmdrl.sandbox.open import open_for
 
@@ -48,9 +48,9 @@ def dry_lines(cfg: Config, world: int) -> list[str]:
 
 def sandbox_lines(cfg: Config) -> list[str]:
     """Return which sandbox the rewards of a run would use on this machine; nothing where they run no programs."""
-    if not set(functions(cfg.reward)) & set(IN_SANDBOX):
+    if not runs_programs(cfg.reward):
         return []
-    if cfg.sandbox.provider.startswith(("http://", "https://")):
+    if is_service(cfg.sandbox.provider):
         return [f"sandbox  the service at {redact_text(cfg.sandbox.provider)}"]
     try:
         found = open_for(cfg.sandbox.provider)

@@ -12,11 +12,12 @@ import sys
 
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
+from spmdrl.config.rewards import runs_programs
 from spmdrl.data.prompts import load_prompts
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.rewards.base import RewardError
-from spmdrl.rewards.load import IN_SANDBOX, functions, load_reward
+from spmdrl.rewards.load import load_reward
 from spmdrl.rewards.trial import as_json, table, trial, verdicts
 
 PROG = "python -m spmdrl.rewards try"
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     try:
-        found = trial(prompts.prompts, grader, bool(set(functions(cfg.reward)) & set(IN_SANDBOX)))
+        found = trial(prompts.prompts, grader, runs_programs(cfg.reward))
     except RewardError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1

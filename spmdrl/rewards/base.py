@@ -1,10 +1,15 @@
 """Types that every reward takes and returns, and the interface of a grader."""
 
+import logging
 import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+NAMED = 10
+"""Responses that could not be graded, of each rank, that the log names."""
+log = logging.getLogger("spmdrl")
 
 
 @dataclass
@@ -44,6 +49,17 @@ class UngradedError(Exception):
 
     The sample is left out and counted; a job in which there are many stops (`--reward.max-ungraded`).
     """
+
+
+def left_out(name: str, key: object, why: str, count: int) -> Reward:
+    """Return the reward of a response that cannot be graded, and name it in the log if it is among the first.
+
+    name: of the reward. key: of the response. count: such responses so far on this rank, this one included.
+    """
+    if count <= NAMED:
+        rest = " (more of them are counted, not named)" if count == NAMED else ""
+        log.warning("reward function %s could not grade %s, which is left out: %s%s", name, describe(key), why, rest)
+    return Reward(math.nan, ungraded=why)
 
 
 class Grader(Protocol):

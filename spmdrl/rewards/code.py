@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from spmdrl.config.rewards import is_service
 from spmdrl.rewards.base import Reward, RewardInput, UngradedError
 from spmdrl.rewards.code_tests import Case, Tests, read_tests
 from spmdrl.rewards.compare import same_answer, same_text
@@ -69,7 +70,7 @@ class CodeGrader:
         """Open fresh sandboxes in place of those that there are: one for programs, one for tests."""
         self.close()
         provider = self.settings.provider
-        if provider.startswith(("http://", "https://")):
+        if is_service(provider):
             self.service = Fusion(provider)
             return
         while len(self.sandboxes) < 2:

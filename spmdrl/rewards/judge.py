@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from spmdrl.config.judge import JudgeConfig, problems_of
 from spmdrl.health.status import tick
-from spmdrl.rewards.base import Reward, RewardError, RewardInput, UngradedError, describe
+from spmdrl.rewards.base import Reward, RewardError, RewardInput, UngradedError, describe, left_out
 from spmdrl.rewards.judge_cache import Cache
 from spmdrl.rewards.judge_client import Client, TryAgainError, UnknownFormError
 from spmdrl.rewards.judge_verdict import (
@@ -34,8 +34,6 @@ from spmdrl.rewards.judge_verdict import (
 FIRST_PAUSE = 1.0
 """Seconds before the second attempt, on average; each further pause is twice as long."""
 LONGEST_PAUSE = 60.0
-NAMED = 10
-"""Responses that could not be graded, of each rank, that the log names."""
 log = logging.getLogger("spmdrl")
 
 
@@ -55,7 +53,7 @@ class Sample:
 
 @dataclass
 class Counters:
-    """What a judge has cost so far."""
+    """Costs of a judge so far."""
 
     calls: int = 0
     """Requests sent, repeated ones too."""
@@ -185,11 +183,7 @@ class Judge:
 
     def _left_out(self, sample: Sample, why: str) -> None:
         self.ungraded += 1
-        if self.ungraded <= NAMED:
-            rest = " (more of them are counted, not named)" if self.ungraded == NAMED else ""
-            what = describe(sample.key)
-            log.warning("reward function %s could not grade %s, which is left out: %s%s", self.name, what, why, rest)
-        self._answer(sample, Reward(math.nan, ungraded=why))
+        self._answer(sample, left_out(self.name, sample.key, why, self.ungraded))
 
     # -- the threads ----------------------------------------------------------------------------------------------
 

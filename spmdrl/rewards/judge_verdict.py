@@ -70,7 +70,7 @@ class BadVerdictError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of a response."""
+    """The judgement of a response."""
 
     grade: float
     """From 0 to the judge's scale."""

@@ -1,13 +1,11 @@
 """Makes a grader from `--reward.function`."""
 
 import dataclasses
-import json
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from spmdrl.config.judge import is_judge, read_judge
+from spmdrl.config.rewards import IN_SANDBOX, functions, kwargs_of, weighted
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
@@ -17,8 +15,6 @@ from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.several import Several, Term
 from spmdrl.rewards.worker import POOLED
 
-IN_SANDBOX = ("auto", "code", "code_partial")
-"""Built-in rewards that run programs, or may."""
 DEFAULT_FUNCTION = "compute_score"
 
 
@@ -79,24 +75,6 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
     return Several(terms, cfg.gate)
 
 
-def weighted(text: str) -> tuple[str, float]:
-    """Return function and weight of `function=weight`; the weight is 1 where it is left out.
-
-    Raises ValueError for a weight that is no finite number.
-    """
-    function, equals, weight = text.rpartition("=")
-    if not equals or "/" in weight or ".py" in weight:
-        # It is part of a path.
-        return text, 1.0
-    try:
-        number = float(weight)
-    except ValueError:
-        number = math.nan
-    if not function or not math.isfinite(number):
-        raise ValueError(f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1")
-    return function, number
-
-
 def short_name(function: str) -> str:
     """Return the name of a reward among several: the built-in's, the function's, or the file's without `.py`."""
     file, _, name = function.rpartition(":")
@@ -113,21 +91,10 @@ def _load(
     is_file = name not in POOLED
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
     function = _file_function(name, flag) if is_file else f"builtin:{name}"
-    settings = _kwargs(cfg) if is_file else dataclasses.asdict(sandbox) if name in IN_SANDBOX else {}
+    settings = kwargs_of(cfg) if is_file else dataclasses.asdict(sandbox) if name in IN_SANDBOX else {}
     if name == "auto":
         settings["sources"] = sorted(set(sources))
     return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, settings)
-
-
-def _kwargs(cfg: RewardConfig) -> dict[str, Any]:
-    """Return `--reward.kwargs`. Raises ValueError if it is no JSON object."""
-    try:
-        kwargs = json.loads(cfg.kwargs or "{}")
-    except ValueError as e:
-        raise ValueError(f"--reward.kwargs: is no JSON ({e})") from None
-    if not isinstance(kwargs, dict):
-        raise ValueError('--reward.kwargs: a JSON object is wanted, as {"name": 1}')
-    return kwargs
 
 
 def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1) -> None:
@@ -151,11 +118,6 @@ def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str, g
 def scores_timeouts(cfg: RewardConfig) -> bool:
     """True where a grading that takes too long scores 0; else it ends the job, or no grading can take long."""
     return any(_scores_timeouts(name, cfg) for name in functions(cfg))
-
-
-def functions(cfg: RewardConfig) -> list[str]:
-    """Return the rewards that the settings name."""
-    return [cfg.function, *(weighted(each)[0] for each in cfg.more)]
 
 
 def _scores_timeouts(name: str, cfg: RewardConfig) -> bool:

@@ -6,7 +6,6 @@ caller. A grading's time is taken by its worker, from the moment it starts, so a
 
 import json
 import logging
-import math
 import selectors
 import signal
 import time
@@ -15,15 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.health.status import tick
-from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe
+from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe, left_out
 from spmdrl.rewards.process import Worker, spawn
 
 START_SECONDS = 120.0
 """Longest a worker may take to import its function (a cold file system is slow)."""
 PREFETCH = 8
 """Requests handed to a worker ahead of time, so that it works on while the caller is busy elsewhere."""
-NAMED = 10
-"""Responses that could not be graded, of each rank, that the log names."""
 log = logging.getLogger("spmdrl")
 
 
@@ -224,11 +221,7 @@ class Pool:
 
     def _left_out(self, request: int, why: str) -> None:
         self.ungraded += 1
-        if self.ungraded <= NAMED:
-            rest = " (more of them are counted, not named)" if self.ungraded == NAMED else ""
-            what = describe(self._items[request][0])
-            log.warning("reward function %s could not grade %s, which is left out: %s%s", self.name, what, why, rest)
-        self._answer(request, Reward(math.nan, ungraded=why))
+        self._answer(request, left_out(self.name, self._items[request][0], why, self.ungraded))
 
     def _died(self, worker: Worker) -> None:
         code = worker.end()

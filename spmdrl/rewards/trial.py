@@ -42,7 +42,7 @@ ENOUGH = 0.95
 
 @dataclass
 class Row:
-    """What one kind of answer got."""
+    """The rewards of one kind of answer."""
 
     kind: str
     rewards: list[Reward]

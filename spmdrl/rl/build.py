@@ -3,6 +3,7 @@
 from spmdrl.algos.filters import FILTERS
 from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.judge import judges
+from spmdrl.config.rewards import runs_programs
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.hub.resolve import resolve
@@ -10,7 +11,7 @@ from spmdrl.hub.routing import experts_of
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.models import Models, build_models
-from spmdrl.rewards.load import IN_SANDBOX, check_cost, functions, load_reward, scores_timeouts
+from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.evaluation import Evaluation, is_evaluated
 from spmdrl.rl.prefetch import RolloutPrefetcher
@@ -51,7 +52,7 @@ def build_run(session: Session[Config]) -> Run:
     if is_evaluated(cfg):
         asked = same_prompts(session, tokenizer, cfg.data.eval, room, cfg.eval.prompts, "--eval.prompts")
     check_cost(cfg.reward, cfg.safety.cost)
-    if cfg.sandbox.provider == "none" and set(functions(cfg.reward)) & set(IN_SANDBOX):
+    if cfg.sandbox.provider == "none" and runs_programs(cfg.reward):
         session.warn("--sandbox.provider none: programs of the model run on this machine without isolation")
     if cfg.run.deterministic and scores_timeouts(cfg.reward):
         session.warn(

@@ -39,7 +39,7 @@ class Converted:
         return not several and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
     def projections(self) -> list[list[str]]:
-        """For each projection, in its order along dim 1, the tensors of the experts."""
+        """Tensors of the experts, for each projection in its order along dim 1."""
         return [self.by_pattern.get(pattern, []) for pattern in self.converter.source_patterns]
 
     def run(self, hf: Any, tensors: Tensors, meta: bool = False) -> dict[str, torch.Tensor]:

@@ -43,8 +43,8 @@ def test_parity_of_engine_trainer_and_transformers_after_each_of_5_updates(facts
     """The engine agrees with the trainer to FP32 on every token that float32 resolves so far.
 
     After some updates a token is so sensitive that the trainer's own rounding exceeds FP32, as that of transformers
-    does; which token that is depends on the CPU's instructions. There the engine must agree with the trainer as it
-    rounds or with its exact value, in float64, which is that of transformers to FP64. At most one token of a round is of that kind.
+    does; which token that is depends on the CPU's instructions, and a round has one at most. There the engine must
+    agree with the trainer as it rounds or with its exact value, in float64, which is that of transformers to FP64.
     """
     assert [row["version"] for row in facts["agreement"]] == [0, 1, 2, 3, 4, 5]
     assert facts["moved"] > 1e-3, "the updates must have changed the weights"

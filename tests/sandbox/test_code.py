@@ -11,8 +11,9 @@ import time
 import psutil
 import pytest
 
-from spmdrl.config.checks import SANDBOXES, check
+from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
+from spmdrl.config.rewards import SANDBOXES
 from spmdrl.config.schema import Config, RewardConfig, SandboxConfig
 from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import RewardError, RewardInput, UngradedError

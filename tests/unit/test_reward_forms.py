@@ -5,9 +5,10 @@ import time
 
 import pytest
 
+from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.rewards.base import Reward, RewardError, RewardInput
-from spmdrl.rewards.load import Direct, load_reward, scores_timeouts, short_name, weighted
+from spmdrl.rewards.load import Direct, load_reward, scores_timeouts, short_name
 from spmdrl.rewards.several import Several, Term
 
 FILE = """

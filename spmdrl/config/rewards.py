@@ -1,0 +1,99 @@
+"""The rewards that settings name, with their weights, and the sandbox of those that run programs."""
+
+import json
+import math
+from urllib.parse import urlsplit
+
+from spmdrl.config.dump import redact_text
+from spmdrl.config.named import file_problems, name_problems
+from spmdrl.config.schema import Config, RewardConfig
+
+IN_SANDBOX = ("auto", "code", "code_partial")
+"""Built-in rewards that run programs, or may."""
+CONTAINERS = ("apptainer", "docker")
+SANDBOXES = ("auto", "bubblewrap", "sandlock", *CONTAINERS, "none")
+
+
+def weighted(text: str) -> tuple[str, float]:
+    """Return function and weight of `function=weight`; the weight is 1 where it is left out.
+
+    Raises:
+        ValueError: the weight is no finite number.
+    """
+    function, equals, weight = text.rpartition("=")
+    if not equals or "/" in weight or ".py" in weight:
+        # It is part of a path.
+        return text, 1.0
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not function or not math.isfinite(number):
+        raise ValueError(f"--reward.more {text}: the form is function=weight, with a number, as in length.py:short=0.1")
+    return function, number
+
+
+def functions(reward: RewardConfig) -> list[str]:
+    """Return all rewards of the settings. Raises ValueError as `weighted` does."""
+    return [reward.function, *(weighted(each)[0] for each in reward.more)]
+
+
+def runs_programs(reward: RewardConfig) -> bool:
+    """Tell whether a reward runs programs, or may."""
+    return bool(set(functions(reward)) & set(IN_SANDBOX))
+
+
+def kwargs_of(reward: RewardConfig) -> dict:
+    """Return `--reward.kwargs`, which no message shows: it may hold a key.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    try:
+        kwargs = json.loads(reward.kwargs or "{}")
+    except ValueError as e:
+        raise ValueError(f"--reward.kwargs: is no JSON ({e})") from None
+    if not isinstance(kwargs, dict):
+        raise ValueError('--reward.kwargs: a JSON object is wanted, as {"name": 1}')
+    return kwargs
+
+
+def is_service(provider: str) -> bool:
+    """Tell whether `--sandbox.provider` is the URL of a service."""
+    return provider.startswith(("http://", "https://"))
+
+
+def reward_problems(config: Config) -> list[str]:
+    """One line for each setting of rewards and their sandbox that does not serve."""
+    reward, problems = config.reward, []
+    named = [("reward.function", reward.function)]
+    for each in reward.more:
+        try:
+            named.append(("reward.more", weighted(each)[0]))
+        except ValueError as error:
+            problems.append(str(error))
+    for flag_name, function in named:
+        if ".py" in function:
+            problems += file_problems(flag_name, function, default="compute_score")
+    try:
+        kwargs_of(reward)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems + _sandbox_problems(config.sandbox.provider)
+
+
+def _sandbox_problems(provider: str) -> list[str]:
+    if not is_service(provider):
+        name, image, _ = provider.partition(":")
+        name = name if image and name in CONTAINERS else provider
+        return name_problems("sandbox.provider", name, SANDBOXES, file_allowed=False)
+    try:
+        parts = urlsplit(provider)
+        _ = parts.port
+    except ValueError as error:
+        return [f"--sandbox.provider {redact_text(provider)}: is no address ({error})"]
+    if not parts.hostname:
+        return [f"--sandbox.provider {redact_text(provider)}: names no host"]
+    if parts.username is not None or parts.password is not None:
+        return ["--sandbox.provider: the address holds a login, which would reach logs; leave it out"]
+    return []
