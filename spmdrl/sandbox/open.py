@@ -84,7 +84,7 @@ PROVIDERS: dict[str, Callable[[str], Start]] = {
     "docker": containers.docker,
     "none": lambda _: plain(),
 }
-"""What starts a sandbox, by name: each gets the image of the container."""
+"""Functions that start a sandbox, by name; each gets the image of the container."""
 AUTO = ("bubblewrap", "sandlock")
 """Sandboxes to choose from without being told, the better one first."""
 

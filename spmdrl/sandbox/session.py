@@ -22,7 +22,7 @@ class Channel:
         """Start a program. limits: of all of its life."""
         self.warm, self.said = warm, bytearray()
         self.outcome: Outcome | None = None
-        """How it ended, once it has."""
+        """The end of the program; None while it runs."""
         self.until = time.monotonic() + limits.seconds
         warm.say(task_of(program, limits) | {"session": {}})
 

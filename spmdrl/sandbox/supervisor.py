@@ -175,7 +175,7 @@ def sweep() -> None:
 
 
 def fits(folder: str, most: int) -> bool:
-    """Whether the files below a folder are few and small enough together. most: bytes."""
+    """True if the files below a folder are few and small enough together. most: bytes."""
     count = total = 0
     more = [(folder, 0)]
     while more:

@@ -38,7 +38,7 @@ class Warm:
         self.process: Any = None
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.folder = tempfile.TemporaryDirectory(prefix="sandbox-")
-        """Where programs run that have no /tmp of their own."""
+        """The folder of programs that have no /tmp of their own."""
         try:
             self._start()
         except SandboxError:
@@ -48,7 +48,7 @@ class Warm:
     def _start(self) -> None:
         self.said = bytearray()
         self.used = False
-        """Whether a program has run in it."""
+        """True once a program has run in it."""
         self.errors.truncate(0)
         try:
             self.process = subprocess.Popen(

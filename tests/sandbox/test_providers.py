@@ -269,3 +269,28 @@ def test_a_program_of_an_engine_gets_a_zygote_of_its_own_and_may_end_it():
 
 def test_every_name_has_a_start():
     assert set(PROVIDERS) == {"bubblewrap", "sandlock", "apptainer", "docker", "none"} and set(AUTO) < set(PROVIDERS)
+
+
+DEEP = """
+import os
+for _ in range({count}):
+    os.mkdir("{name}")
+    os.chdir("{name}")
+with open("f", "wb") as file:
+    file.write(bytes({mib} << 20))
+import time
+time.sleep({sleep})
+"""
+
+
+@pytest.mark.parametrize("provider", AUTO)
+def test_folders_within_folders_hide_no_files_and_break_nothing(provider):
+    opened = open_or_skip(provider)
+    try:
+        long = DEEP.format(count=17, name="d" * 250, mib=24, sleep=1.0)
+        assert opened.run(Program(long), Limits(tmp_mib=4)).verdict != "ok"
+        opened.run(Program(DEEP.format(count=1800, name="d", mib=0, sleep=0)), Limits())
+        for _ in range(2):
+            assert opened.run(Program("import os; print(os.listdir('.'))"), Limits()).stdout == "[]\n"
+    finally:
+        opened.close()
