@@ -1,6 +1,6 @@
 """Makes easy programming tasks in HumanEval's format: one function each, with a docstring, a solution and tests.
 
-    python recipes/code_r1/tasks.py FOLDER [--held-out 64] [--seed 0]
+    python recipes/code_r1/tasks.py FOLDER [--held-out 96] [--seed 0]
 
 It writes FOLDER/train.jsonl and FOLDER/held_out.jsonl, whose tasks differ in what they ask or in its number. The
 columns are those of https://github.com/openai/human-eval: task_id, prompt, entry_point, canonical_solution, test.
@@ -36,6 +36,12 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "the items of xs that are greater than {n}": ("list", "xs", "[x for x in xs if x > {n}]"),
     "a list of the items of xs, each times {n}": ("list", "xs", "[x * {n} for x in xs]"),
     "how often {n} is in xs": ("list", "xs", "xs.count({n})"),
+    "the distance between x and {n}": ("number", "x", "abs(x - {n})"),
+    "the last digit of x plus {n}": ("number", "x", "(x + {n}) % 10"),
+    "the last {n} characters of s": ("text", "s", "s[-{n}:]"),
+    "s in upper case, repeated {n} times": ("text", "s", "s.upper() * {n}"),
+    "the sum of the items of xs that are greater than {n}": ("list", "xs", "sum(x for x in xs if x > {n})"),
+    "the smallest item of xs, or {n} if xs is empty": ("list", "xs", "min(xs, default={n})"),
 }
 ARGUMENTS = {"number": INTEGERS, "text": TEXTS, "list": LISTS}
 
@@ -60,7 +66,7 @@ def main() -> None:
     """Writes the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--held-out", type=int, default=64, help="tasks kept out of training")
+    parser.add_argument("--held-out", type=int, default=96, help="tasks kept out of training")
     parser.add_argument("--seed", type=int, default=0, help="of the order, and so of what is held out")
     args = parser.parse_args()
     every = list(tasks())
