@@ -112,6 +112,24 @@ def prime(x: Samples, *, gamma: float = 1.0, process_coef: float = 1.0, outcome_
     return advantages_T, advantages_T
 
 
+def grpo_process(x: Samples, *, eps: float = 1e-6) -> Result:
+    """GRPO with process supervision: the sum of the normalised rewards of all steps that end at the token or later.
+
+    Source: https://arxiv.org/abs/2402.03300, section 4.1.3
+
+    Needs `process`, the reward of a step at the token where it ends, and `ends`, which marks these tokens. A step's
+    reward is normalised over all steps of all samples of its group: (reward - mean) / (std + eps), unbiased std. A
+    group of one step has mean 0 and std 1, as in `grpo`; equal rewards give exactly 0. The outcome is not looked at.
+    """
+    process_S, ends_S = x.need("process")[x.mask], x.need("ends")[x.mask] != 0
+    seq_n = x.seq[x.mask][ends_S]
+    reward_N, group_N, mine_n = x.everyone(process_S[ends_S], x.group[seq_n], seq_n=seq_n)
+    step_S = torch.zeros_like(process_S)
+    step_S[ends_S] = normalise(reward_N, Groups.of([group_N], reward_N), eps)[mine_n]
+    advantages_T = to_go(x, x.spread(step_S), 1.0)
+    return advantages_T, advantages_T
+
+
 def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     """Reward-to-go minus, at each time, the group's mean of it weighted by the energy spent until then.
 

@@ -26,6 +26,7 @@ ADVANTAGES: dict[str, Callable[..., Result]] = {
     "win_rate": advantages.win_rate,
     "per_token": credit.per_token,
     "prime": credit.prime,
+    "grpo_process": credit.grpo_process,
 }
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -33,6 +34,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "remax": ("baseline",),
     "optimal_token_baseline": ("logp", "collision"),
     "prime": ("process",),
+    "grpo_process": ("process", "ends"),
 }
 """Fields of Samples without which an estimator raises; one that is not here needs none."""
 READS: dict[str, tuple[str, ...]] = {"gigpo": ("turn", "state")}

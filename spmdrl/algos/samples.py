@@ -25,7 +25,8 @@ INPUTS = {
     "baseline": "the reward of the greedy response to each prompt",
     "logp": "log p of each sampled token",
     "collision": "the sum over the vocabulary of p squared at each sampled token",
-    "process": "the implicit process reward of each token",
+    "process": "the process reward of each token",
+    "ends": "a mark, 1 instead of 0, at the tokens where a step ends",
 }
 """Fields of Samples that some estimators cannot do without."""
 
@@ -65,7 +66,9 @@ class Samples:
     collision: torch.Tensor | None = None
     """[T]: sum over the vocabulary of p squared, where the token was sampled."""
     process: torch.Tensor | None = None
-    """[T]: implicit process reward of each token."""
+    """[T]: process reward of each token: an implicit one, or the score of the step that ends there, 0 elsewhere."""
+    ends: torch.Tensor | None = None
+    """[T]: 1 where a step ends that `process` scores, 0 elsewhere."""
     turn: torch.Tensor | None = None
     """int64 [T]: turn of each token, 0, 1, ... in its sequence. None: a turn is a run of tokens under the mask."""
     state: torch.Tensor | None = None
@@ -190,7 +193,7 @@ def check(x: Samples) -> None:
     tokens, sequences = tuple(x.mask.shape), tuple(x.group.shape)
     if x.mask.ndim != 1 or x.mask.dtype != torch.bool or x.group.ndim != 1:
         raise ValueError(f"mask must be bool [T] and group [B], got {x.mask.dtype} {tokens} and {sequences}")
-    per_token = ("rewards", "seq", "values", "logp", "collision", "process", "turn", "state")
+    per_token = ("rewards", "seq", "values", "logp", "collision", "process", "ends", "turn", "state")
     inputs = {name: (getattr(x, name), tokens) for name in per_token}
     inputs |= {"group": (x.group, sequences), "baseline": (x.baseline, sequences)}
     inputs |= {f"parts[{name!r}]": (part, sequences) for name, part in x.parts.items()}

@@ -10,9 +10,11 @@ layers.py      settings of a preset, and settings that another setting implies
 parse.py       parses the text of each setting by its type, with tyro
 fields.py      settings as flat dotted names; ConfigError
 watch.py       notes which settings are read
-checks.py      checks all values together: calls the seven below
+checks.py      checks all values together: calls the eight below
 rules.py       each number on its own
 judge.py       settings of a judge
+classifier.py  settings of a reward model that a file describes
+yaml_file.py   reads such files
 rewards.py     rewards that settings name, and the sandbox of those that run programs
 named.py       settings that name a function, built-in or in a user's file
 methods.py     settings of a method: advantage, loss, correction, filters, critic

@@ -4,6 +4,7 @@ Everything here runs before a model is built. `check` reports all problems at on
 """
 
 from spmdrl.config.backends import backend_problems
+from spmdrl.config.classifier import classifier_problems
 from spmdrl.config.engines import adapter_problems, engine_problems
 from spmdrl.config.fields import ConfigError, flag, get, shown
 from spmdrl.config.judge import judge_problems
@@ -46,6 +47,7 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
         + _other_problems(config)
         + reward_problems(config)
         + judge_problems(config.reward)
+        + classifier_problems(config)
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
     ]

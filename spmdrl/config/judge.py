@@ -3,19 +3,13 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
-
 from spmdrl.config.dump import redact_text
-from spmdrl.config.fields import nearest
 from spmdrl.config.rewards import functions
 from spmdrl.config.schema import RewardConfig
-
-SUFFIXES = (".yaml", ".yml")
-"""Ends of `--reward.function` that name the file of a judge."""
+from spmdrl.config.yaml_file import SUFFIXES, read_fields
 
 
 @dataclass
@@ -96,26 +90,8 @@ def read_judge(file: str) -> JudgeConfig:
     Raises:
         ValueError: it cannot be read, or settings do not serve: one line for each.
     """
-    try:
-        found = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--reward.function {file}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--reward.function {file}: is no YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--reward.function {file}: holds no settings of a judge (docs/judge.md)")
     kinds = {field.name: type(field.default) for field in fields(JudgeConfig)}
-    given, problems = {}, []
-    for name, value in found.items():
-        if name not in kinds:
-            near = nearest(str(name), kinds)
-            problems.append(f"{name}: unknown{f'; did you mean {near[0]}?' if near else '.'} Valid: {', '.join(kinds)}")
-            continue
-        try:
-            given[name] = _as(kinds[name], value)
-        except (TypeError, ValueError):
-            shown = "its value" if name == "key_env" else repr(redact_text(str(value)))
-            problems.append(f"{name}: {shown} is no {'text' if kinds[name] is str else 'number'}")
+    given, problems = read_fields("--reward.function", file, kinds, "a judge (docs/judge.md)", ("key_env",))
     judge = JudgeConfig(**given)
     if problems := problems or problems_of(judge):
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
@@ -130,15 +106,6 @@ def graded_by(file: str) -> str:
     """
     judge = read_judge(file)
     return repr((judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars))
-
-
-def _as(kind: type, value: Any) -> Any:
-    """Return a value of YAML as a setting's type: the type counts, not YAML's guess."""
-    if isinstance(value, (bool, list, dict)) or value is None:
-        raise TypeError
-    if kind is int and isinstance(value, float):
-        raise TypeError
-    return kind(value)
 
 
 def problems_of(judge: JudgeConfig) -> list[str]:

@@ -8,7 +8,7 @@ from spmdrl.config.schema import Config
 
 GROUP_BASELINES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_k", "gdpo", "prime"),
-    *("optimal_token_baseline", "gigpo", "win_rate"),
+    *("optimal_token_baseline", "gigpo", "win_rate", "grpo_process"),
 )
 """Advantage estimators that compare the samples of one prompt, so one sample gives no signal."""
 
@@ -86,7 +86,7 @@ def _advantage_problems(config: Config) -> list[str]:
     """Settings beside an advantage estimator that it does not take."""
     algo, problems = config.algo, []
     cost = config.safety.cost or config.safety.cost_model
-    if cost and algo.advantage in ("gdpo", "prime", "remax"):
+    if cost and algo.advantage in ("gdpo", "prime", "grpo_process", "remax"):
         problems.append(
             f"--algo.advantage {algo.advantage}: looks at more than the reward, so a cost (--safety.cost, "
             "--safety.cost-model) has no advantage of its own; take gae, grpo or rloo"

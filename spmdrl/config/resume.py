@@ -14,10 +14,12 @@ import yaml
 from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag, leaves, shown
-from spmdrl.config.judge import SUFFIXES, graded_by, is_judge
+from spmdrl.config.classifier import scored_by
+from spmdrl.config.judge import graded_by
 from spmdrl.config.presets import with_preset
 from spmdrl.config.rewards import weighted
 from spmdrl.config.schema import Config, TrainingConfig
+from spmdrl.config.yaml_file import SUFFIXES
 
 FREE: dict[str, tuple[str, ...]] = {
     "where a run is, how long it goes on, how it is watched": (
@@ -93,8 +95,8 @@ def settled(cfg: TrainingConfig) -> dict[str, Any]:
 def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     """Setting -> [file, hash of its content] where a setting that a resume must keep names a file of the user's own.
 
-    Such are functions in Python (`path/to/file.py:function`), templates in jinja and judges; what they import is not
-    looked at.
+    Such are functions in Python (`path/to/file.py:function`), templates in jinja, judges and files of reward models;
+    what they import or name is not looked at.
 
     Raises:
         ValueError: a file that cannot be read.
@@ -107,7 +109,10 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
             named = isinstance(path, str) and path.endswith((".py", ".jinja", *SUFFIXES))
             if named and not may_change(name, ""):
                 try:
-                    content = graded_by(path).encode() if is_judge(path) else Path(path).expanduser().read_bytes()
+                    if path.endswith(SUFFIXES):
+                        content = (scored_by if name == "reward.model" else graded_by)(path).encode()
+                    else:
+                        content = Path(path).expanduser().read_bytes()
                 except OSError as error:
                     raise ValueError(f"{flag(name)} {each}: cannot read {path} ({error.strerror})") from error
                 place = f"{name} {i}" if isinstance(value, list) else name

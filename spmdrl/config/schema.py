@@ -330,7 +330,8 @@ class RewardConfig:
     """Largest share of a step's samples that may have no score, because their row's tests cannot be read or the sandbox
     or the judge failed again and again. They are left out; if there are more, the job ends."""
     model: str = ""
-    """HF sequence classifier with one label whose score is added to the reward, as `--model.path`. Empty: none."""
+    """HF sequence classifier with one label whose score is added to the reward, as `--model.path`; or `rm.yaml`, a file
+    about a model with several labels, its own tokens or scores of steps (docs/rewards.md). Empty: none."""
     model_coef: float = 1.0
     """Factor on that score."""
 

@@ -260,6 +260,10 @@ NEEDS = {
         "collision": to(torch.rand(6, 5, generator=seeded())),
     },
     "prime": lambda to: {"process": to(torch.rand(6, 5, generator=seeded()))},
+    "grpo_process": lambda to: {
+        "process": to(torch.rand(6, 5, generator=seeded())),
+        "ends": to((torch.rand(6, 5, generator=seeded()) < 0.5).float()),
+    },
     "gae": lambda to: {"values": to(torch.rand(6, 5, generator=seeded()))},
 }
 

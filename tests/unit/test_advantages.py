@@ -80,6 +80,7 @@ def sequences(seed: int, sizes: list[int], dense: bool = True) -> list[dict]:
                     "logp": dist[:, 0].log(),
                     "collision": dist.square().sum(1),
                     "process": rand(n) - 0.5,
+                    "ends": (rand(n) < 0.4).double(),
                     "turn": turn,
                     "state": (turn + group) % 3,
                 }
@@ -93,10 +94,10 @@ def samples(seqs: list[dict], *, rubbish: float | None = None, **changes) -> Sam
     def pack(name, dtype):
         return torch.cat([s[name] for s in seqs]).to(dtype) if seqs else torch.zeros(0, dtype=dtype)
 
-    tokens = {name: pack(name, torch.float64) for name in ("rewards", "values", "logp", "collision", "process")}
+    tokens = {name: pack(name, torch.float64) for name in ("rewards", "values", "logp", "collision", "process", "ends")}
     tokens |= {name: pack(name, torch.int64) for name in ("turn", "state")}
     mask = pack("mask", torch.bool)
-    for name in ("values", "logp", "collision", "process") if rubbish is not None else ():
+    for name in ("values", "logp", "collision", "process", "ends") if rubbish is not None else ():
         tokens[name] = torch.where(mask, tokens[name], rubbish)
     lengths = torch.tensor([len(s["mask"]) for s in seqs], dtype=torch.int64)
     fields = {
@@ -379,6 +380,20 @@ def ref_prime(seqs, gamma=1.0, process_coef=1.0, outcome_coef=1.0):
     return rows, rows
 
 
+def ref_grpo_process(seqs, eps=1e-6):
+    rows = [[0.0] * int(s["mask"].sum()) for s in seqs]
+    for members in groups_of(seqs):
+        steps = []
+        for i in members:
+            scores, ends = sampled(seqs, "process")[i], sampled(seqs, "ends")[i]
+            steps += [(i, t, score) for t, (score, end) in enumerate(zip(scores, ends, strict=True)) if end]
+        normal = ref_normalise([score for _, _, score in steps], eps) if steps else []
+        for (i, end, _), value in zip(steps, normal, strict=True):
+            for t in range(end + 1):
+                rows[i][t] += value
+    return rows, rows
+
+
 REFERENCES = {
     "gae": ref_gae,
     "grpo": ref_outcome(lambda seqs, scores: within(seqs, scores, ref_normalise)),
@@ -397,6 +412,7 @@ REFERENCES = {
     "win_rate": ref_outcome(ref_win_rate),
     "per_token": ref_per_token,
     "prime": ref_prime,
+    "grpo_process": ref_grpo_process,
 }
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 seeds = st.integers(0, 2**31)
@@ -448,6 +464,22 @@ def test_advantages_by_hand():
         assert torch.equal(got, returns)
     got, _ = ADVANTAGES["gpg"](outcomes(reward, group), count="mixed")
     torch.testing.assert_close(got, fp64([7 / 4 * v for v in expected["dr_grpo"]]))
+
+
+def test_process_supervision_by_hand():
+    """Steps of a group are normalised together, whatever their number in a sample; a later token than the last is 0."""
+    x = Samples(
+        rewards=fp64([0, 0, 0, 0, 1, 0]),
+        mask=torch.ones(6, dtype=torch.bool),
+        seq=torch.tensor([0, 0, 0, 0, 0, 1]),
+        group=torch.tensor([4, 4]),
+        process=fp64([0, 0.2, 0, 0.8, 0, 0.5]),
+        ends=fp64([0, 1, 0, 1, 0, 1]),
+    )
+    a, b = -0.3 / (0.3 + 1e-6), 0.3 / (0.3 + 1e-6)
+    got, returns = ADVANTAGES["grpo_process"](x)
+    torch.testing.assert_close(got, fp64([a + b, a + b, b, b, 0, 0]), rtol=0, atol=1e-12)
+    assert torch.equal(got, returns)
 
 
 def test_gae_skips_what_a_tool_wrote():
@@ -620,7 +652,7 @@ def test_scale_of_the_rewards(seed, sizes, power, which):
     name, chosen = which
     scale = 2.0**power
     divides = name in ("grpo", "win_rate") or (name in ("grpo_pass_k", "gigpo") and chosen.get("std", True))
-    if name in WHITENED or chosen.get("whiten") or name in ("remax", "prime"):
+    if name in WHITENED or chosen.get("whiten") or name in ("remax", "prime", "grpo_process"):
         return
     seqs = sequences(seed, [n + 1 for n in sizes])
     scaled = [s | {"rewards": s["rewards"] * scale, "values": s["values"] * scale} for s in seqs]
@@ -634,6 +666,9 @@ def test_singletons_and_equal_rewards(name):
     """Equal rewards give exactly 0; a group of one keeps its reward where that is documented."""
     third = 1 / 3  # thirds do not sum exactly
     equal = outcomes([third] * 3 + [0.1] * 7, [0] * 3 + [1] * 7)
+    if "process" in NEEDS.get(name, ()):
+        marks = {"process": torch.full((10,), third).double(), "ends": torch.ones(10).double()}
+        equal = replace(equal, **marks)
     if name in GROUPED and name not in ("optimal_token_baseline", "prime", "reinforce_plus_plus_baseline", "gdpo"):
         assert (ADVANTAGES[name](equal)[0] == 0).all()
     if name in ("reinforce_plus_plus_baseline", "gdpo"):

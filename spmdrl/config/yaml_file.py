@@ -1,0 +1,63 @@
+"""Reads the settings of a YAML file that a flag names, such as a judge's, each as the type of its field."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spmdrl.config.dump import redact_text
+from spmdrl.config.fields import nearest
+
+SUFFIXES = (".yaml", ".yml")
+"""Ends of a value that names such a file."""
+KINDS = {str: "text", int: "number", float: "number", dict: "list of names with numbers, such as {helpfulness: 0.65}"}
+"""Types that settings have, in words."""
+
+
+def read_fields(
+    flag: str, file: str, kinds: dict[str, type], what: str, secret: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of a file, and one line for each that is unknown or of another type.
+
+    Args:
+        flag: the flag that named the file.
+        file: its path.
+        kinds: name -> type of every setting.
+        what: whose settings they are, for the message about a file without any.
+        secret: settings whose values no message may show.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        found = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {file}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{flag} {file}: is no YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{flag} {file}: holds no settings of {what}")
+    given, problems = {}, []
+    for name, value in found.items():
+        if name not in kinds:
+            near = nearest(str(name), kinds)
+            problems.append(f"{name}: unknown{f'; did you mean {near[0]}?' if near else '.'} Valid: {', '.join(kinds)}")
+            continue
+        try:
+            given[name] = _as(kinds[name], value)
+        except (TypeError, ValueError):
+            shown = "its value" if name in secret else repr(redact_text(str(value)))
+            problems.append(f"{name}: {shown} is no {KINDS[kinds[name]]}")
+    return given, problems
+
+
+def _as(kind: type, value: Any) -> Any:
+    """Return a value of YAML as a setting's type: the type counts, not YAML's guess."""
+    if kind is dict:
+        return {str(name): _as(float, each) for name, each in {**value}.items()}
+    if isinstance(value, (bool, list, dict)) or value is None:
+        raise TypeError
+    if kind is int and isinstance(value, float):
+        raise TypeError
+    return kind(value)
