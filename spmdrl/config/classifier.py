@@ -20,7 +20,7 @@ class ClassifierConfig:
     weights: dict[str, float] = field(default_factory=dict)
     """Label -> factor on its score; the others count 0. Empty: 1 for a model with one label."""
     tokenizer: str = "auto"
-    """`auto`: the policy's tokens where both tokenizers number them alike, else the model's own; `own`: always those."""
+    """`auto`: the policy's tokens where both tokenizers number them alike, else its own; `own`: always its own."""
     steps: str = ""
     """Separator of reasoning steps, each of which is scored at its end. Empty: the response is scored at its end."""
     reduce: str = "min"
@@ -78,7 +78,7 @@ def read_classifier(file: str) -> ClassifierConfig:
         if getattr(found, name) not in choices:
             problems.append(f"{name} {getattr(found, name)!r}: must be one of {', '.join(choices)}")
     if "reduce" in given and not found.steps:
-        problems.append(f"reduce {found.reduce!r}: nothing reads it without steps; name their separator, or leave it out")
+        problems.append(f"reduce {found.reduce!r}: only scores of steps are reduced; name their separator in steps")
     if problems:
         raise ValueError("\n".join(f"{FLAG} {file}: {problem}" for problem in problems))
     return found

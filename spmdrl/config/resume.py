@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
+from spmdrl.config.classifier import scored_by
 from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag, leaves, shown
-from spmdrl.config.classifier import scored_by
 from spmdrl.config.judge import graded_by
 from spmdrl.config.presets import with_preset
 from spmdrl.config.rewards import weighted

@@ -32,6 +32,10 @@ class Prompt:
     """The text that the model sees, for logs."""
     asked: str | list = ""
     """The prompt before the chat template: text, or chat messages (JSON-able)."""
+    reply: str = ""
+    """The start of the reply, with which the prompt ends (`--data.prefill`)."""
+    chat: bool = False
+    """True if a chat template rendered it."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,8 @@ def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source
         extra={str(k): v for k, v in ((k, json_able(v)) for k, v in extra.items()) if _is_json(v)},
         text=text,
         asked=prompt if _is_json(prompt) else "",
+        reply=prefill,
+        chat=data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None)),
     )
 
 

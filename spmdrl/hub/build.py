@@ -19,25 +19,27 @@ def build_model(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
     head: str = "lm",
+    labels: int = 1,
 ) -> Any:
     """Build the model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
 
     dtype: a torch type or its name. attn_implementation: as in transformers. head: `lm` for a causal language model,
-    `value` or `score` for a sequence classifier with one label; a `value` head that is not in the folder starts at 0,
-    so that a critic can begin as the language model. Raises ValueError when the model needs
+    `value` or `score` for a classifier; a `value` head that is not in the folder starts at 0, so that a critic can
+    begin as the language model. labels: numbers that a classifier's head gives. Raises ValueError when the model needs
     Python code of its own and may not run it, and when weights are missing or of another shape (transformers would
     make them up).
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
-    kind: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     # transformers' kernels for experts have no float64.
     kernels = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        kind = _kind(config, head)
         loaded: Any = kind.from_pretrained(
             folder,
-            **({} if head == "lm" else {"num_labels": 1}),
+            **({} if head == "lm" else {"num_labels": labels}),
             **kernels,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -65,6 +67,7 @@ def empty_model(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
     head: str = "lm",
+    labels: int = 1,
 ) -> Any:
     """Build the model of a Hugging Face folder on the meta device, from its config.json alone, in eval mode.
 
@@ -73,18 +76,18 @@ def empty_model(
 
     Arguments and errors are those of `build_model`; a quantised folder gives a plain model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
     from transformers.initialization import meta_device_safe_creation_ops
 
-    kind: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     # transformers' kernels for experts have no float64.
     kernels = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    labels = {} if head == "lm" else {"num_labels": 1}
+    counted = {} if head == "lm" else {"num_labels": labels}
     with plain_errors(folder), torch.random.fork_rng(devices=[]):
         config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True, **labels
+            folder, trust_remote_code=trust_remote_code, local_files_only=True, **counted
         )
+        kind = _kind(config, head)
         drop_quantization(config, folder)
         with torch.device("meta"), meta_device_safe_creation_ops():
             model: Any = kind.from_config(
@@ -98,6 +101,21 @@ def empty_model(
         _fill_buffers(model)
     _train_padding(model)
     return model.eval()
+
+
+def scores_tokens(config: Any) -> bool:
+    """Tell by a config (transformers) whether its folder is a classifier of tokens, as process reward models are."""
+    return any(name.endswith("ForTokenClassification") for name in getattr(config, "architectures", None) or [])
+
+
+def _kind(config: Any, head: str) -> Any:
+    """Return the class of transformers that builds a model with such a head."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    if head == "lm":
+        return AutoModelForCausalLM
+    scores = head == "score" and scores_tokens(config)
+    return AutoModelForTokenClassification if scores else AutoModelForSequenceClassification
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:

@@ -33,18 +33,26 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
+def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> tuple[list[str], int]:
+    """Return the tokens of the model at `other` that the one at `path` numbers otherwise, and how many `other` has.
+
+    Both are as `--model.path`. A folder without a tokenizer is assumed to fit.
+    """
+    folder, base = resolve(path, trust_remote_code), resolve(other, trust_remote_code)
+    if folder == base or not has_tokenizer(folder):
+        return [], 0
+    theirs, ours = (load_tokenizer(f, trust_remote_code).get_vocab() for f in (folder, base))
+    return sorted(token for token in ours if theirs.get(token) != ours[token]), len(ours)
+
+
 def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool = False) -> None:
     """Raise ValueError unless the models at `path` and `other` (both as `--model.path`) read the same token numbers.
 
     flag: the setting that named `path`, for the message. A folder without a tokenizer is assumed to fit.
     """
-    folder, base = resolve(path, trust_remote_code), resolve(other, trust_remote_code)
-    if folder == base or not has_tokenizer(folder):
-        return
-    theirs, ours = (load_tokenizer(f, trust_remote_code).get_vocab() for f in (folder, base))
-    different = sorted(token for token in ours if theirs.get(token) != ours[token])
+    different, count = differing_tokens(path, other, trust_remote_code)
     if different:
         raise ValueError(
-            f"{flag} {path}: its tokenizer numbers {len(different)} of {len(ours)} tokens of {other} otherwise "
+            f"{flag} {path}: its tokenizer numbers {len(different)} of {count} tokens of {other} otherwise "
             f"(such as {different[0]!r}); both models must read the same tokens"
         )

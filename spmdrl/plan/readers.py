@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from spmdrl.config.classifier import model_path
 from spmdrl.config.schema import Config
 from spmdrl.hub.shipped import shipped
 from spmdrl.plan.numbers import META
@@ -31,14 +32,14 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
 def folders_of(cfg: Config) -> dict[str, Path]:
     """Return the folder of every model path of a run: the policy's, and those of its other models where given."""
     paths = [cfg.model.path, cfg.reference.path, cfg.critic.path, cfg.process_reward.path]
-    paths += [cfg.reward.model, cfg.safety.cost_model]
+    paths += [model_path(cfg.reward.model), cfg.safety.cost_model]
     return {path: folder_of(path, cfg.model.trust_remote_code) for path in paths if path}
 
 
 @contextmanager
 def without_files(folders: dict[str, Path]) -> Iterator[None]:
     """Inside this context policies are built from the config.json of these folders, on the meta device."""
-    from spmdrl.policy import models
+    from spmdrl.policy import labels, models
     from spmdrl.policy.fsdp import policy as fsdp
 
     def find(path: str, *_: Any) -> Path:
@@ -49,6 +50,9 @@ def without_files(folders: dict[str, Path]) -> Iterator[None]:
         (fsdp, "fill_model", lambda model, *_: model.to(META)),
         (fsdp, "prediction_heads", lambda *_: []),
         (models, "check_same_tokens", lambda *_: None),
+        (labels, "resolve", find),
+        (labels, "check_head", lambda *_: None),
+        (labels, "differing_tokens", lambda *_: ([], 0)),
     ]
     if find_spec("megatron") is not None:
         from spmdrl.policy.megatron import convert

@@ -103,7 +103,10 @@ class Policy(Protocol):
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Values or scores [T] on the host from a model with such a head, without gradient; 0 outside the mask."""
+        """Values or scores [T] on the host from a model with such a head, without gradient; 0 outside the mask.
+
+        [T, L] from a classifier with L labels, two or more.
+        """
         ...
 
     def update(self, batch: Batch, objective: Objective, steps: int = 1) -> Metrics:

@@ -1,7 +1,7 @@
 """Transformers over packed sequences, each with a head that gives two numbers for every token under the loss mask.
 
 `PackedLM`: logp and entropy of the sampled token. `PackedScalar`: one number from the hidden state, which a critic
-reads before the token and a reward model after it.
+reads before the token and a reward model after it; a reward model may give several numbers, one for each label.
 """
 
 from typing import Any, Literal
@@ -69,8 +69,8 @@ class Trunk:
 
 
 def at_rows(rows: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Put the values of some tokens into zeros [T]."""
-    return values.new_zeros(tokens).index_copy(0, rows, values)
+    """Put the values [n, ...] of some tokens into zeros [T, ...]."""
+    return values.new_zeros(tokens, *values.shape[1:]).index_copy(0, rows, values)
 
 
 def softcap_of(config: Any) -> float | None:
@@ -143,7 +143,7 @@ class PackedLM(nn.Module):
 
 
 class PackedScalar(nn.Module):
-    """HF sequence-classification model with one label, read at tokens: a critic or a reward model.
+    """HF classifier of sequences or tokens, read at tokens: a critic or a reward model.
 
     The HF model is the attribute `hf`; its head is a linear layer named `score`, as reward models are published.
     """
@@ -170,12 +170,13 @@ class PackedScalar(nn.Module):
         temperature: float,
         second: Second = "entropy",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of each token under the mask, [T] (float32, float64 for float64 models), and zeros [T].
+        """The number of each token under the mask, [T] (float32, float64 for float64 models), and zeros alike.
 
-        temperature and second have no meaning here.
+        [T, L] where the head has L labels, two or more. temperature and second have no meaning here.
         """
         rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, before=not self.after)
-        value = self.hf.score(states)[:, 0]
+        value = self.hf.score(states)
+        value = value[:, 0] if value.shape[1] == 1 else value
         value = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
         (value_T,) = part.total(at_rows(rows, value, len(tokens_T)))
         return value_T, value_T.detach() * 0

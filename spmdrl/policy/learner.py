@@ -48,6 +48,8 @@ class Learner:
     folder: Path
     """The Hugging Face folder that the model was built from."""
     head: Head
+    labels = 1
+    """Numbers that a `score` head gives for a token."""
     hf_config: Any
     """The configuration (transformers) that the model was built with."""
     can_share = False
@@ -82,7 +84,8 @@ class Learner:
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the contract."""
-        out = torch.zeros(2, batch.n_tokens, dtype=self.master)
+        shape = (batch.n_tokens,) if self.labels == 1 else (batch.n_tokens, self.labels)
+        out = torch.zeros(2, *shape, dtype=self.master)
         token = dict(batch.token, place=torch.arange(batch.n_tokens))
         micros = self.microbatches(Batch(batch.lengths, token, batch.seq))
         for micro, numbers in zip(micros, self.numbers(micros, temperature, second), strict=True):

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from spmdrl.config.classifier import is_classifier, model_path
 from spmdrl.config.schema import Config
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.backends import backend, shares_prompts
 from spmdrl.policy.contract import Head, Policy
+from spmdrl.policy.labels import Labels, labels_of
 from spmdrl.policy.remote import RemotePolicy
 from spmdrl.spmd.mesh import scoring_world
 from spmdrl.spmd.world import World
@@ -39,13 +41,19 @@ class Models:
     process_reference: Policy | None = None
     reward_model: Policy | None = None
     cost_model: Policy | None = None
+    labels: Labels | None = None
+    """What the numbers of the reward model mean; None: no file describes it."""
+    reading: Any = None
+    """How the reward model reads responses (`rl/reading.py`); None: its score is that of the last token."""
 
     def named(self) -> Iterator[tuple[str, Policy]]:
         """Yield the models of this rank with their names; a model with two roles once."""
         seen = []
         for field in dataclasses.fields(self):
             model = getattr(self, field.name)
-            if model is not None and not any(model is other for other in seen):
+            if field.name in ("labels", "reading") or model is None:
+                continue
+            if not any(model is other for other in seen):
                 seen.append(model)
                 yield field.name, model
 
@@ -85,6 +93,7 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
     needs: as `compose.needs` returns it.
     """
     wanted: dict[str, Wanted] = {}
+    scorer = model_path(cfg.reward.model)
     if "reference" in needs:
         wanted["reference"] = Wanted("--reference.path", cfg.reference.path, "lm")
     for name in ("critic", "cost_critic"):
@@ -94,8 +103,8 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
         start = cfg.process_reward.path or cfg.model.path
         wanted["process"] = Wanted("--process-reward.path", start, "lm", cfg.process_reward.lr)
         wanted["process_reference"] = Wanted("--process-reward.path", start, "lm")
-    if cfg.reward.model:
-        wanted["reward_model"] = Wanted("--reward.model", cfg.reward.model, "score")
+    if scorer:
+        wanted["reward_model"] = Wanted("--reward.model", scorer, "score")
     if cfg.safety.cost_model:
         wanted["cost_model"] = Wanted("--safety.cost-model", cfg.safety.cost_model, "score")
     return wanted
@@ -133,20 +142,25 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         optimizer = dataclasses.replace(cfg.optimizer, lr=lr)
         return make(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
 
-    def frozen(path: str, head: Head) -> Any:
+    def frozen(path: str, head: Head, labels: int) -> Any:
         model = None
         if world.scores:
-            model = make(cfg, scoring, 0, trainable=False, path=path, head=head)  # type: ignore[arg-type]
+            model = make(cfg, scoring, 0, trainable=False, path=path, head=head, labels=labels)  # type: ignore[arg-type]
         if scoring is world or world.samples:
             return model
         answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
-        return RemotePolicy(model, world, scoring.holders, answers, shares_prompts(cfg.policy) and head != "score")
+        share = shares_prompts(cfg.policy) and head != "score"
+        return RemotePolicy(model, world, scoring.holders, answers, share, labels)
 
-    for each in wanted.values():
-        if each.path:
+    labels = None
+    if is_classifier(cfg.reward.model):
+        labels = labels_of(cfg.reward.model, cfg.model.path, cfg.model.trust_remote_code)
+    for name, each in wanted.items():
+        if each.path and not (labels and name == "reward_model"):
             check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
     models = Models(None)
+    models.labels = labels
     if world.trains:
         models.policy = make(cfg, world, total - warmup, trainable=total > 0, routing_replay=replay, adapt=bool(total))
     models.keep_reference = "reference" in wanted and cfg.reference.refresh_every > 0
@@ -159,7 +173,7 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         elif name == "process_reference" and models.reference and _same(cfg, each.path):
             model = models.reference
         else:
-            model = frozen(each.path, each.head)
+            model = frozen(each.path, each.head, labels.outputs if labels and name == "reward_model" else 1)
         setattr(models, name, model)
     return models
 

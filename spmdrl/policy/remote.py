@@ -25,7 +25,15 @@ class RemotePolicy:
 
     version = updates_done = updates_due = 0
 
-    def __init__(self, model: Policy | None, world: World, scorers: torch.Tensor, dtype: torch.dtype, share: bool):
+    def __init__(
+        self,
+        model: Policy | None,
+        world: World,
+        scorers: torch.Tensor,
+        dtype: torch.dtype,
+        share: bool,
+        labels: int = 1,
+    ):
         """Hold the settings; nothing is sent yet.
 
         Args:
@@ -35,15 +43,17 @@ class RemotePolicy:
                 sequences, the first answers.
             dtype: type of the answers.
             share: the model runs a prompt once for all samples that share it, so these are kept on one scorer.
+            labels: numbers that it gives for a token.
         """
         self.model, self.world, self.scorers, self.dtype, self.share = model, world, scorers, dtype, share
+        self.shape = (labels,) if labels > 1 else ()
 
     def logprobs(
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the contract. A scorer passes an empty batch and gets nothing back."""
         asked = deal(self._question(batch), self.scorers, Peers(self.world.rollout_group, HOST))
-        answers: tuple[torch.Tensor, ...] = (torch.zeros(0), torch.zeros(0))
+        answers: tuple[torch.Tensor, ...] = (torch.zeros(0, *self.shape), torch.zeros(0, *self.shape))
         if self.model is not None:
             answers = self.model.logprobs(asked, temperature, second)
         logp_T, second_T = self._answer(asked, [x_T.to(self.dtype) for x_T in answers])

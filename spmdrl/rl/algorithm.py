@@ -50,8 +50,8 @@ class Algorithm:
     """A loss of which no token depends on another may be taken chunk by chunk."""
     skip_zero_advantage: bool
     needs: frozenset[str]
-    """Inputs of a step beside the samples: reference, critic, cost, cost_critic, process, greedy, logp,
-    collision, turns."""
+    """Inputs of a step beside the samples: reference, critic, cost, cost_critic, process (by the implicit models),
+    scored steps (by a process reward model), greedy, logp, collision, turns."""
     state: dict[str, float] = field(default_factory=dict)
     """Numbers that change from step to step and are saved with it: kl_coef, multiplier, moments of the reward."""
 
@@ -109,7 +109,7 @@ class Algorithm:
 
 MOMENTS = ("reward_count", "reward_mean", "reward_m2")
 """Names of the running moments of the reward in `Algorithm.state`."""
-OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process"}
+OPTIONAL = {"logp": "old_logp", "collision": "collision", "process": "process", "ends": "ends"}
 """Field of Samples -> token column that fills it where the batch has one."""
 
 

@@ -24,6 +24,7 @@ def pack(
     replay: ReplayBuffer,
     experts_width: int = 0,
     share_prompts: bool = False,
+    model_parts: tuple[str, ...] = (),
 ) -> Batch:
     """This rank's episodes as a batch that knows which optimizer step uses which sequence. Collective.
 
@@ -36,6 +37,7 @@ def pack(
         replay: takes the batch, and gives the one to learn from.
         experts_width: as in `from_episodes`.
         share_prompts: what samples of a prompt do once counts once in `seq["work"]`.
+        model_parts: parts that a reward model will add.
     """
     # A rank without samples knows no names of reward parts, and the columns must agree.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
@@ -51,14 +53,16 @@ def pack(
         common = prompt_lengths(batch.lengths, batch.token["mask"])
         batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
     batch = replay.mix(batch, seed, step, Peers(world.group, world.device))
-    check_parts(batch, cfg)
+    check_parts(batch, cfg, model_parts)
     order = list(range(prompts))
     generator_for(seed, step, 1).shuffle(order)
     return share_out(batch, cfg.algo.updates_per_step, prompts, order)
 
 
-def check_parts(batch: Batch, cfg: Config) -> None:
+def check_parts(batch: Batch, cfg: Config, later: tuple[str, ...] = ()) -> None:
     """Every sample must have the reward parts that training uses: one that is missing is not 0.
+
+    later: parts that a model adds, for every sample.
 
     Raises:
         ValueError: naming part, prompt and sample.
@@ -69,11 +73,11 @@ def check_parts(batch: Batch, cfg: Config) -> None:
     if cfg.algo.advantage == "gdpo" and not cfg.algo.part_weights:
         used = [("--algo.part-weights, where none is named, takes all parts:", name) for name in given]
     for flag, part in used:
-        if part == SCORE:
+        if part == SCORE or part in later:
             continue
         said = f"{flag} {part}: the reward gives no such part"
         if part not in given:
-            raise ValueError(f"{said}; it gives {', '.join(given) or 'none'}")
+            raise ValueError(f"{said}; it gives {', '.join([*given, *later]) or 'none'}")
         lacking = torch.nonzero(batch.seq[f"part/{part}"].isnan()).flatten()
         if len(lacking):
             row = int(lacking[0])

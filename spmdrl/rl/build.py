@@ -16,6 +16,7 @@ from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.evaluation import Evaluation, is_evaluated
 from spmdrl.rl.prefetch import RolloutPrefetcher
 from spmdrl.rl.rank_state import RankState
+from spmdrl.rl.reading import reading_of
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run import Run
 from spmdrl.rl.run_state import RunState
@@ -71,6 +72,9 @@ def build_run(session: Session[Config]) -> Run:
     experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     models = build_models(cfg, world, algo.needs)
+    models.reading = reading_of(cfg, models.labels, tokenizer, prompts)
+    if models.labels:
+        session.note(models.labels.says)
     spikes = Spikes(session.folder, world, models, algo, session.warn)
     state = RunState(algo, spikes)
     checkpoints = Checkpoints(session, models, state, prompts.digest())

@@ -11,6 +11,7 @@ from typing import Any
 from spmdrl.algos.estimators import ADVANTAGES, NEEDS, READS
 from spmdrl.algos.losses import AGGREGATION_OF, LOSSES, SEQUENCE_LOSSES
 from spmdrl.algos.selection import SELECTIONS
+from spmdrl.config.classifier import scores_steps
 from spmdrl.config.learning import AlgoConfig
 from spmdrl.config.schema import Config
 from spmdrl.rl.algorithm import MOMENTS, Algorithm
@@ -73,7 +74,7 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
     A user's own estimator names the fields of `Samples` that it cannot do without in an attribute `needs`.
 
     Raises:
-        ValueError: there is no such field.
+        ValueError: there is no such field, or nothing in the run fills it.
     """
     algo, safety = cfg.algo, cfg.safety
     tables = NEEDS | READS
@@ -82,6 +83,12 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
     if isinstance(fields, str) or (unknown := [name for name in fields if name not in known]):
         given = repr(fields) if isinstance(fields, str) else ", ".join(map(repr, unknown))
         raise ValueError(f"{algo.advantage}: its `needs` must be a tuple of names from {', '.join(known)}, not {given}")
+    steps = scores_steps(cfg.reward.model)
+    if "ends" in fields and not steps:
+        raise ValueError(
+            f"--algo.advantage {algo.advantage}: needs the scores of steps, which a process reward model gives: name "
+            "one by --reward.model rm.yaml with a path and steps (docs/rewards.md)"
+        )
     critic = "values" in fields
     cost = bool(safety.cost or safety.cost_model)
     wanted = {
@@ -89,7 +96,8 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
         "critic": critic,
         "cost": cost,
         "cost_critic": cost and critic,
-        "process": "process" in fields,
+        "process": "process" in fields and not steps,
+        "scored steps": steps,
         "greedy": "baseline" in fields,
         "collision": "collision" in fields,
         "logp": "logp" in fields,

@@ -1,9 +1,12 @@
 """Numbers that a step tells of itself, and a few of its samples as text."""
 
+import torch
+
 from spmdrl.algos.correction import finish_monitors
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import FINISH_REASONS, Episode
+from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
 MODEL_PHASES = ("rollout", "logp", "update", "eval")
@@ -12,15 +15,30 @@ SINGLE = 2
 """Segments of an episode of a single turn that nothing cut: prompt and response."""
 
 
-def sample_rows(step: int, episodes: list[Episode], tokenizer, count: int) -> list[dict]:
+Columns = dict[tuple[int, int], dict[str, float]]
+"""(position, sample) -> columns of that sample in samples.jsonl."""
+
+
+def sample_rows(step: int, episodes: list[Episode], tokenizer, count: int, more: Columns | None = None) -> list[dict]:
     """A few episodes for samples.jsonl; one of several turns or weight versions also segment by segment.
 
-    step: counted from 1. count: how many; 0: none.
+    step: counted from 1. count: how many; 0: none. more: further columns.
     """
     if not count:
         return []
     spread = max(1, len(episodes) // count)
-    return [sample_row(step, e, tokenizer.decode) for e in episodes[::spread][:count]]
+    more = more or {}
+    chosen = episodes[::spread][:count]
+    return [sample_row(step, e, tokenizer.decode) | more.get((e.position, e.sample), {}) for e in chosen]
+
+
+def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
+    """The reward model's scores of all ranks' samples: `model`, `model/<label>` and `model/steps`. Collective."""
+    found = {"model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
+    found |= {"model/steps": "steps"} if "steps" in batch.seq else {}
+    columns = [batch.seq[key].double() for key in ("position", "sample", *found.values())]
+    rows = torch.cat(peers.rows(torch.stack(columns, 1))).tolist()
+    return {(int(place), int(sample)): dict(zip(found, row, strict=True)) for place, sample, *row in rows}
 
 
 def sample_row(step: int, episode: Episode, decode) -> dict:

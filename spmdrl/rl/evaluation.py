@@ -10,10 +10,10 @@ from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
+from spmdrl.rl.reading import AtLast
 from spmdrl.rl.rollout import collect, raise_if_abandoned
 from spmdrl.rl.rollout_plan import RolloutPlan
 from spmdrl.rl.sampler import Sampler, may_end
-from spmdrl.rl.score import outcome_scores
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
@@ -59,12 +59,13 @@ class Evaluation:
         return episodes
 
     def judge(self) -> None:
-        """Add the reward model's score to `eval/score`, where an evaluation waits for it. Collective."""
+        """Add the reward model's scores, also to `eval/score`, where an evaluation waits for them. Collective."""
         if self.to_judge is None:
             return
-        score, self.to_judge = model_score(self.to_judge, self.models, self.world), None
-        self.numbers["eval/model"] = score
-        self.numbers["eval/score"] += self.cfg.reward.model_coef * score
+        assert self.prompts is not None
+        scores, self.to_judge = model_scores(self.to_judge, self.prompts, self.models, self.world), None
+        self.numbers |= scores
+        self.numbers["eval/score"] += self.cfg.reward.model_coef * scores["eval/model"]
 
     def take(self) -> dict[str, float]:
         """The numbers, once."""
@@ -121,17 +122,20 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     return out, done
 
 
-def model_score(episodes: list[Episode], models: Models, world: World) -> float:
-    """Mean score that the reward model gives the episodes of all ranks. Collective."""
+def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:
+    """Mean scores that the reward model gives the episodes of all ranks: `eval/model`, and by label. Collective."""
     batch = from_episodes(episodes)
     batch.seq |= {"update": torch.zeros_like(batch.lengths), "work": batch.lengths}
     batch = balance(batch, world)
-    score_B = outcome_scores(batch, models.reward_model) if models.reward_model else torch.zeros(0)
+    reading = models.reading.of(prompts) if models.reading else AtLast()
+    names = ["eval/model", *(f"eval/model/{name}" for name in reading.names)]
+    sums = torch.zeros(len(names) + 1, dtype=torch.float64)
+    if models.reward_model:
+        scores = reading.read(batch, models.reward_model)
+        sums = torch.stack([x.sum() for x in (scores.response_B, *scores.labels.values(), torch.ones(len(batch)))])
     # Ranks that share a position hold the same sequences, each of them as many.
-    total, count = all_reduce(
-        torch.tensor([float(score_B.sum()), len(score_B)]).double(), "sum", world.host_group
-    ).tolist()
-    return total / max(1.0, count)
+    *totals, count = all_reduce(sums.double(), "sum", world.host_group).tolist()
+    return {name: total / max(1.0, count) for name, total in zip(names, totals, strict=True)}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

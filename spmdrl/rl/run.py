@@ -17,7 +17,7 @@ from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.models import Models
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.rl.batching import pack
-from spmdrl.rl.describe import check_mismatch, describe, describe_age, sample_rows, with_rates
+from spmdrl.rl.describe import check_mismatch, describe, describe_age, model_columns, sample_rows, with_rates
 from spmdrl.rl.evaluation import Evaluation
 from spmdrl.rl.prefetch import RolloutPrefetcher
 from spmdrl.rl.quota import Experience
@@ -118,7 +118,8 @@ class Run:
         """This rank's episodes as a batch, see `batching.pack`. Collective."""
         # Ranks without the policy add the same columns.
         cfg, share = self.cfg, shares_prompts(self.cfg.policy)
-        return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share)
+        later = self.models.reading.names if self.models.reading else ()
+        return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share, later)
 
     def stand_by(self, step: int, batch: Batch) -> Metrics:
         """Work of a rank that does not train, while others do. Collective over ranks of its kind.
@@ -212,10 +213,14 @@ class Run:
         return merge_roles(values, world)
 
     def _write(self, step: int, values: dict[str, float], batch: Batch, done: Experience) -> None:
+        """Write the step's numbers and some samples. Collective."""
         rows = []
+        told = {}
+        if self.world.trains and self.models.reading and self.cfg.tracking.samples:
+            told = model_columns(batch, self.models.reading.names, self.peers)
         if self.world.is_first:
             episodes = to_episodes(batch) if self.world.roles.split else done.episodes
-            rows = sample_rows(step, episodes, self.tokenizer, self.cfg.tracking.samples)
+            rows = sample_rows(step, episodes, self.tokenizer, self.cfg.tracking.samples, told)
         self.journal.step(step, values, rows)
 
     def checkpoint(self, step: int) -> None:

@@ -5,7 +5,6 @@ import math
 import torch
 
 from spmdrl.algos.kl import kl_estimate
-from spmdrl.algos.samples import last_sampled
 from spmdrl.algos.shaping import (
     RunningMoments,
     clip_reward,
@@ -22,6 +21,7 @@ from spmdrl.data.batch import Batch, gather_rows
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.models import Models
 from spmdrl.rl.algorithm import MOMENTS, Algorithm, add_mismatch, mean
+from spmdrl.rl.reading import AtLast, finite
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
@@ -36,9 +36,7 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
     """
     metrics, token, temperature = Metrics(), batch.token, cfg.rollout.temperature
     if models.reward_model:
-        score_B = outcome_scores(batch, models.reward_model)
-        batch.seq["reward"] = batch.seq["reward"] + cfg.reward.model_coef * score_B
-        metrics.add("reward/model", score_B.mean() if len(batch) else 0.0, len(batch))
+        metrics.merge(add_model_scores(batch, models, algo, cfg.reward.model_coef))
     if "cost" in algo.needs:
         batch.seq["cost"] = costs(batch, models, cfg.safety.cost)
         metrics.add("safety/cost", batch.seq["cost"].mean() if len(batch) else 0.0, len(batch))
@@ -93,33 +91,42 @@ def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> 
             model.logprobs(batch, temperature)
 
 
-def finite(batch: Batch, x_T: torch.Tensor, model: str) -> torch.Tensor:
-    """x_T, checked under the loss mask."""
-    bad = torch.nonzero(batch.token["mask"] & ~torch.isfinite(x_T)).flatten()
-    if len(bad):
-        at = int(batch.seq_index[bad[0]])
-        raise ValueError(
-            f"the {model} gave {x_T[bad[0]].item()} for prompt {int(batch.seq['prompt'][at])}, sample "
-            f"{int(batch.seq['sample'][at])}: its weights or activations are not finite; look at grad_norm of the "
-            "steps before, and resume from a checkpoint with a lower --optimizer.lr"
-        )
-    return x_T
+def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float) -> Metrics:
+    """Add the reward model's scores to the reward, its labels to the parts, scores of steps to the tokens. Collective.
 
+    coef: factor on the score in the reward.
 
-def outcome_scores(batch: Batch, model: Policy) -> torch.Tensor:
-    """[B] fp64: a reward model's score of each whole response, read at its last sampled token. Collective."""
-    last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch))
-    mask_T = torch.zeros(batch.n_tokens, dtype=torch.bool)
-    mask_T[last_B[last_B >= 0]] = True
-    at_last = Batch(batch.lengths, dict(batch.token, mask=mask_T), batch.seq)
-    return at_last.sum_tokens(finite(at_last, model.values(at_last), "reward or cost model"))
+    Raises:
+        ValueError: a label has the name of a part.
+    """
+    assert models.reward_model is not None, "the run builds what the settings name"
+    metrics, n = Metrics(), len(batch)
+    scores = (models.reading or AtLast("scored steps" in algo.needs)).read(batch, models.reward_model)
+    batch.seq["reward"] = batch.seq["reward"] + coef * scores.response_B
+    told = {"reward/model": scores.response_B} | {f"reward/model/{k}": v for k, v in scores.labels.items()}
+    if scores.steps_B is not None:
+        told["reward/model/steps"] = batch.seq["steps"] = scores.steps_B
+    if models.reading is not None:
+        batch.seq["model"] = scores.response_B
+    for name, score_B in told.items():
+        metrics.add(name, score_B.mean() if n else 0.0, n)
+    for name, score_B in scores.labels.items():
+        if f"part/{name}" in batch.seq:
+            raise ValueError(
+                f"--reward.model: its label {name} has the name of a part of --reward.function: give one of the two "
+                "another name (a label's is in id2label of the model's config.json)"
+            )
+        batch.seq[f"part/{name}"] = score_B
+    if scores.process_T is not None and scores.ends_T is not None:
+        batch.token["process"], batch.token["ends"] = scores.process_T, scores.ends_T
+    return metrics
 
 
 def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
     """[B]: the cost model's score plus the reward part that is named. Collective where there is a model."""
     cost_B = torch.zeros(len(batch), dtype=torch.float64)
     if models.cost_model:
-        cost_B += outcome_scores(batch, models.cost_model)
+        cost_B += AtLast().read(batch, models.cost_model).response_B
     if part:
         cost_B += batch.seq[f"part/{part}"]
     return cost_B

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from spmdrl.config.classifier import model_path
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import flag, get
 from spmdrl.config.named import file_problems
@@ -36,6 +37,8 @@ def settings(config: Config, gpus: int, quick: bool, ask: Ask = ask_hub) -> list
     asks = None if quick else ask
     found = [device(config, gpus)]
     named = {name: get(config, name) for name in MODELS}
+    # Whether its file can be read was checked with the settings.
+    named["reward.model"] = model_path(named["reward.model"])
     # Settings that name the same model make one line, under the first of them.
     for path in dict.fromkeys(path for path in named.values() if path):
         found.append(model(flag(next(name for name in MODELS if named[name] == path)), path, config, asks))

@@ -63,6 +63,7 @@ class FsdpPolicy(Learner):
         optimizer: OptimizerConfig | None = None,
         routing_replay: bool = False,
         adapt: bool = False,
+        labels: int = 1,
     ):
         """Build and shard one model. Collective.
 
@@ -76,13 +77,14 @@ class FsdpPolicy(Learner):
             optimizer: None takes `cfg.optimizer`.
             routing_replay: send tokens to the experts that `token["experts"]` names (`hub/routing.py`).
             adapt: train the adapters that `cfg.lora` describes, where its rank is not 0, and nothing else (`lora.py`).
+            labels: numbers that a `score` head gives for a token.
 
         Raises:
             ValueError: a model that cannot train here; the message names the path.
         """
         super().__init__(cfg, world, total_updates, optimizer)
         path = path or cfg.model.path
-        self.head = head
+        self.head, self.labels = head, labels
         self.folder = resolve(path, cfg.model.trust_remote_code)
         self.blocks = fp8_blocks(self.folder)
         check_model(self.folder, cfg.model.trust_remote_code, world.sp_size)
@@ -91,7 +93,7 @@ class FsdpPolicy(Learner):
         adapt = adapt and cfg.lora.rank > 0
         kept = self.master if trainable and not adapt else self.compute
         # Without values until `fill`: no rank holds more of the model than its own shards.
-        hf = empty_model(self.folder, kept, cfg.model.trust_remote_code, packed.register(), head)
+        hf = empty_model(self.folder, kept, cfg.model.trust_remote_code, packed.register(), head, labels)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{path}: an output head with a bias is not supported")
         keep = cfg.policy.mtp == "keep" and trainable and head == "lm" and path == cfg.model.path

@@ -102,12 +102,14 @@ class States(ColumnParallelLinear):
 
 
 class Scalar(nn.Module):
-    """As `States`, for a head to one number, [1, D], that every rank of a tensor-parallel group holds whole."""
+    """As `States`, for a head to a few numbers, [labels, D], that every rank of a tensor-parallel group holds whole."""
 
-    def __init__(self, config: Any, tp_group: Any):
+    def __init__(self, config: Any, tp_group: Any, labels: int, bias: bool):
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        made: dict[str, Any] = dict(dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(torch.zeros(labels, config.hidden_size, **made))
+        self.bias = nn.Parameter(torch.zeros(labels, **made)) if bias else None
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
@@ -130,8 +132,13 @@ class Model(GPTModel):
         last: bool,
         stage: int | None,
         engine: bool,
+        labels: int = 1,
+        bias: bool = False,
     ):
-        """first: it has the embedding. last: it has the head. stage: virtual stage. engine: use TransformerEngine."""
+        """first: it has the embedding. last: it has the head. stage: virtual stage. engine: use TransformerEngine.
+
+        labels, bias: of a head that is not the vocabulary's.
+        """
         super().__init__(
             config,
             block(config, arch, stage, engine),  # type: ignore[arg-type]
@@ -149,7 +156,7 @@ class Model(GPTModel):
         if last and head == "lm":
             self.output_layer.__class__ = States  # type: ignore[assignment]
         elif last:
-            self.output_layer = Scalar(config, self.pg_collection.tp)
+            self.output_layer = Scalar(config, self.pg_collection.tp, labels, bias)
         attach(self, arch)
         if first and arch.embedding_scale:
             self.embedding.register_forward_hook(self._scaled)

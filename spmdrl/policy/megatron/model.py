@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.hub.build import scores_tokens
 from spmdrl.policy.contract import Head
 from spmdrl.policy.megatron import cpu, ranks, repairs
 from spmdrl.policy.megatron.arch import Architecture
@@ -147,6 +148,7 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     head: Head = "lm",
+    labels: int = 1,
     **more: Any,
 ) -> list[Any]:
     """Build this rank's part of a model: one GPTModel for each virtual stage, in order.
@@ -163,7 +165,8 @@ def build(
         layout: the layout given to `initialize`.
         dtype: type of the parameters.
         device: this rank's device.
-        head: `lm`; `value` or `score` for a linear layer to one number in place of the vocabulary.
+        head: `lm`; `value` or `score` for a linear layer to `labels` numbers in place of the vocabulary.
+        labels: numbers of such a head.
         more: as in `transformer_config`.
 
     Raises:
@@ -177,7 +180,7 @@ def build(
 
     arch = describe(hf_config)
     check_model(layout, arch.settings)
-    host = device.type == "cpu"
+    host, bias = device.type == "cpu", head == "score" and scores_tokens(hf_config)
     # On a CPU Megatron makes each weight whole, in float32, before it takes a rank's part.
     with repairs.quiet(), torch.device("meta") if host or device.type == "meta" else nullcontext():
         config = transformer_config(arch, layout, dtype, device, **more)
@@ -187,7 +190,7 @@ def build(
             first = parallel_state.is_pipeline_first_stage(**place)
             last = parallel_state.is_pipeline_last_stage(**place)
             virtual = stage if layout.virtual_stages > 1 else None
-            model = Model(config, arch, layout, head, first, last, virtual, _has_engine(device))
+            model = Model(config, arch, layout, head, first, last, virtual, _has_engine(device), labels, bias)
             models.append(_with_memory(model, device) if host else model.to(device))
     cpu.dress(p for model in models for p in model.parameters())
     if folder is not None:
@@ -217,7 +220,7 @@ def _with_memory(model: Any, device: torch.device) -> Any:
 def head_weight(model: Any) -> tuple[torch.Tensor, int]:
     """Return this rank's rows of the output head, [rows, D] without padding, and the index of the first row.
 
-    For the `value` and `score` heads: the whole head, [1, D]. Only on the last stage.
+    For the `value` and `score` heads: the whole head, [labels, D]. Only on the last stage.
     """
     if model.head != "lm":
         return model.output_layer.weight, 0

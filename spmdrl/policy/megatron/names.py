@@ -27,6 +27,7 @@ OUTSIDE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
+    "output_layer.bias": "score.bias",
 }
 """Parameters that belong to no layer."""
 LATENT: Names = {

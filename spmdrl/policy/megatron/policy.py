@@ -72,6 +72,7 @@ class MegatronPolicy(Learner):
         optimizer: OptimizerConfig | None = None,
         routing_replay: bool = False,
         adapt: bool = False,
+        labels: int = 1,
     ):
         """Build a model; arguments as of `FsdpPolicy`. Models of one process share Megatron's groups. Collective.
 
@@ -87,7 +88,7 @@ class MegatronPolicy(Learner):
         from spmdrl.policy.megatron.schedule import Pipeline
         from spmdrl.policy.megatron.training import Trainer
 
-        self.head, trust = head, cfg.model.trust_remote_code
+        self.head, self.labels, trust = head, labels, cfg.model.trust_remote_code
         self.folder = resolve(path or cfg.model.path, trust)
         self.blocks = fp8_blocks(self.folder)
         with plain_errors(self.folder):
@@ -103,7 +104,7 @@ class MegatronPolicy(Learner):
         if cfg.policy.recompute == "full":
             recompute |= dict(recompute_method="uniform", recompute_num_layers=1)
         more = recompute if cfg.policy.activation_checkpointing and trainable else {}
-        self.chunks = build(self.hf_config, None, self.grid, self.dtype, world.device, head, **more)
+        self.chunks = build(self.hf_config, None, self.grid, self.dtype, world.device, head, labels, **more)
         own = trainable and path in ("", cfg.model.path)
         self.kept: Stored = []
         if own and head == "lm":
@@ -117,7 +118,8 @@ class MegatronPolicy(Learner):
         self.trainer = Trainer(self.chunks, self.settings, self.dtype, cfg.policy.host_optimizer) if trainable else None
         text = self.hf_config.get_text_config()
         models = self.trainer.models if self.trainer else self.chunks
-        self.pipeline = Pipeline(models, self.grid, softcap_of(text), divisor_of(text), world.device, routing_replay)
+        caps = softcap_of(text), divisor_of(text)
+        self.pipeline = Pipeline(models, self.grid, *caps, world.device, routing_replay, labels)
         # An interleaved schedule runs its chunks in rounds of pp micro-batches.
         self.multiple = self.grid.pp if self.grid.virtual_stages > 1 else 1
         self.away: list[Parked] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
@@ -24,7 +25,7 @@ from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels import collision_probability, linear_logprob
 
 Numbers = tuple[torch.Tensor, torch.Tensor]
-"""The head's two numbers for each token of a micro-batch: two tensors [T]."""
+"""The head's two numbers for each token of a micro-batch: two tensors [T], or [T, L] of a head with L > 1 labels."""
 
 
 def stand_in() -> Batch:
@@ -44,16 +45,18 @@ class Pipeline:
         divisor: float,
         device: torch.device,
         replay: bool = False,
+        labels: int = 1,
     ):
         """models: as `model.build` gives them, wrapped for training or not. softcap, divisor: of the logits.
 
-        replay: routers choose the experts that `token["experts"]` names.
+        replay: routers choose the experts that `token["experts"]` names. labels: numbers of a `score` head.
         """
         from megatron.core import parallel_state
 
         self.models, self.layout, self.device, self.replay = models, layout, device, replay
         self.settings = unwrapped(models[0]).arch.settings
         self.balance = 0.0
+        self.shape = (labels,) if labels > 1 else ()
         self.softcap, self.divisor = softcap, divisor
         self.head = unwrapped(models[0]).head
         state: Any = parallel_state
@@ -163,8 +166,8 @@ class Pipeline:
                 other = collision_probability(states, weight, scale, softcap=self.softcap, group=self.tp_group)
             assert other is not None
         else:
-            value = states @ weight.T
-            first = value[:, 0].to(torch.float32)
+            value = nn.functional.linear(states, weight, model.output_layer.bias)
+            first = (value[:, 0] if value.shape[1] == 1 else value).to(torch.float32)
             other = first.detach() * 0
         parts = [at_rows(rows, x, len(mask_T)) for x in (first, other)]
         first_T, other_T = parts if self.cp_group is None else total(self.cp_group, *parts)
@@ -174,7 +177,7 @@ class Pipeline:
         """Send the last stage's numbers to every stage; nothing for a stand-in micro-batch. Collective over pp."""
         lengths = [micro.n_tokens if len(micro) else 2 for micro in micros]
         if self.pp_group.size() > 1 and micros:
-            flat = torch.zeros(2, sum(lengths), device=self.device)
+            flat = torch.zeros(2, sum(lengths), *self.shape, device=self.device)
             if self.last:
                 flat = torch.cat([torch.stack(list(numbers)) for numbers in mine], 1).float()
             dist.broadcast(flat, dist.get_process_group_ranks(self.pp_group)[-1], group=self.pp_group)

@@ -1,0 +1,247 @@
+"""How a reward model reads responses: over which tokens, at which of them, and what becomes of its numbers.
+
+n: places at which scores are read, the ends of steps or of responses; L: labels.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from spmdrl.algos.samples import last_sampled
+from spmdrl.config.classifier import FLAG, ClassifierConfig, read_classifier
+from spmdrl.config.schema import Config
+from spmdrl.data.batch import KEYS, Batch
+from spmdrl.data.prompts import Prompt, PromptSet
+from spmdrl.data.tree import prompt_lengths
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.policy.contract import Policy
+from spmdrl.policy.labels import Labels
+from spmdrl.rl.retokenize import Rewriter
+from spmdrl.rl.steps import step_ends, tokens_of_ends
+
+
+@dataclass
+class Scores:
+    """What a reward model says of the responses of a batch. All fp64, 0 for a sequence without a sampled token."""
+
+    response_B: torch.Tensor
+    """The score that enters the reward."""
+    labels: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Label -> its scores [B], as the model gives them; of steps their mean."""
+    steps_B: torch.Tensor | None = None
+    """Steps of each response; None: it is scored as a whole."""
+    process_T: torch.Tensor | None = None
+    """The score of each step at its last sampled token, 0 elsewhere."""
+    ends_T: torch.Tensor | None = None
+    """1 at those tokens, 0 elsewhere."""
+
+
+@dataclass
+class Places:
+    """Where the steps of a batch end, on this rank; a response that is scored as a whole is one step."""
+
+    seq_n: torch.Tensor
+    """int64, ascending: the sequence."""
+    token_n: torch.Tensor
+    """int64: the last sampled token of the step, in the pack."""
+    asked: Batch
+    """What the model reads: the batch itself, or the same responses in other tokens."""
+    read_n: torch.Tensor
+    """int64: the token of `asked` whose score is the step's."""
+
+
+@dataclass
+class AtLast:
+    """Reads the policy's tokens at the last sampled one: for a model that no file describes, and on paper."""
+
+    steps: bool = False
+    """Give the score as that of the only step too."""
+    names: tuple[str, ...] = ()
+
+    def read(self, batch: Batch, model: Policy) -> Scores:
+        """Score the responses of a batch. Collective."""
+        last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch))
+        mask_T = torch.zeros(batch.n_tokens, dtype=torch.bool)
+        mask_T[last_B[last_B >= 0]] = True
+        at_last = Batch(batch.lengths, dict(batch.token, mask=mask_T), batch.seq)
+        score_T = model.values(at_last)
+        score_T = finite(at_last, score_T if score_T.ndim == 1 else score_T.mean(1), "reward or cost model")
+        scores = Scores(at_last.sum_tokens(score_T))
+        if self.steps:
+            scores.process_T, scores.ends_T = torch.where(mask_T, score_T.double(), 0.0), mask_T.double()
+        return scores
+
+
+@dataclass
+class Reading:
+    """Reads responses as a file of `--reward.model` says."""
+
+    told: ClassifierConfig
+    labels: Labels
+    said: str
+    """The flag and the file, for messages."""
+    tokenizer: Any
+    """The policy's."""
+    rewriter: Rewriter | None
+    """Writes responses in the model's own tokens; None: it reads the policy's."""
+    prompts: dict[int, Prompt]
+    """Prompts by index, which only a model with its own tokens reads."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The labels, which are parts of the reward."""
+        return self.labels.names
+
+    def of(self, prompts: PromptSet) -> "Reading":
+        """Return the same for responses to other prompts."""
+        if self.rewriter is not None:
+            self.rewriter.check(prompts.prompts)
+        return replace(self, prompts={prompt.index: prompt for prompt in prompts.prompts})
+
+    def read(self, batch: Batch, model: Policy) -> Scores:
+        """Score the responses of a batch. Collective.
+
+        Raises:
+            ValueError: a response is longer than the model reads, or a score is not finite.
+        """
+        found = self.places(batch)
+        asked, seq_n = found.asked, found.seq_n
+        self._check_length(asked)
+        mask_T = torch.zeros(asked.n_tokens, dtype=torch.bool)
+        mask_T[found.read_n] = True
+        asked = Batch(asked.lengths, dict(asked.token, mask=mask_T), asked.seq)
+        score_TL = model.values(asked).reshape(asked.n_tokens, -1)
+        for score_T in score_TL.unbind(1):
+            finite(asked, score_T, "reward model")
+        score_nL = score_TL[found.read_n].double()
+        if self.labels.probability:
+            score_nL = torch.softmax(score_nL, 1)[:, 1:]
+        score_n = score_nL @ torch.tensor(self.labels.weights, dtype=torch.float64)
+        count_B = torch.bincount(seq_n, minlength=len(batch))
+        mean_BL = torch.zeros(len(batch), score_nL.shape[1], dtype=torch.float64).index_add_(0, seq_n, score_nL)
+        mean_BL /= count_B.clamp(min=1)[:, None]
+        labels = dict(zip(self.names, mean_BL.unbind(1), strict=True))
+        if not self.told.steps:
+            whole_B = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, seq_n, score_n)
+            return Scores(whole_B, labels)
+        process_T, ends_T = torch.zeros(2, batch.n_tokens, dtype=torch.float64)
+        process_T[found.token_n], ends_T[found.token_n] = score_n, 1.0
+        return Scores(reduced(score_n, seq_n, count_B, self.told.reduce), labels, count_B.double(), process_T, ends_T)
+
+    def places(self, batch: Batch) -> Places:
+        """Find the ends of steps in the policy's tokens and in those that the model reads."""
+        tokens, starts = batch.token["tokens"].tolist(), (torch.cumsum(batch.lengths, 0) - batch.lengths).tolist()
+        first_B = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
+        last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch)).tolist()
+        sampled = batch.token["mask"].tolist()
+        seq_n, token_n, read_n = [], [], []
+        written: list[list[int]] = []
+        offset = 0
+        for i, (start, first, last) in enumerate(zip(starts, first_B, last_B, strict=True)):
+            if last < 0:
+                # A sequence has a token at least.
+                written.append([0])
+                offset += 1
+                continue
+            begin = start + first
+            at, text, ends = self._steps(tokens[begin : last + 1], sampled[begin : last + 1])
+            seq_n += [i] * len(at)
+            token_n += [begin + place for place, _ in at]
+            if self.rewriter is None:
+                read_n += [begin + place for _, place in at]
+                continue
+            prompt = self.prompts[int(batch.seq["prompt"][i])]
+            if self.told.steps:
+                made, read = self.rewriter.stepwise(prompt, text, ends)
+            else:
+                made, place = self.rewriter.whole(prompt, text)
+                read = [place]
+            written.append(made)
+            read_n += [offset + place for place in read]
+            offset += len(made)
+        numbers = (torch.tensor(x, dtype=torch.int64) for x in (seq_n, token_n, read_n))
+        found_n, token, read = numbers
+        if self.rewriter is None:
+            return Places(found_n, token, batch, read)
+        lengths = torch.tensor([len(made) for made in written], dtype=torch.int64)
+        flat = torch.tensor([x for made in written for x in made], dtype=torch.int64)
+        seq = {name: batch.seq[name] for name in (*KEYS, "prompt")}
+        return Places(found_n, token, Batch(lengths, {"tokens": flat}, seq), read)
+
+    def _steps(self, tokens: list[int], sampled: list[bool]) -> tuple[list[tuple[int, int]], str, list[int]]:
+        """Return (last sampled token, token with the last character) of each step, the text, and where they end in it.
+
+        Indices are those of `tokens`, a response from its first sampled token to its last. Steps of which one token of
+        the policy holds the ends are one.
+        """
+        last = len(tokens) - 1
+
+        def decode(some: list[int]) -> str:
+            return self.tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+        if not self.told.steps:
+            return [(last, last)], decode(tokens) if self.rewriter else "", []
+        text = decode(tokens)
+        if not text:
+            return [(last, last)], text, [0]
+        ends = step_ends(text, self.told.steps)
+        holding = tokens_of_ends(decode, tokens, ends)
+        # The end token belongs to the last step; what the policy did not sample belongs to no step's end.
+        sampled_at = [*holding[:-1], last]
+        sampled_at = [next((t for t in range(place, -1, -1) if sampled[t]), 0) for place in sampled_at]
+        kept = [i for i in range(len(ends)) if i == len(ends) - 1 or sampled_at[i] != sampled_at[i + 1]]
+        return [(sampled_at[i], holding[i]) for i in kept], text, [ends[i] for i in kept]
+
+    def _check_length(self, asked: Batch) -> None:
+        most = self.labels.positions
+        if most and len(asked) and int(asked.lengths.max()) > most:
+            at = int(asked.lengths.argmax())
+            raise ValueError(
+                f"{self.said}: prompt {int(asked.seq['prompt'][at])}, sample {int(asked.seq['sample'][at])} has "
+                f"{int(asked.lengths[at])} tokens of {self.told.path}, which reads {most}: lower "
+                "--rollout.max-new-tokens or --rollout.max-prompt-tokens, or name a model with more positions"
+            )
+
+
+def reduced(score_n: torch.Tensor, seq_n: torch.Tensor, count_B: torch.Tensor, how: str) -> torch.Tensor:
+    """Return one score [B] of the steps of each response: their `min`, `mean`, `product`, or the `last`; 0 without any.
+
+    seq_n: int64 ascending, the response of each step; count_B: steps of each.
+    """
+    if how == "last":
+        out_B = torch.zeros(len(count_B), dtype=torch.float64)
+        out_B[count_B > 0] = score_n[(torch.cumsum(count_B, 0) - 1)[count_B > 0]]
+        return out_B
+    names = {"min": "amin", "mean": "mean", "product": "prod"}
+    out_B = torch.zeros(len(count_B), dtype=torch.float64)
+    return out_B.scatter_reduce(0, seq_n, score_n, names[how], include_self=False)
+
+
+def finite(batch: Batch, x_T: torch.Tensor, model: str) -> torch.Tensor:
+    """x_T, checked under the loss mask."""
+    bad = torch.nonzero(batch.token["mask"] & ~torch.isfinite(x_T)).flatten()
+    if len(bad):
+        at = int(batch.seq_index[bad[0]])
+        raise ValueError(
+            f"the {model} gave {x_T[bad[0]].item()} for prompt {int(batch.seq['prompt'][at])}, sample "
+            f"{int(batch.seq['sample'][at])}: its weights or activations are not finite; look at grad_norm of the "
+            "steps before, and resume from a checkpoint with a lower --optimizer.lr"
+        )
+    return x_T
+
+
+def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | None:
+    """Return how the reward model reads responses to the prompts; None if no file describes it.
+
+    Raises:
+        ValueError: its tokenizer is missing, or cannot render the prompts.
+    """
+    if labels is None:
+        return None
+    told, said, trust = read_classifier(cfg.reward.model), f"{FLAG} {cfg.reward.model}", cfg.model.trust_remote_code
+    rewriter = None
+    if labels.own_tokens:
+        rewriter = Rewriter(load_tokenizer(resolve(told.path, trust), trust), said, labels.pad)
+    return Reading(told, labels, said, tokenizer, rewriter, {}).of(prompts)

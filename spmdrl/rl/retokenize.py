@@ -1,0 +1,121 @@
+"""Responses as a reward model with a tokenizer of its own reads them: rendered as text, then as its tokens."""
+
+from os.path import commonprefix
+from typing import Any
+
+from spmdrl.data.prompts import Prompt
+from spmdrl.rl.steps import tokens_of_ends
+
+MARK = "\ue000"
+"""A character for private use, which stands in for an answer to find its place in a template."""
+
+
+class Rewriter:
+    """Writes a prompt and a response as the tokens of another tokenizer."""
+
+    def __init__(self, tokenizer: Any, said: str, pad: int | None):
+        """tokenizer: the reward model's. said: begins messages. pad: token that transformers passes over at the end."""
+        self.tokenizer, self.said, self.pad = tokenizer, said, pad
+
+    def check(self, prompts: list[Prompt]) -> None:
+        """Check that prompts of a chat can be rendered.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        if any(prompt.chat for prompt in prompts) and not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                f"{self.said}: the prompts are chats, and the reward model's tokenizer has no chat template: put one "
+                "into its folder (chat_template.jinja), or take --data.chat off"
+            )
+
+    def whole(self, prompt: Prompt, response: str) -> tuple[list[int], int]:
+        """Return the tokens of a prompt with its response, and the index of the one at which HF reads the score."""
+        tokens = self._tokens(prompt, self._text(prompt, prompt.reply + response))
+        last = len(tokens) - 1
+        # transformers looks for the last token that is not padding, even in a sequence of its own.
+        return tokens, next((i for i in range(last, -1, -1) if tokens[i] != self.pad), last)
+
+    def stepwise(self, prompt: Prompt, response: str, ends: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens of a prompt with its response, and the index of the token that ends each step.
+
+        ends: as `step_ends` returns them for the response.
+
+        Raises:
+            ValueError: the chat template leaves responses out, or tokens of the tokenizer cannot be found in the text.
+        """
+        reply = prompt.reply + response
+        text, kept, begin = self._located(prompt, reply)
+        tokens = self._tokens(prompt, text)
+        if not kept:
+            return tokens, [len(tokens) - 1] * len(ends)
+        lead = len(reply) - len(reply.lstrip()) if kept != reply else 0
+        places = [begin + min(max(len(prompt.reply) + end - lead, 1), len(kept)) for end in ends]
+        return tokens, self._holding(tokens, text, places, prompt.chat)
+
+    def _text(self, prompt: Prompt, reply: str) -> str:
+        """Return the text of a prompt with a reply: a chat through the template, without a generation prompt."""
+        if not prompt.chat:
+            return _content(prompt) + reply
+        try:
+            return self._rendered([*_messages(prompt), {"role": "assistant", "content": reply}], False)
+        except Exception as error:  # jinja raises its own errors, and templates raise any
+            raise ValueError(
+                f"{self.said}: its chat template could not render prompt {prompt.index} with its response "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    def _located(self, prompt: Prompt, reply: str) -> tuple[str, str, int]:
+        """Return the text that the model reads, the reply as it stands there, and where that begins."""
+        text = self._text(prompt, reply)
+        if not prompt.chat:
+            return text, reply, len(text) - len(reply)
+        before = self._rendered(_messages(prompt), True)
+        # Some templates put a thought into the generation prompt that a finished turn lacks.
+        same = len(commonprefix([before, text]))
+        # A template may strip the white space around an answer.
+        for kept in (reply, reply.strip()):
+            at = same if text.startswith(kept, same) else text.rfind(kept, same)
+            if at >= 0:
+                return text, kept, at
+        # It moves or drops parts of this answer, such as a thought: the answer goes in as it was sampled.
+        head, found, tail = self._text(prompt, MARK).rpartition(MARK)
+        if not found:
+            raise ValueError(f"{self.said}: its chat template leaves out what the assistant says; give it another one")
+        return head + reply + tail, reply, len(head)
+
+    def _rendered(self, messages: list[dict], more: bool) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
+
+    def _tokens(self, prompt: Prompt, text: str) -> list[int]:
+        # A rendered chat holds every special token already.
+        return list(self.tokenizer(text, add_special_tokens=not prompt.chat).input_ids)
+
+    def _holding(self, tokens: list[int], text: str, places: list[int], chat: bool) -> list[int]:
+        """Return the index of the token that holds the character before each place of the text."""
+
+        def decode(some: list[int]) -> str:
+            return self.tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+        # Offsets of byte-level tokenizers leave white space out, so they serve only where decoding gives another text.
+        shift = decode(tokens).find(text)
+        if shift >= 0:
+            return tokens_of_ends(decode, tokens, [shift + place for place in places])
+        if not self.tokenizer.is_fast:
+            raise ValueError(
+                f"{self.said}: its tokenizer neither decodes to the text that it was given nor says where its tokens "
+                "stand: add a tokenizer.json to its folder"
+            )
+        spans = self.tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=True)["offset_mapping"]
+        # Special tokens beside the text have empty spans.
+        return [max(i for i, (a, b) in enumerate(spans) if a < place and b > a) for place in places]
+
+
+def _content(prompt: Prompt) -> str:
+    """Return the text of a prompt that no chat template rendered; a single message may stand as text."""
+    return prompt.asked if isinstance(prompt.asked, str) else prompt.asked[0]["content"]
+
+
+def _messages(prompt: Prompt) -> list[dict]:
+    """Return the prompt of a chat as messages."""
+    return prompt.asked if isinstance(prompt.asked, list) else [{"role": "user", "content": prompt.asked}]

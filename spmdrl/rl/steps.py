@@ -1,0 +1,46 @@
+"""Steps of a response: where each ends in the text, and which token holds the last character of each."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import cache
+
+
+def step_ends(text: str, separator: str) -> list[int]:
+    """Return the number of characters up to the end of each step of a text, the separator included; at least one.
+
+    A step ends with the separator, and what follows the last separator is a step too. A piece without anything but
+    white space belongs to the step before it, or at the beginning to the first one.
+    """
+    ends, at = [], 0
+    while (found := text.find(separator, at)) >= 0:
+        at = found + len(separator)
+        ends.append(at)
+    if at < len(text):
+        ends.append(len(text))
+    steps: list[int] = []
+    begin = 0
+    for end in ends:
+        if text[begin:end].removesuffix(separator).strip():
+            steps.append(end)
+        elif steps:
+            steps[-1] = end
+        begin = end
+    return steps or [len(text)]
+
+
+def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: list[int]) -> list[int]:
+    """Return the index of the token with which the text has reached each end: it holds the last character before it.
+
+    decode: gives the text of tokens; that of the first few must begin as that of all does, but for a character which
+    is cut in two. ends: ascending, each at least 1 and at most the number of characters.
+    """
+    text = decode(tokens)
+
+    @cache
+    def begun(count: int) -> str:
+        return decode(tokens[:count])
+
+    def reached(end: int) -> int:
+        return bisect_left(range(len(tokens)), True, key=lambda count: begun(count)[:end] == text[:end]) - 1
+
+    return [reached(end) for end in ends]
