@@ -112,7 +112,7 @@ class Reading:
         mask_T = torch.zeros(asked.n_tokens, dtype=torch.bool)
         mask_T[found.read_n] = True
         asked = Batch(asked.lengths, dict(asked.token, mask=mask_T), asked.seq)
-        score_TL = model.values(asked).reshape(asked.n_tokens, -1)
+        score_TL = model.values(asked).reshape(asked.n_tokens, self.labels.outputs)
         for score_T in score_TL.unbind(1):
             finite(asked, score_T, "reward model")
         score_nL = score_TL[found.read_n].double()

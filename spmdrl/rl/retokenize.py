@@ -1,6 +1,5 @@
 """Responses as a reward model with a tokenizer of its own reads them: rendered as text, then as its tokens."""
 
-from os.path import commonprefix
 from typing import Any
 
 from spmdrl.data.prompts import Prompt
@@ -49,16 +48,21 @@ class Rewriter:
         tokens = self._tokens(prompt, text)
         if not kept:
             return tokens, [len(tokens) - 1] * len(ends)
-        lead = len(reply) - len(reply.lstrip()) if kept != reply else 0
+        lead = reply.index(kept)
         places = [begin + min(max(len(prompt.reply) + end - lead, 1), len(kept)) for end in ends]
         return tokens, self._holding(tokens, text, places, prompt.chat)
 
     def _text(self, prompt: Prompt, reply: str) -> str:
         """Return the text of a prompt with a reply: a chat through the template, without a generation prompt."""
+        asked = prompt.asked
         if not prompt.chat:
-            return _content(prompt) + reply
+            # A single message may stand as plain text.
+            return (asked if isinstance(asked, str) else asked[0]["content"]) + reply
+        messages = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
         try:
-            return self._rendered([*_messages(prompt), {"role": "assistant", "content": reply}], False)
+            return self.tokenizer.apply_chat_template(
+                [*messages, {"role": "assistant", "content": reply}], tokenize=False, add_generation_prompt=False
+            )
         except Exception as error:  # jinja raises its own errors, and templates raise any
             raise ValueError(
                 f"{self.said}: its chat template could not render prompt {prompt.index} with its response "
@@ -70,22 +74,15 @@ class Rewriter:
         text = self._text(prompt, reply)
         if not prompt.chat:
             return text, reply, len(text) - len(reply)
-        before = self._rendered(_messages(prompt), True)
-        # Some templates put a thought into the generation prompt that a finished turn lacks.
-        same = len(commonprefix([before, text]))
-        # A template may strip the white space around an answer.
-        for kept in (reply, reply.strip()):
-            at = same if text.startswith(kept, same) else text.rfind(kept, same)
-            if at >= 0:
-                return text, kept, at
-        # It moves or drops parts of this answer, such as a thought: the answer goes in as it was sampled.
         head, found, tail = self._text(prompt, MARK).rpartition(MARK)
         if not found:
             raise ValueError(f"{self.said}: its chat template leaves out what the assistant says; give it another one")
+        # A template may strip the white space around an answer.
+        for kept in (reply, reply.strip(), reply.lstrip(), reply.rstrip()):
+            if text == head + kept + tail:
+                return text, kept, len(head)
+        # It moves or drops a part of this answer, such as a thought: the answer goes in as it was sampled.
         return head + reply + tail, reply, len(head)
-
-    def _rendered(self, messages: list[dict], more: bool) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
 
     def _tokens(self, prompt: Prompt, text: str) -> list[int]:
         # A rendered chat holds every special token already.
@@ -109,13 +106,3 @@ class Rewriter:
         spans = self.tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=True)["offset_mapping"]
         # Special tokens beside the text have empty spans.
         return [max(i for i, (a, b) in enumerate(spans) if a < place and b > a) for place in places]
-
-
-def _content(prompt: Prompt) -> str:
-    """Return the text of a prompt that no chat template rendered; a single message may stand as text."""
-    return prompt.asked if isinstance(prompt.asked, str) else prompt.asked[0]["content"]
-
-
-def _messages(prompt: Prompt) -> list[dict]:
-    """Return the prompt of a chat as messages."""
-    return prompt.asked if isinstance(prompt.asked, list) else [{"role": "user", "content": prompt.asked}]

@@ -1,0 +1,285 @@
+"""Files of reward models, the ends of steps, and responses in the tokens of another model, by independent counts."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdrl.config.checks import check
+from spmdrl.config.classifier import read_classifier
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.resume import file_digests
+from spmdrl.data.prompts import Prompt
+from spmdrl.hub.build import build_model, empty_model
+from spmdrl.policy.attention import packed as attention
+from spmdrl.policy.heads import PackedScalar
+from spmdrl.policy.labels import labels_of
+from spmdrl.rl.compose import compose
+from spmdrl.rl.reading import reduced
+from spmdrl.rl.rehearsal import settings_read
+from spmdrl.rl.retokenize import Rewriter
+from spmdrl.rl.steps import step_ends, tokens_of_ends
+from tests.ranks.cases import config
+from tests.unit.reward_folders import TEMPLATE, TEXT, bpe, classifier, said, written
+
+TOKENIZER = bpe(TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("classifiers")
+    made = {
+        "three": classifier(root / "three", TOKENIZER, ["helpful", "right", "short"]),
+        "unnamed": classifier(root / "unnamed", TOKENIZER, 3),
+        "one": classifier(root / "one", TOKENIZER, 1),
+        "steps": classifier(root / "steps", TOKENIZER, 2, "Token"),
+    }
+    return made
+
+
+# ── the file ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ["path", "--model.path"]),
+        ({"path": "m", "wieghts": {}}, ["wieghts: unknown", "weights"]),
+        ({"path": "m", "weights": [1]}, ["weights", "{helpfulness: 0.65}"]),
+        ({"path": "m", "weights": {"a": "much"}}, ["weights", "is no list of names with numbers"]),
+        ({"path": "m", "weights": {"a": float("inf")}}, ["a inf", "finite"]),
+        ({"path": "m", "weights": {"a": 0, "b": 0}}, ["all of them are 0"]),
+        ({"path": "m", "tokenizer": "mine"}, ["tokenizer 'mine'", "auto, own"]),
+        ({"path": "m", "steps": "\n", "reduce": "max"}, ["reduce 'max'", "min, mean, last, product"]),
+        ({"path": "m", "reduce": "min"}, ["reduce", "steps"]),
+    ],
+)
+def test_a_bad_file_is_told_of_before_anything_is_built(given, words, tmp_path):
+    file = written(tmp_path / "rm.yaml", **given)
+    with pytest.raises(ConfigError) as error:
+        check(config(reward={"model": file}), 1)
+    assert all(word in str(error.value) for word in ["--reward.model", file, *words]), str(error.value)
+
+
+def test_a_file_that_is_missing_or_no_list_of_settings(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    for name, word in (("none.yaml", "cannot be read"), ("list.yaml", "holds no settings of a reward model")):
+        with pytest.raises(ConfigError, match=word):
+            check(config(reward={"model": str(tmp_path / name)}), 1)
+
+
+def test_grpo_process_needs_scores_of_steps(tmp_path):
+    whole, steps = written(tmp_path / "a.yaml", path="m"), written(tmp_path / "b.yaml", path="m", steps="\n\n")
+    for model in ("", "m", whole):
+        with pytest.raises(ConfigError, match=r"(?s)--algo.advantage grpo_process.*process reward model"):
+            check(config(algo={"advantage": "grpo_process"}, reward={"model": model}), 1)
+        with pytest.raises(ValueError, match="needs the scores of steps"):
+            compose(config(algo={"advantage": "grpo_process"}, reward={"model": model}))
+    cfg = config(algo={"advantage": "grpo_process"}, reward={"model": steps})
+    check(cfg, 1)
+    assert compose(cfg).needs == {"scored steps"}
+    # With scores of steps no implicit model is built, and its settings are not read.
+    prime = config(algo={"advantage": "prime"}, reward={"model": steps})
+    assert "process" not in compose(prime).needs and "process" in compose(config(algo={"advantage": "prime"})).needs
+    assert {"reward.model", "process_reward.process_coef"} <= settings_read(prime)
+    assert "process_reward.lr" not in settings_read(prime)
+
+
+def test_resume_goes_by_what_the_file_says(tmp_path):
+    file = tmp_path / "rm.yaml"
+    cfg = config(reward={"model": written(file, path="m", weights={"a": 1.0})})
+    first = file_digests(cfg)
+    file.write_text("# the same\nweights: {a: 1}\npath: m\n")
+    assert file_digests(cfg) == first and "reward.model" in first
+    written(file, path="m", weights={"a": 2.0})
+    assert file_digests(cfg) != first
+
+
+def test_labels_and_their_weights(folders, tmp_path):
+    def labels(**settings):
+        return labels_of(written(tmp_path / "rm.yaml", **settings), folders["one"])
+
+    three = labels(path=folders["three"], weights={"short": -0.2, "helpful": 0.65})
+    assert three.names == ("helpful", "right", "short") and three.weights == (0.65, 0.0, -0.2)
+    assert not three.own_tokens and "the policy's tokens" in three.says and three.positions == 128
+    assert labels(path=folders["one"]).names == ("model",)
+    steps = labels(path=folders["steps"], steps="\n\n")
+    assert steps.probability and steps.outputs == 2 and steps.names == ("model",)
+    own = labels(path=folders["one"], tokenizer="own")
+    assert own.own_tokens and "own tokens (tokenizer own)" in own.says
+    other = labels_of(written(tmp_path / "rm.yaml", path=folders["one"]), "tiny")
+    assert other.own_tokens and "tokens differ" in other.says
+
+
+@pytest.mark.parametrize(
+    ("which", "settings", "words"),
+    [
+        ("three", {}, ["weights", "helpful, right, short"]),
+        ("three", {"weights": {"helpfull": 1.0}}, ["no label helpfull", "did you mean helpful?"]),
+        ("unnamed", {"weights": {"LABEL_0": 1.0}}, ["no names", "id2label", "config.json"]),
+        ("one", {"weights": {"good": 1.0}}, ["no label good"]),
+        ("steps", {}, ["scores tokens", "steps"]),
+        ("tiny", {}, ["no head score.weight", "ForSequenceClassification"]),
+    ],
+)
+def test_bad_labels_are_one_message(which, settings, words, folders, tmp_path):
+    file = written(tmp_path / "rm.yaml", path=folders.get(which, which), **settings)
+    with pytest.raises(ValueError) as error:
+        labels_of(file, "tiny")
+    assert all(word in str(error.value) for word in [file, *words]), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# ── steps ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "steps"),
+    [
+        ("a\n\nb\n\nc", "\n\n", ["a\n\n", "b\n\n", "c"]),
+        ("a\n\nb\n\n", "\n\n", ["a\n\n", "b\n\n"]),
+        ("a\n\n\n\nb\n\n  ", "\n\n", ["a\n\n\n\n", "b\n\n  "]),
+        ("\n\n \n\na\n\nb", "\n\n", ["\n\n \n\na\n\n", "b"]),
+        ("a", "\n\n", ["a"]),
+        ("\n\n", "\n\n", ["\n\n"]),
+        ("", "\n\n", [""]),
+        ("2+2 ки=4 ки", "ки", ["2+2 ки", "=4 ки"]),
+    ],
+)
+def test_steps_by_hand(text, separator, steps):
+    ends = step_ends(text, separator)
+    assert [text[a:b] for a, b in zip([0, *ends], ends, strict=False)] == steps
+
+
+PIECES = st.lists(
+    st.sampled_from(["\n\n", "\n", " ", "one", " plus", "é", "🙂", "ab", "c.", "日本"]), min_size=1, max_size=12
+)
+
+
+def by_bytes(tokens: list[int], text: str, end: int) -> int:
+    """The token that holds the last byte of the character before `end`: a byte-level token has a byte per character."""
+    last = len(text[:end].encode()) - 1
+    for i, token in enumerate(TOKENIZER.convert_ids_to_tokens(tokens)):
+        last -= len(token)
+        if last < 0:
+            return i
+    raise AssertionError
+
+
+@settings(max_examples=150, deadline=None)
+@given(pieces=PIECES, odd=st.booleans())
+def test_the_token_that_ends_a_step_holds_its_last_byte(pieces, odd):
+    text = "".join(pieces)
+    tokens = TOKENIZER(text).input_ids
+    if odd:
+        # A policy samples tokens as no tokenizer would choose them: here byte by byte.
+        tokens = [token for one in text.encode() for token in TOKENIZER.convert_tokens_to_ids([BYTES[one]])]
+    assert TOKENIZER.decode(tokens) == text
+    ends = step_ends(text, "\n\n")
+    assert tokens_of_ends(TOKENIZER.decode, tokens, ends) == [by_bytes(tokens, text, end) for end in ends]
+
+
+def _bytes() -> dict[int, str]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return bytes_to_unicode()
+
+
+BYTES = _bytes()
+
+
+def test_scores_of_steps_become_one():
+    score, seq, count = torch.tensor([0.5, 0.2, 0.4, 0.9]).double(), torch.tensor([0, 0, 0, 2]), torch.tensor([3, 0, 1])
+    want = {"min": [0.2, 0, 0.9], "mean": [1.1 / 3, 0, 0.9], "last": [0.4, 0, 0.9], "product": [0.04, 0, 0.9]}
+    for how, values in want.items():
+        torch.testing.assert_close(reduced(score, seq, count, how), torch.tensor(values).double(), atol=1e-7, rtol=0)
+
+
+# ── other tokens ─────────────────────────────────────────────────────────────
+
+
+def prompt(asked, chat=True, reply="") -> Prompt:
+    return Prompt(0, [], None, "", {}, "", asked, reply, chat)
+
+
+def test_a_chat_is_rendered_by_the_models_own_template_and_text_stays_text():
+    rewriter = Rewriter(TOKENIZER, "rm.yaml", TOKENIZER.pad_token_id)
+    messages = [{"role": "user", "content": "one plus two"}]
+    for asked in (messages, "one plus two"):
+        tokens, at = rewriter.whole(prompt(asked, reply="it "), "is 3")
+        text = "<|user|>one plus two<|end|><|assistant|>it is 3<|end|>"
+        assert TOKENIZER.decode(tokens) == text and tokens == TOKENIZER(text).input_ids and at == len(tokens) - 1
+    tokens, at = rewriter.whole(prompt("one plus ", chat=False), "two")
+    assert tokens == TOKENIZER("one plus two").input_ids and at == len(tokens) - 1
+    # transformers reads the last token that is not padding.
+    padded, at = Rewriter(TOKENIZER, "rm.yaml", tokens[-1]).whole(prompt("one plus ", chat=False), "two")
+    assert padded == tokens and at == len(tokens) - 2
+    bare = Rewriter(bpe(), "rm.yaml", None)
+    bare.check([prompt("one", chat=False)])
+    with pytest.raises(ValueError, match=r"rm.yaml.*no chat template"):
+        bare.check([prompt("one")])
+
+
+THOUGHT = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'].split('</think>')[-1] + '<|end|>' }}{% endfor %}"
+)
+TEMPLATES = {"trims": TEMPLATE, "plain": TEMPLATE.replace(" | trim", ""), "cuts": THOUGHT}
+RESPONSES = ["  one\n\ntwo is\n\n\n\nthree.\n\n", "<think>one\n\n</think>two\n\n3", "end", " "]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("response", RESPONSES)
+@pytest.mark.parametrize("chat", [True, False])
+def test_steps_are_found_in_the_models_own_tokens(template, response, chat):
+    """Also where the template strips the answer, and where it would drop a part of it: then it stands as sampled."""
+    ends = step_ends(response, "\n\n")
+    rewriter = Rewriter(bpe(TEMPLATES[template]), "rm.yaml", None)
+    tokens, places = rewriter.stepwise(prompt("say ", chat=chat), response, ends)
+    text = TOKENIZER.decode(tokens)
+    answer = response.strip() if chat and template == "trims" else response
+    head = "<|user|>say<|end|><|assistant|>" if template == "trims" else "<|user|>say <|end|><|assistant|>"
+    assert text == (head + answer + "<|end|>" if chat else "say " + response)
+    if not answer:
+        assert places == [len(tokens) - 1]
+        return
+    begin = len(head) if chat else 4
+    lead = len(response) - len(response.lstrip()) if answer != response else 0
+    want = [begin + min(end - lead, len(answer)) for end in ends]
+    assert places == [by_bytes(tokens, text, end) for end in want]
+
+
+def test_a_tokenizer_that_changes_the_text_is_read_by_its_offsets():
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate("abc\n")}}, "<unk>"))
+    made.normalizer, made.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Split("", "isolated")
+    letters = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<eos>")
+    tokens, places = Rewriter(letters, "rm.yaml", None).stepwise(prompt("AB", chat=False), "A\n\nBC", [3, 5])
+    assert tokens == [2, 3, 2, 5, 5, 3, 4] and places == [4, 6]
+
+
+# ── heads ────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("which", ["three", "steps"])
+def test_several_numbers_of_a_token_are_those_of_hugging_face(which, folders):
+    rows = [TOKENIZER(text).input_ids for text in TEXT]
+    lengths, tokens = torch.tensor([len(row) for row in rows]), torch.tensor(sum(rows, []))
+    outputs = 3 if which == "three" else 2
+    hf = build_model(folders[which], torch.float64, False, attention.register(), "score", outputs)
+    assert (
+        hf.state_dict().keys()
+        == empty_model(folders[which], torch.float64, head="score", labels=outputs).state_dict().keys()
+    )
+    got, zeros = PackedScalar(hf, after=True)(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool), 1.0)
+    assert got.shape == zeros.shape == (len(tokens), outputs) and not zeros.any()
+    for row, mine in zip(rows, got.split(lengths.tolist()), strict=True):
+        want = said(folders[which], row)
+        torch.testing.assert_close(mine if which == "steps" else mine[-1], want, rtol=1e-6, atol=1e-6)
+
+
+def test_the_file_may_say_little(tmp_path):
+    found = read_classifier(written(tmp_path / "rm.yaml", path="a/b"))
+    assert (found.path, found.weights, found.tokenizer, found.steps) == ("a/b", {}, "auto", "")
