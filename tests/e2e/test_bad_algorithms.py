@@ -68,10 +68,12 @@ def half(score_B, group_B):
         (["--algo.preset", "gdpo", "--algo.part-weights", "form=1"], ["form"]),
         (["--algo.preset", "prime", "--process-reward.path", "no/such/place"], ["no/such/place"]),
         (["--reward.model", "tiny"], ["score.weight"]),
+        (["--reward.model", "{}/rm.yaml"], ["rm.yaml", "no head score.weight", "ForSequenceClassification"]),
     ],
-    ids=["function", "half groups", "cost", "part", "process model", "reward model"],
+    ids=["function", "half groups", "cost", "part", "process model", "reward model", "its file"],
 )
 def test_bad_algorithm_settings_are_one_message(flags, words, tmp_path):
     (tmp_path / "own.py").write_text(FILTER)
+    (tmp_path / "rm.yaml").write_text("path: tiny\n")
     flags = [flag.format(tmp_path) for flag in flags]
     refused(run([*QUICK, *flags, "--run.dir", tmp_path / "run"], START), *words)

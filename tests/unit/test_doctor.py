@@ -245,6 +245,9 @@ def test_models_that_settings_name_must_be_there(tmp_path, monkeypatch):
     assert cut[0] == "fail" and "is not a complete safetensors file" in cut[1]
     gone = findings(model__path=str(tmp_path / "gone"), critic__path="./gone", reward__model="gone.gguf")
     assert [gone[f"--{name}"][0] for name in ("model.path", "critic.path", "reward.model")] == ["fail"] * 3
+    (tmp_path / "rm.yaml").write_text("path: ./gone\n")
+    named = findings(reward__model=str(tmp_path / "rm.yaml"))["--reward.model"]
+    assert named[0] == "fail" and "./gone is no folder" in named[1]
     assert "no-such-package" in findings(model__path="package:no-such-package")["--model.path"][1]
 
 
