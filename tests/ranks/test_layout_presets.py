@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.kl import KL_KINDS
 from spmdrl.algos.losses import LOSSES, LossInputs, ppo
 from spmdrl.algos.selection import Selecting, select_kl_cov
+from spmdrl.config.classifier import scores_steps
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, OptimizerConfig, ParallelConfig
 from spmdrl.data.batch import Batch
@@ -32,6 +34,7 @@ from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
 from spmdrl.rl.objectives import PolicyObjective
+from spmdrl.rl.reading import Scores
 from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.spmd.seeds import generator_for
@@ -122,6 +125,7 @@ NEEDED: dict[str, dict] = {
 }
 """Settings that a preset needs so that all of it takes part on this batch."""
 
+STEP_SCORES = str(Path(__file__).parent / "step_scores.yaml")
 VARIANTS: dict[str, dict] = {
     **{f"aggregation {a}": {"algo": {"aggregation": a, "preset": "cispo"}} for a in AGGREGATIONS},
     **{f"kl in loss, {k}": {"algo": {"kl_coef": 0.1, "kl_estimator": k}} for k in KL_KINDS},
@@ -160,6 +164,8 @@ VARIANTS: dict[str, dict] = {
         "reward": {"model": "reward", "model_coef": 0.5},
         "safety": {"cost": "", "cost_model": "cost"},
     },
+    "process supervision": {"algo": {"advantage": "grpo_process"}, "reward": {"model": STEP_SCORES}},
+    "prime with scores of steps": {"algo": {"preset": "prime"}, "reward": {"model": STEP_SCORES, "model_coef": 0.1}},
     "reference of the step before": {"algo": {"kl_coef": 0.1}, "reference": {"refresh_every": 1}},
 }
 """Settings beside the presets, on top of GRPO unless another one is named."""
@@ -257,6 +263,21 @@ class Answer:
     """Model -> name of a parameter -> its elements."""
 
 
+class EveryThird:
+    """Reads a reward model at every third sampled token, as if a step ended there, and at the last one."""
+
+    names = ()
+
+    def read(self, batch: Batch, model: FsdpPolicy) -> Scores:
+        score_T, mask_T = model.values(batch), batch.token["mask"]
+        before_B = torch.cumsum(batch.sampled_per_seq, 0) - batch.sampled_per_seq
+        count_T = torch.cumsum(mask_T, 0) - batch.per_token(before_B)
+        ends_T = mask_T & ((count_T % 3 == 0) | (count_T == batch.per_token(batch.sampled_per_seq)))
+        process_T = torch.where(ends_T, score_T, 0.0).double()
+        steps_B = batch.sum_tokens(ends_T.double())
+        return Scores(batch.sum_tokens(process_T) / steps_B, {}, steps_B, process_T, ends_T.double())
+
+
 class Cast:
     """Every model that a case may need, built once for a mesh; a case gets its models as they were built."""
 
@@ -286,6 +307,7 @@ class Cast:
         needed |= {"cost_model"} if cfg.safety.cost_model else set()
         models = Models(**{name: rewind(cfg) for name, rewind in self.rewinds.items() if name in needed})
         models.policy.settings = cfg.optimizer
+        models.reading = EveryThird() if scores_steps(cfg.reward.model) else None
         return models
 
 
@@ -506,7 +528,7 @@ def test_layout_sequences_without_advantage_are_left_out(answers):
 
 
 def test_layout_every_loss_and_estimator_is_in_a_case():
-    configs = [config(**{s: v for s, v in CASES[name].items() if s == "algo"}).algo for name in PRESETS]
+    configs = [config(**{s: v for s, v in CASES[name].items() if s == "algo"}).algo for name in [*PRESETS, *VARIANTS]]
     assert {cfg.loss for cfg in configs} == set(LOSSES) and {cfg.advantage for cfg in configs} == set(ADVANTAGES)
 
 
