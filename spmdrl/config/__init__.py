@@ -12,7 +12,7 @@ fields.py      settings as flat dotted names; ConfigError
 watch.py       notes which settings are read
 checks.py      checks all values together: calls the seven below
 rules.py       each number on its own
-judge.py       settings of a judge
+judge.py       settings of a judge; judging.py: its rules with other settings
 rewards.py     rewards that settings name, and the sandbox of those that run programs
 named.py       settings that name a function, built-in or in a user's file
 methods.py     settings of a method: advantage, loss, correction, filters, critic

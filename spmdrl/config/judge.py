@@ -28,10 +28,12 @@ class JudgeConfig:
     """Name of the judge at that server."""
     rubric: str = ""
     """Text that says what gets which grade. Empty: one for correctness, then completeness and clarity."""
+    compare: int = 0
+    """0: a response is graded by itself. N: it is compared with up to N others of its group, in both orders."""
     votes: int = 1
-    """Answers about each response, whose grades are averaged."""
+    """Answers to each question, which are averaged."""
     scale: int = 10
-    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]."""
+    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]. Comparisons have none."""
     temperature: float = 0.0
     """Sampling temperature of the judge."""
     max_chars: int = 20000
@@ -52,6 +54,7 @@ class JudgeConfig:
 
 
 _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "compare": (lambda x: x >= 0, "must be 0 or more"),
     "votes": (lambda x: x >= 1, "must be at least 1"),
     "scale": (lambda x: x >= 1, "must be at least 1"),
     "temperature": (lambda x: 0 <= x < float("inf"), "must be 0 or more"),
@@ -129,7 +132,8 @@ def graded_by(file: str) -> str:
         ValueError: see `read_judge`.
     """
     judge = read_judge(file)
-    return repr((judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars))
+    decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
+    return repr(decides + (judge.compare,) * bool(judge.compare))
 
 
 def _as(kind: type, value: Any) -> Any:
@@ -145,6 +149,8 @@ def problems_of(judge: JudgeConfig) -> list[str]:
     """One line for each setting that does not serve."""
     values = {name: getattr(judge, name) for name in _NUMBERS}
     problems = [f"{k} {x}: {_NUMBERS[k][1]}" for k, x in values.items() if not _NUMBERS[k][0](x)]
+    if judge.compare and judge.scale != JudgeConfig.scale:
+        problems.append(f"scale {judge.scale}: a comparison has no grades; leave it out, or compare too")
     if url := _url_problem(judge.url):
         problems.append(f"url {redact_text(judge.url)!r}: {url}")
     if not judge.model:

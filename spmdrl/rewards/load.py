@@ -10,6 +10,8 @@ from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
 from spmdrl.rewards.judge import Judge
+from spmdrl.rewards.judge_pairs import Pairs
+from spmdrl.rewards.judge_server import Server
 from spmdrl.rewards.pool import Pool
 from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.several import Several, Term
@@ -20,6 +22,8 @@ DEFAULT_FUNCTION = "compute_score"
 
 class Direct:
     """Grader that calls a trusted, quick function at submit."""
+
+    wants_groups = False
 
     def __init__(self, name: str, function: Callable[[RewardInput], object], finite: bool = True):
         self.name, self._function, self._finite = name, function, finite
@@ -87,7 +91,8 @@ def _load(
     if name in QUICK:
         return Direct(name, QUICK[name], finite)
     if is_judge(name):
-        return Judge(read_judge(name), short_name(name))
+        judge, short = read_judge(name), short_name(name)
+        return (Pairs if judge.compare else Judge)(judge, short, Server(judge, short))
     is_file = name not in POOLED
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
     function = _file_function(name, flag) if is_file else f"builtin:{name}"

@@ -31,6 +31,11 @@ class Several:
         self._open: dict[object, dict[str, Reward]] = {}
 
     @property
+    def wants_groups(self) -> bool:
+        """True where one of the rewards wants whole groups."""
+        return any(term.grader.wants_groups for term in self.terms)
+
+    @property
     def timeouts(self) -> int:
         """Gradings that ran out of time and were scored 0."""
         return sum(term.grader.timeouts for term in self.terms)

@@ -60,12 +60,26 @@ class Grading:
         self.grader, self.tokenizer = grader, tokenizer
         self.rewards: dict[tuple[int, int], Reward] = {}
 
+    def ended(self, group: PromptGroup, episode: Episode) -> None:
+        """Have an episode that ended graded, or with it its whole group, if that has ended and the grader wants it."""
+        if not self.grader.wants_groups:
+            self.submit(group, episode)
+        elif group.done:
+            self.submit_all(group)
+
+    def submit_all(self, group: PromptGroup) -> None:
+        """Have the responses of a group graded, in the order of their samples."""
+        for episode in group.episodes:
+            self.submit(group, episode)
+
     def submit(self, group: PromptGroup, episode: Episode) -> None:
         """Have the last response graded."""
         prompt = group.prompt
         # Without its end token, as a reward reads it.
         text = self.tokenizer.decode(episode.response, skip_special_tokens=True)
-        item = RewardInput(prompt.data_source, text, prompt.ground_truth, prompt.extra, prompt.asked)
+        item = RewardInput(
+            prompt.data_source, text, prompt.ground_truth, prompt.extra, prompt.asked, len(group.episodes)
+        )
         # It begins with the prompt's index, which the grader's messages name.
         self.grader.submit((prompt.index, episode.sample, group.position), item)
 
@@ -81,9 +95,11 @@ class Grading:
             # Episodes of a carried group that ended in an earlier step were graded there, and are graded again: cheap,
             # and nothing but their tokens has to be kept.
             for group in groups:
-                for episode in group.episodes:
-                    if (group.position, episode.sample) not in self.rewards:
-                        self.submit(group, episode)
+                open_here = [e for e in group.episodes if (group.position, e.sample) not in self.rewards]
+                # A grader of whole groups got all of them when the last one ended.
+                assert not (open_here and self.grader.wants_groups)
+                for episode in open_here:
+                    self.submit(group, episode)
             with timer("reward"):
                 self._take(self.grader.drain(plan.may_end))
         return not self.grader.pending
@@ -160,7 +176,7 @@ class Rollout:
                 continue
             ended += group.done
             if self.leads:
-                self.grading.submit(group, episode)
+                self.grading.ended(group, episode)
         self.grading.poll()
         return ended
 
