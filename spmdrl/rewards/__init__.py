@@ -13,7 +13,7 @@ trial.py       tries a reward on right and wrong answers; __main__.py is its com
 route.py       the reward `auto`: which one grades rows of a data_source
 quick.py       built-in rewards that are called in the process itself
 judge.py       a language model as a judge, and judge_pairs.py as one of pairs; judge_verdict.py is what is asked and
-               what is read from the answer, judge_server.py asks again and counts, judge_client.py is one request,
-               judge_cache.py a folder of answers
+               what is read from the answer, judge_asker.py how both ask; judge_server.py asks a server and counts,
+               judge_client.py is one request, judge_cache.py a folder of answers; judge_engine.py asks the engine
 boxed.py  choice.py  dapo.py  gsm8k.py  math.py  numeric.py  qa.py  reasoning.py  text.py    built-in rewards
 """

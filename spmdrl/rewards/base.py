@@ -77,6 +77,11 @@ class Grader(Protocol):
         ...
 
     @property
+    def on_engine(self) -> bool:
+        """True: the run's engine does a part of the grading, in `drain` alone."""
+        ...
+
+    @property
     def timeouts(self) -> int:
         """Gradings that ran out of time and were scored 0."""
         ...

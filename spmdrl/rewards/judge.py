@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from spmdrl.config.judge import JudgeConfig
 from spmdrl.rewards.base import Reward, RewardInput, left_out
-from spmdrl.rewards.judge_server import Answer, Counters, Server
+from spmdrl.rewards.judge_asker import Answer, Asker, Counters
 from spmdrl.rewards.judge_verdict import question
 
 
@@ -18,11 +18,16 @@ class Judge:
 
     wants_groups = False
 
-    def __init__(self, cfg: JudgeConfig, name: str, asker: Server):
+    def __init__(self, cfg: JudgeConfig, name: str, asker: Asker):
         """name: what messages call it."""
         self.name, self.asker = name, asker
         self.timeouts = self.ungraded = 0
         self._cfg = cfg
+
+    @property
+    def on_engine(self) -> bool:
+        """True: the run's engine judges, in `drain` alone."""
+        return self.asker.on_engine
 
     @property
     def spent(self) -> Counters:
@@ -37,7 +42,8 @@ class Judge:
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response to grade, without waiting."""
         cfg = self._cfg
-        self.asker.submit(key, question(item, cfg.model, cfg.temperature, cfg.rubric, cfg.scale, cfg.max_chars))
+        model = cfg.model or cfg.engine
+        self.asker.submit(key, question(item, model, cfg.temperature, cfg.rubric, cfg.scale, cfg.max_chars))
 
     def poll(self) -> list[tuple[object, Reward]]:
         """Results since the last call, without waiting. Raises RewardError."""

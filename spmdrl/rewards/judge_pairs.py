@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from spmdrl.config.judge import JudgeConfig
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe, left_out
-from spmdrl.rewards.judge_server import Answer, Counters, Server
+from spmdrl.rewards.judge_asker import Answer, Asker, Counters
 from spmdrl.rewards.judge_verdict import BadVerdictError, Question, Verdict, parse_answer, shown_of, task_of
 
 RUBRIC = """\
@@ -82,13 +82,18 @@ class Pairs:
 
     wants_groups = True
 
-    def __init__(self, cfg: JudgeConfig, name: str, asker: Server):
+    def __init__(self, cfg: JudgeConfig, name: str, asker: Asker):
         """name: what messages call it."""
         self.name, self.asker = name, asker
         self.timeouts = self.ungraded = self.pending = 0
         self._cfg = cfg
         self._begun = Group()
         self._done: list[tuple[object, Reward]] = []
+
+    @property
+    def on_engine(self) -> bool:
+        """True: the run's engine judges, in `drain` alone."""
+        return self.asker.on_engine
 
     @property
     def spent(self) -> Counters:
@@ -136,7 +141,7 @@ class Pairs:
             orders = ((shown[i], shown[j]), (shown[j], shown[i]))
             asked = [
                 PairQuestion(
-                    *(cfg.model, cfg.temperature, cfg.rubric or RUBRIC, 1),
+                    *(cfg.model or cfg.engine, cfg.temperature, cfg.rubric or RUBRIC, 1),
                     (*task, ("RESPONSE A", first), ("RESPONSE B", second)),
                 )
                 for first, second in orders

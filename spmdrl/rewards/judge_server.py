@@ -11,11 +11,11 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from spmdrl.config.judge import JudgeConfig
 from spmdrl.health.status import tick
 from spmdrl.rewards.base import RewardError, UngradedError, describe
+from spmdrl.rewards.judge_asker import Answer, Case, Counters
 from spmdrl.rewards.judge_cache import Cache
 from spmdrl.rewards.judge_client import Client, TryAgainError, UnknownFormError
 from spmdrl.rewards.judge_verdict import FORMATS, BadVerdictError, Question, Verdict, content_of, new_nonce, tokens_of
@@ -23,46 +23,7 @@ from spmdrl.rewards.judge_verdict import FORMATS, BadVerdictError, Question, Ver
 FIRST_PAUSE = 1.0
 """Seconds before the second attempt, on average; each further pause is twice as long."""
 LONGEST_PAUSE = 60.0
-Answer = tuple[list[float], ...] | str
-"""The grades of all votes on each of the questions that were asked together, or why there are none."""
 log = logging.getLogger("spmdrl")
-
-
-@dataclass(eq=False)
-class Case:
-    """Questions that are of use only if all of them are answered, under way."""
-
-    key: object
-    response: object
-    """Key of the response that messages name."""
-    questions: tuple[Question, ...]
-    verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
-    """By (question, vote)."""
-    over: bool = False
-    """It was answered."""
-    failed: bool = False
-    """A vote failed, so the others are of no use."""
-
-    def answer(self, votes: int) -> tuple[list[float], ...]:
-        """Return the grades of all votes on each question, all of which are there."""
-        return tuple([self.verdicts[i, vote].grade for vote in range(votes)] for i in range(len(self.questions)))
-
-
-@dataclass
-class Counters:
-    """Costs of a judge so far."""
-
-    calls: int = 0
-    """Requests sent, repeated ones too."""
-    repeated: int = 0
-    """Those of them that were sent because one before failed."""
-    bad_verdicts: int = 0
-    """Answers in a form that is no verdict."""
-    cached: int = 0
-    """Verdicts from the cache."""
-    prompt_tokens: int = 0
-    """Tokens that the server says to have read and written."""
-    completion_tokens: int = 0
 
 
 class Server:
@@ -70,6 +31,8 @@ class Server:
 
     After a RewardError nothing but `close` has a meaning.
     """
+
+    on_engine = False
 
     def __init__(self, cfg: JudgeConfig, name: str):
         """Nothing is sent before the first question. name: what messages call the judge.

@@ -30,7 +30,7 @@ class Pool:
     After a RewardError nothing but `close` has a meaning.
     """
 
-    wants_groups = False
+    wants_groups = on_engine = False
 
     def __init__(
         self,
