@@ -50,7 +50,7 @@ def byte_tokenizer(template: str | None):
 def model(folder: Path, seed: int, template: str | None = TEMPLATE, **changes) -> str:
     """A small model that reads bytes."""
     tokenizer = byte_tokenizer(template)
-    values = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096} | changes
+    values: dict = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096} | changes
     small_model(folder, seed, **values)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -171,6 +171,7 @@ CASES = {
     "frozen grades": ({"engine": "JUDGE"}, {}),
     "frozen compares": ({"engine": "JUDGE", "compare": 9}, {}),
     "beside others": ({"engine": "JUDGE", "compare": 9}, {"reward": {"function": "exact_match"}}),
+    "idle engine": ({"engine": "JUDGE"}, {"eval": {"prompts": 1}}),
     "two rounds": ({"engine": "JUDGE"}, {"filter": {"keep": "mixed", "max_rounds": 9}, "eval": {"every": 0}}),
 }
 
@@ -221,7 +222,9 @@ def logp_of(folder: str, seen: list[tuple]) -> float:
         with torch.no_grad():
             logits = hf(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
         want = torch.log_softmax(logits, -1)[torch.arange(len(tokens)), torch.tensor(tokens)]
-        worst = max(worst, (want - torch.tensor(logp)).abs().max().item())
+        gap = (want - torch.tensor(logp)).abs().max().item()
+        assert math.isfinite(gap)
+        worst = max(worst, gap)
     return worst
 
 
@@ -247,6 +250,7 @@ def sampled(world, folder: str, sections: dict, policy: str, judge: str) -> dict
         "other": min(logp_of(judge, mine), logp_of(policy, theirs)),
         "held": (held, again),
         "spent": vars(asker.spent),
+        "verdicts": [(prompt, tokens) for _, prompt, tokens, _ in theirs],
         "left out": [math.isnan(e.reward) and e.ungraded for e in done.episodes],
     }
 
@@ -270,6 +274,19 @@ def test_stale_the_engine_samples_verdicts_by_the_judge_and_responses_by_the_pol
         assert found["held"] == (-2, 0), "the phase ends with the judge, and the next one begins with the policy"
         assert found["spent"]["bad_verdicts"] == found["spent"]["calls"] == found["counts"][1]
         assert found["spent"]["completion_tokens"] > 0 and all(found["left out"])
+
+
+def test_layout_the_same_verdicts_are_sampled_on_one_rank_and_on_two(folders, tmp_path):
+    """Every question, with its random word, and every token that float32 draws at a temperature."""
+    policy, judge = folders
+    file = judged(tmp_path, engine=judge, compare=2, max_new_tokens=12, temperature=1.0)
+    sections = settings(*(tmp_path, policy), model={"dtype": "float32"}, reward={"function": file, "max_ungraded": 1.0})
+    found = []
+    for ranks in (1, 2):
+        got = run_ranks(sampled, ranks, str(tmp_path / str(ranks)), sections, policy, judge)
+        found.append(sorted(verdict for each in got for verdict in each["verdicts"]))
+    # Both orders of 4 pairs of the evaluation and 4 x 3 of the step; an attempt more where both gave none.
+    assert found[0] == found[1] and len(found[0]) == 2 * 2 * (4 + 12)
 
 
 def test_verdicts_that_are_none_end_the_job_with_what_to_change(folders, tmp_path):
