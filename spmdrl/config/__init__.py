@@ -10,11 +10,11 @@ layers.py      settings of a preset, and settings that another setting implies
 parse.py       parses the text of each setting by its type, with tyro
 fields.py      settings as flat dotted names; ConfigError
 watch.py       notes which settings are read
-checks.py      checks all values together: calls the eight below
+checks.py      checks all values together: calls the nine below
 rules.py       each number on its own
-judge.py       settings of a judge
+judge.py       settings of a judge; judging.py: its rules with other settings
 classifier.py  settings of a reward model that a file describes
-yaml_file.py   reads such files
+yaml_file.py   reads the files of judges and reward models
 rewards.py     rewards that settings name, and the sandbox of those that run programs
 named.py       settings that name a function, built-in or in a user's file
 methods.py     settings of a method: advantage, loss, correction, filters, critic

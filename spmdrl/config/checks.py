@@ -8,6 +8,7 @@ from spmdrl.config.classifier import classifier_problems
 from spmdrl.config.engines import adapter_problems, engine_problems
 from spmdrl.config.fields import ConfigError, flag, get, shown
 from spmdrl.config.judge import judge_problems
+from spmdrl.config.judging import judging_problems
 from spmdrl.config.methods import method_problems
 from spmdrl.config.named import name_problems
 from spmdrl.config.placement import placement_problems, role_problems, samplers, trainers
@@ -48,6 +49,7 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
         + reward_problems(config)
         + judge_problems(config.reward)
         + classifier_problems(config)
+        + judging_problems(config)
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
     ]

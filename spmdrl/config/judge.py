@@ -14,18 +14,27 @@ from spmdrl.config.yaml_file import SUFFIXES, read_fields
 
 @dataclass
 class JudgeConfig:
-    """A model behind an OpenAI-compatible URL that grades responses, as a file says it (docs/judge.md)."""
+    """A model that grades responses, as a file says it (docs/judge.md): behind a URL, or on the run's engine."""
 
     url: str = ""
     """Server of chat completions, as `http://host:8000/v1`. Its requests hold prompts, responses and truths."""
     model: str = ""
     """Name of the judge at that server."""
+    engine: str = ""
+    """In the place of a URL, the run's own engine: `policy`, the weights that it holds, or a frozen model of the
+    policy's architecture, as `--model.path`."""
+    max_prompt_tokens: int = 4096
+    """Longest question to the engine, which is built for it. A response whose question is longer has no score."""
+    max_new_tokens: int = 512
+    """Longest verdict of the engine."""
     rubric: str = ""
     """Text that says what gets which grade. Empty: one for correctness, then completeness and clarity."""
+    compare: int = 0
+    """0: a response is graded by itself. N: it is compared with up to N others of its group, in both orders."""
     votes: int = 1
-    """Answers about each response, whose grades are averaged."""
+    """Answers to each question, which are averaged."""
     scale: int = 10
-    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]."""
+    """Highest grade; the score is the mean grade divided by it, so it lies in [0, 1]. Comparisons have none."""
     temperature: float = 0.0
     """Sampling temperature of the judge."""
     max_chars: int = 20000
@@ -46,6 +55,9 @@ class JudgeConfig:
 
 
 _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_prompt_tokens": (lambda x: x >= 1, "must be at least 1"),
+    "max_new_tokens": (lambda x: x >= 1, "must be at least 1"),
+    "compare": (lambda x: x >= 0, "must be 0 or more"),
     "votes": (lambda x: x >= 1, "must be at least 1"),
     "scale": (lambda x: x >= 1, "must be at least 1"),
     "temperature": (lambda x: 0 <= x < float("inf"), "must be 0 or more"),
@@ -56,6 +68,12 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "budget": (lambda x: x >= 0, "must be 0 or more"),
 }
 """Rules of the settings that are numbers."""
+OF_URL = ("model", "timeout", "concurrency", "budget", "cache", "key_env")
+"""Settings that only a judge behind a URL reads."""
+OF_ENGINE = ("max_prompt_tokens", "max_new_tokens")
+"""Settings that only a judge on the run's engine reads."""
+POLICY = "policy"
+"""The engine that is the policy itself."""
 
 
 def is_judge(function: str) -> bool:
@@ -105,17 +123,30 @@ def graded_by(file: str) -> str:
         ValueError: see `read_judge`.
     """
     judge = read_judge(file)
-    return repr((judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars))
+    decides = (judge.model, judge.rubric, judge.votes, judge.scale, judge.temperature, judge.max_chars)
+    # Settings that a file leaves out change no hash.
+    more = {"compare": judge.compare} if judge.compare else {}
+    if judge.engine:
+        more |= {name: getattr(judge, name) for name in ("engine", *OF_ENGINE, "retries")}
+    return repr((*decides, more) if more else decides)
 
 
 def problems_of(judge: JudgeConfig) -> list[str]:
     """One line for each setting that does not serve."""
     values = {name: getattr(judge, name) for name in _NUMBERS}
     problems = [f"{k} {x}: {_NUMBERS[k][1]}" for k, x in values.items() if not _NUMBERS[k][0](x)]
-    if url := _url_problem(judge.url):
+    if judge.compare and judge.scale != JudgeConfig.scale:
+        problems.append(f"scale {judge.scale}: a comparison has no grades; leave it out, or compare too")
+    if judge.url and judge.engine:
+        problems.append(f"engine {judge.engine}: a judge is at a url or on the run's engine; give one of them")
+    elif url := "" if judge.engine else _url_problem(judge.url):
         problems.append(f"url {redact_text(judge.url)!r}: {url}")
-    if not judge.model:
+    if not judge.model and not judge.engine:
         problems.append("model '': name the judge, as its server calls it")
+    unread, where = (OF_URL, "at a url") if judge.engine else (OF_ENGINE, "on the run's engine")
+    for name in unread:
+        if not problems and getattr(judge, name) != getattr(JudgeConfig, name):
+            problems.append(f"{name}: only a judge {where} reads it; leave it out")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", judge.key_env):
         # It may be the key itself.
         problems.append("key_env: wants the name of an environment variable, and never the key")
@@ -124,7 +155,7 @@ def problems_of(judge: JudgeConfig) -> list[str]:
 
 def _url_problem(url: str) -> str:
     if not url:
-        return "a judge needs a server of chat completions, as http://host:8000/v1"
+        return "a judge needs a server of chat completions, as http://host:8000/v1, or engine: policy"
     try:
         parts = urlsplit(url)
         _ = parts.port

@@ -310,7 +310,7 @@ class RewardConfig:
     """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `numeric` (near it),
     `math` (symbolic), `boxed`, `math_dapo` (1 or -1), `math_dapo_boxed`, `choice` (a letter), `exact_match_qa`, `code`
     (1 if the program passes all tests), `code_partial` (the share that it passes), `reasoning_gym`, `auto` (by each
-    row's data_source), `judge.yaml` (a judge), `none` (0), or `path/to/file.py[:function]`
+    row's data_source), `judge.yaml` (a judge: docs/judge.md), `none` (0), or `path/to/file.py[:function]`
     in a form of verl or TRL: docs/rewards.md."""
     more: tuple[str, ...] = ()
     """Further rewards whose scores are added, each as `function=weight`; the weight is 1, as the first one's, where it

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config.engines import engine_name
+from spmdrl.config.judging import judged_tokens
 from spmdrl.config.schema import Config
 from spmdrl.hub.build import DTYPES
 from spmdrl.plan.engine_boxes import EngineLayout, Kind
@@ -48,7 +49,7 @@ def kind_of(cfg: Config, on_gpu: bool) -> Kind:
 def longest_of(cfg: Config, config: Any) -> int:
     """Return `rollout.engine.longest_sequence` from a config that is at hand."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    return min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, positions)
+    return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
 
 def batch_tokens(cfg: Config, layout: EngineLayout, longest: int, gpu_memory: int) -> int:

@@ -12,7 +12,8 @@ code.py        programs graded by tests in the sandbox; code_tests.py reads the 
 trial.py       tries a reward on right and wrong answers; __main__.py is its command
 route.py       the reward `auto`: which one grades rows of a data_source
 quick.py       built-in rewards that are called in the process itself
-judge.py       a language model as a judge; judge_client.py is one request, judge_verdict.py what is asked and what is
-               read from the answer, judge_cache.py a folder of answers
+judge.py       a language model as a judge, and judge_pairs.py as one of pairs; judge_verdict.py is what is asked and
+               what is read from the answer, judge_asker.py how both ask; judge_server.py asks a server and counts,
+               judge_client.py is one request, judge_cache.py a folder of answers; judge_engine.py asks the engine
 boxed.py  choice.py  dapo.py  gsm8k.py  math.py  numeric.py  qa.py  reasoning.py  text.py    built-in rewards
 """

@@ -11,6 +11,7 @@ import logging
 import sys
 
 from spmdrl.config.fields import ConfigError
+from spmdrl.config.judging import engine_judges
 from spmdrl.config.load import from_command_line
 from spmdrl.config.rewards import runs_programs
 from spmdrl.data.prompts import load_prompts
@@ -36,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         as_text, rows, rest = _own_flags(words[1:])
         cfg = from_command_line(rest, PROG).config
+        if asked := engine_judges(cfg):
+            raise ConfigError(f"{asked[0][0]} judges on the engine of a run, and none runs here: try it with a url")
         tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
         prompts = load_prompts(cfg.data.train, cfg.data, tokenizer, LONGEST, rows)
         grader = load_reward(cfg.reward, cfg.sandbox, False, {p.data_source for p in prompts.prompts})

@@ -23,6 +23,8 @@ class RewardInput:
     extra: dict = field(default_factory=dict)
     prompt: str | list = ""
     """The prompt as its row has it: text, or chat messages."""
+    group: int = 1
+    """Responses to this prompt that are graded together, where the grader wants whole groups."""
 
 
 @dataclass
@@ -66,6 +68,18 @@ class Grader(Protocol):
     """Grades in any order; `key` is the caller's and comes back with the result."""
 
     name: str
+
+    @property
+    def wants_groups(self) -> bool:
+        """True: the responses of a group are submitted one after another, in the order of their samples, when all are
+        there.
+        """
+        ...
+
+    @property
+    def on_engine(self) -> bool:
+        """True: the run's engine does a part of the grading, in `drain` alone."""
+        ...
 
     @property
     def timeouts(self) -> int:

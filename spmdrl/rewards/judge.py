@@ -1,284 +1,71 @@
-"""A language model as a judge: `--reward.function judge.yaml` (docs/judge.md).
+"""A language model as a judge of one response at a time: `--reward.function judge.yaml` (docs/judge.md)."""
 
-Requests wait for the network and for nothing else, so threads send them. What they find goes through a queue to the one
-thread that uses the grader, which alone puts samples together.
-"""
-
-import logging
 import math
-import os
-import queue
-import random
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from spmdrl.config.judge import JudgeConfig, problems_of
-from spmdrl.health.status import tick
-from spmdrl.rewards.base import Reward, RewardError, RewardInput, UngradedError, describe, left_out
-from spmdrl.rewards.judge_cache import Cache
-from spmdrl.rewards.judge_client import Client, TryAgainError, UnknownFormError
-from spmdrl.rewards.judge_verdict import (
-    FORMATS,
-    BadVerdictError,
-    Question,
-    Verdict,
-    content_of,
-    new_nonce,
-    parse_verdict,
-    question,
-    tokens_of,
-)
-
-FIRST_PAUSE = 1.0
-"""Seconds before the second attempt, on average; each further pause is twice as long."""
-LONGEST_PAUSE = 60.0
-log = logging.getLogger("spmdrl")
-
-
-@dataclass(eq=False)
-class Sample:
-    """A response under judgement."""
-
-    key: object
-    asked: Question
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-    """By vote."""
-    over: bool = False
-    """It was answered."""
-    failed: bool = False
-    """One of its votes failed, so the others are of no use."""
-
-
-@dataclass
-class Counters:
-    """Costs of a judge so far."""
-
-    calls: int = 0
-    """Requests sent, repeated ones too."""
-    repeated: int = 0
-    """Those of them that were sent because one before failed."""
-    bad_verdicts: int = 0
-    """Answers in a form that is no verdict."""
-    cached: int = 0
-    """Verdicts from the cache."""
-    prompt_tokens: int = 0
-    """Tokens that the server says to have read and written."""
-    completion_tokens: int = 0
+from spmdrl.config.judge import JudgeConfig
+from spmdrl.rewards.base import Reward, RewardInput, left_out
+from spmdrl.rewards.judge_asker import Answer, Asker, Counters
+from spmdrl.rewards.judge_verdict import question
 
 
 class Judge:
-    """Grader that asks a server of chat completions. Use it from one thread.
+    """Grader that asks a judge for grades. Use it from one thread.
 
     The score is the mean of the votes' grades over the highest grade. After a RewardError nothing but `close` has a
     meaning.
     """
 
-    def __init__(self, cfg: JudgeConfig, name: str = "judge"):
-        """Nothing is sent before the first response is submitted. name: what messages call it.
+    wants_groups = False
 
-        Raises:
-            ValueError: an address, a rubric, a cache or a key that cannot be used; the message names the setting.
-        """
-        if problems := problems_of(cfg):
-            raise ValueError("; ".join(problems))
-        self.name = name
+    def __init__(self, cfg: JudgeConfig, name: str, asker: Asker):
+        """name: what messages call it."""
+        self.name, self.asker = name, asker
         self.timeouts = self.ungraded = 0
-        self.spent = Counters()
         self._cfg = cfg
-        self._client = Client(cfg.url, os.environ.get(cfg.key_env, ""), cfg.key_env, cfg.timeout)
-        self._cache = Cache(cfg.cache, cfg.scale) if cfg.cache else None
-        self._open: set[Sample] = set()
-        self._done: list[tuple[object, Reward]] = []
-        self._failure = ""
-        self._work: queue.SimpleQueue[tuple[Sample, int] | None] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[tuple[Sample, int, Verdict | Exception]] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._ended = threading.Event()
-        # Of its own: pauses must not move the draws of others.
-        self._jitter = random.Random()
-        # Shared by the threads, under the lock: counters, the way to ask for JSON, and when the server may be asked.
-        self._lock = threading.Lock()
-        self._form = 0
-        self._not_before = 0.0
+
+    @property
+    def on_engine(self) -> bool:
+        """True: the run's engine judges, in `drain` alone."""
+        return self.asker.on_engine
+
+    @property
+    def spent(self) -> Counters:
+        """Costs so far."""
+        return self.asker.spent
 
     @property
     def pending(self) -> int:
         """Responses submitted and not yet answered."""
-        return len(self._open)
+        return self.asker.pending
 
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response to grade, without waiting."""
         cfg = self._cfg
-        asked = question(item, cfg.model, cfg.temperature, cfg.rubric, cfg.scale, cfg.max_chars)
-        sample = Sample(key, asked)
-        self._open.add(sample)
-        for vote in range(cfg.votes):
-            self._work.put((sample, vote))
-            if len(self._threads) < cfg.concurrency:
-                # A request that hangs must not keep a job from ending.
-                self._threads.append(threading.Thread(target=self._serve, name="judge", daemon=True))
-                self._threads[-1].start()
+        model = cfg.model or cfg.engine
+        self.asker.submit(key, question(item, model, cfg.temperature, cfg.rubric, cfg.scale, cfg.max_chars))
 
     def poll(self) -> list[tuple[object, Reward]]:
         """Results since the last call, without waiting. Raises RewardError."""
-        self._take(0.0)
-        done, self._done = self._done, []
-        return done
+        return self._graded(self.asker.poll())
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
-        """Wait for all that was submitted, or until `stop()`, asked once a second; results since the last call.
-
-        Raises RewardError.
-        """
-        while self._open and not (stop and stop()):
-            self._take(1.0)
-        return self.poll()
+        """Wait for all that was submitted, or until `stop()`; results since the last call. Raises RewardError."""
+        return self._graded(self.asker.drain(stop))
 
     def close(self) -> None:
-        """Cut all requests and end the threads. May be called twice."""
-        if self._threads:
-            log.info("%s: %s", self.name, ", ".join(f"{name} {n:,}" for name, n in vars(self.spent).items()))
-        self._ended.set()
-        self._client.close()
-        for _ in self._threads:
-            self._work.put(None)
-        self._threads = []
+        """End all requests. May be called twice."""
+        self.asker.close()
 
-    # -- the caller's thread --------------------------------------------------------------------------------------
-
-    def _take(self, patience: float) -> None:
-        """Take what the threads have found, waiting for the first of it for so many seconds."""
-        # A sign of life: a request that hangs is ended by its own clock.
-        tick()
-        until = time.monotonic() + patience
-        while not self._failure:
-            try:
-                self._hear(*self._found.get(timeout=max(0.0, until - time.monotonic())))
-            except queue.Empty:
-                return
-            until = 0.0
-        raise RewardError(self._failure)
-
-    def _hear(self, sample: Sample, vote: int, found: Verdict | Exception) -> None:
-        if sample.over:
-            return
-        if isinstance(found, Verdict):
-            sample.verdicts[vote] = found
-            if len(sample.verdicts) == self._cfg.votes:
-                self._answer(sample, reward_of([v.grade for v in sample.verdicts.values()], self._cfg.scale))
-        elif isinstance(found, UngradedError):
-            self._left_out(sample, str(found))
-        else:
-            what = str(found) if isinstance(found, RewardError) else f"{type(found).__name__}: {found}"
-            self._failure = (
-                f"reward function {self.name} failed on {describe(sample.key)}: {self._client.without_key(what)}"
-            )
-
-    def _answer(self, sample: Sample, reward: Reward) -> None:
-        sample.over = True
-        self._open.discard(sample)
-        self._done.append((sample.key, reward))
-
-    def _left_out(self, sample: Sample, why: str) -> None:
-        self.ungraded += 1
-        self._answer(sample, left_out(self.name, sample.key, why, self.ungraded))
-
-    # -- the threads ----------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None and not self._ended.is_set():
-            sample, vote = work
-            try:
-                found: Verdict | Exception = self._verdict(sample, vote)
-            except Exception as error:
-                # The one who polls raises it.
-                found, sample.failed = error, True
-            self._found.put((sample, vote, found))
-            if not isinstance(found, Verdict | UngradedError):
-                # The job ends: nothing more is to be paid for.
-                self._ended.set()
-
-    def _verdict(self, sample: Sample, vote: int) -> Verdict:
-        """Return a verdict, from the cache or from as many attempts as there may be.
-
-        Raises:
-            UngradedError: none of them gave one.
-            RewardError: no request can succeed, or the budget is spent.
-        """
-        place = sample.asked.digest(vote) if self._cache else ""
-        if self._cache and (known := self._cache.read(place)):
-            self._count(cached=1)
-            return known
-        why = ""
-        for attempt in range(1 + self._cfg.retries):
-            if sample.failed:
-                break
-            after = None
-            try:
-                content = self._asked(sample.asked, attempt)
-                verdict = parse_verdict(content, self._cfg.scale)
-                if self._cache:
-                    self._cache.write(place, content)
-                return verdict
-            except BadVerdictError as error:
-                self._count(bad_verdicts=1)
-                why = str(error)
-            except TryAgainError as error:
-                why, after = str(error), error.after
-            if attempt < self._cfg.retries:
-                self._pause(attempt, after)
-        why = why or "another of its votes failed"
-        raise UngradedError(f"the judge gave no verdict in {1 + self._cfg.retries} attempts, at last because {why}")
-
-    def _asked(self, asked: Question, attempt: int) -> str:
-        """Return the judge's own words; where the server does not know a way to ask for JSON, the next one is taken."""
-        for form in range(self._form, len(FORMATS)):
-            self._wait()
-            self._spend(repeated=int(attempt > 0 or form > self._form))
-            try:
-                answer = self._client.ask(asked.body(new_nonce(), form))
-            except UnknownFormError as error:
-                if form == len(FORMATS) - 1:
-                    # Not for the way it asks: the text itself is refused, too long as a rule.
-                    raise UngradedError(str(error)) from None
-                continue
-            with self._lock:
-                self._form = max(self._form, form)
-            self._count(**tokens_of(answer))
-            return content_of(answer)
-        raise AssertionError("the last form returns or raises")
-
-    def _spend(self, repeated: int) -> None:
-        with self._lock:
-            if self._cfg.budget and self.spent.calls >= self._cfg.budget:
-                raise RewardError(
-                    f"the {self._cfg.budget:,} calls of the judge's budget are spent: raise it (0: no bound), lower "
-                    "its votes, or keep answers in its cache; the run goes on from its last checkpoint"
-                )
-            self.spent.calls += 1
-            self.spent.repeated += repeated
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            for name, n in more.items():
-                setattr(self.spent, name, getattr(self.spent, name) + n)
-
-    def _pause(self, attempt: int, after: float | None) -> None:
-        seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * self._jitter.uniform(0.5, 1.5)
-        if after is not None:
-            # A rate limit is everybody's: nobody asks before it ends.
-            with self._lock:
-                self._not_before = max(self._not_before, time.monotonic() + after)
-            seconds = min(seconds, FIRST_PAUSE) + after
-        self._ended.wait(seconds)
-
-    def _wait(self) -> None:
-        while (left := self._not_before - time.monotonic()) > 0 and not self._ended.wait(left):
-            pass
-        if self._ended.is_set():
-            raise UngradedError("the judge was closed")
+    def _graded(self, answers: list[tuple[object, Answer]]) -> list[tuple[object, Reward]]:
+        done = []
+        for key, answer in answers:
+            if isinstance(answer, str):
+                self.ungraded += 1
+                done.append((key, left_out(self.name, key, answer, self.ungraded)))
+            else:
+                done.append((key, reward_of(answer[0], self._cfg.scale)))
+        return done
 
 
 def reward_of(grades: list[float], scale: int) -> Reward:

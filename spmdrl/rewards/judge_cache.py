@@ -6,10 +6,11 @@ read as strictly as when they came.
 
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from spmdrl.rewards.judge_verdict import BadVerdictError, Verdict, parse_verdict
+from spmdrl.rewards.judge_verdict import BadVerdictError, Verdict
 
 LONGEST = 1 << 20
 """Bytes of the longest file that is read."""
@@ -18,9 +19,9 @@ LONGEST = 1 << 20
 class Cache:
     """A folder of answers. May be called from several threads."""
 
-    def __init__(self, folder: str, scale: int):
+    def __init__(self, folder: str):
         """Raises ValueError for a folder that cannot be made or written."""
-        self._folder, self._scale = Path(folder).expanduser(), scale
+        self._folder = Path(folder).expanduser()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder):
@@ -30,10 +31,13 @@ class Cache:
                 f"the judge's cache {folder}: cannot be written ({error.strerror}); name another"
             ) from None
 
-    def read(self, place: str) -> Verdict | None:
-        """Return the verdict of a question that was answered before; a file that holds none counts as absent."""
+    def read(self, place: str, parse: Callable[[str], Verdict]) -> Verdict | None:
+        """Return the verdict of a question that was answered before; a file that holds none counts as absent.
+
+        parse: reads an answer, and raises BadVerdictError for what is none.
+        """
         with suppress(OSError, UnicodeDecodeError, BadVerdictError), open(self._file(place), "rb") as file:
-            return parse_verdict(file.read(LONGEST).decode(), self._scale)
+            return parse(file.read(LONGEST).decode())
         return None
 
     def write(self, place: str, content: str) -> None:

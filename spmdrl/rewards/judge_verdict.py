@@ -38,22 +38,7 @@ Rubric:
 
 Give a grade from 0 (worst) to {scale} (best). Answer with one JSON object and nothing else, in this form:
 {{"reason": "one or two sentences", "grade": a number from 0 to {scale}}}"""
-SCHEMA = {
-    "type": "object",
-    "properties": {"reason": {"type": "string"}, "grade": {"type": "number"}},
-    "required": ["reason", "grade"],
-    "additionalProperties": False,
-}
-FORMATS: tuple[dict[str, Any], ...] = (
-    {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "verdict", "strict": True, "schema": SCHEMA},
-        }
-    },
-    {"response_format": {"type": "json_object"}},
-    {},
-)
+FORMATS = ("json_schema", "json_object", "")
 """Ways to ask for JSON, the strictest first; a server that does not know one answers 400."""
 _CUT = "\n[The response goes on; the rest was cut off before it came to you.]"
 # Escape sequences of terminals. Those that carry text (titles, links) lose their ends alone: no text may be hidden.
@@ -70,10 +55,11 @@ class BadVerdictError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of a response."""
+    """The answer to a question."""
 
     grade: float
-    """From 0 to the judge's scale."""
+    """Of a response: from 0 to the judge's scale. Of two: 1, 0.5 or 0, if the one that was shown first is better, as
+    good as the other, or worse."""
     reason: str
 
 
@@ -87,12 +73,35 @@ class Question:
     scale: int
     material: tuple[tuple[str, str], ...]
 
+    def system(self, nonce: str) -> str:
+        """Return the message that says what is to be done. nonce: word of the lines around the material."""
+        return _SYSTEM.format(nonce=nonce, rubric=self.rubric, scale=self.scale)
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """JSON schema of the verdict's member beside the reason, by name."""
+        return {"grade": {"type": "number"}}
+
+    def read(self, content: str) -> Verdict:
+        """Return the verdict of the judge's answer. Raises BadVerdictError."""
+        return parse_verdict(content, self.scale)
+
+    def messages(self, nonce: str) -> list[dict[str, str]]:
+        """Return the chat that asks."""
+        shown = "\n\n".join(f"<<<{name} {nonce}>>>\n{text}\n<<<END {name} {nonce}>>>" for name, text in self.material)
+        return [{"role": "system", "content": self.system(nonce)}, {"role": "user", "content": shown}]
+
     def body(self, nonce: str, form: int) -> dict[str, Any]:
         """Return the request of chat completions. form: index into FORMATS."""
-        system = _SYSTEM.format(nonce=nonce, rubric=self.rubric, scale=self.scale)
-        shown = "\n\n".join(f"<<<{name} {nonce}>>>\n{text}\n<<<END {name} {nonce}>>>" for name, text in self.material)
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": shown}]
-        return {"model": self.model, "messages": messages, "temperature": self.temperature} | FORMATS[form]
+        out = {"model": self.model, "messages": self.messages(nonce), "temperature": self.temperature}
+        kind = FORMATS[form]
+        if kind == "json_schema":
+            members = {"reason": {"type": "string"}} | self.wanted
+            schema = {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
+            return out | {
+                "response_format": {"type": kind, kind: {"name": "verdict", "strict": True, "schema": schema}}
+            }
+        return out | ({"response_format": {"type": kind}} if kind else {})
 
     def digest(self, vote: int) -> str:
         """Return a hash of all that an answer depends on: equal for equal questions, other for each vote."""
@@ -107,14 +116,22 @@ def new_nonce() -> str:
 
 def question(item: RewardInput, model: str, temperature: float, rubric: str, scale: int, max_chars: int) -> Question:
     """Return the question about a response, of which the judge sees `max_chars` characters at most."""
+    material = (*task_of(item), ("RESPONSE", shown_of(item.solution, max_chars)))
+    return Question(model, temperature, rubric or RUBRIC, scale, material)
+
+
+def task_of(item: RewardInput) -> list[tuple[str, str]]:
+    """Return the task and its truth, where there is one, as material."""
     material = [("TASK", clean(as_text(item.prompt)))]
     if item.ground_truth not in (None, ""):
         material.append(("REFERENCE ANSWER", clean(as_text(item.ground_truth))))
-    response = clean(item.solution)
-    if len(response) > max_chars:
-        response = response[:max_chars] + _CUT
-    material.append(("RESPONSE", response))
-    return Question(model, temperature, rubric or RUBRIC, scale, tuple(material))
+    return material
+
+
+def shown_of(solution: str, max_chars: int) -> str:
+    """Return a response as the judge sees it."""
+    response = clean(solution)
+    return response if len(response) <= max_chars else response[:max_chars] + _CUT
 
 
 def as_text(value: object) -> str:
@@ -177,29 +194,38 @@ def parse_verdict(content: str, scale: int) -> Verdict:
     Raises:
         BadVerdictError: anything else, with what is wrong.
     """
+    grade, reason = parse_answer(content, "grade")
+    if isinstance(grade, bool) or not isinstance(grade, int | float):
+        raise BadVerdictError(f"the grade is a {type(grade).__name__}, no number")
+    # Written so that NaN fails.
+    if not (0 <= grade <= scale):
+        raise BadVerdictError(f"the grade is not from 0 to {scale}")
+    assert math.isfinite(grade)
+    return Verdict(float(grade), reason)
+
+
+def parse_answer(content: str, name: str) -> tuple[Any, str]:
+    """Return the member `name` and the reason of an answer that holds these two alone.
+
+    Raises:
+        BadVerdictError: it is not one JSON object, or another one.
+    """
     try:
         found = json.loads(content, parse_constant=_no_number, object_pairs_hook=_once)
     except BadVerdictError:
         raise
     except (ValueError, RecursionError):
         raise BadVerdictError("the judge's answer is not one JSON object alone") from None
-    if not isinstance(found, dict) or found.keys() != {"reason", "grade"}:
+    if not isinstance(found, dict) or found.keys() != {"reason", name}:
         keys = ", ".join(map(ascii, found))[:80] if isinstance(found, dict) else type(found).__name__
-        raise BadVerdictError(f"the judge's answer is no object with reason and grade alone, but has: {keys}")
-    grade, reason = found["grade"], found["reason"]
-    if isinstance(grade, bool) or not isinstance(grade, int | float):
-        raise BadVerdictError(f"the grade is a {type(grade).__name__}, no number")
-    # Written so that NaN fails.
-    if not (0 <= grade <= scale):
-        raise BadVerdictError(f"the grade is not from 0 to {scale}")
-    if not isinstance(reason, str):
-        raise BadVerdictError(f"the reason is a {type(reason).__name__}, no text")
-    assert math.isfinite(grade)
-    return Verdict(float(grade), reason)
+        raise BadVerdictError(f"the judge's answer is no object with reason and {name} alone, but has: {keys}")
+    if not isinstance(found["reason"], str):
+        raise BadVerdictError(f"the reason is a {type(found['reason']).__name__}, no text")
+    return found[name], found["reason"]
 
 
 def _no_number(word: str) -> float:
-    raise BadVerdictError(f"the grade is {word}")
+    raise BadVerdictError(f"the judge's answer holds {word}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

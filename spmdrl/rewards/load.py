@@ -10,6 +10,9 @@ from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
 from spmdrl.rewards.judge import Judge
+from spmdrl.rewards.judge_engine import EngineAsker
+from spmdrl.rewards.judge_pairs import Pairs
+from spmdrl.rewards.judge_server import Server
 from spmdrl.rewards.pool import Pool
 from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.several import Several, Term
@@ -20,6 +23,8 @@ DEFAULT_FUNCTION = "compute_score"
 
 class Direct:
     """Grader that calls a trusted, quick function at submit."""
+
+    wants_groups = on_engine = False
 
     def __init__(self, name: str, function: Callable[[RewardInput], object], finite: bool = True):
         self.name, self._function, self._finite = name, function, finite
@@ -75,6 +80,12 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
     return Several(terms, cfg.gate)
 
 
+def on_engine(grader: Grader) -> list[Grader]:
+    """Return the graders among one or several that ask the run's engine."""
+    each = [term.grader for term in grader.terms] if isinstance(grader, Several) else [grader]
+    return [one for one in each if one.on_engine]
+
+
 def short_name(function: str) -> str:
     """Return the name of a reward among several: the built-in's, the function's, or the file's without `.py`."""
     file, _, name = function.rpartition(":")
@@ -87,7 +98,9 @@ def _load(
     if name in QUICK:
         return Direct(name, QUICK[name], finite)
     if is_judge(name):
-        return Judge(read_judge(name), short_name(name))
+        judge, short = read_judge(name), short_name(name)
+        asker = EngineAsker(judge, short) if judge.engine else Server(judge, short)
+        return (Pairs if judge.compare else Judge)(judge, short, asker)
     is_file = name not in POOLED
     on_timeout = "zero" if _scores_timeouts(name, cfg) else "error"
     function = _file_function(name, flag) if is_file else f"builtin:{name}"

@@ -30,6 +30,8 @@ class Pool:
     After a RewardError nothing but `close` has a meaning.
     """
 
+    wants_groups = on_engine = False
+
     def __init__(
         self,
         function: str,

@@ -31,6 +31,16 @@ class Several:
         self._open: dict[object, dict[str, Reward]] = {}
 
     @property
+    def wants_groups(self) -> bool:
+        """True where one of the rewards wants whole groups."""
+        return any(term.grader.wants_groups for term in self.terms)
+
+    @property
+    def on_engine(self) -> bool:
+        """True where one of the rewards asks the run's engine."""
+        return any(term.grader.on_engine for term in self.terms)
+
+    @property
     def timeouts(self) -> int:
         """Gradings that ran out of time and were scored 0."""
         return sum(term.grader.timeouts for term in self.terms)
@@ -53,19 +63,31 @@ class Several:
 
     def poll(self) -> list[tuple[object, Reward]]:
         """Results since the last call, without waiting. Raises RewardError."""
+        return [each for term in self.terms for each in self._hear(term, term.grader.poll())]
+
+    def _hear(self, term: Term, results: list[tuple[object, Reward]]) -> list[tuple[object, Reward]]:
+        """Take what one of them found; results that are whole with it."""
         done = []
-        for term in self.terms:
-            for key, reward in term.grader.poll():
-                rewards = self._open[key]
-                rewards[term.name] = reward
-                if len(rewards) == len(self.terms):
-                    del self._open[key]
-                    done.append((key, self._combined(key, rewards)))
+        for key, reward in results:
+            rewards = self._open[key]
+            rewards[term.name] = reward
+            if len(rewards) == len(self.terms):
+                del self._open[key]
+                done.append((key, self._combined(key, rewards)))
         return done
 
     def drain(self, stop: Callable[[], bool] | None = None) -> list[tuple[object, Reward]]:
         """Wait for all that was submitted, or until `stop()`; results since the last call. Raises RewardError."""
         done = self.poll()
+
+        def others() -> bool:
+            done.extend(self.poll())
+            return False
+
+        # The engine works for one at a time, and whatever the others do: all of its ranks come here.
+        for term in self.terms:
+            if term.grader.on_engine:
+                done += self._hear(term, term.grader.drain(others))
         # All in turn: to wait for one of them would keep the others from their work.
         while self._open and not (stop and stop()):
             time.sleep(TURN)

@@ -36,6 +36,8 @@ GARBAGE = {
     "a program that leaves": "```python\nimport os\nos._exit(0)\n```",
 }
 """Answers that deserve nothing."""
+RIVAL = "words"
+"""The one of them that a right answer meets where answers are compared."""
 ENOUGH = 0.95
 """Least share of right answers that should get a score of at least 1."""
 
@@ -97,7 +99,8 @@ def _holds_tests(prompt: Prompt) -> bool:
 def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) -> list[tuple[str, Row]]:
     """Grade answers of all kinds on the rows; returns (`gold` or `garbage`, what the kind got), in a fixed order.
 
-    programs: the reward grades programs, or may.
+    programs: the reward grades programs, or may. A grader that compares the answers of a group gets groups of two: a
+    right answer and RIVAL, or an answer that deserves nothing and a right one.
     """
     answers: dict[tuple[str, str], list[tuple[Prompt, str]]] = {}
     for prompt in prompts:
@@ -111,16 +114,29 @@ def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) 
         if other.ground_truth != prompt.ground_truth:
             for form, text in gold(other, programs):
                 answers.setdefault(("garbage", f"another row's, {form}"), []).append((prompt, text))
-    return [(sort, _grade(kind, asked, grader)) for (sort, kind), asked in answers.items()]
+
+    def rival(prompt: Prompt, sort: str) -> list[str]:
+        return [GARBAGE[RIVAL]] if sort == "gold" else [text for _, text in gold(prompt, programs)][:1]
+
+    return [
+        (sort, _grade(kind, [(prompt, text, rival(prompt, sort)) for prompt, text in asked], grader))
+        for (sort, kind), asked in answers.items()
+    ]
 
 
-def _grade(kind: str, asked: list[tuple[Prompt, str]], grader: Grader) -> Row:
+def _grade(kind: str, asked: list[tuple[Prompt, str, list[str]]], grader: Grader) -> Row:
+    """Grade answers. asked: prompt, answer, and what it is compared with if the grader compares, if there is any."""
     row = Row(kind, [])
-    for prompt, text in asked:
-        item = RewardInput(prompt.data_source, text, prompt.ground_truth, prompt.extra, prompt.asked)
-        grader.submit((prompt.index, 0), item)
+    for prompt, text, rival in asked:
+        texts = [text, *rival] if grader.wants_groups else [text]
+        if grader.wants_groups and not rival:
+            continue
+        for sample, each in enumerate(texts):
+            truth, extra = prompt.ground_truth, prompt.extra
+            item = RewardInput(prompt.data_source, each, truth, extra, prompt.asked, len(texts))
+            grader.submit((prompt.index, sample), item)
     try:
-        row.rewards = [reward for _, reward in grader.drain()]
+        row.rewards = [reward for key, reward in grader.drain() if isinstance(key, tuple) and key[1] == 0]
     except RewardError as error:
         raise RewardError(f"{error} (the answer was {kind})") from error
     return row

@@ -2,7 +2,8 @@
 
 from spmdrl.algos.filters import FILTERS
 from spmdrl.config.engines import pushed_parts, sleep_level
-from spmdrl.config.judge import judges
+from spmdrl.config.judge import judges as judge_files
+from spmdrl.config.judging import engine_judges
 from spmdrl.config.rewards import runs_programs
 from spmdrl.config.schema import Config
 from spmdrl.data.prompts import PromptSet, load_prompts
@@ -13,6 +14,7 @@ from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.models import Models, build_models
 from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rl.compose import compose, load_function
+from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.evaluation import Evaluation, is_evaluated
 from spmdrl.rl.prefetch import RolloutPrefetcher
 from spmdrl.rl.rank_state import RankState
@@ -60,7 +62,7 @@ def build_run(session: Session[Config]) -> Run:
             f"--run.deterministic: a grading of more than --reward.timeout {cfg.reward.timeout:g} s scores 0, "
             "which goes by the clock; watch reward/timeouts, or take --reward.on-timeout error"
         )
-    if cfg.run.deterministic and judges(cfg.reward):
+    if cfg.run.deterministic and len(judge_files(cfg.reward)) > len(engine_judges(cfg)):
         session.warn(
             "--run.deterministic: a judge may grade the same response otherwise in another run, unless its answers are "
             "in its cache"
@@ -68,6 +70,7 @@ def build_run(session: Session[Config]) -> Run:
     finite = cfg.filter.bad_sample == "stop"
     sources = {p.data_source for each in (prompts, asked) if each for p in each.prompts}
     grader = load_reward(cfg.reward, cfg.sandbox, finite, sources) if world.samples else None
+    judges = EngineJudges(cfg, world, tokenizer, grader) if grader and grader.on_engine else None
     # Of every rank: one without samples needs the column too.
     experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
@@ -75,6 +78,8 @@ def build_run(session: Session[Config]) -> Run:
     models.reading = reading_of(cfg, models.labels, tokenizer, prompts)
     if models.labels:
         session.note(models.labels.says)
+    if judges and models.policy:
+        judges.check_policy(models.policy)
     spikes = Spikes(session.folder, world, models, algo, session.warn)
     state = RunState(algo, spikes)
     checkpoints = Checkpoints(session, models, state, prompts.digest())
@@ -85,8 +90,12 @@ def build_run(session: Session[Config]) -> Run:
     sampler = None
     if engine and grader:
         sampler = Sampler(cfg, world, session.timer, prompts, engine, grader, tokenizer, first, keep, greedy)
+        sampler.judges = judges
     replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
     prefetcher = RolloutPrefetcher(sampler, cfg.rollout.staleness, first, cfg.run.steps, state.draws)
+    memory = Memory(cfg, models, engine, session.timer, world)
+    if judges:
+        judges.engine, judges.memory = engine, memory
     run = Run(
         session=session,
         algo=algo,
@@ -97,7 +106,7 @@ def build_run(session: Session[Config]) -> Run:
         prefetcher=prefetcher,
         replay=replay,
         evaluation=Evaluation(cfg, world, asked, sampler, models),
-        memory=Memory(cfg, models, engine, session.timer, world),
+        memory=memory,
         journal=Journal(session, first),
         tokenizer=tokenizer,
         experts_width=experts_width,

@@ -100,7 +100,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     """
     world, s = sampler.world, sampler
     # Its time is the evaluation's.
-    result = collect(plan, s.engine, s.grader, s.tokenizer, world, Timer(), s.environment)
+    result = collect(plan, s.engine, s.grader, s.tokenizer, world, Timer(), s.environment, s.judges)
     done = raise_if_abandoned(result, world).episodes
     # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded says nothing.
     scores = [[e.position, 0.0 if math.isnan(e.reward) else e.reward, float(e.ungraded)] for e in done]

@@ -9,16 +9,14 @@ from spmdrl.data.episode import Episode
 from spmdrl.health.preempt import AbandonedError, agreed
 from spmdrl.health.status import tick
 from spmdrl.rewards.base import Grader, Reward, RewardInput
+from spmdrl.rewards.load import on_engine
+from spmdrl.rl.engine_judges import EngineJudges, is_abandoned
 from spmdrl.rl.environment import Environment, SingleTurn
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, request_key
 from spmdrl.rollout.engine import Completion, Engine, StaleEngineError
-from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.queue import PromptQueue, Tally
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
-
-ASK_EVERY = 16
-"""Steps of an engine of several ranks between two questions whether to abandon the rollout: they answer together."""
 
 
 def collect(
@@ -29,17 +27,22 @@ def collect(
     world: World,
     timer: Timer,
     environment: Environment | None = None,
+    judges: EngineJudges | None = None,
 ) -> RolloutResult:
     """Sample and grade what a plan asks for. Collective over the ranks of an engine; engines work on their own.
 
-    environment: None: every episode is a single turn.
+    environment: None: every episode is a single turn. judges: those on the engine; with them it is collective over all
+    who sample.
 
     Raises:
         StaleEngineError: the engine does not hold `plan.version`.
         RewardError: a grading failed.
         ValueError: the engine reported a logp that is not a number (unless `plan.bad_sample` is `skip`).
     """
-    return Rollout(plan, engine, Grading(grader, tokenizer), world, environment or SingleTurn()).run(timer)
+    if judges:
+        judges.begin(plan)
+    grading = Grading(grader, tokenizer, world.engine_tp_rank == 0)
+    return Rollout(plan, engine, grading, world, environment or SingleTurn()).run(timer)
 
 
 def raise_if_abandoned(result: RolloutResult, world: World) -> RolloutResult:
@@ -56,37 +59,57 @@ def raise_if_abandoned(result: RolloutResult, world: World) -> RolloutResult:
 class Grading:
     """Episodes on their way through the reward function, and the rewards that are back, by (position, sample)."""
 
-    def __init__(self, grader: Grader, tokenizer):
+    def __init__(self, grader: Grader, tokenizer, leads: bool):
+        """leads: False on an engine's other ranks, which grade only as far as the engine does, together with it."""
         self.grader, self.tokenizer = grader, tokenizer
+        self.graders = [grader] if leads else on_engine(grader)
         self.rewards: dict[tuple[int, int], Reward] = {}
+        self.submitted: set[tuple[int, int]] = set()
+
+    def ended(self, group: PromptGroup, episode: Episode) -> None:
+        """Have an episode that ended graded, or with it its whole group, if that has ended and the grader wants it."""
+        if not self.grader.wants_groups:
+            self.submit(group, episode)
+        elif group.done:
+            self.submit_all(group)
+
+    def submit_all(self, group: PromptGroup) -> None:
+        """Have the responses of a group graded, in the order of their samples."""
+        for episode in group.episodes:
+            self.submit(group, episode)
 
     def submit(self, group: PromptGroup, episode: Episode) -> None:
         """Have the last response graded."""
+        self.submitted.add((group.position, episode.sample))
+        if not self.graders:
+            return
         prompt = group.prompt
         # Without its end token, as a reward reads it.
         text = self.tokenizer.decode(episode.response, skip_special_tokens=True)
-        item = RewardInput(prompt.data_source, text, prompt.ground_truth, prompt.extra, prompt.asked)
+        item = RewardInput(
+            prompt.data_source, text, prompt.ground_truth, prompt.extra, prompt.asked, len(group.episodes)
+        )
         # It begins with the prompt's index, which the grader's messages name.
-        self.grader.submit((prompt.index, episode.sample, group.position), item)
+        for grader in self.graders:
+            grader.submit((prompt.index, episode.sample, group.position), item)
 
     def poll(self) -> None:
         """Take what is back."""
-        self._take(self.grader.poll())
+        for grader in self.graders:
+            self._take(grader.poll())
 
     def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
         """Wait for all; False where the rollout was abandoned meanwhile. groups: those that are done."""
+        # Episodes of a carried group that ended in an earlier step were graded there, and are graded again: cheap, and
+        # nothing but their tokens has to be kept. A grader of whole groups has got all of them.
+        for group in groups:
+            for episode in group.episodes:
+                if (group.position, episode.sample) not in self.submitted:
+                    self.submit(group, episode)
         with timer("reward"):
-            self._take(self.grader.drain(plan.may_end))
-        if not self.grader.pending:
-            # Episodes of a carried group that ended in an earlier step were graded there, and are graded again: cheap,
-            # and nothing but their tokens has to be kept.
-            for group in groups:
-                for episode in group.episodes:
-                    if (group.position, episode.sample) not in self.rewards:
-                        self.submit(group, episode)
-            with timer("reward"):
-                self._take(self.grader.drain(plan.may_end))
-        return not self.grader.pending
+            for grader in self.graders:
+                self._take(grader.drain(plan.may_end))
+        return not any(grader.pending for grader in self.graders)
 
     def _take(self, graded: list[tuple[object, Reward]]) -> None:
         self.rewards |= {(key[2], key[1]): reward for key, reward in graded if isinstance(key, tuple)}
@@ -115,16 +138,16 @@ class Rollout:
                 ended = self.advance()
                 self.polls += 1
                 owed = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
-                abandoned = self.is_abandoned()
+                abandoned = is_abandoned(plan, self.world, self.polls)
                 if abandoned or (self.tally.reached(ended) and not owed):
                     break
             unfinished = [g for g in self.groups.values() if not g.done]
             self.cut_short(unfinished)
-        done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position) if self.leads else []
+        done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
         if abandoned or not self.grading.finish(done, plan, timer):
             # Of a grading that was abandoned the engine's other ranks hear in `raise_if_abandoned`.
             return RolloutResult([], [], self.begun, True)
-        episodes = [e for group in done for e in finished(plan, group, self.grading.rewards)]
+        episodes = [e for group in done for e in finished(plan, group, self.grading.rewards)] if self.leads else []
         return RolloutResult(episodes, unfinished + self.waiting, self.begun)
 
     def admit(self) -> bool:
@@ -159,8 +182,7 @@ class Rollout:
                 self.submit(group, episode)
                 continue
             ended += group.done
-            if self.leads:
-                self.grading.submit(group, episode)
+            self.grading.ended(group, episode)
         self.grading.poll()
         return ended
 
@@ -181,18 +203,6 @@ class Rollout:
         except ValueError as error:
             raise ValueError(f"{type(self.environment).__name__}.reply: {error}") from error
         return True
-
-    def is_abandoned(self) -> bool:
-        """Tells whether to leave the rollout, alike on all ranks of an engine. Collective over them."""
-        may_end, world = self.plan.may_end, self.world
-        if may_end is None:
-            return False
-        if world.engine_group is None:
-            return may_end()
-        if self.polls % ASK_EVERY:
-            return False
-        flag = torch.tensor([int(may_end())], device=world.device)
-        return bool(all_reduce(flag, "max", world.engine_group).item())
 
     def cut_short(self, unfinished: list[PromptGroup]) -> None:
         """Stop what still runs and keep its tokens."""

@@ -8,6 +8,7 @@ from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import PromptSet
 from spmdrl.health.preempt import preemption
 from spmdrl.rewards.base import Grader
+from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.environment import Environment
 from spmdrl.rl.quota import Experience, Quota
 from spmdrl.rl.rollout import collect, raise_if_abandoned
@@ -35,6 +36,8 @@ class Sampler:
     greedy: bool = False
     """True to sample a greedy response to every prompt too."""
     environment: Environment | None = None
+    judges: EngineJudges | None = None
+    """Judges on the engine; None: there are none."""
 
     def plan(self, step: int, first: int, prompts: int, version: int, before: int = 0) -> RolloutPlan:
         """A rollout of `prompts` prompts, the same on every rank and for every world size.
@@ -70,7 +73,7 @@ class Sampler:
         Raises:
             AbandonedError: on every rank that samples.
         """
-        asked = self.engine, self.grader, self.tokenizer, self.world, self.timer, self.environment
+        asked = self.engine, self.grader, self.tokenizer, self.world, self.timer, self.environment, self.judges
         result = collect(plan, *asked)
         # Engines wait for the slowest one here.
         with self.timer("exchange"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
+from spmdrl.config.judging import engine_judges
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.world import World
@@ -36,10 +37,12 @@ def check_engine(cfg: Config, on_cpu: bool) -> None:
         raise ValueError(
             f"--rollout.deterministic: {name}'s batch-invariant kernels want a GPU; take --rollout.engine hf here"
         )
-    for flag, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
+    asked = {"--rollout.temperature": cfg.rollout.temperature, "--eval.temperature": cfg.eval.temperature}
+    asked |= {f"{file}: temperature": judge.temperature for file, judge in engine_judges(cfg)}
+    for setting, temperature in asked.items():
         if name == "vllm" and not (temperature == 0 or VLLM_TEMPERATURE[0] <= temperature <= VLLM_TEMPERATURE[1]):
             raise ValueError(
-                f"--{flag}.temperature {temperature:g}: vllm takes {VLLM_TEMPERATURE[0]:g} to {VLLM_TEMPERATURE[1]:g}, "
+                f"{setting} {temperature:g}: vllm takes {VLLM_TEMPERATURE[0]:g} to {VLLM_TEMPERATURE[1]:g}, "
                 "or 0 for greedy where that is allowed; or take --rollout.engine hf"
             )
     if name == "vllm" and importlib.util.find_spec("vllm") is None:

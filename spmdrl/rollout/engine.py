@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from spmdrl.config.judging import judged_tokens
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.needs import Needs
@@ -150,13 +151,13 @@ def check_device(engine: str, tensors: Iterable[tuple[str, torch.Tensor]], devic
 
 
 def longest_sequence(cfg: Config) -> int:
-    """Return the most tokens of prompt and response together that an engine is built for."""
+    """Return the most tokens that an engine is built for: prompt and response, or a judge's question and verdict."""
     from transformers import AutoConfig
 
     trust = cfg.model.trust_remote_code
     config = AutoConfig.from_pretrained(resolve(cfg.model.path, trust), trust_remote_code=trust).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or 1 << 30
-    return min(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, positions)
+    return min(max(cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens, judged_tokens(cfg)), positions)
 
 
 def without_quantization(config: Any) -> dict[str, Any]:

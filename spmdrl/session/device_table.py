@@ -4,6 +4,9 @@ Only this module orders models on and off the device, in an order that bounds th
 push does not read leaves (frozen models, critics, gradients, moments), the engine's weights come back and take the
 policy's, the policy's parameters leave, and only then the KV cache is allocated. Out of it: the engine sleeps before
 the trainer comes back. Under split placement a rank has the one or the other, and nothing moves but the push.
+
+A frozen judge on the run's engine (`judge`) takes the place of the policy's weights within a rollout phase. Before the
+policy samples again it comes back (`restore`) by the way that a phase begins with, so that the peak is no higher.
 """
 
 import logging
@@ -15,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.judging import frozen_judges
 from spmdrl.config.schema import Config
 from spmdrl.health.oom import out_of_memory, requested_bytes
 from spmdrl.hub.build import DTYPES
@@ -28,6 +32,7 @@ from spmdrl.spmd.exchange import all_reduce, gather_names
 from spmdrl.spmd.storage import give_back
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
+from spmdrl.weights.folder import Tensors
 
 log = logging.getLogger("spmdrl")
 
@@ -96,6 +101,8 @@ class Memory:
         """True if freed memory goes back to the device."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
+        self.lent = bool(frozen_judges(cfg))
+        """True where engines may hold a judge's weights: a rank then knows only of its own."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
 
     # ── phases ───────────────────────────────────────────────────────────────
@@ -103,10 +110,17 @@ class Memory:
     @contextmanager
     def rollout_phase(self) -> Iterator[None]:
         """Wakes the engine with the policy's weights in it; moves the trainer off the device if asked. Collective."""
+        self._give_engine(dict(self.models.named()))
+        with self._room("rollout", "sampling"):
+            yield
+        self._border("sampled")
+
+    def _give_engine(self, present: dict[str, Any]) -> None:
+        """Begin a rollout phase. present: the models that are on the device. Collective."""
         engine = self.engine if self.shared else None
         with self.timer("push"):
             if engine:
-                for name, model in self.models.named():
+                for name, model in present.items():
                     self._offload(name, model, parameters=model is not self.policy)
                 self._border("idle trainer off")
                 with self._room("rollout", "the engine's weights", "engine weights"):
@@ -125,9 +139,27 @@ class Memory:
                     engine.wake("kv_cache")
                 self._returned("KV cache")
             self._border("rollout")
-        with self._room("rollout", "sampling"):
-            yield
-        self._border("sampled")
+
+    def judge(self, folder: Tensors, version: int) -> None:
+        """Gives the engine a judge's weights within a rollout phase. Collective over the ranks of the engine.
+
+        version: below 0, which no policy has.
+        """
+        assert self.lent and version < -1
+        with self.timer("push"), self._room("rollout", "the judge's weights"):
+            self._give_back(self.transfer.load(folder, version))
+
+    def restore(self) -> None:
+        """Gives engines that hold a judge's weights the policy's again, within a rollout phase. Collective."""
+        assert self.engine and self.shared
+        if not self._stale()[1]:
+            return
+        with self.timer("push"):
+            self._put_to_sleep(self.engine)
+            with self._room("rollout", "the policy", "policy"):
+                self.policy.onload()
+            self._returned("policy")
+        self._give_engine({"policy": self.policy})
 
     @contextmanager
     def training_phase(self) -> Iterator[None]:
@@ -135,12 +167,7 @@ class Memory:
         engine = self.engine if self.shared else None
         with self.timer("sleep"):
             if engine:
-                level = self._sleep_level()
-                held = engine.bytes_by_owner()
-                engine.sleep(level)
-                self._give_back(sum(held.values()))
-                self._sent(held, {"KV cache": "gone", "engine weights": "gone" if level == 2 else "host"})
-                self._border("engine asleep")
+                self._put_to_sleep(engine)
                 for name, model in self.models.named():
                     with self._room("training", f"the {name.replace('_', ' ')}", name):
                         model.onload()
@@ -149,6 +176,14 @@ class Memory:
         with self._room("training", "training"):
             yield
         self._border("trained")
+
+    def _put_to_sleep(self, engine: Engine) -> None:
+        level = self._sleep_level()
+        held = engine.bytes_by_owner()
+        engine.sleep(level)
+        self._give_back(sum(held.values()))
+        self._sent(held, {"KV cache": "gone", "engine weights": "gone" if level == 2 else "host"})
+        self._border("engine asleep")
 
     def _offload(self, name: str, model: Any, parameters: bool) -> None:
         place = place_of(name, self.models, self.cfg)
@@ -172,7 +207,7 @@ class Memory:
 
     def _stale(self) -> tuple[int, bool]:
         """The policy's version, and whether an engine lacks it. Collective."""
-        if self.shared and self.engine:
+        if self.shared and self.engine and not self.lent:
             return self.policy.version, self.engine.version != self.policy.version
         # A rank knows only its own side.
         held = torch.tensor([self.policy.version if self.policy else -1])

@@ -10,13 +10,25 @@ from dataclasses import dataclass, field
 import torch
 
 from spmdrl.config.engines import Part
+from spmdrl.health.status import tick
 from spmdrl.policy.contract import Policy
 from spmdrl.rollout.engine import Engine
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.checksum import added, word_sums
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World
-from spmdrl.weights.reshard import Box, CorruptWeightsError, Entry, Piece, Reshard, catalogue, inside
+from spmdrl.weights.folder import Tensors
+from spmdrl.weights.reshard import (
+    Box,
+    CorruptWeightsError,
+    Entry,
+    Piece,
+    Reshard,
+    bucket_places,
+    catalogue,
+    inside,
+    size,
+)
 
 
 @dataclass
@@ -132,3 +144,44 @@ class Transfer:
         plans = [self.routes[part].plan for part in due]
         needed = sum(p.needed_bytes for p in plans) if self.engine else 0
         return PushReport(version, needed, sum(p.received_bytes for p in plans), held is not None)
+
+    def load(self, folder: Tensors, version: int) -> int:
+        """Bring the weights of a folder into this rank's engine, in the places of the policy's; the bytes read.
+
+        Collective over the ranks of the engine, after a push: the parts that it reads are those of the push. Each rank
+        reads them itself.
+
+        Raises:
+            CorruptWeightsError: the engine's memory does not hold what was read.
+        """
+        assert self.engine and list(self.routes) == ["model"], "an engine of whole weights, after a push"
+        route, device = self.routes["model"], self.world.device
+        boxes: dict[int, list[Box]] = {}
+        for i, box in route.needs.boxes:
+            boxes.setdefault(i, []).append(box)
+        places = bucket_places(route.entries, self.dtype.itemsize, self.bucket_bytes)
+        deep = route.needs.exact and any(route.needs.counted)
+        route.sums, read = [], 0
+
+        def bucket(number: int) -> dict[str, torch.Tensor]:
+            nonlocal read
+            tick()
+            found = {}
+            for i, entry in enumerate(route.entries):
+                if places[i] == number and i in boxes:
+                    dtype = entry.dtype or self.dtype
+                    found[entry.name] = torch.empty(entry.shape, dtype=dtype, device=device)
+                    for box in boxes[i]:
+                        folder.copy(entry.name, box, inside(found[entry.name], box, entry.box))
+                        read += size(box) * dtype.itemsize
+            if deep:
+                route.count(found)
+            return found
+
+        # Every rank of the engine has as many buckets, some of them empty.
+        self.engine.load((bucket(number) for number in range(1 + max(places, default=-1))), version)
+        held = self.engine.held_words() if deep else None
+        if held is not None and held != added(route.sums):
+            self.engine.version = None
+            raise CorruptWeightsError(f"the engine's memory does not hold the weights of {folder.folder} after loading")
+        return read

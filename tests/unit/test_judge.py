@@ -1,21 +1,12 @@
-"""A judge's verdicts, and what no response, server or network can make of them.
+"""A judge's verdicts, and what no response, server or network can make of them."""
 
-`StandIn` stands in for the server of a judge: it listens on a port of this machine and answers as a test tells it to.
-"""
-
-import contextlib
 import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-import yaml
 
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
@@ -24,9 +15,9 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.health.status import rank_status
-from spmdrl.rewards import judge as judge_module
-from spmdrl.rewards.base import Reward, RewardError, RewardInput
-from spmdrl.rewards.judge import Judge, reward_of
+from spmdrl.rewards import judge_server
+from spmdrl.rewards.base import Reward, RewardError
+from spmdrl.rewards.judge import reward_of
 from spmdrl.rewards.judge_client import Client, TryAgainError, seconds_of
 from spmdrl.rewards.judge_verdict import (
     FORMATS,
@@ -40,151 +31,9 @@ from spmdrl.rewards.judge_verdict import (
 )
 from spmdrl.rewards.load import check_ungraded, load_reward, scores_timeouts
 from spmdrl.rl.rehearsal import check_use
+from tests.unit.judge_stand_in import KEY, VARIABLE, Answer, grade, graded, in_turn, item, start, verdict, written
 
-KEY = "sk-test-key-that-nobody-may-see-4711"
-VARIABLE = "JUDGE_OF_THE_TESTS"
-"""Not a name by which logs know a secret, so that only the judge itself can keep it out."""
-
-
-@dataclass
-class Answer:
-    """What the stand-in answers."""
-
-    content: object = ""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    body: str | None = None
-    """Instead of a chat completion with the content."""
-    seconds: float = 0.0
-    """Before it answers."""
-    drip: float = 0.0
-    """Seconds between two bytes of the body."""
-
-
-class StandIn:
-    """A server of chat completions that answers by a function of the number of a request and its content."""
-
-    def __init__(self, answer: Callable[[int, dict], Answer]):
-        self.requests: list[dict] = []
-        self.headers: list[dict[str, str]] = []
-        self.paths: list[str] = []
-        self.at_once = self.most_at_once = 0
-        self.lock, self.over = threading.Lock(), threading.Event()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format, *args):
-                pass
-
-            def do_CONNECT(self):
-                self.paths_of("CONNECT " + self.path)
-                self.send_error(502)
-
-            def paths_of(self, path):
-                with outer.lock:
-                    outer.paths.append(path)
-
-            def do_POST(self):
-                self.paths_of(self.path)
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer.lock:
-                    number = len(outer.requests)
-                    outer.requests.append(asked)
-                    outer.headers.append(dict(self.headers))
-                    outer.at_once += 1
-                    outer.most_at_once = max(outer.most_at_once, outer.at_once)
-                try:
-                    with contextlib.suppress(OSError):
-                        self.reply(answer(number, asked))
-                finally:
-                    with outer.lock:
-                        outer.at_once -= 1
-
-            def reply(self, told: Answer):
-                outer.over.wait(told.seconds)
-                choice = {"message": {"role": "assistant", "content": told.content}}
-                usage = {"prompt_tokens": 100, "completion_tokens": 7}
-                body = told.body if told.body is not None else json.dumps({"choices": [choice], "usage": usage})
-                with outer.lock:
-                    # Counted as long as the caller can know that it waits.
-                    outer.at_once -= 1
-                try:
-                    self.send_response(told.status)
-                    for name, value in told.headers.items():
-                        self.send_header(name, value)
-                    self.send_header("Content-Length", str(len(body.encode())))
-                    self.end_headers()
-                    for byte in body if told.drip else [body]:
-                        self.wfile.write(byte.encode())
-                        outer.over.wait(told.drip)
-                finally:
-                    with outer.lock:
-                        outer.at_once += 1
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}/v1"
-
-    def close(self) -> None:
-        self.over.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def verdict(grade: object, reason: str = "so it is") -> str:
-    return json.dumps({"reason": reason, "grade": grade})
-
-
-def graded(grade: object) -> Callable[[int, dict], Answer]:
-    return lambda number, asked: Answer(verdict(grade))
-
-
-def in_turn(*answers: Answer) -> Callable[[int, dict], Answer]:
-    """The last one is for all that follow."""
-    return lambda number, asked: answers[min(number, len(answers) - 1)]
-
-
-def item(solution: str = "It is 4.", truth: object = "4", prompt: str | list = "2 + 2 = ?") -> RewardInput:
-    return RewardInput("src", solution, truth, {}, prompt)
-
-
-def written(folder: Path, **settings) -> str:
-    """Writes a judge's file."""
-    file = folder / "judge.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    return str(file)
-
-
-@pytest.fixture
-def start(monkeypatch, tmp_path):
-    """Starts stand-ins and judges that ask them, and closes all at the end of the test."""
-    monkeypatch.setattr(judge_module, "FIRST_PAUSE", 0.01)
-    monkeypatch.setenv(VARIABLE, KEY)
-    open_now: list = []
-
-    def begin(answer: Callable[[int, dict], Answer], **settings) -> tuple[Judge, StandIn]:
-        server = StandIn(answer)
-        open_now.append(server)
-        given = {"url": server.url, "model": "the-judge", "key_env": VARIABLE, "timeout": 20.0} | settings
-        grader = load_reward(RewardConfig(function=written(tmp_path, **given)), SandboxConfig())
-        assert isinstance(grader, Judge)
-        open_now.append(grader)
-        return grader, server
-
-    yield begin
-    for each in reversed(open_now):
-        each.close()
-
-
-def grade(grader: Judge, *items: RewardInput) -> list[Reward]:
-    for i, one in enumerate(items):
-        grader.submit((i, 0, i), one)
-    return [reward for _, reward in sorted(grader.drain(), key=lambda pair: pair[0])]
-
+__all__ = ["start"]
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
@@ -429,8 +278,8 @@ def test_rate_limit_is_waited_for_and_then_graded(start):
 def test_those_who_met_a_rate_limit_come_back_at_different_times(start, monkeypatch):
     limited = Answer(status=429, headers={"Retry-After": "0.3"})
     grader, _ = start(in_turn(limited, Answer(verdict(6))))
-    monkeypatch.setattr(judge_module, "FIRST_PAUSE", 0.8)
-    monkeypatch.setattr(grader._jitter, "uniform", lambda low, high: low)
+    monkeypatch.setattr(judge_server, "FIRST_PAUSE", 0.8)
+    monkeypatch.setattr(grader.asker._jitter, "uniform", lambda low, high: low)
     begun = time.monotonic()
     assert grade(grader, item())[0].score == 0.6
     assert time.monotonic() - begun >= 0.3 + 0.5 * 0.8
@@ -608,7 +457,11 @@ def test_key_goes_into_the_header_and_nowhere_else(start, caplog, tmp_path, monk
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
     assert KEY not in reward.ungraded and "header was" in reward.ungraded
     assert "could not grade prompt 0, sample 0" in caplog.text and "judge: calls 1" in caplog.text
-    assert KEY not in caplog.text and KEY not in json.dumps(server.requests) and KEY not in repr(vars(grader))
+    assert (
+        KEY not in caplog.text
+        and KEY not in json.dumps(server.requests)
+        and KEY not in repr(vars(grader)) + repr(vars(grader.asker))
+    )
     refused = Answer(status=401, body=f"x{'y' * 280} {KEY}")
     grader, _ = start(in_turn(refused))
     with pytest.raises(RewardError, match=f"key_env names \\({VARIABLE}, which is set\\)") as raised:

@@ -173,6 +173,7 @@ def test_a_gate_that_does_not_hold_leaves_no_reward(file, start):
 class Late:
     """A grader that answers when it is told to."""
 
+    wants_groups = on_engine = False
     timeouts = ungraded = 0
 
     def __init__(self, **answers: Reward):

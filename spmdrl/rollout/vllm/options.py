@@ -127,6 +127,8 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         # start, which loses those of later pushes, and refuses float32.
         latent = getattr(config, "kv_lora_rank", None)
         options |= {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
+        # After a part of a prompt vLLM turns back the request's random generator, which a CPU's does not do.
+        options["enable_chunked_prefill"] = False
     else:
         options |= {
             "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
