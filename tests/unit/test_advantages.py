@@ -813,7 +813,7 @@ def test_notebook_is_the_packed_estimator(seed, sizes, which):
             row[: len(s["mask"])] = s[key]
         return x
 
-    tokens = {key: padded(key, math.nan) for key in ("values", "logp", "collision", "process")}
+    tokens = {key: padded(key, math.nan) for key in ("values", "logp", "collision", "process", "ends")}
     tokens |= {"turn": padded("turn", 0), "state": padded("state", 0)}
     if name != "reinforce":  # whose `baseline` is a setting
         tokens["baseline"] = [s["baseline"] for s in seqs]
