@@ -29,7 +29,7 @@ from sandlock import ExitReason, Sandbox, StdioMode
 from spmdrl.sandbox.inside.alone import STARTED
 from spmdrl.sandbox.inside.talk import Talk
 from spmdrl.sandbox.inside.watch import Watch, anonymous
-from spmdrl.sandbox.places import ENVIRONMENT, FLAGS, HERE, packages, python, system
+from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, packages, python, system
 from spmdrl.sandbox.sandlock import user
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
@@ -64,7 +64,7 @@ class Held:
             # No other of this user may have the name.
             name=f"sandbox-{secrets.token_hex(8)}",
         )
-        words = [python(), *FLAGS, "-m", "spmdrl.sandbox.inside.alone", str(runs_as)]
+        words = [python(), *BARE, "-m", "spmdrl.sandbox.inside.alone", str(runs_as)]
         self.process = sandbox.popen(words, StdioMode.PIPED, StdioMode.PIPED, StdioMode.PIPED)
         self.pid = cast(int, self.process.pid)
         self.ends: list[int] = []

@@ -34,6 +34,9 @@ def warm(request):
         (Program("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), "error", 0, ""),
         (Program("1 / 0"), "error", 1, ""),
         (Program("def f(:"), "error", 1, ""),
+        (Program("class E(Exception):\n  def with_traceback(self, t): raise self\nraise E"), "error", 1, ""),
+        (Program("class E(SystemExit): code = property(lambda self: 1 / 0)\nraise E"), "error", 1, ""),
+        (Program("import sys\nsys.stderr = sys.excepthook = None\n1 / 0"), "error", 1, ""),
     ],
 )
 def test_a_program_ends(warm, program, verdict, code, stdout):
