@@ -145,7 +145,8 @@ def as_reward(value: object, finite: bool = True) -> Reward:
         score, rest = value, {}
     number = _number(score)
     if number is None:
-        shape = f" of shape {tuple(score.shape)}" if hasattr(score, "shape") else ""
+        shape = getattr(score, "shape", None)
+        shape = "" if shape is None else f" of shape {tuple(shape)}"
         raise TypeError(
             f'it returned {type(score).__name__}{shape} where a number or {{"score": number, ...}} is wanted'
         )

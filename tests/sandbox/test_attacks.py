@@ -1,7 +1,9 @@
 """Hostile programs in the sandbox: nothing is reached, every limit holds, and nothing is left behind."""
 
 import dataclasses
+import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from spmdrl.sandbox.base import Limits
 from spmdrl.sandbox.open import open_sandbox
 from spmdrl.sandbox.session import Session
 from tests.sandbox.attacks import ATTACKS, BOMBS, FILES, NETWORK, PLAIN, PROCESSES, UNPROMISED
-from tests.sandbox.hostile import caller_in, idle_of, kept_in, start, wrong_after, wrong_end
+from tests.sandbox.hostile import Traces, caller_in, idle_of, kept_in, start, wrong_after, wrong_end
 from tests.sandbox.opened import EACH, below, open_or_skip, settled
 
 LIMITS = Limits(seconds=1.5, cpu_seconds=5, memory_mib=128, tmp_mib=16, output_kib=64)
@@ -28,7 +30,10 @@ def caller(tmp_path_factory):
 @pytest.mark.parametrize("of", OF_THE_TABLE)
 def test_attacks_are_kept_in(of, provider, caller):
     promised = [attack for attack in OF_THE_TABLE[of] if attack.name not in UNPROMISED[provider]]
+    folder = Path(caller["folder"])
+    before = Traces.of(folder)
     assert kept_in(promised, provider, caller) == []
+    assert before.differences(Traces.of(folder)) == []
 
 
 @EACH
@@ -68,6 +73,26 @@ def test_the_check_of_attacks_sees_what_is_wrong(provider, caller):
         assert "where there were" in wrong_after(provider, warm, idle + 1, patience=0.5)
     finally:
         warm.close()
+
+
+def test_the_check_of_traces_sees_each(tmp_path):
+    folder, kept = tmp_path / "folder", tmp_path / "folder" / "kept"
+    folder.mkdir()
+    kept.write_text("kept")
+    before = Traces.of(folder)
+    assert before.differences(Traces.of(folder)) == []
+    with subprocess.Popen(["sleep", "100"]) as child:
+        (line,) = before.differences(Traces.of(folder))
+        assert line == f"processes are not as before: [{child.pid}]"
+        child.kill()
+    with open("/dev/null") as file:
+        assert before.differences(Traces.of(folder)) == [f"open_files are not as before: ['{file.fileno()}']"]
+    for change in (lambda: kept.chmod(0o600), lambda: os.utime(kept, (1, 1)), lambda: (folder / "new").touch()):
+        change()
+        after = Traces.of(folder)
+        (line,) = before.differences(after)
+        assert line.startswith("files are not as before") and str(folder) in line
+        before = after
 
 
 LISTENS = """
