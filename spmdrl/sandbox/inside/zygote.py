@@ -15,6 +15,7 @@ or `failure` where the sandbox itself could not run it. While a session runs, li
 program's stdin, {"close": true} ends it, and its output comes at once as {"output": base64}. Standard library only.
 """
 
+import gc
 import os
 import select
 import sys
@@ -31,6 +32,8 @@ def run(task: dict, apart: bool, talk: Talk) -> dict:
     told, tell = os.pipe()
     inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
     others = told, inputs[1], outputs[0], errors[0]
+    # Its collector looks at objects of its own alone: to look at these would copy their memory.
+    gc.freeze()
     child = processes.start(task, apart, tell, (inputs[0], outputs[1], errors[1]), others)
     for end in (tell, inputs[0], outputs[1], errors[1]):
         os.close(end)
