@@ -26,12 +26,14 @@ def main(argv: list[str] | None = None) -> None:
     cfg = as_run(asked.config, prompts)
     prepare()
     postpone_collections()
+    from spmdrl.plan.dry import sandbox_lines
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run, show
 
     if asked.dry_run:
         settings = dataclasses.replace(asked.config, eval=dataclasses.replace(asked.config.eval, prompts=prompts))
-        return show(settings, evaluation_lines(cfg, int(os.environ.get("WORLD_SIZE", "1"))))
+        lines = evaluation_lines(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+        return show(settings, lines + sandbox_lines(cfg))
     with open_run(Loaded(cfg), build_run, evaluation_lines, keeps=False) as run:
         assert run is not None
         with run.memory.rollout_phase():

@@ -8,6 +8,13 @@ from spmdrl.config.dump import redact_text
 from spmdrl.config.named import file_problems, name_problems
 from spmdrl.config.schema import Config, RewardConfig
 
+REWARDS = (
+    *("auto", "boxed", "choice", "code", "code_partial", "exact_match", "exact_match_qa", "first_integer", "gsm8k"),
+    *("gsm8k_flexible", "math", "math_dapo", "math_dapo_boxed", "none", "numeric", "reasoning_gym"),
+)
+"""Built-in rewards. The functions are in `rewards/quick.py` and `rewards/worker.py`."""
+JUDGES = (".yaml", ".yml")
+"""Ends of the names of files of judges, which `config/judge.py` reads."""
 IN_SANDBOX = ("auto", "code", "code_partial")
 """Built-in rewards that run programs, or may."""
 CONTAINERS = ("apptainer", "docker")
@@ -75,6 +82,9 @@ def reward_problems(config: Config) -> list[str]:
     for flag_name, function in named:
         if ".py" in function:
             problems += file_problems(flag_name, function, default="compute_score")
+        elif not function.endswith(JUDGES):
+            found = name_problems(flag_name, function, REWARDS, file_allowed=True)
+            problems += [f"{each}, or a judge.yaml" for each in found]
     try:
         kwargs_of(reward)
     except ValueError as error:

@@ -48,7 +48,7 @@ def dry_lines(cfg: Config, world: int) -> list[str]:
 
 def sandbox_lines(cfg: Config) -> list[str]:
     """Return which sandbox the rewards of a run would use on this machine; nothing where they run no programs."""
-    if not runs_programs(cfg.reward):
+    if os.environ.get("RANK", "0") != "0" or not runs_programs(cfg.reward):
         return []
     if is_service(cfg.sandbox.provider):
         return [f"sandbox  the service at {redact_text(cfg.sandbox.provider)}"]

@@ -60,7 +60,8 @@ def left_out(name: str, key: object, why: str, count: int) -> Reward:
     """
     if count <= NAMED:
         rest = " (more of them are counted, not named)" if count == NAMED else ""
-        log.warning("reward function %s could not grade %s, which is left out: %s%s", name, describe(key), why, rest)
+        told = printable(why)
+        log.warning("reward function %s could not grade %s, which is left out: %s%s", name, describe(key), told, rest)
     return Reward(math.nan, ungraded=why)
 
 
@@ -113,6 +114,11 @@ class Grader(Protocol):
         ...
 
 
+def printable(text: str) -> str:
+    """Return a text on one line without characters that steer a terminal: parts of it may be a model's."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def describe(key: object) -> str:
     """A key in words: an int is a prompt index, a tuple begins with (prompt, sample), others are shown as they are."""
     if isinstance(key, tuple) and len(key) >= 2:
@@ -139,7 +145,11 @@ def as_reward(value: object, finite: bool = True) -> Reward:
         score, rest = value, {}
     number = _number(score)
     if number is None:
-        raise TypeError(f'it returned {type(score).__name__} where a number or {{"score": number, ...}} is wanted')
+        shape = getattr(score, "shape", None)
+        shape = "" if shape is None else f" of shape {tuple(shape)}"
+        raise TypeError(
+            f'it returned {type(score).__name__}{shape} where a number or {{"score": number, ...}} is wanted'
+        )
     if finite and not math.isfinite(number):
         raise ValueError(f"it returned the score {number}, which is not finite")
     parts = {str(k): _number(v) for k, v in rest.items()}
@@ -148,6 +158,9 @@ def as_reward(value: object, finite: bool = True) -> Reward:
 
 
 def _number(value: object) -> float | None:
-    if hasattr(value, "item") and getattr(value, "size", 1) == 1:  # numpy scalar
-        value = value.item()  # type: ignore[attr-defined]
+    if callable(getattr(value, "item", None)):
+        # A scalar, or an array or tensor of one number; `size` is a method of torch's.
+        numel = getattr(value, "numel", None)
+        if (numel() if callable(numel) else getattr(value, "size", 1)) == 1:
+            value = value.item()  # type: ignore[attr-defined]
     return float(value) if isinstance(value, numbers.Real) else None

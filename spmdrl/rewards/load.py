@@ -61,7 +61,7 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
     a file that does not import, and two rewards of one name.
     """
     if not cfg.more and not cfg.gate:
-        return _load(cfg.function, "--reward.function", cfg, sandbox, finite, sources)
+        return _load(cfg.function, "--reward.function", cfg, sandbox, finite, sources, alone=True)
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
     names = [short_name(function) for function, _, _ in wanted]
@@ -93,7 +93,13 @@ def short_name(function: str) -> str:
 
 
 def _load(
-    name: str, flag: str, cfg: RewardConfig, sandbox: SandboxConfig, finite: bool, sources: Iterable[str]
+    name: str,
+    flag: str,
+    cfg: RewardConfig,
+    sandbox: SandboxConfig,
+    finite: bool,
+    sources: Iterable[str],
+    alone: bool = False,
 ) -> Grader:
     if name in QUICK:
         return Direct(name, QUICK[name], finite)
@@ -107,7 +113,7 @@ def _load(
     settings = kwargs_of(cfg) if is_file else dataclasses.asdict(sandbox) if name in IN_SANDBOX else {}
     if name == "auto":
         settings["sources"] = sorted(set(sources))
-    return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, settings)
+    return Pool(function, cfg.workers, cfg.timeout, on_timeout, name, finite, settings, alone)
 
 
 def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str, group: int = 1) -> None:

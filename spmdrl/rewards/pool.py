@@ -41,11 +41,13 @@ class Pool:
         name: str = "",
         finite: bool = True,
         settings: dict[str, Any] | None = None,
+        alone: bool = False,
     ):
         """function: `builtin:<name>` or `/absolute/file.py:name`. on_timeout: `error` or `zero`.
 
         finite: a score that is not finite is an error. settings: of a built-in reward, or further
-        arguments of a function in a file, as JSON has them.
+        arguments of a function in a file, as JSON has them. alone: no other reward grades a row to which this one does
+        not apply.
 
         Waits until every worker has loaded the function. Raises ValueError when one cannot.
         """
@@ -56,7 +58,7 @@ class Pool:
         self.timeouts = self.ungraded = 0
         self._hello = {"function": function, "settings": settings or {}, "finite": finite}
         self._timeout, self._on_timeout = timeout, on_timeout
-        self._note = ""
+        self._note, self._alone = "", alone
         self._next = 0
         self._items: dict[int, tuple[object, bytes]] = {}  # id -> key, request line: all unanswered requests
         self._waiting: deque[int] = deque()  # ids no worker has
@@ -201,6 +203,8 @@ class Pool:
                 )
                 error.add_note(message["trace"])  # shown with the traceback; the message stays one line
                 raise error
+            elif self._alone and not message["applies"]:
+                self._left_out(request, "the function returned None: it does not apply to the row")
             else:
                 self._answer(request, Reward(message["score"], message["parts"], applies=message["applies"]))
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
+from spmdrl.rewards.base import RewardInput, UngradedError, as_reward, printable
 from spmdrl.rewards.forms import adapted
 
 POOLED = {
@@ -84,7 +84,7 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
         return {"ungraded": str(e)[:2000]}
     except BaseException as e:  # exit() in user code is an error of that code
         trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": f"{type(e).__name__}: {e}"[:2000], "trace": trace[-4000:]}
+        return {"error": printable(f"{type(e).__name__}: {e}")[:2000], "trace": trace[-4000:]}
 
 
 def _loaded(route: Any, item: RewardInput) -> dict:

@@ -7,6 +7,7 @@ sandlock.py     the command that starts one by Landlock and seccomp, where there
 supervisor.py   what that one runs: a sandbox for each program
 containers.py   the commands of container engines
 places.py       the places and the environment that programs get
+cgroup.py       a cgroup for each, where this user may make one
 warm.py         runs programs in it, one after another
 session.py      programs that are spoken to, and Python sessions
 tests.py        tests of a program that it cannot see

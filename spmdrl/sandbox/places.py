@@ -3,7 +3,9 @@
 import os
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 """Places that every program needs to start."""
@@ -24,11 +26,20 @@ ENVIRONMENT = {
 }
 FLAGS = ["-P", "-s", "-B"]
 """Of Python: no folder of a caller or a user on its path, and no bytecode written."""
+BARE = ["-S", *FLAGS]
+"""And no `.pth` files of packages, which `inside/modules.py` makes up for."""
 
 
 def python() -> str:
     """Return this interpreter without its virtual environment."""
     return os.path.realpath(sys.executable)
+
+
+def cache() -> None:
+    """Have Python keep the bytecode of what runs inside, as an import would: a sandbox may read it, not write it."""
+    for file in sorted((HERE / "inside").glob("*.py")):
+        name = f"spmdrl.sandbox.inside.{file.stem}".removesuffix(".__init__")
+        cast(Any, find_spec(name)).loader.get_code(name)
 
 
 def packages() -> str:

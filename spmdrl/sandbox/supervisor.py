@@ -29,7 +29,7 @@ from sandlock import ExitReason, Sandbox, StdioMode
 from spmdrl.sandbox.inside.alone import STARTED
 from spmdrl.sandbox.inside.talk import Talk
 from spmdrl.sandbox.inside.watch import Watch, anonymous
-from spmdrl.sandbox.places import ENVIRONMENT, FLAGS, HERE, packages, python, system
+from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, cache, packages, python, system
 from spmdrl.sandbox.sandlock import user
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
@@ -64,7 +64,7 @@ class Held:
             # No other of this user may have the name.
             name=f"sandbox-{secrets.token_hex(8)}",
         )
-        words = [python(), *FLAGS, "-m", "spmdrl.sandbox.inside.alone", str(runs_as)]
+        words = [python(), *BARE, "-m", "spmdrl.sandbox.inside.alone", str(runs_as)]
         self.process = sandbox.popen(words, StdioMode.PIPED, StdioMode.PIPED, StdioMode.PIPED)
         self.pid = cast(int, self.process.pid)
         self.ends: list[int] = []
@@ -202,7 +202,8 @@ def fits(folder: str, most: int) -> bool:
 
 def serve(base: Path, talk: Talk) -> None:
     """Answer tasks until stdin ends."""
-    shutil.copytree(HERE, base / "code" / "spmdrl" / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
+    cache()
+    shutil.copytree(HERE, base / "code" / "spmdrl" / "sandbox")
     held = Held(base, PROCESSES)
     try:
         talk.say({"ready": True})

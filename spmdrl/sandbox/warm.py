@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict
 from typing import IO, Any, cast
 
+from spmdrl.sandbox import cgroup
 from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
 
 START_SECONDS = 30.0
@@ -36,6 +37,7 @@ class Warm:
         """
         self.command, self.name, self.once = command, name or command[0], once
         self.process: Any = None
+        self.group: cgroup.Group | None = None
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.folder = tempfile.TemporaryDirectory(prefix="sandbox-")
         """The folder of programs that have no /tmp of their own."""
@@ -50,9 +52,10 @@ class Warm:
         self.used = False
         """True once a program has run in it."""
         self.errors.truncate(0)
+        self.group = cgroup.make()
         try:
             self.process = subprocess.Popen(
-                self.command,
+                self.group.words(self.command) if self.group else self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.errors,
@@ -88,8 +91,12 @@ class Warm:
         self.folder.cleanup()
 
     def _end(self) -> None:
-        if self.process is None:
-            return
+        if self.process is not None:
+            self._end_process()
+        if self.group is not None:
+            self.group.close()
+
+    def _end_process(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
             # What it was not told yet is lost with it.
             with contextlib.suppress(BrokenPipeError):
@@ -114,6 +121,8 @@ class Warm:
                 self._end()
                 self._start()
             self.used = True
+            if self.group is not None:
+                self.group.limit(message["limits"])
         data = memoryview((json.dumps(message) + "\n").encode())
         pipes = [cast(IO[bytes], pipe).fileno() for pipe in (self.process.stdin, self.process.stdout)]
         until = time.monotonic() + SAY_SECONDS

@@ -91,6 +91,7 @@ FILES = [
 PROCESSES = [
     tries("signals the caller", "import os; os.kill({pid}, 0)"),
     tries("signals its parent", "import os; assert os.getppid() > 1; os.kill(os.getppid(), 0)"),
+    tries("kills its parent", "import os; assert os.getppid() > 1; os.kill(os.getppid(), 9)"),
     tries(
         "kills process 1 of its namespace",
         "import os, time; os.kill(1, 9); time.sleep(0.3); os.kill(1, 0); raise OSError('it lives')",

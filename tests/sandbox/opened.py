@@ -35,9 +35,10 @@ def below(pid: int) -> set[int]:
     return found
 
 
-def settled(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
+def settled(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Whether something holds in the end: the kernel takes a moment to end processes."""
     until = time.monotonic() + seconds
-    while not holds() and time.monotonic() < until:
+    # It may hold at one moment and not at the next, as when a sandbox starts what the next program becomes.
+    while not (held := holds()) and time.monotonic() < until:
         time.sleep(0.05)
-    return holds()
+    return held

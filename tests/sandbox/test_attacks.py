@@ -1,99 +1,98 @@
 """Hostile programs in the sandbox: nothing is reached, every limit holds, and nothing is left behind."""
 
+import dataclasses
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.base import Limits, Program
-from spmdrl.sandbox.open import AUTO, open_sandbox
+from spmdrl.sandbox.base import Limits
+from spmdrl.sandbox.open import open_sandbox
 from spmdrl.sandbox.session import Session
-from tests.sandbox.attacks import ATTACKS, ENDS, PLAIN, UNPROMISED
+from tests.sandbox.attacks import ATTACKS, BOMBS, FILES, NETWORK, PLAIN, PROCESSES, UNPROMISED
+from tests.sandbox.hostile import Traces, caller_in, idle_of, kept_in, start, wrong_after, wrong_end
 from tests.sandbox.opened import EACH, below, open_or_skip, settled
 
 LIMITS = Limits(seconds=1.5, cpu_seconds=5, memory_mib=128, tmp_mib=16, output_kib=64)
-
-
-def rows(promised: bool):
-    """The attacks on each sandbox that it promises to keep in, or the others."""
-    found = [(p, a) for p in AUTO for a in ATTACKS if (a.name not in UNPROMISED[p]) == promised]
-    ids = [f"{p}-{a.name}" for p, a in found]
-    return pytest.mark.parametrize(("provider", "attack"), found, ids=ids, indirect=["provider"])
+OF_THE_TABLE = {"files": FILES, "processes": PROCESSES, "network": NETWORK, "bombs": BOMBS}
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
     """What the caller has and programs are after."""
-    folder = tmp_path_factory.mktemp("caller")
-    secret = folder / "secret"
-    secret.write_text("secret")
-    unix, abstract = str(folder / "socket"), f"spmdrl-{os.getpid()}"
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.socket(socket.AF_UNIX) as by_path,
-        socket.socket(socket.AF_UNIX) as by_name,
-    ):
-        by_path.bind(unix)
-        by_name.bind("\0" + abstract)
-        for each in (server, by_path, by_name):
-            each.listen(64)
-        words = {"file": str(secret), "folder": str(folder), "port": server.getsockname()[1], "pid": os.getpid()}
-        yield words | {"unix": unix, "abstract": abstract}
+    with caller_in(tmp_path_factory.mktemp("caller")) as words:
+        yield words
 
 
-@pytest.fixture(scope="module")
-def provider(request):
-    return request.param
+@EACH
+@pytest.mark.parametrize("of", OF_THE_TABLE)
+def test_attacks_are_kept_in(of, provider, caller):
+    promised = [attack for attack in OF_THE_TABLE[of] if attack.name not in UNPROMISED[provider]]
+    folder = Path(caller["folder"])
+    before = Traces.of(folder)
+    assert kept_in(promised, provider, caller) == []
+    assert before.differences(Traces.of(folder)) == []
 
 
-@pytest.fixture(scope="module")
-def warm(provider):
-    """A sandbox that all attacks share, one after another."""
-    opened = open_or_skip(provider)
-    # A supervisor starts the process of the next program after the probe.
-    assert settled(lambda: len(below(opened.process.pid)) > 0)
-    yield opened
-    opened.close()
-
-
-FOLDER = {"bubblewrap": "/tmp", "sandlock": "."}
-"""Where programs may write. Below sandlock /tmp is that of the machine, and a program sees nothing of it."""
-
-
-@rows(promised=True)
-def test_an_attack_is_kept_in(attack, provider, warm, caller):
-    before = len(below(warm.process.pid))
-    ended = warm.run(Program(attack.source.format(**caller, tmp=FOLDER[provider])), LIMITS)
-    assert "BREACH" not in ended.stdout, ended
-    assert ended.verdict != "failure", ended
-    ends = ENDS[provider].get(attack.name, attack.ends)
-    if ends == "kept":
-        assert ended.verdict == "ok" and "kept" in ended.stdout, ended
-    elif ends != "ended":
-        assert ended.verdict == ends, ended
-    assert ended.seconds < LIMITS.seconds + 1.0
-    # The next program is as well off as the first, and nothing of this one is left.
-    again = warm.run(Program(f"import os; print(os.listdir('{FOLDER[provider]}'), os.getcwd())"), LIMITS)
-    assert again.stdout.startswith("[] /tmp"), again
-    assert settled(lambda: len(below(warm.process.pid)) == before)
-
-
-@rows(promised=False)
-def test_what_a_sandbox_does_not_promise_does_succeed(attack, provider, warm, caller):
+@EACH
+def test_what_a_sandbox_does_not_promise_does_succeed(provider, caller):
     """The table of what is not promised names nothing that is kept in."""
-    ended = warm.run(Program(attack.source.format(**caller, tmp=FOLDER[provider])), LIMITS)
-    assert "BREACH" in ended.stdout, ended
+    warm = open_or_skip(provider)
+    try:
+        for attack in (each for each in ATTACKS if each.name in UNPROMISED[provider]):
+            ended = start(attack, provider, warm, caller)
+            assert "BREACH" in ended.stdout and wrong_end(attack, provider, ended), ended
+    finally:
+        warm.close()
 
 
-@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.name in PLAIN], ids=lambda attack: attack.name)
-def test_an_attack_succeeds_without_a_sandbox(attack, caller):
+def test_attacks_that_do_no_harm_succeed_without_a_sandbox(caller):
+    """And the check that finds nothing in a sandbox finds each of them."""
     plain = open_sandbox("none")
     try:
-        ended = plain.run(Program(attack.source.format(**caller, tmp=".")), LIMITS)
+        for attack in (each for each in ATTACKS if each.name in PLAIN):
+            ended = start(attack, "none", plain, caller)
+            assert "BREACH" in ended.stdout and "BREACH" in wrong_end(attack, "bubblewrap", ended), ended
     finally:
         plain.close()
-    assert "BREACH" in ended.stdout, ended
+
+
+@EACH
+def test_the_check_of_attacks_sees_what_is_wrong(provider, caller):
+    """An end that the table does not name, and a process that is left."""
+    loops, quits = (next(a for a in ATTACKS if a.name == name) for name in ("loops", "reads /etc/passwd"))
+    warm = open_or_skip(provider)
+    try:
+        idle = idle_of(warm)
+        for attack, ends in ((loops, "memory"), (quits, "timeout"), (dataclasses.replace(quits, source="1"), "kept")):
+            wrong = dataclasses.replace(attack, ends=ends, name="")
+            assert "it did not end" in wrong_end(wrong, provider, start(attack, provider, warm, caller))
+        assert wrong_after(provider, warm, idle) == ""
+        assert "where there were" in wrong_after(provider, warm, idle + 1, patience=0.5)
+    finally:
+        warm.close()
+
+
+def test_the_check_of_traces_sees_each(tmp_path):
+    folder, kept = tmp_path / "folder", tmp_path / "folder" / "kept"
+    folder.mkdir()
+    kept.write_text("kept")
+    before = Traces.of(folder)
+    assert before.differences(Traces.of(folder)) == []
+    with subprocess.Popen(["sleep", "100"]) as child:
+        (line,) = before.differences(Traces.of(folder))
+        assert line == f"processes are not as before: [{child.pid}]"
+        child.kill()
+    with open("/dev/null") as file:
+        assert before.differences(Traces.of(folder)) == [f"open_files are not as before: ['{file.fileno()}']"]
+    for change in (lambda: kept.chmod(0o600), lambda: os.utime(kept, (1, 1)), lambda: (folder / "new").touch()):
+        change()
+        after = Traces.of(folder)
+        (line,) = before.differences(after)
+        assert line.startswith("files are not as before") and str(folder) in line
+        before = after
 
 
 LISTENS = """

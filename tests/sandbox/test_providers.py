@@ -1,5 +1,6 @@
 """The choice of a sandbox: what `auto` falls back to, what a name refuses, and how zygotes start elsewhere."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox import bubblewrap, containers, sandlock
+from spmdrl.sandbox import bubblewrap, containers, places, sandlock
 from spmdrl.sandbox.base import Limits, Program, SandboxError, Start
 from spmdrl.sandbox.open import AUTO, PROVIDERS, open_sandbox, plain
 from spmdrl.sandbox.session import Session
@@ -46,6 +47,33 @@ def test_a_sandbox_says_which_it_is(provider):
     opened = open_or_skip(provider)
     assert opened.name.startswith(provider) and any(c.isdigit() for c in opened.name)
     assert says(opened) == "42\n"
+
+
+@pytest.mark.parametrize("provider", AUTO)
+def test_programs_find_what_python_gives_them_without_a_sandbox(provider):
+    """The first program too, which starts before modules are imported ahead of it."""
+    words = [places.python(), *places.FLAGS, "-c", "import sys; print(sys.path)"]
+    outside = subprocess.run(words, env=places.ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+    programs = {
+        "import sys; print(sys.path)": lambda said: ast.literal_eval(said)[2:] == ast.literal_eval(outside),
+        "print(type(exit), type(help), type(license)); exit(0)": lambda said: said.count("_sitebuiltins.") == 3,
+        "import random, statistics, typing; print(3)": lambda said: said == "3\n",
+    }
+    for source, holds in programs.items():
+        opened = open_or_skip(provider)
+        fresh = Warm(opened.command, once=False)
+        try:
+            for warm in (fresh, opened):
+                ended = warm.run(Program(source), Limits())
+                assert ended.verdict == "ok" and holds(ended.stdout), ended
+                wrong = warm.run(Program("def f(): return 1 / 0\nf()"), Limits())
+                assert wrong.stderr.splitlines() == [
+                    *("Traceback (most recent call last):", '  File "program.py", line 2, in <module>'),
+                    *('  File "program.py", line 1, in f', "ZeroDivisionError: division by zero"),
+                ]
+        finally:
+            opened.close()
+            fresh.close()
 
 
 def test_open_files_of_a_sandbox_stay_few():

@@ -1,5 +1,6 @@
 """Programs and sessions in the sandbox: how they end, what they print, and the values that travel."""
 
+import pickle
 from collections import Counter, namedtuple
 
 import pytest
@@ -34,6 +35,9 @@ def warm(request):
         (Program("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), "error", 0, ""),
         (Program("1 / 0"), "error", 1, ""),
         (Program("def f(:"), "error", 1, ""),
+        (Program("class E(Exception):\n  def with_traceback(self, t): raise self\nraise E"), "error", 1, ""),
+        (Program("class E(SystemExit): code = property(lambda self: 1 / 0)\nraise E"), "error", 1, ""),
+        (Program("import sys\nsys.stderr = sys.excepthook = None\n1 / 0"), "error", 1, ""),
     ],
 )
 def test_a_program_ends(warm, program, verdict, code, stdout):
@@ -71,6 +75,27 @@ def test_a_program_can_forge_its_own_answers_alone(warm):
     assert all(a.verdict == "error" or a.value in (7, None) for a in answers)
     session.close()
     assert warm.run(Program("print(1)"), LIMITS).stdout == "1\n"
+
+
+class Bomb:
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return open, (self.place, "w")
+
+
+def test_a_pickle_in_an_answer_stays_bytes(warm, tmp_path):
+    place = tmp_path / "made"
+    bomb = pickle.dumps(Bomb(str(place)))
+    session = Session(warm, LIMITS)
+    session.load(f"def f(x): return [{bomb!r}, x]", 2.0)
+    assert session.call("f", [bomb], {}, 2.0).value == [bomb, bomb] and not place.exists()
+    session.close()
+    with pytest.raises(NotPlainError, match="no value"):
+        decode({"py/reduce": [{"py/function": "os.system"}, {"t": ["true"]}]})
+    pickle.loads(bomb).close()
+    assert place.exists(), "the bomb itself works"
 
 
 def test_a_sandbox_that_does_not_start_says_why():

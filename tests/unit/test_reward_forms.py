@@ -96,11 +96,13 @@ def test_verls_function_gets_reward_kwargs(file, start):
     assert [r.score for r in graded(start(f"{file}:verl_batch", kwargs='{"bonus": 1}'), "yes", "no")] == [2.0, 1.0]
 
 
-def test_trls_functions_get_lists_and_columns(file, start):
+def test_trls_functions_get_lists_and_columns(file, start, caplog):
     grader = start(f"{file}:trl")
     assert [r.score for r in graded(grader, "yes", "no", level="easy")] == [2.0, 1.0]
+    assert not caplog.records
     nothing = graded(grader, "yes", level="hard")[0]
-    assert not nothing.applies and nothing.score == 0.0
+    assert math.isnan(nothing.score) and "does not apply" in nothing.ungraded and grader.ungraded == 1
+    assert f"reward function {file}:trl could not grade prompt 0, which is left out: the function" in caplog.text
     # A column of the row is not overwritten by the truth.
     with pytest.raises(RewardError, match="AssertionError"):
         graded(grader, "yes", level="easy", answer="other")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from spmdrl.config import judge, rewards
 from spmdrl.config.schema import RewardConfig, SandboxConfig
-from spmdrl.rewards import route
-from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward
+from spmdrl.rewards import pool, route
+from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward, left_out
 from spmdrl.rewards.load import check_cost, load_reward
 from spmdrl.rewards.math import last_boxed
 from spmdrl.rewards.pool import PREFETCH, Pool
@@ -57,6 +58,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": 1, "same": (data_source, ground_truth, extra_info) == ("src", [1, "ü"], {"k": {"n": None}})}
     if solution_str == "env":
         return float(not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(os.environ))
+    if solution_str == "escapes":
+        raise ValueError("\\x1b[2Jgone\\nand a second line")
     if solution_str == "torch":
         return float("torch" in sys.modules)
     return float(len(solution_str)) + OFFSET
@@ -189,6 +192,15 @@ def test_quick_rewards_name_the_prompt_of_an_unreadable_truth(started):
 def test_what_is_no_reward_is_refused(value, error):
     with pytest.raises((TypeError, ValueError), match=error):
         as_reward(value)
+
+
+def test_words_of_a_program_steer_no_terminal(caplog):
+    """The reason that a sample is left out for may be what a program has written."""
+    reward = left_out("code", (3, 1), "it said \x1b]0;title\x07\x1b[2J\u202e\nand more", 1)
+    assert math.isnan(reward.score) and "and more" in reward.ungraded
+    assert caplog.messages == [
+        "reward function code could not grade prompt 3, sample 1, which is left out: it said  ]0;title  [2J  and more"
+    ]
 
 
 # -- math and reasoning-gym -------------------------------------------------------------------------------------------
@@ -425,6 +437,7 @@ def test_user_file_has_verls_signature(user_file, started, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("solution", "says"),
     [
+        ("escapes", r"failed on prompt 41, sample 2: ValueError:  \[2Jgone and a second line. Mend it"),
         ("raise", r"mine.py failed on prompt 41, sample 2: KeyError: 'the row has no such thing'(?s:.*)mine.py"),
         ("nan", "failed on prompt 41, sample 2: ValueError: it returned the score nan"),
         ("none", "failed on prompt 41, sample 2: TypeError: it returned NoneType"),
@@ -441,6 +454,64 @@ def test_what_a_function_does_wrong_is_one_clear_error(user_file, started, solut
     with pytest.raises(RewardError, match=says) as caught:
         grader.drain()
     assert "--reward.function" in str(caught.value)
+
+
+TENSORS = """
+import torch
+MADE = {
+    "scalar": torch.tensor(0.25), "one": torch.tensor([[0.5]]), "integer": torch.tensor(3), "truth": torch.tensor(True),
+    "half": torch.tensor(0.75, dtype=torch.bfloat16), "graph": torch.tensor(2.0, requires_grad=True),
+    "two": torch.tensor([1.0, 2.0]), "empty": torch.tensor([]), "nan": torch.tensor(float("nan")),
+    "complex": torch.tensor(1j), "text": "0.5", "list": [0.5], "set": {0.5},
+}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return MADE[solution_str]
+
+def parts(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": MADE[solution_str], "part": MADE[solution_str], "many": MADE["two"]}
+
+def trl(completions, **_):
+    return [MADE[each] for each in completions]
+
+def batch(completions, **_):
+    return torch.stack([MADE[each] for each in completions])
+"""
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tensors") / "mine.py"
+    path.write_text(TENSORS)
+    return path
+
+
+def test_a_tensor_of_one_number_is_that_number(tensors, started):
+    """The file imports torch, as files of users do."""
+    scores = {"scalar": 0.25, "one": 0.5, "integer": 3.0, "truth": 1.0, "half": 0.75, "graph": 2.0}
+    items = [item(name) for name in scores]
+    assert grade(started(function=str(tensors), workers=1), *items) == [Reward(score) for score in scores.values()]
+    dicts = grade(started(function=f"{tensors}:parts", workers=1), *items)
+    assert dicts == [Reward(score, {"part": score}) for score in scores.values()]
+    assert grade(started(function=f"{tensors}:trl", workers=1), *items) == [Reward(x) for x in scores.values()]
+    assert grade(started(function=f"{tensors}:batch", workers=1), item("scalar")) == [Reward(0.25)]
+
+
+@pytest.mark.parametrize(
+    ("solution", "says"),
+    [
+        ("two", r"returned Tensor of shape \(2,\) where a number"),
+        ("empty", r"returned Tensor of shape \(0,\) where a number"),
+        ("nan", "returned the score nan, which is not finite"),
+        ("complex", "returned Tensor of shape .* where a number"),
+        ("text", "returned str where a number"),
+        ("list", "returned list where a number"),
+        ("set", "returned set where a number"),
+    ],
+)
+def test_another_tensor_or_type_is_named(tensors, started, solution, says):
+    with pytest.raises(RewardError, match=f"failed on prompt 0: .*{says}"):
+        grade(started(function=str(tensors), workers=1), item(solution))
 
 
 def test_a_hang_is_killed_in_time_and_named(user_file, started):
@@ -546,11 +617,14 @@ def test_what_cannot_travel_is_refused(user_file, started):
         ("import nosuchmodule\n", "", "ModuleNotFoundError.*nosuchmodule.*bad.py:1"),
         ("import sys\nsys.exit(3)\n", "", "SystemExit.*bad.py:2"),
         ("import os\nos._exit(3)\n", "", "ended with exit code 3 while loading"),
+        ("import time\ntime.sleep(1000)\n", "", "did not load within 2 s"),
         ("compute_score = 5\n", "", "no function 'compute_score'"),
         (USER_FILE.replace("from neighbour", "OFFSET = 1 #"), ":wrong_names", "keywords data_source, solution_str"),
     ],
 )
-def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says):
+def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says, monkeypatch):
+    if "sleep" in text:
+        monkeypatch.setattr(pool, "START_SECONDS", 2.0)
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(ValueError, match=says) as caught:
         load_reward(RewardConfig(function=f"{tmp_path / 'bad.py'}{name}"), SandboxConfig())
@@ -570,6 +644,10 @@ def test_a_file_that_does_not_load_is_said_at_load(tmp_path, text, name, says):
 def test_an_unknown_reward_is_said_at_load(function, says):
     with pytest.raises(ValueError, match=says):
         load_reward(RewardConfig(function=function), SandboxConfig())
+
+
+def test_the_settings_know_the_rewards():
+    assert sorted(rewards.REWARDS) == sorted({*QUICK, *POOLED}) and rewards.JUDGES == judge.SUFFIXES
 
 
 def test_auto_on_timeout_is_zero_for_ours_and_an_error_for_files(user_file, started):

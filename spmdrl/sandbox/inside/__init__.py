@@ -3,6 +3,7 @@
 zygote.py     starts programs, one after another
 alone.py      becomes one program, in a sandbox that holds no other
 processes.py  the processes of one program
+modules.py    what programs import, before they do
 isolate.py    their namespaces, limits and rights
 filter.py     system calls that they may not make
 watch.py      ends a program at its limits

@@ -5,25 +5,11 @@ zygote.py) from stdin, says `STARTED` on stdout, and becomes the program, whose 
 ends without that word and says why on stderr. Standard library only.
 """
 
-# What short programs import, as in zygote.py.
-import bisect  # noqa: F401
-import collections  # noqa: F401
-import copy  # noqa: F401
-import datetime  # noqa: F401
-import decimal  # noqa: F401
-import functools  # noqa: F401
-import heapq  # noqa: F401
-import itertools  # noqa: F401
 import json
-import math  # noqa: F401
 import os
-import random  # noqa: F401
-import re  # noqa: F401
-import string  # noqa: F401
 import sys
-import typing  # noqa: F401
 
-from spmdrl.sandbox.inside import isolate, processes, values  # noqa: F401
+from spmdrl.sandbox.inside import isolate, modules, processes, values  # noqa: F401
 
 STARTED = b"+"
 
@@ -46,6 +32,9 @@ def read(count: int) -> bytes:
 def main() -> None:
     """Wait for a task and become it."""
     isolate.become(int(sys.argv[1]))
+    modules.like_site()
+    while modules.load_one():
+        pass
     # A change of user has undone what the sandbox asked the kernel for.
     isolate.die_with_parent()
     try:

@@ -8,7 +8,6 @@ Standard library only: it runs inside the sandbox.
 import ctypes
 import errno
 import os
-import socket
 import struct
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -16,9 +15,10 @@ _NEW_NAMESPACES = 0x7E020000 | 0x80
 """CLONE_NEWUSER, NEWPID, NEWNS, NEWNET, NEWIPC, NEWUTS, NEWCGROUP, and NEWTIME."""
 _X32 = 0x40000000
 """Bit of the numbers of x32, a second table of system calls on x86_64."""
-FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-"""Families of sockets that stay: they end in the sandbox's own network. AF_VSOCK would reach the host of a VM. Where
-there is no such network AF_UNIX alone stays: Landlock sees TCP's connect and bind, and neither MPTCP nor listen."""
+FAMILIES = (1, 2, 10)
+"""Families of sockets that stay, UNIX and both of IP: they end in the sandbox's own network. AF_VSOCK would reach the
+host of a VM. Where there is no such network UNIX alone stays: Landlock sees TCP's connect and bind, and neither MPTCP
+nor listen."""
 
 NUMBERS: dict[str, tuple[int, int]] = {
     # name: (x86_64, aarch64)
@@ -163,7 +163,7 @@ def program(machine: str, shared: bool = False) -> bytes:
         _line(_LOAD, _FIRST_ARGUMENT),
     ]
     for i, family in enumerate(families):
-        lines.append(_line(_JUMP_EQUAL, int(family), len(families) - i, 0))
+        lines.append(_line(_JUMP_EQUAL, family, len(families) - i, 0))
     lines += [deny, _line(_RETURN, _ALLOW)]
     return b"".join(lines)
 

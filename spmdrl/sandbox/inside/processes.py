@@ -10,11 +10,12 @@ import json
 import os
 import sys
 import threading
-import traceback
 import types
 
 from spmdrl.sandbox.inside import isolate
 
+_SHOW = sys.excepthook
+"""The interpreter's own: a program may run out of memory, and change modules."""
 Pipes = tuple[int, int, int]
 """The ends of a program's standard input, output and error."""
 
@@ -34,7 +35,7 @@ def start(task: dict, apart: bool, tell: int, pipes: Pipes, others: tuple[int, .
             os.close(end)
         (_above if apart else _first)(task, apart, tell, pipes)
     except BaseException:
-        _say(tell, {"failure": traceback.format_exc()})
+        _failed(tell)
     os._exit(0)
 
 
@@ -47,7 +48,7 @@ def _above(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
             isolate.die_with_parent()
             _first(task, apart, tell, pipes)
         except BaseException:
-            _say(tell, {"failure": traceback.format_exc()})
+            _failed(tell)
         os._exit(0)
     _say(tell, {"first": first})
     os.waitpid(first, 0)
@@ -63,10 +64,13 @@ def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
         try:
             _prepare(task, apart, pipes)
         except BaseException:
-            _say(tell, {"failure": traceback.format_exc()})
-            os._exit(0)
+            _failed(tell)
         os.closerange(3, 1024)
-        become(task)
+        try:
+            become(task)
+        finally:
+            # What it raises of its own must not reach the frames above.
+            os._exit(1)
     for end in pipes:
         os.close(end)
     if not apart:
@@ -124,7 +128,7 @@ def become(task: dict) -> None:
             print(ended.code, file=sys.stderr)
     except BaseException as error:
         # The frames above belong to this file.
-        traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        _SHOW(type(error), error.with_traceback(error.__traceback__ and error.__traceback__.tb_next), None)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -132,6 +136,16 @@ def become(task: dict) -> None:
     except BaseException:
         code = code or 120
     os._exit(code & 255)
+
+
+def _failed(tell: int) -> None:
+    """Say what has gone wrong, and end."""
+    try:
+        import traceback
+
+        _say(tell, {"failure": traceback.format_exc()})
+    finally:
+        os._exit(1)
 
 
 def _say(tell: int, message: dict) -> None:

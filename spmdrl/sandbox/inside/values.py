@@ -4,9 +4,15 @@ None, bools, ints, strings and lists are themselves; other types are an object w
 Scalars and arrays of numpy become numbers and lists, iterators lists.
 """
 
+from __future__ import annotations
+
 import base64
 from itertools import islice
-from typing import Any
+
+TYPE_CHECKING = False
+"""As that of `typing`, whose import would take longer than all else here."""
+if TYPE_CHECKING:
+    from typing import Any
 
 MOST = 1_000_000
 """Most items of an iterator."""

@@ -15,28 +15,13 @@ or `failure` where the sandbox itself could not run it. While a session runs, li
 program's stdin, {"close": true} ends it, and its output comes at once as {"output": base64}. Standard library only.
 """
 
-# What short programs import, so that a copy of this process has it already.
-import bisect  # noqa: F401
-import collections  # noqa: F401
-import copy  # noqa: F401
-import datetime  # noqa: F401
-import decimal  # noqa: F401
-import fractions  # noqa: F401
-import functools  # noqa: F401
-import heapq  # noqa: F401
-import itertools  # noqa: F401
-import math  # noqa: F401
+import gc
 import os
-import random  # noqa: F401
-import re  # noqa: F401
-import statistics  # noqa: F401
-import string  # noqa: F401
+import select
 import sys
 import time
-import traceback
-import typing  # noqa: F401
 
-from spmdrl.sandbox.inside import isolate, processes, values  # noqa: F401
+from spmdrl.sandbox.inside import isolate, modules, processes, values  # noqa: F401
 from spmdrl.sandbox.inside.talk import Talk
 from spmdrl.sandbox.inside.watch import Watch
 
@@ -47,6 +32,8 @@ def run(task: dict, apart: bool, talk: Talk) -> dict:
     told, tell = os.pipe()
     inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
     others = told, inputs[1], outputs[0], errors[0]
+    # Its collector looks at objects of its own alone: to look at these would copy their memory.
+    gc.freeze()
     child = processes.start(task, apart, tell, (inputs[0], outputs[1], errors[1]), others)
     for end in (tell, inputs[0], outputs[1], errors[1]):
         os.close(end)
@@ -60,7 +47,11 @@ def main() -> None:
     apart = sys.argv[1] == "apart"
     isolate.become(int(sys.argv[2]))
     talk = Talk()
+    modules.like_site()
     talk.say({"ready": True})
+    # The first program may be the only one, so it is not kept waiting.
+    while not select.select([talk.stdin], [], [], 0)[0] and modules.load_one():
+        pass
     while (task := talk.hear()) is not None:
         if "limits" not in task:
             # Words to a session that has just ended.
@@ -68,8 +59,12 @@ def main() -> None:
         try:
             answer = run(task, apart, talk)
         except Exception:
+            import traceback
+
             answer = {"why": "failure", "detail": traceback.format_exc()}
         talk.say(answer)
+        while modules.load_one():
+            pass
 
 
 if __name__ == "__main__":
