@@ -4,6 +4,8 @@ import dataclasses
 import os
 import socket
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -76,8 +78,14 @@ def test_the_check_of_attacks_sees_what_is_wrong(provider, caller):
 
 
 def test_the_check_of_traces_sees_each(tmp_path):
-    folder, kept = tmp_path / "folder", tmp_path / "folder" / "kept"
+    # In a process of its own: what other tests have started may end meanwhile.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+        alone.submit(sees_each, tmp_path / "folder").result()
+
+
+def sees_each(folder: Path) -> None:
     folder.mkdir()
+    kept = folder / "kept"
     kept.write_text("kept")
     before = Traces.of(folder)
     assert before.differences(Traces.of(folder)) == []
