@@ -173,7 +173,7 @@ def outcome_of(said: Any, limits: Limits) -> Outcome:
         code = result["return_code"]
         if type(code) is not int or (status == "Success") != (code == 0):
             raise ValueError(f"{status} with return code {code}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ServiceError(f"an answer that makes no sense ({type(error).__name__}: {error})", True) from None
     code, number = (0, -code) if code < 0 else (code, 0)
     if ran is None and code == 0 and number == 0:

@@ -8,6 +8,7 @@ the sandbox.
 import atexit
 import json
 import os
+import signal
 import sys
 import threading
 import types
@@ -59,9 +60,12 @@ def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
     if apart:
         isolate.own_proc()
         isolate.hide()
+    # The kernel keeps signals of the namespace from a first process that has no handler for them. Python has one.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     program = os.fork()
     if program == 0:
         try:
+            signal.signal(signal.SIGINT, interrupt)
             _prepare(task, apart, pipes)
         except BaseException:
             _failed(tell)

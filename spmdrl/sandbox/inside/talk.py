@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 
 
 class Talk:
@@ -11,7 +12,9 @@ class Talk:
         # Programs get pipes of their own; what a library prints here must not stand between the lines.
         self.stdin, self.stdout = os.dup(0), os.dup(1)
         os.dup2(2, 1)
-        self.buffer = bytearray()
+        # A caller that does not read must not keep anybody here from looking at limits.
+        os.set_blocking(self.stdout, False)
+        self.buffer, self.unsent = bytearray(), bytearray()
 
     def hear(self) -> dict | None:
         """Return the next line, or None at the end."""
@@ -23,8 +26,17 @@ class Talk:
         line, _, self.buffer = self.buffer.partition(b"\n")
         return json.loads(line)
 
-    def say(self, message: dict) -> None:
-        """Send a line."""
-        data = (json.dumps(message) + "\n").encode()
-        while data:
-            data = data[os.write(self.stdout, data) :]
+    def say(self, message: dict, wait: bool = True) -> None:
+        """Send a line. wait: until it is sent; without, what the caller has no room for is kept in `unsent`."""
+        self.unsent += (json.dumps(message) + "\n").encode()
+        self.send(wait)
+
+    def send(self, wait: bool = False) -> None:
+        """Send what is left of lines. wait: until all of it is sent."""
+        while self.unsent:
+            try:
+                del self.unsent[: os.write(self.stdout, self.unsent)]
+            except BlockingIOError:
+                if not wait:
+                    return
+                select.select([], [self.stdout], [])

@@ -76,5 +76,5 @@ def decode(said: Any) -> Any:
         if letter == "c":
             return complex(*map(float, body))
         return {"t": tuple, "s": set, "z": frozenset}[letter](decode(x) for x in body)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise NotPlainError(f"no value: {str(said)[:80]}") from error

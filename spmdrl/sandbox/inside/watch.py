@@ -15,6 +15,8 @@ from spmdrl.sandbox.inside.talk import Talk
 
 LOOK_SECONDS = 0.02
 """Time between two looks at the memory of a program's processes."""
+UNSENT = 1 << 16
+"""Bytes of a session's output that wait for its caller; a program that prints more has to wait, too."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -62,11 +64,16 @@ class Watch:
         if self.session and b"\n" in self.talk.buffer:
             # It came with the task.
             self._hear()
-        reading = [*self.open, *([self.talk.stdin] if self.session and not self.why else [])]
+        full = len(self.talk.unsent) > UNSENT and not self.why
+        reading = [end for end in self.open if not (full and self.names.get(end) == "stdout")]
+        reading += [self.talk.stdin] if self.session and not self.why else []
         writing = [self.inputs] if self.inputs >= 0 and self.to_send else []
+        writing += [self.talk.stdout] if self.talk.unsent else []
         wait = max(0.0, min(self.ends, self.look) - time.monotonic())
         readable, writable, _ = select.select(reading, writing, [], wait)
-        if writable:
+        if self.talk.stdout in writable:
+            self.talk.send()
+        if self.inputs in writable:
             self._feed()
         for end in readable:
             if end == self.talk.stdin:
@@ -120,7 +127,8 @@ class Watch:
         else:
             self.written += len(data)
             if self.session and self.names[end] == "stdout":
-                self.talk.say({"output": base64.b64encode(data).decode()})
+                if not self.why:
+                    self.talk.say({"output": base64.b64encode(data).decode()}, wait=False)
             else:
                 room = (self.limits["output_kib"] << 10) - len(self.kept[end])
                 self.kept[end] += data[: max(0, room)]

@@ -26,20 +26,44 @@ from spmdrl.sandbox.inside.talk import Talk
 from spmdrl.sandbox.inside.watch import Watch
 
 
+END = 3
+"""Exit code of a copy of this process that finds the end of stdin."""
+
+
 def run(task: dict, apart: bool, talk: Talk) -> dict:
     """Run one program and return how it ended."""
     begin = time.monotonic()
     told, tell = os.pipe()
     inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
     others = told, inputs[1], outputs[0], errors[0]
-    # Its collector looks at objects of its own alone: to look at these would copy their memory.
-    gc.freeze()
     child = processes.start(task, apart, tell, (inputs[0], outputs[1], errors[1]), others)
     for end in (tell, inputs[0], outputs[1], errors[1]):
         os.close(end)
     out = Watch(child, told, inputs[1], outputs[0], errors[0], task, apart, talk).to_the_end()
     out["seconds"] = time.monotonic() - begin
     return out
+
+
+def serve(apart: bool, talk: Talk) -> None:
+    """Hear of one program, run it, and say how it ended; at the end of stdin, do nothing."""
+    while (task := talk.hear()) is not None:
+        if "limits" not in task:
+            # Words to a session that has just ended.
+            continue
+        try:
+            answer = run(task, apart, talk)
+        except Exception:
+            answer = failed()
+        talk.say(answer)
+        return
+    os._exit(END)
+
+
+def failed() -> dict:
+    """Return the answer where the sandbox itself has failed."""
+    import traceback
+
+    return {"why": "failure", "detail": traceback.format_exc()}
 
 
 def main() -> None:
@@ -52,17 +76,21 @@ def main() -> None:
     # The first program may be the only one, so it is not kept waiting.
     while not select.select([talk.stdin], [], [], 0)[0] and modules.load_one():
         pass
-    while (task := talk.hear()) is not None:
-        if "limits" not in task:
-            # Words to a session that has just ended.
-            continue
-        try:
-            answer = run(task, apart, talk)
-        except Exception:
-            import traceback
-
-            answer = {"why": "failure", "detail": traceback.format_exc()}
-        talk.say(answer)
+    while True:
+        select.select([talk.stdin], [], [])
+        # Copies of this process hear of programs and of what they print, one copy of each. A program is a copy of a
+        # copy, and so it finds nothing of those before it in its memory.
+        gc.freeze()
+        watcher = os.fork()
+        if watcher == 0:
+            isolate.die_with_parent()
+            serve(apart, talk)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1])
+        if code == END:
+            return
+        if code:
+            talk.say({"why": "failure", "detail": f"the watcher of a program ended with {code}"})
         while modules.load_one():
             pass
 
