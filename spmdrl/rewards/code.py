@@ -200,6 +200,9 @@ class CodeGrader:
         if found.verdict == "failure":
             raise SandboxError(found.why)
 
+        if fault := next((each for each in found.failures if each and each.startswith("RowError: ")), ""):
+            raise UngradedError(fault.removeprefix("RowError: "))
+
         def result(failure: str | None) -> str:
             if failure is None:
                 return "passed"

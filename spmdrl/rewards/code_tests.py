@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.rewards.base import UngradedError
+from spmdrl.rewards.programs import before_function, defines
 from spmdrl.sandbox.tests import Suite
 
 KEYS = ("inputs", "outputs", "fn_name", "test", "tests", "entry_point", "prompt", "test_list", "test_setup_code")
@@ -79,10 +80,10 @@ def read_tests(truth: object, extra: dict[str, Any]) -> Tests:
     for key in ("test_list", "assert_case", "tests"):
         if key in row:
             tests = _texts(row[key], key)
-            return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code")), start=start)
+            return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code"), start), start=start)
     if "test" in row:
         tests = _texts([row["test"]], "test")
-        return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code")), start=start)
+        return Tests(suite=_suite(tests, row.get("entry_point"), row.get("test_setup_code"), start), start=start)
     raise UngradedError(f"tests have the keys {', '.join(map(str, truth)) or 'none'}: wanted are {FORMS}")
 
 
@@ -135,9 +136,12 @@ def _from_list(rows: list, extra: dict[str, Any]) -> Tests:
     return Tests(tuple(Case(_json_lines(row["input"]), _json_or_text(row["output"])) for row in rows), name)
 
 
-def _suite(tests: tuple[str, ...], entry: object, setup: object) -> Suite:
+def _suite(tests: tuple[str, ...], entry: object, setup: object, start: str = "") -> Suite:
     before = _texts([setup], "test_setup_code")[0] if setup else ""
     name = entry if isinstance(entry, str) else ""
+    if defines(start, name):
+        # Tests call the prompt's helpers, and not what a program calls so.
+        before = f"{_helpers(before_function(start, name))}\n{before}"
     for text in tests:
         if not _runs(text, name):
             raise UngradedError(
@@ -145,6 +149,15 @@ def _suite(tests: tuple[str, ...], entry: object, setup: object) -> Suite:
                 f"function check(candidate) and the name of the candidate (entry_point): {text[:60]!r}"
             )
     return Suite(tests, name, before)
+
+
+def _helpers(text: str) -> str:
+    """Return Python, or nothing where the beginning of a prompt is none."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    return text
 
 
 def _runs(text: str, entry: str) -> bool:

@@ -52,12 +52,16 @@ def completed(prompt: str, name: str, text: str) -> str:
     """
     source, fenced = program_of(text)
     if defines(source, name) and (fenced or source.lstrip().startswith(BEGINNINGS)):
-        above = re.split(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0]
-        return f"{above}\n{source}"
+        return f"{before_function(prompt, name)}\n{source}"
     before, fence, _ = text.partition("```")
     lines = (source if fence and not before.strip() else before).splitlines(keepends=True)
     ends = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
     return prompt + "".join(lines[:ends])
+
+
+def before_function(prompt: str, name: str) -> str:
+    """Return what precedes a function in a prompt that begins it: imports and helpers."""
+    return re.split(rf"^[ \t]*def[ \t]+{re.escape(name)}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def defines(source: str, name: str) -> bool:

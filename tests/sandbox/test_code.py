@@ -22,6 +22,7 @@ from spmdrl.rewards.__main__ import main
 from spmdrl.rewards.base import RewardError, RewardInput, UngradedError
 from spmdrl.rewards.code import RESULTS, CodeGrader, Settings
 from spmdrl.rewards.load import check_ungraded, load_reward
+from spmdrl.sandbox.base import Limits, Program
 from spmdrl.sandbox.open import PROVIDERS
 from tests.sandbox.opened import open_or_skip, settled
 from tests.sandbox.test_tests import HUMANEVAL
@@ -32,6 +33,48 @@ CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4], [5, 5], [0, 0]], "outputs"
 UNIT = {"test_list": [f"assert add({a}, {b}) == {a + b}" for a, b in ((1, 2), (3, 4), (5, 5), (0, 0))]}
 COMPLETED = {"prompt": "def add(a, b):\n", "entry_point": "add"}
 READ = "a, b = map(int, input().split())\n"
+
+
+HUGE = """
+import os
+def f(x):
+    for end in range(3, 64):
+        try: os.write(end, b'{"value": {"f": 1' + b'0' * 400 + b'}}\\n')
+        except OSError: pass
+    os._exit(0)
+"""
+INTERRUPT = """
+import os, signal
+for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    try: os.kill(1, number)
+    except OSError: pass
+"""
+POLY = {
+    "prompt": "def poly(xs, x):\n    return sum(c * x**i for i, c in enumerate(xs))\n\ndef zero(xs):\n",
+    "entry_point": "zero",
+    "test": "def check(candidate):\n    for xs in ([1, 2], [-4, 2]): assert abs(poly(xs, candidate(xs))) < 1e-4",
+}
+SAYS = "print(*['output'] * 40, input())"
+LOOKS = """
+import ctypes, gc, os, sys
+libc = ctypes.CDLL(None)
+reads, writes = os.pipe()
+frame = sys._getframe()
+while frame:
+    assert 'answer' not in frame.f_locals, 'an answer'
+    frame = frame.f_back
+libc.sbrk.restype = ctypes.c_void_p
+top, looked, found = libc.sbrk(0) >> 20, 0, 0
+for place in sorted({id(each) >> 20 for each in gc.get_objects()} | set(range(top - 8, top + 1))):
+    for page in range(place << 20, place + 1 << 20, 4096):
+        if libc.write(writes, ctypes.c_void_p(page), 1) == 1 and os.read(reads, 1):
+            text = ctypes.string_at(page, 4096)
+            looked += 1
+            # What was printed, as it travels; here it stands in numbers.
+            at = text.find(bytes([98, 51, 86, 48, 99, 72, 86, 48]) + bytes([73, 71, 57, 49]))
+            found += text[at + 12 : at + 16] == bytes([100, 72, 66, 49]) if at >= 0 else 0
+print('looked', looked > 500, found)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +152,12 @@ def test_a_right_program_may_have_much_to_say(grader):
         ("def f(x): raise StopIteration", {"test_list": ["assert all(map(lambda x: f(x) == x, [1, 2]))"]}, "error"),
         ("def f(x): return 10 ** 5000", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, "error"),
         ("def f(x): return 10 ** 5000", {"test_list": ["assert f(1) == 1"]}, "error"),
+        # A number too large for a float, on whatever pipe there is.
+        (HUGE, {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, "error"),
+        (HUGE, {"test_list": ["assert f(1) == 1"]}, "error"),
+        # Signals to process 1 of its namespace, which must not count as a sandbox that failed.
+        (INTERRUPT + "def f(x): return x + 1", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, "wrong"),
+        (INTERRUPT + "print(2)", {"inputs": ["1"], "outputs": ["1"]}, "wrong"),
     ],
 )
 def test_what_breaks_the_talk_is_the_programs_own_fault(grader, program, tests, result):
@@ -168,6 +217,39 @@ def test_a_trick_gets_nothing(grader, trick):
     assert (
         grade(grader, TRICKS[trick] + "\nprint(__name__)", {"inputs": ["2", "3"], "outputs": ["4", "6"]}).score == 0.0
     )
+
+
+def test_a_program_finds_nothing_of_the_one_before_in_its_memory(grader):
+    right = {"inputs": ["1"], "outputs": ["output " * 40 + "1"]}
+    assert grade(grader, SAYS, right).score == 1.0
+    ended = grader.sandboxes[0].run(Program(LOOKS), Limits(seconds=10.0))
+    assert ended.stdout == "looked True 0\n", ended
+
+
+def test_tests_call_the_helpers_of_the_prompt_and_not_those_of_the_program(grader):
+    right = "def zero(xs):\n    return -xs[0] / xs[1]"
+    assert grade(grader, right, POLY).score == 1.0
+    assert grade(grader, f"def poly(*any): return 0.0\n{right}", POLY).score == 1.0
+    assert grade(grader, "def poly(*any): return 0.0\ndef zero(xs):\n    return 0.0", POLY).score == 0.0
+
+
+@pytest.mark.parametrize(
+    ("test", "why"),
+    [
+        ("assert f(lambda x: x + 1, 2) == 3", "a test passes a value of type function"),
+        ("assert math.fabs(f(1, 2)) == 3", "a test cannot run .NameError: name 'math'"),
+        ("import no_such_module\nassert f(1, 2) == 3", "a test cannot run .ModuleNotFoundError"),
+    ],
+    ids=["function", "import", "module"],
+)
+def test_a_test_that_is_at_fault_leaves_the_sample_out(grader, test, why):
+    with pytest.raises(UngradedError, match=why):
+        grade(grader, "def f(*any): return 3", {"test_list": [test]})
+
+
+def test_a_program_cannot_say_that_a_test_is_at_fault(grader):
+    for raised in ("ImportError", "NameError('math')", "type('RowError', (Exception,), {})('x')"):
+        assert grade(grader, f"def f(*any): raise {raised}", {"test_list": ["assert f(1) == 3"]}).score == 0.0
 
 
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason="HumanEval lies beside the checkout")

@@ -279,14 +279,16 @@ def test_a_program_of_an_engine_gets_a_zygote_of_its_own_and_may_end_it():
     assert containers.docker_words("docker", "x")[-2:] == plain().words[-2:] == ["plain", "0"]
     opened = Warm(plain().words, once=True)
     try:
-        source = "import os; print(int(open('/proc/%d/stat' % os.getppid()).read().split()[3]))"
+        up = "import os\ndef up(pid): return int(open(f'/proc/{pid}/stat').read().split()[3])\n"
+        source = up + "print(up(up(os.getppid())))"
         zygotes = [opened.process.pid]
         for _ in range(2):
             assert opened.run(Program(source), Limits()).stdout == f"{opened.process.pid}\n"
             zygotes.append(opened.process.pid)
         assert zygotes[0] == zygotes[1] != zygotes[2]
-        kill = "import os; up = int(open('/proc/%d/stat' % os.getppid()).read().split()[3]); os.kill(up, 9)"
-        ended = opened.run(Program(kill), Limits())
+        ended = opened.run(Program(up + "os.kill(up(os.getppid()), 9)"), Limits())
+        assert ended.verdict == "error", "it ends its watcher"
+        ended = opened.run(Program(up + "os.kill(up(up(os.getppid())), 9)"), Limits())
         assert ended.verdict == "error" and "exit code -9" in ended.why
         session = Session(opened, Limits())
         assert session.run("1 + 1", 5.0).printed == "2\n" and session.close().verdict == "ok"

@@ -1,8 +1,10 @@
 """Programs and sessions in the sandbox: how they end, what they print, and the values that travel."""
 
 import pickle
+import time
 from collections import Counter, namedtuple
 
+import psutil
 import pytest
 
 from spmdrl.sandbox.base import Limits, Program, SandboxError
@@ -10,7 +12,7 @@ from spmdrl.sandbox.inside.values import NotPlainError, decode, encode
 from spmdrl.sandbox.open import AUTO
 from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.warm import Warm
-from tests.sandbox.opened import open_or_skip
+from tests.sandbox.opened import below, open_or_skip
 
 LIMITS = Limits(seconds=5.0)
 
@@ -129,3 +131,38 @@ def test_values_that_are_no_plain_data_are_refused():
     for said in ({"x": 1}, {"s": [1], "t": []}, {"f": "text"}, {"d": [1]}, {"s": [{"d": []}]}, 1.5):
         with pytest.raises(NotPlainError, match="no value"):
             decode(said)
+
+
+def test_a_caller_that_does_not_read_keeps_no_limit_from_being_looked_at(warm):
+    """While nobody reads, a child of the session fills the pipe to the caller, and then memory."""
+    flood = """
+import os, time
+if os.fork() == 0:
+    time.sleep(0.3)
+    for end in range(3, 64):
+        try:
+            os.set_blocking(end, False)
+            for _ in range(8):
+                os.write(end, b"x" * 60000)
+                time.sleep(0.05)
+        except OSError:
+            pass
+    held = []
+    while True:
+        held.append(b"y" * (1 << 24))
+        if len(held) > 64: time.sleep(100)
+"""
+    session = Session(warm, Limits(seconds=20.0, cpu_seconds=20, memory_mib=128))
+    session.run(flood, 2.0)
+    began = time.monotonic()
+    most = 0
+    while time.monotonic() - began < 4.0:
+        most = max(most, sum(psutil.Process(pid).memory_info().rss for pid in below(warm.process.pid) if exists(pid)))
+        time.sleep(0.05)
+    assert most < 600 << 20, most
+    assert session.close().verdict == "memory"
+    assert warm.run(Program("print(1)"), LIMITS).stdout == "1\n"
+
+
+def exists(pid: int) -> bool:
+    return psutil.pid_exists(pid)

@@ -16,7 +16,11 @@ import os
 import sys
 from typing import Any
 
-from spmdrl.sandbox.inside.values import decode, encode
+from spmdrl.sandbox.inside.values import NotPlainError, decode, encode
+
+
+class RowError(Exception):
+    """A test is at fault, and not the program. No program can raise it here."""
 
 
 class Candidate:
@@ -26,10 +30,16 @@ class Candidate:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, and raise what it raises."""
-        _say(
-            {"call": self.name, "args": [encode(x) for x in args], "kwargs": {k: encode(v) for k, v in kwargs.items()}}
-        )
+        """Call it, and raise what it raises.
+
+        Raises:
+            RowError: an argument is no plain data.
+        """
+        try:
+            given, named = [encode(x) for x in args], {k: encode(v) for k, v in kwargs.items()}
+        except NotPlainError as error:
+            raise RowError(f"a test passes {error}") from None
+        _say({"call": self.name, "args": given, "kwargs": named})
         said = json.loads(sys.stdin.readline())
         if "error" not in said:
             return decode(said["value"])
@@ -39,7 +49,9 @@ class Candidate:
         silent = (StopIteration, StopAsyncIteration)
         if not (isinstance(known, type) and issubclass(known, Exception)) or issubclass(known, silent):
             known = RuntimeError
-        raise known(text)
+        raised = known(text)
+        raised.of_program = True  # type: ignore[attr-defined]
+        raise raised
 
 
 def free_names(source: str) -> set[str]:
@@ -70,8 +82,18 @@ def failure(source: str, prelude: str, entry: str, names: set[str]) -> str | Non
         if callable(space.get("check")) and entry:
             space["check"](Candidate(entry))
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"[:500]
+        kind, text = type(error).__name__, str(error)
+        if lacks_import(error) and not hasattr(error, "of_program"):
+            kind, text = RowError.__name__, f"a test cannot run ({kind}: {text})"
+        return f"{kind}: {text}"[:500]
     return None
+
+
+def lacks_import(error: BaseException) -> bool:
+    """Tell whether an error is that of a test which imports what is not there, or does not import a module it uses."""
+    return isinstance(error, ImportError) or (
+        isinstance(error, NameError) and getattr(error, "name", None) in sys.stdlib_module_names
+    )
 
 
 def _say(message: dict) -> None:

@@ -25,7 +25,6 @@ from spmdrl.sandbox.inside import isolate, modules, processes, values  # noqa: F
 from spmdrl.sandbox.inside.talk import Talk
 from spmdrl.sandbox.inside.watch import Watch
 
-
 END = 3
 """Exit code of a copy of this process that finds the end of stdin."""
 
@@ -90,7 +89,9 @@ def main() -> None:
         if code == END:
             return
         if code:
-            talk.say({"why": "failure", "detail": f"the watcher of a program ended with {code}"})
+            # Without a process namespace the program may have ended its watcher.
+            why = "failure" if apart else ""
+            talk.say({"code": 1, "why": why, "detail": f"the watcher of a program ended with {code}"})
         while modules.load_one():
             pass
 
