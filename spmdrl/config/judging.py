@@ -42,8 +42,8 @@ def judging_problems(config: Config) -> list[str]:
             "(engine); take merged, or engine: policy"
         )
     engines = [judge.engine for _, judge in found if judge.engine]
-    if POLICY in engines and any(engine != POLICY for engine in engines[: engines.index(POLICY)]):
-        last = next(file for file, judge in found if judge.engine == POLICY)
+    if late := [i for i, engine in enumerate(engines) if engine == POLICY and set(engines[:i]) - {POLICY}]:
+        last = [file for file, judge in found if judge.engine][late[0]]
         problems.append(
             f"--reward.more {last}: {frozen} takes the policy's place in the engine, so name {last} (engine: policy) "
             "before it"

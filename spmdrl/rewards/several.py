@@ -88,6 +88,9 @@ class Several:
         for term in self.terms:
             if term.grader.on_engine:
                 done += self._hear(term, term.grader.drain(others))
+                if term.grader.pending:
+                    # The rollout was abandoned, by all ranks of the engine: none waits for anything else.
+                    return done
         # All in turn: to wait for one of them would keep the others from their work.
         while self._open and not (stop and stop()):
             time.sleep(TURN)

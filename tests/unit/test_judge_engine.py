@@ -10,7 +10,7 @@ import pytest
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.judge import JudgeConfig
-from spmdrl.config.judging import frozen_judges, judged_tokens
+from spmdrl.config.judging import frozen_judges, judged_tokens, judging_problems
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import file_digests
 from spmdrl.config.schema import RewardConfig, SandboxConfig
@@ -170,6 +170,35 @@ def test_other_rewards_go_on_while_the_engine_judges():
     both.submit(1, item("x"))
     late.poll = lambda: []
     assert both.drain(lambda: True) == [] and both.pending == 1 and judge.pending == 0
+
+
+def test_other_rewards_are_not_waited_for_once_the_engines_ranks_have_left():
+    """The others of its ranks do not wait: the next thing that all do together comes at once."""
+    judge, _ = grader(lambda ask: None)
+    both = Several([Term("late", Late(x=Reward(1.0)), 1.0), Term("judge", judge, 0.5)])
+    both.submit(0, item("x"))
+    asked = []
+    assert both.drain(lambda: bool(asked.append(1))) == [] and both.pending == 1 and asked == []
+
+
+@pytest.mark.parametrize(
+    ("engines", "late"),
+    [
+        (("policy", "other"), ""),
+        (("policy", "policy", "other", "other"), ""),
+        (("other", "policy"), "1.yaml"),
+        (("policy", "other", "policy"), "2.yaml"),
+        (("policy", "other", "third", "policy", "policy"), "3.yaml"),
+    ],
+)
+def test_judges_that_are_the_policy_are_named_before_frozen_ones(tmp_path, engines, late):
+    files = []
+    for i, engine in enumerate(engines):
+        files.append(str(tmp_path / f"{i}.yaml"))
+        Path(files[-1]).write_text(f"engine: {engine}\n")
+    flags = ["--reward.function", files[0], "--reward.more", *files[1:]]
+    problems = judging_problems(from_command_line(flags).config)
+    assert [line.split()[1] for line in problems] == ([f"{tmp_path / late}:"] if late else [])
 
 
 # -- the voice --------------------------------------------------------------------------------------------------------
