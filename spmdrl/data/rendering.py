@@ -1,0 +1,132 @@
+"""Renders dialogues by a chat template, in the forms of messages that the template reads.
+
+Templates differ in what they take: content as text or as a list of parts, arguments of tool calls as a dict or as JSON,
+a thought under one of three names. `Renderer` finds out by rendering probes, once.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from spmdrl.data.chat import CHATML
+
+PROBE = "Zq7probe"
+"""Text that no template holds."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which templates look for the thought of an assistant message."""
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class TemplateError(ValueError):
+    """A template cannot render a dialogue, or would lose a part of it; the message says which."""
+
+
+@dataclass
+class Dialogue:
+    """Messages with the variables of the template that render them."""
+
+    messages: list[dict]
+    tools: list | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def upto(self, count: int) -> "Dialogue":
+        """Return the first messages."""
+        return Dialogue(self.messages[:count], self.tools, self.more)
+
+    def then(self, message: dict) -> "Dialogue":
+        """Return the dialogue with one more message."""
+        return Dialogue([*self.messages, message], self.tools, self.more)
+
+
+class Renderer:
+    """Renders dialogues by a tokenizer's chat template, or by another one."""
+
+    def __init__(self, tokenizer: Any, template: str = ""):
+        """template: jinja text instead of the tokenizer's own; without either ChatML is taken.
+
+        Raises:
+            TemplateError: the template cannot render a single message of the user.
+        """
+        self.tokenizer = tokenizer
+        self.template: str = template or getattr(tokenizer, "chat_template", None) or CHATML
+        self.parts, self.json_arguments = False, False
+        if not self._shows([{"role": "user", "content": PROBE}]):
+            self.parts = True
+            if not self._shows([{"role": "user", "content": PROBE}]):
+                raise TemplateError("the chat template does not show the message of a user")
+        call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
+        asked = {"role": "user", "content": "a"}
+        if not self._shows([asked, {"role": "assistant", "content": "", "tool_calls": [call]}]):
+            self.json_arguments = True
+
+    def _shows(self, messages: list[dict]) -> bool:
+        try:
+            return PROBE in self(Dialogue(messages))
+        except TemplateError:
+            return False
+
+    @cached_property
+    def marked(self) -> bool:
+        """True if the template marks what an assistant generates (`{% generation %}`)."""
+        return bool(MARKS.search(self.template))
+
+    @cached_property
+    def controls(self) -> re.Pattern[str]:
+        """Finds the control tokens in a text: the tokens that were added to the vocabulary."""
+        words = sorted(map(str, self.tokenizer.get_added_vocab()), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, words)) or r"(?!)")
+
+    def __call__(self, dialogue: Dialogue, ask: bool = False) -> str:
+        """Return the text of a dialogue.
+
+        ask: end with the generation prompt.
+
+        Raises:
+            TemplateError: the template refuses the dialogue.
+        """
+        return self._render(dialogue, add_generation_prompt=ask)[0]
+
+    def marks(self, dialogue: Dialogue) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the places of the characters that the template marks as generated."""
+        text, places = self._render(dialogue, return_assistant_tokens_mask=True)
+        return text, [(start, end) for start, end in places if end > start]
+
+    def _render(self, dialogue: Dialogue, **asked: bool) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, marks = render_jinja_template(
+                [[self.shaped(m) for m in dialogue.messages]],
+                tools=dialogue.tools or None,
+                chat_template=self.template,
+                **(self.tokenizer.special_tokens_map | dialogue.more | asked),
+            )
+        except Exception as e:  # jinja raises its own errors, and templates raise any
+            raise TemplateError(f"the chat template refuses it ({type(e).__name__}: {' '.join(str(e).split())})") from e
+        return texts[0], (marks[0] if marks else [])
+
+    def shaped(self, message: dict) -> dict:
+        """Return a message in the form that the template reads."""
+        out = {k: v for k, v in message.items() if v is not None}
+        content = out.get("content", "")
+        out["content"] = [{"type": "text", "text": content}] if self.parts and isinstance(content, str) else content
+        thought = next((out[k] for k in THOUGHTS if out.get(k)), None)
+        if thought:
+            out |= dict.fromkeys(THOUGHTS, thought)
+        if calls := out.get("tool_calls"):
+            out["tool_calls"] = [self._call(call) for call in calls]
+        return out
+
+    def _call(self, call: dict) -> dict:
+        function = dict(call.get("function") or {k: v for k, v in call.items() if k in ("name", "arguments")})
+        arguments = function.get("arguments")
+        if self.json_arguments and not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        elif not self.json_arguments and isinstance(arguments, str):
+            try:
+                function["arguments"] = json.loads(arguments)
+            except ValueError as e:
+                raise TemplateError(f"the arguments of a tool call are not JSON: {arguments[:80]!r}") from e
+        return {"type": "function", **call, "function": function}

@@ -1,0 +1,177 @@
+"""Finds the text that an assistant generates in a rendered dialogue, and proves it for each turn.
+
+Every turn is looked at in the place where a model generates it: at the end of the dialogue so far. Let P be the
+rendering of the messages before it with the generation prompt, and E that of the messages up to and with it.
+
+- If E begins with P, the turn is the rest of E.
+- Some generation prompts open what a finished turn lacks, a thought for instance. E then departs from P within that
+  prompt, and the turn begins there. The place must not depend on the text of the turn: two other texts depart there too.
+- Some templates render earlier messages otherwise once the turn is there. The turn then begins in E after the whole
+  generation prompt and the end of the message before it, and is trained after P, which is what a model would see.
+
+A turn ends with the last control token before anything that depends on the next message; in a template that ends no
+turns, with the control token by which the next message begins.
+
+Turns of one dialogue share a sequence only if its text begins with the context and the text of each. A template that
+rewrites earlier turns (Qwen3 drops their thoughts) breaks this, and such a turn has a sequence of its own. So every
+token is trained after exactly those that it would be generated after.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from os.path import commonprefix
+
+from spmdrl.data.rendering import PROBE, THOUGHTS, Dialogue, Renderer, TemplateError
+
+OTHERS = ("Xk" + PROBE, "9w" + PROBE)
+"""Texts that stand for that of a message; they differ in the first character and not in the last."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Text that an assistant generates, as a place in the text of a sequence."""
+
+    message: int
+    """Index of its message."""
+    start: int
+    end: int
+    """Its first character, and the one after its last: after the control token that ends the turn."""
+    stops: bool
+    """It ends with a control token; otherwise nothing teaches the model to stop."""
+    departs: bool
+    """The generation prompt goes on otherwise than the turn begins."""
+
+
+@dataclass
+class Sequence:
+    """One text that is trained on, and the turns in it that are trained."""
+
+    text: str
+    turns: list[Turn]
+
+
+def sequences_of(render: Renderer, dialogue: Dialogue) -> list[Sequence]:
+    """Return the sequences in which every turn of an assistant follows the context in which it is generated.
+
+    There is one where the template keeps what it rendered. Messages after the last turn are left out.
+
+    Raises:
+        TemplateError: the template refuses the dialogue or does not show one of its messages, or a turn cannot be
+            proved; the message tells which, counted from 1.
+    """
+
+    @cache
+    def upto(count: int, ask: bool = False) -> str:
+        return render(dialogue.upto(count), ask)
+
+    turns = [i for i, m in enumerate(dialogue.messages) if m["role"] == "assistant"]
+    if not turns:
+        raise TemplateError("no message is an assistant's")
+    out: list[Sequence] = []
+    for i in reversed(turns):
+        try:
+            text, turn = _turn(render, dialogue, i, upto)
+        except TemplateError as e:
+            raise TemplateError(f"message {i + 1}: {e}") from e
+        home = next((s for s in out if s.text.startswith(text)), None)
+        if home:
+            home.turns.insert(0, turn)
+        else:
+            out.append(Sequence(text, [turn]))
+    _check_shown(render, dialogue.upto(turns[-1] + 1), upto(turns[-1] + 1))
+    return out[::-1]
+
+
+def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn]:
+    """Return the text up to the end of the turn that message i holds, and the turn."""
+    prompt, written = upto(i, True), upto(i + 1)
+    before, departs = prompt, False
+    if written.startswith(prompt):
+        start = len(prompt)
+    else:
+        message = dialogue.messages[i]
+        others = [render(dialogue.upto(i).then(_with_text(message, other))) for other in OTHERS]
+        start = _whole(render, written, len(commonprefix([written, prompt, *others])))
+        if start >= len(commonprefix([upto(i), prompt])):
+            before, departs = written[:start], True
+        else:
+            start = _after_rewriting(render, dialogue, i, prompt, written, others)
+    text, stops = _ended(render, dialogue, i, upto)
+    turn = text[start:]
+    if not turn.strip():
+        raise TemplateError("the template shows nothing of this turn")
+    return before + turn, Turn(i, len(before), len(before) + len(turn), stops, departs)
+
+
+def _after_rewriting(
+    render: Renderer, dialogue: Dialogue, i: int, prompt: str, written: str, others: list[str]
+) -> int:
+    """Return the place where a turn begins in `written`, which renders earlier messages otherwise than the prompt."""
+    changed = [render(_changed(dialogue.upto(i), i - 1, other), True) for other in OTHERS] if i else []
+    joint = commonprefix([text[::-1] for text in (prompt, *changed)])[::-1] if i else prompt
+    latest = len(commonprefix([written, *others]))
+    at = written.rfind(joint, 0, latest)
+    if not joint or at < 0:
+        raise TemplateError(
+            "the template renders what is before this turn otherwise once the turn is there, so that its beginning "
+            "cannot be proved"
+        )
+    return at + len(joint)
+
+
+def _ended(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, bool]:
+    """Return the rendering up to message i, cut after the control token that ends it, and whether there is one."""
+    written = upto(i + 1)
+    ends = [m.end() for m in render.controls.finditer(written)]
+    tail = len(written)
+    while ends and not written[ends[-1] : tail].strip():
+        tail = ends.pop()
+        tail = next((m.start() for m in render.controls.finditer(written) if m.end() == tail), tail)
+    if i + 1 < len(dialogue.messages):
+        longer = lambda: upto(i + 2)  # noqa: E731
+    else:
+        role = "tool" if dialogue.messages[i].get("tool_calls") else "user"
+        longer = lambda: render(dialogue.then({"role": role, "content": PROBE}))  # noqa: E731
+    try:
+        follows = longer()
+    except TemplateError:
+        follows = written
+    common = _whole(render, written, len(commonprefix([written, follows])))
+    kept = [m.end() for m in render.controls.finditer(written) if tail < m.end() <= common]
+    if kept:
+        return written[: kept[-1]], True
+    if tail < len(written.rstrip()):
+        return written.rstrip(), True
+    begins = render.controls.match(follows, len(written)) if follows.startswith(written) else None
+    return (written + begins.group(), True) if begins else (written, False)
+
+
+def _whole(render: Renderer, text: str, at: int) -> int:
+    """Return the place, or where the control token begins that it lies in."""
+    return next((m.start() for m in render.controls.finditer(text) if m.start() < at < m.end()), at)
+
+
+def _check_shown(render: Renderer, dialogue: Dialogue, text: str) -> None:
+    """Raise TemplateError if the template leaves out a message, or the thought of the last one."""
+    for i, message in enumerate(dialogue.messages):
+        content, thought = message.get("content"), next((message[k] for k in THOUGHTS if message.get(k)), None)
+        if isinstance(content, str) and content.strip() and content.strip() not in text:
+            if render(_changed(dialogue, i, OTHERS[0])) == text:
+                raise TemplateError(f"the chat template does not show message {i + 1} ({message['role']})")
+        for call in message.get("tool_calls") or []:
+            if str(call.get("function", call).get("name")) not in text:
+                raise TemplateError(f"message {i + 1}: the chat template does not show its tool calls")
+        if thought and i == len(dialogue.messages) - 1 and thought.strip() not in text:
+            raise TemplateError(f"message {i + 1}: the chat template does not show its thought (reasoning_content)")
+
+
+def _with_text(message: dict, text: str) -> dict:
+    """Return a message of the same role that begins with another text."""
+    return {"role": message["role"], "content": text} | ({k: text for k in THOUGHTS if message.get(k)})
+
+
+def _changed(dialogue: Dialogue, i: int, text: str) -> Dialogue:
+    """Return the dialogue with another text in message i."""
+    messages = list(dialogue.messages)
+    messages[i] = messages[i] | {"content": text}
+    return Dialogue(messages, dialogue.tools, dialogue.more)
