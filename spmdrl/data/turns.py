@@ -68,17 +68,21 @@ def sequences_of(render: Renderer, dialogue: Dialogue) -> list[Sequence]:
     if not turns:
         raise TemplateError("no message is an assistant's")
     out: list[Sequence] = []
-    for i in reversed(turns):
+    for i in range(turns[-1], -1, -1):
         try:
+            # A message of others is asked for in the longest rendering: what counts is what the turns after it see.
+            count = i + 1 if i in turns else turns[-1] + 1
+            _check_shown(render, dialogue, i, count, upto(count))
+            if i not in turns:
+                continue
             text, turn = _turn(render, dialogue, i, upto)
         except TemplateError as e:
-            raise TemplateError(f"message {i + 1}: {e}") from e
+            raise TemplateError(f"message {i + 1} ({dialogue.messages[i]['role']}): {e}") from e
         home = next((s for s in out if s.text.startswith(text)), None)
         if home:
             home.turns.insert(0, turn)
         else:
             out.append(Sequence(text, [turn]))
-    _check_shown(render, dialogue.upto(turns[-1] + 1), upto(turns[-1] + 1))
     return out[::-1]
 
 
@@ -151,18 +155,19 @@ def _whole(render: Renderer, text: str, at: int) -> int:
     return next((m.start() for m in render.controls.finditer(text) if m.start() < at < m.end()), at)
 
 
-def _check_shown(render: Renderer, dialogue: Dialogue, text: str) -> None:
-    """Raise TemplateError if the template leaves out a message, or the thought of the last one."""
-    for i, message in enumerate(dialogue.messages):
-        content, thought = message.get("content"), next((message[k] for k in THOUGHTS if message.get(k)), None)
-        if isinstance(content, str) and content.strip() and content.strip() not in text:
-            if render(_changed(dialogue, i, OTHERS[0])) == text:
-                raise TemplateError(f"the chat template does not show message {i + 1} ({message['role']})")
-        for call in message.get("tool_calls") or []:
-            if str(call.get("function", call).get("name")) not in text:
-                raise TemplateError(f"message {i + 1}: the chat template does not show its tool calls")
-        if thought and i == len(dialogue.messages) - 1 and thought.strip() not in text:
-            raise TemplateError(f"message {i + 1}: the chat template does not show its thought (reasoning_content)")
+def _check_shown(render: Renderer, dialogue: Dialogue, i: int, count: int, text: str) -> None:
+    """Raise TemplateError if `text`, the rendering of the first `count` messages, leaves out a part of message i."""
+    message = dialogue.messages[i]
+    for call in message.get("tool_calls") or []:
+        if str(call.get("function", call).get("name")) not in text:
+            raise TemplateError("the chat template does not show its tool calls")
+    content, thought = message.get("content"), next((message[k] for k in THOUGHTS if message.get(k)), "")
+    for what, shown in (("content", content), ("thought (reasoning_content)", thought)):
+        if not isinstance(shown, str) or not shown.strip() or shown.strip() in text:
+            continue
+        key = "content" if what == "content" else next(k for k in THOUGHTS if message.get(k))
+        if render(_changed(dialogue.upto(count), i, OTHERS[0], key)) == text:
+            raise TemplateError(f"the chat template does not show its {what}")
 
 
 def _with_text(message: dict, text: str) -> dict:
@@ -170,8 +175,8 @@ def _with_text(message: dict, text: str) -> dict:
     return {"role": message["role"], "content": text} | ({k: text for k in THOUGHTS if message.get(k)})
 
 
-def _changed(dialogue: Dialogue, i: int, text: str) -> Dialogue:
+def _changed(dialogue: Dialogue, i: int, text: str, key: str = "content") -> Dialogue:
     """Return the dialogue with another text in message i."""
     messages = list(dialogue.messages)
-    messages[i] = messages[i] | {"content": text}
+    messages[i] = messages[i] | {key: text}
     return Dialogue(messages, dialogue.tools, dialogue.more)
