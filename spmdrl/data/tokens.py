@@ -1,0 +1,84 @@
+"""Turns the sequences of a dialogue, or plain text, into tokens with a loss mask.
+
+The text of a sequence is tokenized whole, as a trainer that renders a dialogue does. Where a token would lie across the
+beginning or the end of a turn, the text is tokenized in pieces instead, as a model generates it: the prompt has ended
+with a token of its own, and the turn begins with the next. The pieces must decode to the same text.
+"""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from spmdrl.data.rendering import TemplateError
+
+
+@dataclass
+class Masked:
+    """L tokens of one sequence."""
+
+    tokens: torch.Tensor
+    """int64 [L]."""
+    mask: torch.Tensor
+    """bool [L]: True for tokens that are trained. The first token never is: nothing predicts it."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
+    """Tokenize a rendered text, without adding tokens to it.
+
+    trained: places of the characters to train, ascending.
+
+    Raises:
+        TemplateError: a token lies across the border of a place, and the pieces on its sides decode to another text.
+    """
+    offsets = None
+    if tokenizer.is_fast:
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = found["input_ids"], found["offset_mapping"]
+    if offsets is None or _crossed(tokenizer, ids, offsets, trained):
+        return _in_pieces(tokenizer, text, trained)
+    starts = torch.tensor([start for start, _ in offsets], dtype=torch.int64)
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    for start, end in trained:
+        mask |= (starts >= start) & (starts < end)
+    return _masked(ids, mask)
+
+
+def _crossed(tokenizer: Any, ids: list[int], offsets: list[tuple[int, int]], trained: Many[tuple[int, int]]) -> bool:
+    """Return True if a token lies across a border. Control tokens may: some take the white space beside them."""
+    borders = {place for pair in trained for place in pair}
+    inner = ((token, start, end) for token, (start, end) in zip(ids, offsets, strict=True) if end - start > 1)
+    return any(
+        token not in tokenizer.added_tokens_decoder and any(start < place < end for place in borders)
+        for token, start, end in inner
+    )
+
+
+def _in_pieces(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
+    cuts = sorted({0, len(text), *(place for pair in trained for place in pair)})
+    ids: list[int] = []
+    flags: list[bool] = []
+    for start, end in pairwise(cuts):
+        piece = tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
+        ids += piece
+        flags += [any(a <= start and end <= b for a, b in trained)] * len(piece)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if _said(tokenizer, ids) != _said(tokenizer, whole):
+        raise TemplateError(
+            "a token lies across the border of a turn, and this tokenizer does not give the same text in pieces"
+        )
+    return _masked(ids, torch.tensor(flags, dtype=torch.bool))
+
+
+def _said(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _masked(ids: list[int], mask: torch.Tensor) -> Masked:
+    mask[:1] = False
+    return Masked(torch.tensor(ids, dtype=torch.int64), mask)
