@@ -1,0 +1,205 @@
+"""Reads rows of supervised data as dialogues or plain text, in the forms that people publish.
+
+- Messages: `{"role", "content"}` (OpenAI, Hugging Face, verl's multi-turn parquet) or ShareGPT's `{"from", "value"}`.
+- A prompt and a completion, each text or messages (TRL, verl's single-turn parquet, Alpaca's `instruction`, `input`,
+  `output`).
+- One column of text.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.data.rendering import THOUGHTS, Dialogue
+
+MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
+PROMPTS = ("prompt", "instruction", "question", "query")
+COMPLETIONS = ("completion", "response", "output", "answer")
+TEXTS = ("text", "content")
+"""Names of columns that are looked for, in this order."""
+ROLES = {
+    **{name: "user" for name in ("user", "human", "prompter")},
+    **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model", "bing", "function_call")},
+    **{name: "tool" for name in ("tool", "observation", "function", "function_response", "ipython")},
+    "system": "system",
+    "developer": "developer",
+}
+"""Role in a file -> role in a template."""
+TRAINED = ("loss", "weight", "train", "trainable")
+"""Fields of a message that say whether it is trained: 1 or 0, true or false."""
+KEPT = ("tool_calls", "name", "tool_call_id", *THOUGHTS)
+"""Further fields of a message that templates read."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns; an empty name is looked for among those in use."""
+
+    messages: str = ""
+    prompt: str = ""
+    completion: str = ""
+    text: str = ""
+    tools: str = "tools"
+
+
+@dataclass
+class Example:
+    """One row: a dialogue, or plain text of which the beginning may be a prompt."""
+
+    dialogue: Dialogue | None = None
+    trained: list[bool | None] = field(default_factory=list)
+    """For each message: what the row says about training it; None: nothing."""
+    prompt: str = ""
+    text: str = ""
+    """Plain text; the prompt is not part of it."""
+
+
+class RowError(ValueError):
+    """A row cannot be used; the message says why."""
+
+
+def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Example:  # noqa: B008 (frozen)
+    """Read one row.
+
+    system: a system message for dialogues that have none.
+
+    Raises:
+        RowError: the row has none of the forms, or a part of it is not what it should be.
+    """
+    row = {k: v for k, v in row.items() if v is not None}
+    messages = _column(row, columns.messages, MESSAGES)
+    if messages is not None and not isinstance(messages, str):
+        return _dialogue(row, _messages(messages), columns, system)
+    prompt, completion = _column(row, columns.prompt, PROMPTS), _column(row, columns.completion, COMPLETIONS)
+    if prompt is not None and completion is not None:
+        return _pair(row, prompt, completion, columns, system)
+    text = _column(row, columns.text, TEXTS)
+    if isinstance(text, str):
+        if not text:
+            raise RowError("its text is empty")
+        return Example(text=text)
+    raise RowError(
+        f"its columns are {', '.join(map(str, row)) or 'none'}: it needs messages ({', '.join(MESSAGES)}), a prompt "
+        f"({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)}), or text ({', '.join(TEXTS)}); other "
+        "names are given by --data.messages-column, --data.prompt-column, --data.completion-column, --data.text-column"
+    )
+
+
+def _column(row: dict, name: str, usual: tuple[str, ...]) -> Any:
+    """Return a column, `outer.inner` for a key in it; None if it is not there.
+
+    Raises:
+        RowError: a name was given, and the row has no such column.
+    """
+    if not name:
+        return next((row[each] for each in usual if each in row), None)
+    value: Any = row
+    for key in [name] if name in row else name.split("."):
+        if not isinstance(value, dict) or value.get(key) is None:
+            raise RowError(f"it has no column {name!r}; there are {', '.join(map(str, row))}")
+        value = value[key]
+    return value
+
+
+def _pair(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
+    if isinstance(prompt, list) or isinstance(completion, list):
+        first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
+        before, after = _messages(first), _messages(last)
+        example = _dialogue(row, [*before, *after], columns, system)
+        # The prompt may hold turns of an assistant; the completion is what is trained.
+        added = len(example.trained) - len(before) - len(after)
+        example.trained[: added + len(before)] = [False] * (added + len(before))
+        return example
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise RowError(f"its prompt is {_kind(prompt)} and its completion {_kind(completion)}: both must be text")
+    if row.get("input") and "instruction" in row:
+        prompt = f"{prompt}\n\n{row['input']}"
+    if not completion:
+        raise RowError("its completion is empty")
+    return Example(prompt=prompt, text=completion)
+
+
+def as_dialogue(example: Example, system: str = "") -> Example:
+    """Return a prompt and its completion as a dialogue of two messages, for a template."""
+    messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
+    messages = [{"role": "system", "content": system}, *messages] if system else messages
+    return Example(Dialogue(messages), [None] * len(messages))
+
+
+def _dialogue(row: dict, messages: list[dict], columns: Columns, system: str) -> Example:
+    if system and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": system}, *messages]
+    tools = row.get(columns.tools)
+    if isinstance(tools, str):
+        tools = _json("tools", tools)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RowError(f"its tools are {_kind(tools)}, not a list of JSON schemas")
+    more = row.get("chat_template_kwargs") or {}
+    more |= {k: row[k] for k in ("enable_thinking", "documents") if k in row}
+    trained = [_trained(i, message) for i, message in enumerate(messages, 1)]
+    for i, message in enumerate(messages, 1):
+        if message["role"] == "assistant" and not message.get("tool_calls") and not _said(message["content"]):
+            raise RowError(f"message {i} (assistant) is empty")
+    plain = [{k: v for k, v in message.items() if k not in TRAINED} for message in messages]
+    return Example(Dialogue(plain, tools or None, more), trained)
+
+
+def _said(content: Any) -> bool:
+    if isinstance(content, list):
+        return any(isinstance(part, dict) and str(part.get("text") or "").strip() for part in content)
+    return bool(str(content).strip())
+
+
+def _messages(found: Any) -> list[dict]:
+    """Return messages with the roles of templates."""
+    if hasattr(found, "tolist"):  # an array, as tables hold lists
+        found = found.tolist()
+    if not isinstance(found, list) or not found:
+        raise RowError(f"its messages are {_kind(found)}, not a list of messages")
+    return [_message(i, message) for i, message in enumerate(found, 1)]
+
+
+def _message(i: int, message: Any) -> dict:
+    if not isinstance(message, dict):
+        raise RowError(f"message {i} is {_kind(message)}, not an object with a role and a content")
+    message = {k: v for k, v in message.items() if v is not None}
+    given, content = message.get("role", message.get("from")), message.get("content", message.get("value", ""))
+    if not isinstance(given, str) or given.lower() not in ROLES:
+        raise RowError(f"message {i} has the role {given!r}; known roles are {', '.join(ROLES)}")
+    role = ROLES[given.lower()]
+    out = {"role": role} | {k: message[k] for k in (*KEPT, *TRAINED) if k in message}
+    if given == "function_call":
+        call = _json(f"message {i}", content)
+        out["tool_calls"] = [{"type": "function", "function": each} for each in (call if isinstance(call, list) else [call])]
+        content = ""
+    if not isinstance(content, str | list):
+        raise RowError(f"the content of message {i} is {_kind(content)}, not text")
+    if isinstance(content, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise RowError(f"message {i} has parts that are not text, which no model here reads")
+    if role != "assistant" and not _said(content):
+        raise RowError(f"message {i} ({role}) is empty")
+    return out | {"content": content}
+
+
+def _trained(i: int, message: dict) -> bool | None:
+    said = {key: message[key] for key in TRAINED if key in message}
+    for key, value in said.items():
+        if value not in (0, 1):
+            raise RowError(f"message {i} has {key} {value!r}: it must be 0 or 1")
+        if value and message["role"] != "assistant":
+            raise RowError(f"message {i} has {key} 1, but its role is {message['role']}: only an assistant's is trained")
+    if len(set(map(bool, said.values()))) > 1:
+        raise RowError(f"message {i} has {said}, which disagree")
+    return bool(next(iter(said.values()))) if said else None
+
+
+def _json(what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise RowError(f"{what}: not JSON: {text[:80]!r}") from e
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} ({str(value)[:40]!r})"

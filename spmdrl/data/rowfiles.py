@@ -1,0 +1,213 @@
+"""Rows of supervised data that need not fit in memory: files read by index, data sets of the hub, streams.
+
+An indexed source (`Indexed`) gives row i when it is asked for: a .jsonl file through the places of its lines, a .parquet
+file through its row groups, a data set of Hugging Face through its memory map. A stream (`Streamed`) only goes forward:
+a compressed .jsonl.gz file, or a data set that is read from the hub while it trains.
+"""
+
+import gzip
+import json
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from spmdrl.data.sources import read_source
+
+FORMS = (
+    "a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, `stream:<name>[:config[:split]]` "
+    "(read from the hub while it trains), `modelscope:<name>[:config[:split]]`, `builtin:<task>[:eval]` or "
+    "`reasoning-gym:<task>`"
+)
+
+
+class Indexed(Protocol):
+    """Rows by index."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict:
+        """Return a row. Raises ValueError, with its place, if it cannot be read."""
+        ...
+
+    def where(self, index: int) -> str:
+        """Describe the place of a row, for messages."""
+        ...
+
+
+class Streamed(Protocol):
+    """Rows in the order of their source."""
+
+    name: str
+
+    def rows(self, start: int) -> Iterator[dict]:
+        """Yield rows, from row number `start` of the source on."""
+        ...
+
+
+@dataclass
+class Table:
+    """Rows in memory, or behind a memory map."""
+
+    name: str
+    held: Any
+    unit: str = "row"
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: int) -> dict:
+        return dict(self.held[index])
+
+    def where(self, index: int) -> str:
+        """See `Indexed`."""
+        return f"{self.name}, {self.unit} {index}"
+
+
+class Lines:
+    """A .jsonl file, read line by line where it is needed; 8 bytes of memory for each line."""
+
+    def __init__(self, path: Path):
+        """Read the file once, for the places of its lines. Raises ValueError."""
+        self.name, self.path = str(path), path
+        self.starts, self.numbers = array("q"), array("q")
+        try:
+            self.file = open(path, "rb")  # noqa: SIM115 (rows are read as long as the job runs)
+            at = 0
+            for number, line in enumerate(self.file, 1):
+                if line.strip():
+                    self.starts.append(at)
+                    self.numbers.append(number)
+                at += len(line)
+        except OSError as e:
+            raise ValueError(f"cannot read {path} ({e.strerror or e})") from e
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict:
+        self.file.seek(self.starts[index])
+        return json_row(self.file.readline(), self.where(index))
+
+    def where(self, index: int) -> str:
+        """See `Indexed`."""
+        return f"{self.name}:{self.numbers[index]}"
+
+
+class Parquet:
+    """A .parquet file, of which a few row groups are in memory at a time."""
+
+    def __init__(self, path: Path):
+        """Open the file. Raises ValueError."""
+        import pyarrow
+        import pyarrow.parquet
+
+        self.name = str(path)
+        try:
+            self.file = pyarrow.parquet.ParquetFile(path)
+        except (OSError, pyarrow.ArrowException) as e:
+            raise ValueError(f"cannot read {path} as parquet ({type(e).__name__}: {e})") from e
+        self.ends: list[int] = []
+        for i in range(self.file.num_row_groups):
+            self.ends.append((self.ends[-1] if self.ends else 0) + self.file.metadata.row_group(i).num_rows)
+        self.group = lru_cache(maxsize=4)(self.file.read_row_group)
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, index: int) -> dict:
+        from bisect import bisect_right
+
+        group = bisect_right(self.ends, index)
+        first = self.ends[group - 1] if group else 0
+        return self.group(group).slice(index - first, 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        """See `Indexed`."""
+        return f"{self.name}, row {index}"
+
+
+@dataclass
+class Gzipped:
+    """A .jsonl.gz file."""
+
+    name: str
+
+    def rows(self, start: int) -> Iterator[dict]:
+        """See `Streamed`. Raises ValueError naming the line."""
+        number = 0
+        try:
+            with gzip.open(Path(self.name).expanduser(), "rb") as f:
+                full = (line for line in f if line.strip())
+                for number, line in enumerate(full):
+                    if number >= start:
+                        yield json_row(line, f"{self.name}, row {number}")
+        except (OSError, EOFError, zlib.error) as e:
+            raise ValueError(f"{self.name} ends early, after row {number} ({type(e).__name__}: {e})") from e
+
+
+@dataclass
+class Hub:
+    """A data set of the hub, read while it trains."""
+
+    name: str
+    rest: str
+
+    def rows(self, start: int) -> Iterator[dict]:
+        """See `Streamed`."""
+        import datasets
+
+        path, config, split = (*self.rest.split(":"), "", "")[:3]
+        number = start
+        try:
+            found: Any = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
+            for row in found.skip(start) if start else found:
+                yield dict(row)
+                number += 1
+        except Exception as e:  # the hub, the network and file systems each raise their own
+            raise ValueError(f"{self.name} ends early, at row {number} ({type(e).__name__}: {e})") from e
+
+
+def open_rows(spec: str) -> Indexed | Streamed:
+    """Open a source of rows (`FORMS`). Raises ValueError that names what to change."""
+    kind, _, rest = spec.partition(":")
+    if kind == "stream":
+        return Hub(spec, rest)
+    if kind == "hf":
+        return Table(rest.split(":")[0], data_set(rest))
+    if kind in ("builtin", "reasoning-gym"):
+        found = read_source(spec, "prompt", "answer")
+        return Table(found.name, found.rows, found.unit)
+    path = Path(spec).expanduser()
+    if not path.is_file():
+        raise ValueError(f"no data file {spec!r} (--data.train, --data.eval): a source is {FORMS}")
+    if path.name.endswith(".jsonl"):
+        return Lines(path)
+    if path.name.endswith(".jsonl.gz"):
+        return Gzipped(spec)
+    if path.suffix == ".parquet":
+        return Parquet(path)
+    raise ValueError(f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): {FORMS}")
+
+
+def data_set(rest: str) -> Any:
+    """Return a data set of Hugging Face, behind its memory map, from `<name or folder>[:config[:split]]`."""
+    from spmdrl.data.sources import hf_data
+
+    return hf_data(rest)
+
+
+def json_row(line: bytes, where: str) -> dict:
+    """Return the row of a line. Raises ValueError, with its place."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{where}: not JSON ({e})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a row is a JSON object with columns, this is {line.strip()[:60]!r}")
+    return row
