@@ -1,0 +1,159 @@
+"""The order in which a supervised job goes through the rows of its sources, alike on all ranks, resumed exactly.
+
+The order depends on the seed and on the number of rows drawn before, and on nothing else (law 3). An indexed source is
+permuted anew in every epoch. A stream is cut into blocks, each permuted in memory. With weights, the source of each row
+is the one that is furthest behind its share, so that every stretch of rows holds the mixture; without, sources are
+joined end to end and permuted together.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from typing import Any
+
+from spmdrl.data.order import drawn_indices
+from spmdrl.data.rowfiles import Indexed, Streamed
+from spmdrl.spmd.seeds import generator_for
+
+BLOCK = 10_000
+"""Rows of a stream that are permuted together; they are in memory."""
+_STREAM = 0x57EA  # keeps the permutations of blocks apart from other draws
+
+
+@dataclass
+class Drawn:
+    """One row that is due."""
+
+    where: str
+    """Its place, for messages."""
+    read: Callable[[], dict]
+    """Gives the row; raises ValueError if it cannot be read."""
+
+
+class Permuted:
+    """Rows of indexed sources, joined end to end, in the order of their epochs."""
+
+    def __init__(self, sources: list[Indexed], seed: int):
+        self.sources, self.seed, self.drawn = sources, seed, 0
+        self.ends = list(accumulate(map(len, sources)))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def draw(self) -> Drawn:
+        """Return the next row."""
+        (index,) = drawn_indices(len(self), self.drawn, 1, self.seed)
+        self.drawn += 1
+        number = bisect_right(self.ends, index)
+        source, row = self.sources[number], index - (self.ends[number - 1] if number else 0)
+        return Drawn(source.where(row), lambda: source[row])
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes; JSON-able."""
+        return {"drawn": self.drawn}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.drawn = state["drawn"]
+
+
+class Blocks:
+    """Rows of a stream, permuted block by block; at its end the stream begins again."""
+
+    def __init__(self, source: Streamed, seed: int, block: int = BLOCK):
+        self.source, self.seed, self.block = source, seed, block
+        self.epoch, self.first, self.taken = 0, 0, 0
+        """The epoch, counted from 0; the first row of the block in the stream; rows of the block that were drawn."""
+        self.held: list[dict] = []
+        self.order: list[int] = []
+        self.rows: Iterator[dict] | None = None
+
+    def draw(self) -> Drawn:
+        """Return the next row.
+
+        Raises:
+            ValueError: the stream is empty, or ends early.
+        """
+        if self.taken == len(self.held):
+            self.first, self.taken = self.first + len(self.held), 0
+            self._fill()
+            if not self.held:
+                if not self.first:
+                    raise ValueError(f"{self.source.name} holds no rows (--data.train)")
+                self.epoch, self.first, self.rows = self.epoch + 1, 0, None
+                self._fill()
+        place = self.order[self.taken]
+        self.taken += 1
+        row = self.held[place]
+        return Drawn(f"{self.source.name}, row {self.first + place}", lambda: row)
+
+    def _fill(self) -> None:
+        if self.rows is None:
+            self.rows = self.source.rows(self.first)
+        self.held = list(islice(self.rows, self.block))
+        self.order = list(range(len(self.held)))
+        generator_for(self.seed, _STREAM, self.epoch, self.first).shuffle(self.order)
+
+    def state(self) -> dict[str, Any]:
+        """See `Permuted`."""
+        return {"epoch": self.epoch, "first": self.first, "taken": self.taken, "block": self.block}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `Permuted`. The block is read again."""
+        self.epoch, self.first, self.block = state["epoch"], state["first"], state["block"]
+        self.rows = None
+        self._fill()
+        self.taken = state["taken"]
+        if self.taken > len(self.held):
+            raise ValueError(f"{self.source.name} ends early: {self.taken} rows after row {self.first} were read before")
+
+
+@dataclass
+class Mixture:
+    """All sources of a job."""
+
+    parts: list[Permuted | Blocks]
+    weights: list[float]
+    """Share of each part, up to a factor."""
+    counts: list[int] = field(default_factory=list)
+    """Rows drawn of each part."""
+
+    def __post_init__(self):
+        self.counts = self.counts or [0] * len(self.parts)
+
+    @property
+    def drawn(self) -> int:
+        """Rows drawn in all."""
+        return sum(self.counts)
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of an epoch: those that are drawn until the part that lasts longest is through. None: nobody knows."""
+        total, longest = sum(self.weights), 0
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            if isinstance(part, Blocks):
+                return None
+            longest = max(longest, round(len(part) * total / weight))
+        return longest
+
+    def draw(self, count: int) -> list[Drawn]:
+        """Return the next rows."""
+        return [self.parts[self._next()].draw() for _ in range(count)]
+
+    def _next(self) -> int:
+        total, due = sum(self.weights), self.drawn + 1
+        behind = [due * w / total - n for w, n in zip(self.weights, self.counts, strict=True)]
+        part = max(range(len(behind)), key=lambda i: (behind[i], -i))
+        self.counts[part] += 1
+        return part
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes; JSON-able."""
+        return {"counts": list(self.counts), "parts": [part.state() for part in self.parts]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.counts = list(state["counts"])
+        for part, held in zip(self.parts, state["parts"], strict=True):
+            part.restore(held)

@@ -1,0 +1,1 @@
+"""Jobs that learn from given data: supervised fine-tuning."""

@@ -1,0 +1,139 @@
+"""From a row of a data set to sequences of tokens with a loss mask, or to the reason why not."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spmdrl.config.supervised import SFTConfig
+from spmdrl.data.chat import encode, template_text
+from spmdrl.data.dialogues import Columns, Example, RowError, as_dialogue, example_of
+from spmdrl.data.rendering import Renderer
+from spmdrl.data.tokens import Masked, masked
+from spmdrl.data.turns import Sequence, Turn, sequences_of
+
+
+@dataclass
+class Encoded:
+    """The sequences of one row, and what there is to say about them."""
+
+    sequences: list[Masked] = field(default_factory=list)
+    texts: list[Sequence] = field(default_factory=list)
+    """The rendered text of each sequence with its trained turns; empty for plain text."""
+    notes: Counter = field(default_factory=Counter)
+    """Counts: truncated, dropped, split, departs, unstopped."""
+
+
+class Encoder:
+    """Encodes rows as `--sft` and `--data` say."""
+
+    def __init__(self, cfg: SFTConfig, tokenizer: Any):
+        """Raises TemplateError where the chat template shows no message."""
+        data = cfg.data
+        self.cfg, self.tokenizer = cfg, tokenizer
+        template = template_text(data.chat_template)
+        self.has_template = bool(template or getattr(tokenizer, "chat_template", None))
+        self.renderer = Renderer(tokenizer, template)
+        self.columns = Columns(
+            data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
+        )
+
+    def __call__(self, row: dict) -> Encoded:
+        """Encode a row.
+
+        Raises:
+            RowError: the row cannot be used.
+            TemplateError: the template refuses it, or a turn of it cannot be proved.
+        """
+        data = self.cfg.data
+        example = example_of(row, self.columns, data.system)
+        if not example.dialogue and example.prompt and data.chat != "off" and (self.has_template or data.chat == "on"):
+            example = as_dialogue(example, data.system)
+        out = self._dialogue(example) if example.dialogue else self._plain(example)
+        return self._fitted(out)
+
+    def _plain(self, example: Example) -> Encoded:
+        """A text that ends with the end token; its prompt, if it has one, is not trained."""
+        tokenizer, every = self.tokenizer, self.cfg.sft.train_on == "all"
+        if example.prompt:
+            before, _ = encode(tokenizer, example.prompt, chat="off")
+            after = list(tokenizer(example.text, add_special_tokens=False).input_ids)
+        else:
+            before, after = [], encode(tokenizer, example.text, chat="off")[0]
+        if not after or after[-1] != tokenizer.eos_token_id:
+            after.append(tokenizer.eos_token_id)
+        mask = torch.tensor([every or not example.prompt] * len(before) + [True] * len(after))
+        mask[:1] = False
+        return Encoded([Masked(torch.tensor(before + after, dtype=torch.int64), mask)])
+
+    def _dialogue(self, example: Example) -> Encoded:
+        assert example.dialogue
+        out = Encoded()
+        found = self._marked(example) if self.renderer.marked else sequences_of(self.renderer, example.dialogue)
+        last = max(turn.message for sequence in found for turn in sequence.turns)
+        for sequence in found:
+            turns = [turn for turn in sequence.turns if self._trained(turn, example, last)]
+            places = [(turn.start, turn.end) for turn in turns]
+            if self.cfg.sft.train_on == "all":
+                places = [(0, len(sequence.text))] if turns else []
+            if places:
+                out.sequences.append(masked(self.tokenizer, sequence.text, places))
+                out.texts.append(Sequence(sequence.text, turns))
+                out.notes["departs"] += sum(turn.departs for turn in turns)
+                out.notes["unstopped"] += sum(not turn.stops for turn in turns)
+        if not out.sequences:
+            raise RowError("none of its messages is trained: their fields or --sft.train-on leave all of them out")
+        out.notes["split"] += len(out.sequences) > 1
+        return out
+
+    def _marked(self, example: Example) -> list[Sequence]:
+        """The one sequence of a template that marks what an assistant generates.
+
+        Raises:
+            RowError: there are not as many marked parts as turns.
+        """
+        assert example.dialogue
+        text, places = self.renderer.marks(example.dialogue)
+        parts: list[tuple[int, int]] = []
+        for start, end in places:
+            if parts and parts[-1][1] == start:
+                parts[-1] = (parts[-1][0], end)
+            elif text[start:end].strip():
+                parts.append((start, end))
+        turns = [i for i, message in enumerate(example.dialogue.messages) if message["role"] == "assistant"]
+        if len(parts) != len(turns):
+            raise RowError(
+                f"the chat template marks {len(parts)} parts as generated, and the dialogue has {len(turns)} turns of "
+                "an assistant: mend the template, or give one without marks (--data.chat-template)"
+            )
+        controls = {m.end() for m in self.renderer.controls.finditer(text)}
+        ended = [(i, start, start + len(text[start:end].rstrip())) for i, (start, end) in zip(turns, parts, strict=True)]
+        return [Sequence(text, [Turn(i, start, end, end in controls, False) for i, start, end in ended])]
+
+    def _trained(self, turn: Turn, example: Example, last: int) -> bool:
+        said = example.trained[turn.message]
+        if said is not None:
+            return said
+        return self.cfg.sft.train_on != "last" or turn.message == last
+
+    def _fitted(self, out: Encoded) -> Encoded:
+        """Shorten or drop what is too long.
+
+        Raises:
+            RowError: nothing to train is left of the row.
+        """
+        longest, kept = self.cfg.sft.max_tokens, []
+        for sequence in out.sequences:
+            if len(sequence) > longest:
+                truncates = self.cfg.sft.too_long == "truncate"
+                out.notes["truncated" if truncates else "dropped"] += 1
+                if not truncates:
+                    continue
+                sequence = Masked(sequence.tokens[:longest], sequence.mask[:longest])
+            if bool(sequence.mask.any()):
+                kept.append(sequence)
+        if not kept and not out.notes["dropped"]:
+            raise RowError(f"no trained token is left of it within --sft.max-tokens {longest}")
+        out.sequences = kept
+        return out
