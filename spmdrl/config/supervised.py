@@ -10,7 +10,7 @@ from tyro.conf import Suppress
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.fields import ConfigError, flag, get, leaves, shown
 from spmdrl.config.plan import count, ranks
-from spmdrl.config.rules import RULES, _Rule, _at_least_0, _at_least_1, _positive
+from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule
 from spmdrl.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 
 

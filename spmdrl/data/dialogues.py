@@ -171,7 +171,9 @@ def _message(i: int, message: Any) -> dict:
     out = {"role": role} | {k: message[k] for k in (*KEPT, *TRAINED) if k in message}
     if given == "function_call":
         call = _json(f"message {i}", content)
-        out["tool_calls"] = [{"type": "function", "function": each} for each in (call if isinstance(call, list) else [call])]
+        out["tool_calls"] = [
+            {"type": "function", "function": each} for each in (call if isinstance(call, list) else [call])
+        ]
         content = ""
     if not isinstance(content, str | list):
         raise RowError(f"the content of message {i} is {_kind(content)}, not text")
@@ -188,7 +190,9 @@ def _trained(i: int, message: dict) -> bool | None:
         if value not in (0, 1):
             raise RowError(f"message {i} has {key} {value!r}: it must be 0 or 1")
         if value and message["role"] != "assistant":
-            raise RowError(f"message {i} has {key} 1, but its role is {message['role']}: only an assistant's is trained")
+            raise RowError(
+                f"message {i} has {key} 1, but its role is {message['role']}: only an assistant's is trained"
+            )
     if len(set(map(bool, said.values()))) > 1:
         raise RowError(f"message {i} has {said}, which disagree")
     return bool(next(iter(said.values()))) if said else None

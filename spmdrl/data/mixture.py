@@ -106,7 +106,9 @@ class Blocks:
         self._fill()
         self.taken = state["taken"]
         if self.taken > len(self.held):
-            raise ValueError(f"{self.source.name} ends early: {self.taken} rows after row {self.first} were read before")
+            raise ValueError(
+                f"{self.source.name} ends early: {self.taken} rows after row {self.first} were read before"
+            )
 
 
 @dataclass

@@ -107,9 +107,7 @@ def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn
     return before + turn, Turn(i, len(before), len(before) + len(turn), stops, departs)
 
 
-def _after_rewriting(
-    render: Renderer, dialogue: Dialogue, i: int, prompt: str, written: str, others: list[str]
-) -> int:
+def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, prompt: str, written: str, others: list[str]) -> int:
     """Return the place where a turn begins in `written`, which renders earlier messages otherwise than the prompt."""
     changed = [render(_changed(dialogue.upto(i), i - 1, other), True) for other in OTHERS] if i else []
     joint = commonprefix([text[::-1] for text in (prompt, *changed)])[::-1] if i else prompt

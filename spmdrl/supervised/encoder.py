@@ -108,7 +108,9 @@ class Encoder:
                 "an assistant: mend the template, or give one without marks (--data.chat-template)"
             )
         controls = {m.end() for m in self.renderer.controls.finditer(text)}
-        ended = [(i, start, start + len(text[start:end].rstrip())) for i, (start, end) in zip(turns, parts, strict=True)]
+        ended = [
+            (i, start, start + len(text[start:end].rstrip())) for i, (start, end) in zip(turns, parts, strict=True)
+        ]
         return [Sequence(text, [Turn(i, start, end, end in controls, False) for i, start, end in ended])]
 
     def _trained(self, turn: Turn, example: Example, last: int) -> bool:

@@ -1,0 +1,55 @@
+"""Fine-tune a language model on given dialogues or text: `torchrun --nproc-per-node 8 -m spmdrl.sft --config sft.yaml`.
+
+The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring says
+so). Left out of this page: how rows become tokens with a loss mask (`supervised/encoder.py`, `data/turns.py`), the order
+in which they come (`data/mixture.py`), the loss (`supervised/objective.py`) and how the parts are built
+(`supervised/build.py`).
+"""
+
+import dataclasses
+import os
+import sys
+
+from spmdrl.config.load import load_or_exit
+from spmdrl.config.supervised import SFTConfig, check_sft, sft_lines
+from spmdrl.session.environ import postpone_collections, prepare
+
+
+def train(run) -> None:
+    """Rows, then one optimizer step on them, until the last step."""
+    from spmdrl.data.batch import balance
+
+    for step in run.steps():
+        run.evaluate(step)
+        rows = run.rows(step)
+        with run.timer("exchange"):
+            batch = balance(rows, run.world)
+        with run.timer("update"):
+            stats = run.policy.update(batch, run.objective)
+        run.log(step, batch, stats)
+        run.checkpoint(step)
+    run.finish()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read flags, build the job, train; any failure ends the whole job by name."""
+    loaded = load_or_exit(argv, "python -m spmdrl.sft", SFTConfig, check_sft)
+    prepare()
+    postpone_collections()
+    from spmdrl.session.open import open_run
+    from spmdrl.supervised.build import build_sft, with_steps
+    from spmdrl.supervised.rows import open_mixture
+
+    try:
+        loaded = dataclasses.replace(loaded, config=with_steps(loaded.config, open_mixture(loaded.config)))
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"python -m spmdrl.sft: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    with open_run(loaded, build_sft, sft_lines) as run:
+        if run is not None:
+            train(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Builds a supervised job on every rank."""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config.supervised import SFTConfig
+from spmdrl.data.batch import Batch, balance
+from spmdrl.data.mixture import Drawn, Mixture
+from spmdrl.data.rowfiles import open_rows
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.policy.attention.packed import check_attention
+from spmdrl.policy.backends import backend
+from spmdrl.policy.models import Models
+from spmdrl.session.checkpoints import Checkpoints
+from spmdrl.session.generators import generator_states, set_generator_states
+from spmdrl.session.journal import Journal
+from spmdrl.session.session import Session
+from spmdrl.spmd.world import World
+from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.objective import SftObjective
+from spmdrl.supervised.rows import Rows, open_mixture, pack
+from spmdrl.supervised.run import SupervisedRun
+
+
+def with_steps(cfg: SFTConfig, mixture: Mixture) -> SFTConfig:
+    """Return the settings with the number of steps that the epochs take.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if cfg.run.steps:
+        return cfg
+    if mixture.rows is None:
+        raise ValueError("--run.steps 0: a stream does not tell how many rows it has; give the number of steps")
+    steps = math.ceil(cfg.sft.epochs * mixture.rows / cfg.sft.rows_per_step)
+    return replace(cfg, run=replace(cfg.run, steps=steps))
+
+
+def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
+    """Everything that one job is made of. Collective over all ranks."""
+    cfg, world = session.cfg, session.world
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    check_attention(cfg, world.device)
+    tokenizer = load_tokenizer(folder, cfg.model.trust_remote_code)
+    encoder, mixture = Encoder(cfg, tokenizer), open_mixture(cfg)
+    session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
+    data = Rows(cfg, world, mixture, encoder)
+    held_out = evaluation_batch(session, encoder)
+    session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
+    make = backend(cfg.policy.backend)
+    models = Models(make(cfg, world, cfg.run.steps, trainable=True, adapt=True))
+    checkpoints = Checkpoints(session, models, data, digest(cfg))
+    objective = SftObjective(cfg.sft.loss, world.data_peers)
+    run = SupervisedRun(
+        session, models, objective, data, held_out, checkpoints, Journal(session, checkpoints.start_step), Counter()
+    )
+    checkpoints.begin(Generators(world))
+    return run
+
+
+def evaluation_batch(session: Session[SFTConfig], encoder: Encoder) -> Batch | None:
+    """This rank's share of the held-out rows. Collective.
+
+    Raises:
+        ValueError: they cannot be read, or all of this rank's are refused.
+    """
+    cfg, world = session.cfg, session.world
+    if not cfg.data.eval or not cfg.eval.every:
+        return None
+    source: Any = open_rows(cfg.data.eval)
+    if hasattr(source, "rows"):
+        raise ValueError(f"--data.eval {cfg.data.eval}: a stream cannot be measured again and again; take a file")
+    count = min(len(source), cfg.eval.rows or len(source))
+    drawn = [Drawn(source.where(i), lambda i=i: source[i]) for i in range(count)]
+    rows = Rows(cfg, world, Mixture([], []), encoder)
+    found = rows._encode(list(enumerate(drawn))[world.rank :: world.size])
+    rows.thread.shutdown()
+    if found.refused:
+        session.warn(f"{len(found.refused)} rows of --data.eval are refused here, the first one: {found.refused[0]}")
+    batch = balance(pack(found.sequences), world)
+    session.note(f"{count} rows of {cfg.data.eval} are held out")
+    return batch
+
+
+def digest(cfg: SFTConfig) -> str:
+    """A hash of the sources' names and sizes: another file of the same name is noticed at a resume."""
+    told = []
+    for spec in cfg.data.train:
+        path = Path(spec.rpartition("=")[0] or spec).expanduser()
+        told.append([spec, path.stat().st_size if path.is_file() else None])
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+class Generators:
+    """States of the random number generators; a `session.checkpoints.RankKept`."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def tree(self) -> dict:
+        """See the contract."""
+        return {"size": self.world.size, "generators": generator_states(self.world.device)}
+
+    def restore(self, files: list[Path]) -> str:
+        """See the contract."""
+        from spmdrl.data import treefile
+
+        if len(files) == self.world.size:
+            set_generator_states(treefile.read(files[self.world.rank])["generators"], self.world.device)
+        return ""

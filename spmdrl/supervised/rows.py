@@ -1,0 +1,173 @@
+"""The rows of each step: drawn alike on all ranks, each encoded on one, what is refused counted and named."""
+
+import logging
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spmdrl.config.supervised import SFTConfig, split_weight
+from spmdrl.data.batch import Batch
+from spmdrl.data.dialogues import RowError
+from spmdrl.data.mixture import Blocks, Drawn, Mixture, Permuted
+from spmdrl.data.rendering import TemplateError
+from spmdrl.data.rowfiles import Table, open_rows
+from spmdrl.data.tokens import Masked
+from spmdrl.spmd.exchange import all_gather_text, all_reduce
+from spmdrl.spmd.world import World
+from spmdrl.supervised.encoder import Encoder
+
+log = logging.getLogger("spmdrl")
+
+COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped")
+"""Counts of a step, in the order in which they travel."""
+
+
+def open_mixture(cfg: SFTConfig) -> Mixture:
+    """Open the sources of `--data.train`.
+
+    Raises:
+        ValueError: a source that cannot be read, or holds no rows.
+    """
+    data, seed = cfg.data, cfg.run.seed
+    pairs = [split_weight(spec) for spec in data.train]
+    parts: list[Permuted | Blocks] = []
+    joined: list[Any] = []
+    for number, (spec, weight) in enumerate(pairs):
+        source: Any = open_rows(spec)
+        if hasattr(source, "rows"):
+            if data.limit:
+                raise ValueError(
+                    f"--data.limit {data.limit}: {spec} is a stream, of which --run.steps says how much is read"
+                )
+            parts.append(Blocks(source, seed + number))
+            continue
+        if data.limit and len(source) > data.limit:
+            source = Table(source.name, [source[i] for i in range(data.limit)])
+        if not len(source):
+            raise ValueError(f"{spec} holds no rows (--data.train)")
+        if weight is None:
+            joined.append(source)
+        else:
+            parts.append(Permuted([source], seed + number))
+    if joined:
+        if parts:
+            raise ValueError(
+                "--data.train: give each source a weight, as in a.jsonl=0.7, where one of them is a stream"
+            )
+        return Mixture([Permuted(joined, seed)], [1.0])
+    weights = [weight if weight is not None else 1.0 for _, weight in pairs]
+    return Mixture(parts, weights)
+
+
+@dataclass
+class Step:
+    """Encoded rows of one step on this rank."""
+
+    sequences: list[tuple[int, int, Masked]] = field(default_factory=list)
+    """(place of the row in the step, place of the sequence in the row, tokens)."""
+    counts: Counter = field(default_factory=Counter)
+    refused: list[str] = field(default_factory=list)
+    """One line for each refused row: its place, and why."""
+
+
+class Rows:
+    """Draws and encodes the rows of each step, one step ahead in a thread."""
+
+    def __init__(self, cfg: SFTConfig, world: World, mixture: Mixture, encoder: Encoder):
+        self.cfg, self.world, self.mixture, self.encoder = cfg, world, mixture, encoder
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self.ahead: tuple[int, Future[Step], dict] | None = None
+        self.held = mixture.state()
+        """State of the mixture after the last step that was taken."""
+        self.totals: Counter = Counter()
+        """Rows and refused rows of all ranks since the job began."""
+
+    def take(self, step: int, last: bool) -> tuple[Step, Counter]:
+        """Return this rank's rows of a step, and the counts of all ranks. Collective.
+
+        Raises:
+            ValueError: on every rank, if more rows were refused than `--sft.max-refused` allows.
+        """
+        if self.ahead is None:
+            self._begin(step)
+        assert self.ahead is not None and self.ahead[0] == step
+        _, future, self.held = self.ahead
+        self.ahead = None
+        mine = future.result()
+        if not last:
+            self._begin(step + 1)
+        for line in mine.refused:
+            log.warning("refused: %s", line, extra={"file_only": True})
+        counts = torch.tensor([mine.counts[name] for name in COUNTED], dtype=torch.int64)
+        counts = Counter(dict(zip(COUNTED, all_reduce(counts, "sum", self.world.host_group).tolist(), strict=True)))
+        self.totals += Counter({name: counts[name] for name in ("rows", "refused")})
+        if counts["refused"]:
+            self._check_refused(mine)
+        return mine, counts
+
+    def _check_refused(self, mine: Step) -> None:
+        allowed = self.cfg.sft.max_refused
+        if self.totals["refused"] <= allowed * self.totals["rows"]:
+            return
+        told = [
+            line
+            for text in all_gather_text("\n".join(mine.refused[:3]), self.world.host_group)
+            for line in text.split("\n")
+        ]
+        shown = "\n  ".join([line for line in told if line][:5])
+        raise ValueError(
+            f"{self.totals['refused']} of {self.totals['rows']} rows were refused, and --sft.max-refused allows "
+            f"{allowed:g} of them (logs/rank_*.log name all):\n  {shown}"
+        )
+
+    def _begin(self, step: int) -> None:
+        """Draw a step's rows, and encode those of this rank in the thread."""
+        count = self.cfg.sft.rows_per_step
+        rows = self.mixture.rows
+        if rows is not None and not self.cfg.run.steps:
+            count = min(count, rows)
+        drawn = self.mixture.draw(count)
+        mine = list(enumerate(drawn))[self.world.rank :: self.world.size]
+        self.ahead = (step, self.thread.submit(self._encode, mine), self.mixture.state())
+
+    def _encode(self, drawn: list[tuple[int, Drawn]]) -> Step:
+        out = Step()
+        for place, each in drawn:
+            out.counts["rows"] += 1
+            try:
+                encoded = self.encoder(each.read())
+            except (RowError, TemplateError, ValueError) as e:
+                out.counts["refused"] += 1
+                out.refused.append(f"{each.where}: {e}")
+                continue
+            out.counts += encoded.notes
+            out.sequences += [(place, i, sequence) for i, sequence in enumerate(encoded.sequences)]
+        return out
+
+    def state(self) -> dict[str, Any]:
+        """State after the last step that was taken; JSON-able, alike on all ranks."""
+        return {"mixture": self.held, "totals": dict(self.totals)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.mixture.restore(state["mixture"])
+        self.held, self.totals = state["mixture"], Counter(state["totals"])
+
+
+def pack(sequences: list[tuple[int, int, Masked]]) -> Batch:
+    """Pack sequences into a batch of one optimizer step, in the order of their places."""
+    ordered = sorted(sequences, key=lambda each: each[:2])
+    none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
+    all_of = [none, *(sequence for *_, sequence in ordered)]
+    lengths = torch.tensor([len(sequence) for *_, sequence in ordered], dtype=torch.int64)
+    token = {"tokens": torch.cat([s.tokens for s in all_of]), "mask": torch.cat([s.mask for s in all_of])}
+    seq = {
+        "position": torch.tensor([place for place, *_ in ordered], dtype=torch.int64),
+        "sample": torch.tensor([i for _, i, _ in ordered], dtype=torch.int64),
+        "update": torch.zeros_like(lengths),
+        "work": lengths,
+    }
+    return Batch(lengths, token, seq)
