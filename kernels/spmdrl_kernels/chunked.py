@@ -26,7 +26,7 @@ from spmdrl_kernels.blocks import (
 )
 from spmdrl_kernels.checks import check_linear, check_settings, check_values
 from spmdrl_kernels.gradients import Gradients
-from spmdrl_kernels.linear import Job, kept_rows, results_of, spread
+from spmdrl_kernels.linear import Job, is_top, kept_rows, results_of, spread
 from spmdrl_kernels.reference import TorchRows
 from spmdrl_kernels.vocabulary import new_state, open_vocabulary
 
@@ -43,6 +43,7 @@ def chunked_loss(
     temperature: float | torch.Tensor = 1.0,
     *,
     entropy: bool = True,
+    top: bool = False,
     softcap: float | None = None,
     mask: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
@@ -61,6 +62,7 @@ def chunked_loss(
         inputs: tensors [T, ...] that `loss_fn` gets the chunk's rows of (advantages, old logp, weights); no gradient.
         temperature: see there.
         entropy: True for a `loss_fn` that gets the entropy.
+        top: also tell `top`, see there.
         softcap: see there.
         mask: see there.
         group: see there; a few collectives a chunk, so `chunk_tokens` must be the same on its ranks.
@@ -69,9 +71,9 @@ def chunked_loss(
         backend: `triton` or `torch`, see there.
 
     Returns:
-        The sum (a scalar in the loss's dtype, summed in fp64) and a dict of detached [T] tensors: `logp`, `entropy` if
-        asked for, `loss`, and what `loss_fn` wants logged; 0 outside the mask. Backward through the sum works once;
-        without gradient mode nothing but the loss is computed.
+        The sum (a scalar in the loss's dtype, summed in fp64) and a dict of detached [T] tensors: `logp`, `entropy` and
+        `top` if asked for, `loss`, and what `loss_fn` wants logged; 0 outside the mask. Backward through the sum works
+        once; without gradient mode nothing but the loss is computed.
 
     Raises:
         ValueError: as in `linear_logprob`; a `loss_fn` that does not return [C] tensors, that logs a name taken here,
@@ -96,7 +98,7 @@ def chunked_loss(
     blocks = plan_rows(len(hidden_TD), vocabulary.size, hidden_TD, blocks.rows)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
     needed = torch.is_grad_enabled()
-    caller = _Caller(loss_fn, inputs, entropy)
+    caller = _Caller(loss_fn, inputs, entropy, top)
     total, *columns = _ChunkedLoss.apply(hidden_TD, weight_VD, targets_T, job, caller, needed)
     return total, {name: spread(value, kept, tokens) for name, value in zip(caller.names, columns, strict=True)}
 
@@ -104,8 +106,8 @@ def chunked_loss(
 class _Caller:
     """The caller's loss on one chunk, checked."""
 
-    def __init__(self, loss_fn: LossFn, inputs: dict[str, torch.Tensor], entropy: bool):
-        self.loss_fn, self.inputs, self.entropy = loss_fn, inputs, entropy
+    def __init__(self, loss_fn: LossFn, inputs: dict[str, torch.Tensor], entropy: bool, top: bool):
+        self.loss_fn, self.inputs, self.entropy, self.top = loss_fn, inputs, entropy, top
         # Of the columns that `_ChunkedLoss` returns.
         self.names: list[str] = []
 
@@ -115,7 +117,7 @@ class _Caller:
         loss_C, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(loss_C, torch.Tensor) or not isinstance(extra, Mapping):
             raise ValueError(f"loss_fn must return loss [C], or (loss [C], dict of [C] tensors), got {type(result)}")
-        if taken := {"logp", "entropy", "loss"} & extra.keys():
+        if taken := {"logp", "entropy", "top", "loss"} & extra.keys():
             raise ValueError(f"loss_fn logs {sorted(taken)}, which chunked_loss tells itself: take other names")
         for name, value in {"loss": loss_C, **extra}.items():
             if value.shape != logp_C.shape:
@@ -237,6 +239,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 checked = True
             loss_C, extra, gradients = _differentiated(caller, logp_C, entropy_C, rows, any(need))
             told = {"logp": logp_C} | ({} if entropy_C is None else {"entropy": entropy_C})
+            told |= {"top": is_top(state_4C)} if caller.top else {}
             parts.append(told | {"loss": loss_C.detach()} | {name: value.detach() for name, value in extra.items()})
             if not any(need):
                 continue
@@ -250,7 +253,8 @@ class _ChunkedLoss(torch.autograd.Function):
             # The caller's names and dtypes on a rank without tokens are those of the others.
             none = [targets_T.new_zeros(0, dtype=dtype)] * (1 + caller.entropy)
             loss_C, extra = caller(none[0], none[1] if caller.entropy else None, slice(0, 0))
-            parts = [dict(zip(("logp", "entropy"), none, strict=False)) | {"loss": loss_C} | extra]
+            told = dict(zip(("logp", "entropy"), none, strict=False)) | ({"top": none[0]} if caller.top else {})
+            parts = [told | {"loss": loss_C} | extra]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         caller.names = list(columns)
         total = columns["loss"].sum(dtype=torch.float64).to(columns["loss"].dtype)

@@ -26,6 +26,7 @@ def linear_logprob(
     temperature: float | torch.Tensor = 1.0,
     *,
     entropy: bool = True,
+    top: bool = False,
     softcap: float | None = None,
     mask: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
@@ -46,6 +47,7 @@ def linear_logprob(
         targets_T: int64 in [0, vocabulary).
         temperature: a number, or floats [T]; without gradient.
         entropy: also the entropy.
+        top: in place of the entropy, without gradient: 1 where no token has a larger logit than the target, else 0.
         softcap: logits stay within +-softcap; None for no cap.
         mask: bool [T]. Rows where it is False are dropped before any work: both results are 0 there, their targets
             may be anything.
@@ -77,7 +79,7 @@ def linear_logprob(
     if choose(backend, hidden_TD.device) == "liger":
         from spmdrl_kernels.liger import liger_logprob
 
-        _refuse_for_liger(sizes | {"batch_invariant": batch_invariant or None})
+        _refuse_for_liger(sizes | {"batch_invariant": batch_invariant or None, "top": top or None})
         return liger_logprob(hidden_TD, weight_VD, targets_T, temperature, entropy, softcap, mask, group, valid_vocab)
     kept, hidden_TD, targets_T, temperature = kept_rows(mask, hidden_TD, targets_T, temperature)
     vocabulary = open_vocabulary(len(weight_VD), targets_T, valid_vocab, group, batch_invariant)
@@ -86,7 +88,7 @@ def linear_logprob(
         hidden_TD, targets_T, temperature, chunk_tokens = _filled_up(hidden_TD, targets_T, temperature, chunk_tokens)
     blocks = plan_blocks(len(hidden_TD), vocabulary.size, hidden_TD, chunk_tokens, chunk_vocab)
     job = Job(hidden_TD, temperature, vocabulary, softcap, backend, blocks)
-    logp_T, entropy_T = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy)
+    logp_T, entropy_T = _LinearLogprob.apply(hidden_TD, weight_VD, targets_T, job, entropy and not top, top)
     entropy_T = None if entropy_T is None else spread(entropy_T, kept, tokens)
     return spread(logp_T, kept, tokens), entropy_T
 
@@ -200,6 +202,11 @@ def results_of(state_4T: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, tor
     return logp_T, entropy_T, state_4T[MAX] + log_sum_T
 
 
+def is_top(state_4T: torch.Tensor) -> torch.Tensor:
+    """1 where the target's logit is the largest, else 0, of finished states; [T]."""
+    return (state_4T[TARGET] >= state_4T[MAX]).to(state_4T.dtype)
+
+
 def scale_of(temperature, tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """1 / temperature of each token, or None where it is 1 for all."""
     if not isinstance(temperature, torch.Tensor):
@@ -213,12 +220,16 @@ class _LinearLogprob(torch.autograd.Function):
     """Saves the inputs and one or two numbers per token (logsumexp, entropy), nothing of size V beyond the weight."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, with_entropy: bool):
+    def forward(ctx, hidden_TD, weight_VD, targets_T, job: Job, with_entropy: bool, top: bool):
         state_4T = job.stats(hidden_TD, weight_VD, targets_T, "entropy" if with_entropy else "")
         logp_T, entropy_T, lse_T = results_of(state_4T, with_entropy)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T)
         ctx.job = job
         ctx.set_materialize_grads(False)  # an unused output then has gradient None, and its terms are skipped
+        if top:
+            top_T = is_top(state_4T)
+            ctx.mark_non_differentiable(top_T)
+            return logp_T, top_T
         return logp_T, entropy_T
 
     @staticmethod
@@ -227,7 +238,7 @@ class _LinearLogprob(torch.autograd.Function):
         """Gradients of hidden [T, D] and weight [V, D], each where it is asked for; logits are computed again."""
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         if (grad_logp_T is None and grad_entropy_T is None) or not (need_hidden or need_weight):
-            return (None,) * 5
+            return (None,) * 6
         hidden_TD, weight_VD, targets_T, lse_T, entropy_T = ctx.saved_tensors
         job: Job = ctx.job
         if grad_logp_T is None:
@@ -249,4 +260,4 @@ class _LinearLogprob(torch.autograd.Function):
                 room_CV,
             )
             sums.add(rows, columns, gradient_CV, room_CV)
-        return *sums.finish(), None, None, None
+        return *sums.finish(), None, None, None, None

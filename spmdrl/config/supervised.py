@@ -170,8 +170,8 @@ def _together(config: SFTConfig) -> list[str]:
     longest, budget = config.sft.max_tokens, config.policy.max_tokens_per_microbatch
     if longest > budget:
         problems.append(
-            f"--sft.max-tokens {longest}: a sequence must fit --policy.max-tokens-per-microbatch {budget}; lower it, or "
-            "raise that"
+            f"--sft.max-tokens {longest}: a sequence must fit --policy.max-tokens-per-microbatch {budget}; lower it, "
+            "or raise that"
         )
     if data.chat == "off" and data.chat_template:
         problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")

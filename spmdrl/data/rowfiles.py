@@ -1,8 +1,8 @@
 """Rows of supervised data that need not fit in memory: files read by index, data sets of the hub, streams.
 
-An indexed source (`Indexed`) gives row i when it is asked for: a .jsonl file through the places of its lines, a .parquet
-file through its row groups, a data set of Hugging Face through its memory map. A stream (`Streamed`) only goes forward:
-a compressed .jsonl.gz file, or a data set that is read from the hub while it trains.
+An indexed source (`Indexed`) gives row i when it is asked for: a .jsonl file through the places of its lines, a
+.parquet file through its row groups, a data set of Hugging Face through its memory map. A stream (`Streamed`) only goes
+forward: a compressed .jsonl.gz file, or a data set that is read from the hub while it trains.
 """
 
 import gzip

@@ -5,7 +5,7 @@ rendering of the messages before it with the generation prompt, and E that of th
 
 - If E begins with P, the turn is the rest of E.
 - Some generation prompts open what a finished turn lacks, a thought for instance. E then departs from P within that
-  prompt, and the turn begins there. The place must not depend on the text of the turn: two other texts depart there too.
+  prompt, and the turn begins there. The place must not depend on the turn's text: two other texts depart there too.
 - Some templates render earlier messages otherwise once the turn is there. The turn then begins in E after the whole
   generation prompt and the end of the message before it, and is trained after P, which is what a model would see.
 

@@ -25,7 +25,7 @@ class LossResult:
 
 TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tensor]]
 """A loss in which no token depends on another: (logp [n], entropy [n], columns of these n rows) -> (loss [n] with its
-final weight, stats), and the columns [T]."""
+final weight, stats), and the columns [T]. The entropy is None where `second` is another number."""
 
 
 @dataclass
@@ -40,6 +40,11 @@ class Shared:
     """old_logp was computed before the update with exactly the weights that this step begins with."""
 
 
+Second = Literal["entropy", "collision", "top"]
+"""A language model's number beside logp: the entropy; the sum over the vocabulary of p squared (without gradient); 1
+where no token is likelier than this one, else 0 (without gradient)."""
+
+
 class Objective(Protocol):
     """The loss that a model learns by, in a form that every layout of ranks and micro-batches sums alike (law 2).
 
@@ -51,6 +56,8 @@ class Objective(Protocol):
     """Columns that the batch must have beside tokens and mask: `token/<name>` and `seq/<name>`."""
     temperature: float
     """Logits are divided by it before logp is taken."""
+    second: Second = "entropy"
+    """The number that `loss` gets beside logp."""
 
     def prepare(self, share: Batch, index: int) -> Shared:
         """Compute what the loss needs of a whole optimizer step. Collective over data positions.
@@ -62,7 +69,7 @@ class Objective(Protocol):
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
         """Sum the loss of one micro-batch. No communication.
 
-        first_T, second_T: the head's two numbers of each token, with gradient: logp and entropy of a language model,
+        first_T, second_T: the head's two numbers of each token, with gradient: logp and `second` of a language model,
         value and zeros of a critic. shared: as `prepare` returned it.
         """
         ...
@@ -94,12 +101,9 @@ class Policy(Protocol):
     the start of a run that saves, and copied into every checkpoint. Raises ValueError."""
 
     def logprobs(
-        self, batch: Batch, temperature: float, second: Literal["entropy", "collision"] = "entropy"
+        self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logp and entropy [T] of a batch on the host, without gradient; 0 outside the loss mask.
-
-        second: `collision` gives the sum over the vocabulary of p squared instead of the entropy.
-        """
+        """logp and `second` [T] of a batch on the host, without gradient; 0 outside the loss mask."""
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:

@@ -4,7 +4,7 @@
 reads before the token and a reward model after it; a reward model may give several numbers, one for each label.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,8 @@ from spmdrl.data.tree import plan_tree
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.packing import plan_packing, plan_tree_packing
 from spmdrl.policy.attention.ulysses import TokenSlice
-from spmdrl.policy.contract import TokenLoss
+from spmdrl.policy.contract import Second, TokenLoss
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
-
-Second = Literal["entropy", "collision"]
-"""The number returned beside logp: the entropy, or the sum of squared probabilities (without gradient)."""
 
 
 class Trunk:
@@ -129,11 +126,14 @@ class PackedLM(nn.Module):
         if token_loss is not None:
             function, columns = token_loss
             mine = {name: column[rows] for name, column in columns.items()}
-            loss, told = chunked_loss(states, weight, targets, function, mine, divisor, softcap=self.softcap)
-            scattered = (at_rows(rows, told[name], len(tokens_T)) for name in ("logp", "entropy"))
+            top = second == "top"
+            loss, told = chunked_loss(
+                states, weight, targets, function, mine, divisor, entropy=not top, top=top, softcap=self.softcap
+            )
+            scattered = (at_rows(rows, told[name], len(tokens_T)) for name in ("logp", "top" if top else "entropy"))
             return *part.total(*scattered), loss
         logp, other = linear_logprob(
-            states, weight, targets, divisor, entropy=second == "entropy", softcap=self.softcap
+            states, weight, targets, divisor, entropy=second == "entropy", top=second == "top", softcap=self.softcap
         )
         if second == "collision":
             other = collision_probability(states, weight, divisor, softcap=self.softcap)

@@ -13,9 +13,8 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
 from spmdrl.hub.build import DTYPES
 from spmdrl.policy.attention.ulysses import check_same
-from spmdrl.policy.contract import Head, LossResult, Objective, Shared, TokenLoss, Write
+from spmdrl.policy.contract import Head, LossResult, Objective, Second, Shared, TokenLoss, Write
 from spmdrl.policy.grad_guard import AnomalousStep, Guard
-from spmdrl.policy.heads import Second
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
 from spmdrl.spmd.exchange import all_reduce
@@ -30,6 +29,7 @@ class Watched:
     def __init__(self, objective: Objective, total: torch.Tensor):
         self.objective, self.total = objective, total
         self.columns, self.temperature, self.prepare = objective.columns, objective.temperature, objective.prepare
+        self.second = objective.second
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
         """See the contract."""

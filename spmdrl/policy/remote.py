@@ -8,8 +8,7 @@ import torch
 
 from spmdrl.data.batch import KEYS, Batch, deal
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.policy.contract import Policy
-from spmdrl.policy.heads import Second
+from spmdrl.policy.contract import Policy, Second
 from spmdrl.spmd.exchange import Table, exchange, select
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.world import World

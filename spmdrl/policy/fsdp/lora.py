@@ -15,7 +15,7 @@ import torch
 
 from spmdrl.data.batch import Batch
 from spmdrl.hub.lora import PREFIX, partner
-from spmdrl.policy.heads import Second
+from spmdrl.policy.contract import Second
 from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout, Slot

@@ -27,13 +27,12 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
 from spmdrl.policy.attention import packed
 from spmdrl.policy.attention.ulysses import check_model
-from spmdrl.policy.contract import Head, Objective, Shared, TokenLoss, Write
+from spmdrl.policy.contract import Head, Objective, Second, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
 from spmdrl.policy.fsdp.checkpoint import load, saving
 from spmdrl.policy.fsdp.liger import use_liger
 from spmdrl.policy.fsdp.loading import fill_model
 from spmdrl.policy.fsdp.sharding import recompute, sharded
-from spmdrl.policy.heads import Second
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.exchange import all_reduce
@@ -179,7 +178,7 @@ class FsdpPolicy(Learner):
             self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(each or last)
             token_loss = objective.token_loss(micro, shared, self.world.device) if len(micro) else None
-            first_T, second_T, *chunked = self._forward(micro, objective.temperature, token_loss=token_loss)
+            first_T, second_T, *chunked = self._forward(micro, objective.temperature, objective.second, token_loss)
             # A chunked loss already has its gradient; the loss over whole tensors is then computed for the log only.
             with torch.set_grad_enabled(not chunked):
                 result = objective.loss(micro, first_T, second_T, shared)

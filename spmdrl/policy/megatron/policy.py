@@ -17,8 +17,8 @@ from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.quantized import drop_quantization, fp8_blocks
 from spmdrl.hub.resolve import resolve
-from spmdrl.policy.contract import Head, Objective, Shared
-from spmdrl.policy.heads import Second, divisor_of, softcap_of
+from spmdrl.policy.contract import Head, Objective, Second, Shared
+from spmdrl.policy.heads import divisor_of, softcap_of
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.megatron.families import describe
 from spmdrl.policy.megatron.layout import Layout

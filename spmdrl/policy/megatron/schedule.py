@@ -14,8 +14,8 @@ from torch import nn
 from spmdrl.data.batch import Batch
 from spmdrl.health.status import tick
 from spmdrl.policy.attention.ulysses import total
-from spmdrl.policy.contract import Objective, Shared
-from spmdrl.policy.heads import Second, at_rows
+from spmdrl.policy.contract import Objective, Second, Shared
+from spmdrl.policy.heads import at_rows
 from spmdrl.policy.megatron.attention import Pack, make_packs
 from spmdrl.policy.megatron.convert import unwrapped
 from spmdrl.policy.megatron.layout import Layout
@@ -79,7 +79,9 @@ class Pipeline:
         balance: weight of the loss for evenly used experts, for one token.
         """
         metrics, self.balance = Metrics(), balance
-        mine = self._run(micros, objective.temperature, "entropy", partial(self._loss, objective, shared, metrics))
+        mine = self._run(
+            micros, objective.temperature, objective.second, partial(self._loss, objective, shared, metrics)
+        )
         numbers = self._everywhere(micros, mine)
         if not self.last:
             # Stages without the head compute the statistics from its numbers, so their names need not travel.
@@ -160,7 +162,7 @@ class Pipeline:
         if self.head == "lm":
             scale = temperature * self.divisor
             first, other = linear_logprob(
-                states, weight, tokens_T[rows], scale, softcap=self.softcap, group=self.tp_group
+                states, weight, tokens_T[rows], scale, top=second == "top", softcap=self.softcap, group=self.tp_group
             )
             if second == "collision":
                 other = collision_probability(states, weight, scale, softcap=self.softcap, group=self.tp_group)
