@@ -92,7 +92,7 @@ class Lines:
 
     def __getitem__(self, index: int) -> dict:
         self.file.seek(self.starts[index])
-        return json_row(self.file.readline(), self.where(index))
+        return json_row(self.file.readline())
 
     def where(self, index: int) -> str:
         """See `Indexed`."""
@@ -146,7 +146,7 @@ class Gzipped:
                 full = (line for line in f if line.strip())
                 for number, line in enumerate(full):
                     if number >= start:
-                        yield json_row(line, f"{self.name}, row {number}")
+                        yield json_row(line)
         except (OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{self.name} ends early, after row {number} ({type(e).__name__}: {e})") from e
 
@@ -202,12 +202,12 @@ def data_set(rest: str) -> Any:
     return hf_data(rest)
 
 
-def json_row(line: bytes, where: str) -> dict:
-    """Return the row of a line. Raises ValueError, with its place."""
+def json_row(line: bytes) -> dict:
+    """Return the row of a line. Raises ValueError."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: not JSON ({e})") from None
+        raise ValueError(f"not JSON ({e})") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row is a JSON object with columns, this is {line.strip()[:60]!r}")
+        raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")
     return row

@@ -1,0 +1,200 @@
+"""Supervised fine-tuning over ranks: the loss of Hugging Face, the same on any layout, resumed exactly."""
+
+import dataclasses
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.config.supervised import SFTConfig
+from spmdrl.data.batch import balance
+from spmdrl.hub.resolve import resolve
+from spmdrl.session.session import Session
+from spmdrl.sft import train
+from spmdrl.supervised.build import build_sft, with_steps
+from spmdrl.supervised.rows import open_mixture
+from spmdrl.tracking.metrics import Timer
+from tests.ranks.demo import Interrupted, metrics, untimed
+from tests.ranks.harness import RankError, run_ranks
+
+ASKED = ["reverse abc", "say it twice", "what is 2 + 3", "the capital of France", "count to five"]
+SAID = ["cba", "it it", "5", "Paris, which lies on the Seine", "1 2 3 4 5"]
+
+
+def rows(count: int) -> list[dict]:
+    """Dialogues of one to three turns, of different lengths."""
+    out = []
+    for i in range(count):
+        messages = []
+        for k in range(1 + i % 3):
+            messages.append({"role": "user", "content": f"{ASKED[(i + k) % 5]} {i}"})
+            messages.append({"role": "assistant", "content": f"{SAID[(i + k) % 5]} " * (1 + (i * 7 + k) % 4) + "."})
+        out.append({"messages": messages})
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    """A file with 48 dialogues."""
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(48)))
+    return str(path)
+
+
+def settings(folder, source: str, **sections) -> SFTConfig:
+    """Settings of a job of six steps."""
+    base = dict(
+        run={"dir": str(folder), "steps": 6, "seed": 3},
+        model={"path": "tiny", "dtype": "float32"},
+        optimizer={"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
+        policy={"max_tokens_per_microbatch": 512},
+        data={"train": (source,), "eval": source, "chat_template": "chatml"},
+        sft={"rows_per_step": 12, "max_tokens": 512},
+        eval={"every": 3, "rows": 10},
+        checkpoint={"at_end": False},
+        tracking={"trackers": ("jsonl",)},
+    )
+    cfg = SFTConfig()
+    for name in base.keys() | sections.keys():
+        values = base.get(name, {}) | sections.get(name, {})
+        cfg = dataclasses.replace(cfg, **{name: dataclasses.replace(getattr(cfg, name), **values)})
+    return cfg
+
+
+def opened(world, folder: str, data: str, sections: dict, stop_after: int = 0):
+    Path(folder).mkdir(exist_ok=True)
+    cfg = settings(folder, data, **sections)
+    run = build_sft(Session(with_steps(cfg, open_mixture(cfg)), world, Timer()))
+    if stop_after:
+        save = run.checkpoint
+
+        def then_die(step):
+            save(step)
+            if step + 1 == stop_after:
+                raise Interrupted
+
+        run.checkpoint = then_die
+    return run
+
+
+def trained(world, folder: str, data: str, sections: dict, stop_after: int = 0) -> dict[str, torch.Tensor]:
+    """Trains; returns the weights, whole."""
+    run = opened(world, folder, data, sections, stop_after)
+    with suppress(Interrupted):
+        train(run)
+    run.close()
+    return {name: p.full_tensor().detach().clone() for name, p in run.policy.named_weights()}
+
+
+def first_gradient(world, folder: str, data: str, sections: dict) -> dict[str, torch.Tensor]:
+    """Returns the gradient of the first step, whole, and what it says of itself."""
+    run = opened(world, folder, data, sections)
+    batch = balance(run.rows(0), world)
+    shared = run.objective.prepare(batch, 0)
+    stats = run.policy.gradient(run.policy.microbatches(batch), run.objective, shared)
+    found = {name: p.grad.full_tensor().detach().clone() for name, p in run.policy.model.named_parameters()}
+    run.close()
+    sums = stats.reduce(lambda x, op: world.data_peers.sum(x) if op == "sum" else x)
+    return found | {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+
+
+DOUBLE = {"model": {"path": "tiny", "dtype": "float64"}}
+LAYOUTS = [
+    (1, {"policy": {"max_tokens_per_microbatch": 8192}}),
+    (2, {}),
+    (2, {"parallel": {"sp": 2}}),
+    (2, {"policy": {"max_tokens_per_microbatch": 600, "chunked_loss": False, "share_prompts": False}}),
+    (4, {"parallel": {"dp_replicate": 2, "sp": 2}}),
+]
+
+
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_layout_does_not_change_the_gradient_of_sft(loss, data, tmp_path):
+    sections = DOUBLE | {"sft": {"loss": loss}}
+    (want,) = run_ranks(first_gradient, 1, str(tmp_path / "one"), data, sections)
+    assert all(value.abs().max() > 0 for value in want.values())
+    for number, (size, more) in enumerate(LAYOUTS):
+        for got in run_ranks(first_gradient, size, str(tmp_path / str(number)), data, sections | more):
+            for name, value in want.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_parity_the_loss_is_that_of_hugging_face(data, tmp_path):
+    """ChatML, cross-entropy of the assistant's tokens and its end token, by plain transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from spmdrl.data.order import drawn_indices
+
+    (got,) = run_ranks(first_gradient, 1, str(tmp_path / "run"), data, DOUBLE)
+    folder = resolve("tiny", False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total, right, count = torch.zeros((), dtype=torch.float64), 0, 0
+    for index in drawn_indices(48, 0, 12, 3):
+        ids, labels = [], []
+        for message in rows(48)[index]["messages"]:
+            head = tokenizer(f"<|im_start|>{message['role']}\n", add_special_tokens=False).input_ids
+            body = tokenizer(f"{message['content']}<|im_end|>", add_special_tokens=False).input_ids
+            tail = tokenizer("\n", add_special_tokens=False).input_ids
+            learnt = message["role"] == "assistant"
+            ids += head + body + tail
+            labels += [-100] * len(head) + (body if learnt else [-100] * len(body)) + [-100] * len(tail)
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+        aim = torch.tensor(labels)[1:]
+        total = total + torch.nn.functional.cross_entropy(logits, aim, ignore_index=-100, reduction="sum")
+        right += int(((logits.argmax(-1) == aim) & (aim != -100)).sum())
+        count += int((aim != -100).sum())
+    (total / count).backward()
+    assert got["loss"].item() == pytest.approx((total / count).item(), rel=1e-9)
+    assert got["accuracy/mean"].item() == pytest.approx(right / count, rel=1e-12)
+    for name, p in model.named_parameters():
+        mine = got.get(f"hf.{name}")
+        if mine is not None:
+            torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_layout_same_rows_and_weights_on_two_ranks(data, tmp_path):
+    (one,) = run_ranks(trained, 1, str(tmp_path / "one"), data, DOUBLE)
+    two, _ = run_ranks(trained, 2, str(tmp_path / "two"), data, DOUBLE)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-7, atol=1e-9)
+    left, right = (untimed(metrics(tmp_path / name)) for name in ("one", "two"))
+    for a, b in zip(left, right, strict=True):
+        for name in a.keys() - {"packing/waste", "microbatches"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-7, abs=1e-9), name
+    assert left[0]["eval/loss"] > left[-1]["eval/loss"]
+
+
+@pytest.mark.parametrize("kind", ["file", "stream", "mixture"])
+def test_resume_in_mid_epoch_is_exact(kind, data, tmp_path):
+    """Six steps in one go, or killed after four and resumed from the checkpoint of step three."""
+    import gzip
+
+    packed = tmp_path / "train.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(data).read_bytes()))
+    train = {"file": (data,), "stream": (str(packed),), "mixture": (f"{data}=0.25", "builtin:reverse=0.75")}[kind]
+    more = {"data": {"train": train, "chat_template": "chatml"}, "checkpoint": {"at_end": False, "every": 3}}
+    (whole,) = run_ranks(trained, 1, str(tmp_path / "whole"), data, more)
+    run_ranks(trained, 1, str(tmp_path / "cut"), data, more, 4)
+    (cut,) = run_ranks(trained, 1, str(tmp_path / "cut"), data, more)
+    for name, value in whole.items():
+        assert torch.equal(cut[name], value), name
+    assert untimed(metrics(tmp_path / "cut")) == untimed(metrics(tmp_path / "whole"))
+
+
+def test_refused_rows_are_named_counted_and_end_the_job(data, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    broken = [*rows(20), {"messages": [{"role": "wizard", "content": "x"}]}, {"messages": []}, {"other": 1}]
+    bad.write_text("".join(json.dumps(row) + "\n" for row in broken) + "{not json\n")
+    more = {"data": {"train": (str(bad),)}, "run": {"steps": 2}, "sft": {"max_refused": 0.5}, "eval": {"every": 0}}
+    run_ranks(trained, 2, str(tmp_path / "run"), data, more)
+    assert sum(row["data/refused"] for row in metrics(tmp_path / "run")) == 4
+    with pytest.raises(RankError) as error:
+        run_ranks(trained, 2, str(tmp_path / "ends"), data, more | {"sft": {"max_refused": 0.05}})
+    assert "--sft.max-refused allows 0.05" in str(error.value)
+    # Those of the first step, three of them here, with their places.
+    why = {21: "message 1 has the role 'wizard'", 22: "not a list of messages", 23: "it needs messages", 24: "not JSON"}
+    told = [line for line, said in why.items() if said in str(error.value) and f"{bad}:{line}: " in str(error.value)]
+    assert len(told) == 3
