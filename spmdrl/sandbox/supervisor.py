@@ -28,7 +28,7 @@ from sandlock import ExitReason, Sandbox, StdioMode
 
 from spmdrl.sandbox.inside.alone import STARTED
 from spmdrl.sandbox.inside.talk import Talk
-from spmdrl.sandbox.inside.watch import Watch, anonymous
+from spmdrl.sandbox.inside.watch import Watch, memory_of
 from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, cache, packages, python, system
 from spmdrl.sandbox.sandlock import user
 
@@ -111,7 +111,7 @@ class Outside(Watch):
         # They are this one's to close.
         (inputs, outputs, errors), held.ends = held.ends, []
         super().__init__(held.pid, told, inputs, outputs, errors, task, False, talk)
-        self.held, self.own = held, anonymous(str(held.pid))
+        self.held, self.own = held, memory_of(str(held.pid))
         self.waiter = threading.Thread(target=self._wait, daemon=True)
         self.waiter.start()
 
@@ -127,7 +127,7 @@ class Outside(Watch):
 
     def passed(self) -> str:
         """Return `memory` if the program's processes hold too much, or its files do."""
-        held = sum(max(0, anonymous(str(pid)) - self.own) for pid in descendants(os.getpid()))
+        held = sum(max(0, memory_of(str(pid)) - self.own) for pid in descendants(os.getpid()))
         full = not fits(str(self.held.folder), self.limits["tmp_mib"] << 20)
         return "memory" if full or held > self.limits["memory_mib"] << 20 else ""
 

@@ -216,7 +216,8 @@ def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
     if machine == "x86_64":
         lines += [_line(_JUMP_GREATER_EQUAL, _X32, 0, 1), _DENY]
     lines += [_line(_JUMP_GREATER_EQUAL, FIRST_UNKNOWN, 0, 1), _ABSENT]
-    lines += _one_of(numbers[which] for numbers in (NUMBERS | (SHARED if shared else {})).values() if numbers[which] >= 0)
+    denied = [numbers[which] for numbers in (NUMBERS | (SHARED if shared else {})).values()]
+    lines += _one_of(number for number in denied if number >= 0)
     for name, body in _arguments(own).items():
         lines += [_line(_JUMP_EQUAL, SEEN[name][which], 0, len(body) + 1), *body, _line(_RETURN, _ALLOW)]
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
