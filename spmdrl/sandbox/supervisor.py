@@ -15,7 +15,6 @@ import secrets
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from typing import IO, cast
 
 from sandlock import ExitReason, Sandbox, StdioMode
 
+from spmdrl.sandbox.inside import leftovers
 from spmdrl.sandbox.inside.alone import STARTED
 from spmdrl.sandbox.inside.talk import Talk
 from spmdrl.sandbox.inside.watch import Watch, memory_of
@@ -33,7 +33,7 @@ from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, cache, packages, pyth
 from spmdrl.sandbox.sandlock import user
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
-READABLE = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+READABLE = ("/dev/full", "/dev/random", "/dev/urandom")
 WRITABLE = ("/dev/null",)
 START_SECONDS = 20.0
 PROCESSES = 16
@@ -98,8 +98,7 @@ class Held:
         sweep()
         for end in self.ends:
             os.close(end)
-        # Folders may lie too deep for Python's own.
-        subprocess.run(["rm", "-rf", "--", str(self.folder)], check=False)
+        leftovers.remove(str(self.folder))
 
 
 class Outside(Watch):
@@ -191,10 +190,14 @@ def fits(folder: str, most: int) -> bool:
             return False
         for entry in inside:
             count += 1
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 total += entry.stat(follow_symlinks=False).st_blocks * 512
                 if entry.is_dir(follow_symlinks=False):
                     more.append((entry.path, depth + 1))
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return False
             if count > FILES or total > most or depth > DEEPEST:
                 return False
     return True

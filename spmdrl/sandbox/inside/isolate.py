@@ -21,6 +21,8 @@ SPARE_ADDRESSES = 1 << 30
 """Bytes of addresses beyond a program's memory: libraries and threads reserve more than they use."""
 OWN_PROCESSES = 3
 """Processes of the sandbox's own in a program's namespace, which its process limit counts too."""
+SIGNALS = 64
+"""Signals that wait for a program's processes; the kernel counts them for its user."""
 
 
 def _must(result: int, what: str) -> None:
@@ -89,6 +91,9 @@ def limit(limits: dict, shared: bool = False) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, SIGNALS),
+        (resource.RLIMIT_NICE, 0),
+        (resource.RLIMIT_RTPRIO, 0),
     ):
         resource.setrlimit(what, (value, value))
 

@@ -1,7 +1,8 @@
 """Runs hostile programs one after another, each in namespaces of its own: the first process of a sandbox.
 
 `python -m spmdrl.sandbox.inside.zygote apart|plain USER` inside the sandbox reads one JSON object a line from stdin.
-`plain` makes no namespaces and drops no rights: something else keeps the program in, or nothing does.
+`plain` makes no namespaces and drops no rights: something else keeps the program in, or nothing does. Each program
+then gets a folder of its own in the one where this process runs.
 
     {"source": text} or {"argv": [words]}    Python, run in a copy of this process, or another program; with "stdin",
                                              "files" {name: text}, "limits" (fields of `Limits`), and "session" {}
@@ -15,13 +16,14 @@ or `failure` where the sandbox itself could not run it. While a session runs, li
 program's stdin, {"close": true} ends it, and its output comes at once as {"output": base64}. Standard library only.
 """
 
+import contextlib
 import gc
 import os
 import select
 import sys
 import time
 
-from spmdrl.sandbox.inside import isolate, modules, processes, values  # noqa: F401
+from spmdrl.sandbox.inside import isolate, leftovers, modules, processes, values  # noqa: F401
 from spmdrl.sandbox.inside.talk import Talk
 from spmdrl.sandbox.inside.watch import Watch
 
@@ -58,6 +60,13 @@ def serve(apart: bool, talk: Talk) -> None:
     os._exit(END)
 
 
+def made_in(home: str) -> str:
+    """Make a folder for a program."""
+    folder = os.path.join(home, f"program-{os.urandom(8).hex()}")
+    os.mkdir(folder, 0o700)
+    return folder
+
+
 def failed() -> dict:
     """Return the answer where the sandbox itself has failed."""
     import traceback
@@ -67,7 +76,7 @@ def failed() -> dict:
 
 def main() -> None:
     """Serve until stdin ends."""
-    apart = sys.argv[1] == "apart"
+    apart, home = sys.argv[1] == "apart", os.getcwd()
     isolate.become(int(sys.argv[2]))
     talk = Talk()
     modules.like_site()
@@ -80,12 +89,18 @@ def main() -> None:
         # Copies of this process hear of programs and of what they print, one copy of each. A program is a copy of a
         # copy, and so it finds nothing of those before it in its memory.
         gc.freeze()
+        folder = home if apart else made_in(home)
         watcher = os.fork()
         if watcher == 0:
             isolate.die_with_parent()
+            os.chdir(folder)
             serve(apart, talk)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1])
+        if not apart:
+            # Without a process namespace something that the program has started may still write there.
+            with contextlib.suppress(OSError):
+                leftovers.remove(folder)
         if code == END:
             return
         if code:
