@@ -68,6 +68,23 @@ def test_a_folder_that_is_emptied_stays_with_its_mode(tmp_path):
     assert os.listdir(tmp_path) == [] and tmp_path.stat().st_mode & 0o777 == 0o711
 
 
+def test_files_with_names_of_any_length_are_counted_or_found_too_many(tmp_path):
+    """A path may be short enough to list a folder, and too long to look at what is in it."""
+    fits = pytest.importorskip("spmdrl.sandbox.supervisor", reason="no sandlock").fits
+    place, found = os.open(tmp_path, os.O_RDONLY), []
+    for _ in range(18):
+        os.mkdir("d" * 240, dir_fd=place)
+        place, above = os.open("d" * 240, os.O_RDONLY, dir_fd=place), place
+        os.close(above)
+        os.close(os.open("f" * 255, os.O_CREAT, dir_fd=place))
+        found.append(fits(str(tmp_path), 1 << 30))
+    os.close(place)
+    deep = sum(found)
+    assert 10 < deep < 17 and found == [True] * deep + [False] * (18 - deep)
+    leftovers.empty(str(tmp_path))
+    assert fits(str(tmp_path), 0)
+
+
 def test_without_a_sandbox_a_program_finds_no_files_of_those_before_it():
     opened = open_sandbox("none")
     folder = Path(opened.folder.name)
