@@ -320,7 +320,7 @@ LEFTOVERS = [
     ),
     Attack(
         "leaves folders within each other",
-        "import os\nos.chdir('{tmp}')\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')\nopen('file', 'w').close()\nprint('kept')",
+        "import os\nos.chdir('{tmp}')\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')\nopen('file', 'w').close()\nprint('kept')",
     ),
     Attack(
         "leaves folders within each other with long names",
