@@ -60,6 +60,17 @@ def none(data_source, solution_str, ground_truth, extra_info=None): return None
 def tagged(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 0.5, "format": float("<a>" in solution_str)}
 def short(completions, **_): return [-float(len(c)) for c in completions]
+def batch_some(solution_strs, ground_truths, **rest):
+    assert rest == {"data_sources": ["src"], "extra_infos": [{}], "bonus": 2}
+    return [float(a == b) + rest["bonus"] for a, b in zip(solution_strs, ground_truths)]
+def only_keywords(*, data_source, solution_str, ground_truth, extra_info, bonus): return bonus
+def everything(**kwargs): return kwargs["bonus"] if set(kwargs) == {
+    "data_source", "solution_str", "ground_truth", "extra_info", "bonus"} else 0.0
+def trl_keywords(*, completions, level, bonus=0.0): return [bonus + float(level[0])]
+def trl_everything(completions, **columns): return [float(columns["bonus"])]
+def trl_ids(completions, completion_ids, **columns): return [1.0]
+def trl_placed(prompts, completions, /, **columns): return [1.0]
+def batch_more(data_sources, solution_strs, ground_truths, extra_infos, must): return [1.0]
 """
 
 
@@ -94,6 +105,43 @@ def test_verls_function_gets_reward_kwargs(file, start):
     assert [(r.score, r.parts) for r in plain] == [(1.0, {"length": 3.0}), (0.0, {"length": 4.0})]
     assert graded(start(f"{file}:verl", kwargs='{"bonus": 0.25}'), "no")[0].score == 0.25
     assert [r.score for r in graded(start(f"{file}:verl_batch", kwargs='{"bonus": 1}'), "yes", "no")] == [2.0, 1.0]
+
+
+def test_further_arguments_reach_functions_of_every_form(file, start):
+    bonus = {"kwargs": '{"bonus": 2}'}
+    assert [r.score for r in graded(start(f"{file}:batch_some", **bonus), "yes", "no")] == [3.0, 2.0]
+    assert graded(start(f"{file}:only_keywords", **bonus), "x")[0].score == 2.0
+    assert graded(start(f"{file}:everything", **bonus), "x")[0].score == 2.0
+    assert graded(start(f"{file}:trl_keywords", **bonus), "x", level=5)[0].score == 7.0
+    assert graded(start(f"{file}:trl_everything", **bonus), "x")[0].score == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "words"),
+    [
+        ("everything", '{"solution_str": 1}', "--reward.kwargs solution_str: everything in"),
+        ("batch_some", '{"extra_infos": 1}', "--reward.kwargs extra_infos: batch_some in"),
+        ("trl_everything", '{"completions": 1}', "--reward.kwargs completions: trl_everything in"),
+        ("trl_everything", '{"answer": 1}', "gets answer of each response; give it another name"),
+        ("trl_keywords", '{"bonos": 1}', "has no such parameter (it has: completions, level, bonus)"),
+        ("only_keywords", "", "missing a required argument: 'bonus'. Change its parameters; **kwargs takes"),
+        ("batch_more", "", "called with the keywords data_sources, solution_strs, ground_truths, extra_infos, unless"),
+        ("verl_batch", '{"x": 1}', "and those of --reward.kwargs (x)"),
+        ("trl_placed", "", "takes prompts, completions by position: remove the /"),
+    ],
+)
+def test_functions_that_do_not_take_their_arguments_are_named_before_the_first_row(file, start, name, kwargs, words):
+    with pytest.raises(ValueError) as caught:
+        start(f"{file}:{name}", kwargs=kwargs)
+    assert words in str(caught.value), caught.value
+
+
+def test_rows_that_do_not_fit_the_parameters_of_trls_functions_are_named(file, start):
+    with pytest.raises(RewardError, match="prompt 0: ValueError: --reward.kwargs level: the row has a column of this"):
+        graded(start(f"{file}:trl_everything", kwargs='{"level": 1}'), "x", level=1)
+    words = "it wants completion_ids, and the row has ground_truth, answer, solution, level, data_source, prompts"
+    with pytest.raises(RewardError, match=words):
+        graded(start(f"{file}:trl_ids"), "x", level=1)
 
 
 def test_trls_functions_get_lists_and_columns(file, start, caplog):
