@@ -5,10 +5,12 @@ import time
 
 import pytest
 
-from spmdrl.config.rewards import weighted
-from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.rewards import short_name, weighted
+from spmdrl.config.schema import Config, RewardConfig, SandboxConfig
 from spmdrl.rewards.base import Reward, RewardError, RewardInput
-from spmdrl.rewards.load import Direct, load_reward, scores_timeouts, short_name
+from spmdrl.rewards.load import Direct, load_reward, scores_timeouts
 from spmdrl.rewards.several import Several, Term
 
 FILE = """
@@ -190,13 +192,39 @@ def test_another_number_of_scores_is_an_error(file, start, name, words):
         ({"more": ("=1",)}, "the form is function=weight"),
         ({"more": ("gsm9k",)}, "unknown --reward.more 'gsm9k': did you mean 'gsm8k'"),
         ({"more": ("nowhere.py=2",)}, "--reward.more 'nowhere.py': there is no file"),
-        ({"more": ("gsm8k", "gsm8k=2")}, "two rewards are named gsm8k"),
+        ({"more": ("gsm8k", "gsm8k=2")}, "2 rewards are named gsm8k"),
     ],
 )
 def test_bad_settings_are_named(file, start, settings, words):
     with pytest.raises(ValueError) as caught:
         start(f"{file}:verl", **settings)
     assert words in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"function": "gsm8k", "more": ("gsm8k=0.5",)},
+            "--reward.more gsm8k: 2 rewards are named gsm8k, .* name it once",
+        ),
+        (
+            {"function": "{file}:verl", "more": ("{other}:verl=2", "{file}:short")},
+            "--reward.more .*other.py:verl: 2 rewards are named verl, .* rename a function or a file",
+        ),
+        ({"function": "gsm8k", "kwargs": '{"bonus": 1}'}, "--reward.kwargs: no function in a file takes bonus"),
+    ],
+)
+def test_rewards_that_do_not_go_together_are_refused_before_anything_is_built(file, settings, words):
+    other = file.parent / "other.py"
+    other.write_text(FILE)
+
+    def filled(value):
+        return value.replace("{file}", str(file)).replace("{other}", str(other))
+
+    given = {k: tuple(map(filled, v)) if isinstance(v, tuple) else filled(v) for k, v in settings.items()}
+    with pytest.raises(ConfigError, match=f"1 setting to change:\n  {words}"):
+        check(Config(reward=RewardConfig(**given)), 1)
 
 
 def test_several_rewards_are_a_weighted_sum(file, start):
