@@ -311,7 +311,7 @@ def test_trial_compares_right_answers_with_words_and_garbage_with_right_ones(tmp
         a, b = (truth in each for each in shown(asked))
         return Answer(better("tie" if a == b else "A" if a else "B"))
 
-    for answer, told in ((knows, []), (by_length, ["`words` get a score of 1"])):
+    for answer, told in ((knows, []), (by_length, ["score as much as right ones: `words` (100.0% of the rows)"])):
         server = StandIn(answer)
         file = written(tmp_path, url=server.url, model="m", compare=1)
         columns = ["--data.prompt-column", "question", "--data.answer-column", "answer", "--json"]
