@@ -290,11 +290,71 @@ def test_parts_are_told_apart_and_gates_of_absent_rewards_are_left_out():
     tagged = of(a=Reward(0.5, {"format": 0.0}))
     with pytest.raises(RewardError, match="tagged has a part format, which is the name of a reward"):
         one(("tagged", tagged), ("format", of(a=Reward(1.0))))
+    first = of(a=Reward(0.5, {"tagged/format": 0.0}))
+    with pytest.raises(RewardError, match="tagged has a part tagged/format, which is a part of another reward"):
+        one(("first", first), ("tagged", tagged))
     silent = of(a=Reward(0.0, applies=False))
     assert one(("gsm8k", of(a=Reward(1.0))), ("tagged", silent), gates=("tagged/format",)).score == 1.0
     stopped = of(a=Reward(0.0, timed_out=True))
     found = one(("gsm8k", of(a=Reward(1.0))), ("tagged", stopped), gates=("tagged/format",))
     assert found.score == 0.0 and found.timed_out
+
+
+def graded_by(*terms: tuple[str, Reward, float], gates: tuple[str, ...] = ()) -> Reward:
+    """What several rewards make of one response, of which each says something fixed."""
+    made = []
+    for name, reward, weight in terms:
+        late = Late(a=reward)
+        late.ready = True
+        made.append(Term(name, late, weight))
+    grader = Several(made, gates)
+    grader.submit(1, RewardInput("", "a", ""))
+    return dict(grader.drain())[1]
+
+
+SILENT = Reward(0.0, applies=False)
+
+
+def test_a_gate_is_left_out_only_if_its_own_reward_does_not_apply():
+    """Another reward's silence excuses no gate that is misspelt."""
+    gsm8k = ("gsm8k", Reward(1.0, {"format": 1.0}), 1.0)
+    for gate in ("tagged", "tagged/format", "tagged/a/b"):
+        assert graded_by(gsm8k, ("tagged", SILENT, 1.0), gates=(gate,)).score == 1.0
+    assert graded_by(("gsm8k", SILENT, 1.0), ("short", Reward(0.5), 1.0), gates=("format",)).score == 0.5
+    for gate in ("fromat", "tagged_too", "gsm8k/format"):
+        with pytest.raises(RewardError, match=f"--reward.gate {gate}: .* there are format, gsm8k$"):
+            graded_by(gsm8k, ("tagged", SILENT, 1.0), gates=(gate,))
+    # Also behind a gate that is shut.
+    shut = ("gsm8k", Reward(1.0, {"format": 0.0}), 1.0)
+    with pytest.raises(RewardError, match="--reward.gate fromat"):
+        graded_by(shut, gates=("format", "fromat"))
+
+
+def test_a_grading_that_was_stopped_shuts_its_own_gates_alone():
+    stopped = Reward(0.0, timed_out=True)
+    gsm8k = ("gsm8k", Reward(1.0, {"format": 1.0}), 1.0)
+    assert graded_by(gsm8k, ("tagged", stopped, 1.0), gates=("tagged/format",)).score == 0.0
+    assert graded_by(gsm8k, ("tagged", stopped, 1.0), gates=("format",)).score == 1.0
+    with pytest.raises(RewardError, match="--reward.gate fromat"):
+        graded_by(gsm8k, ("tagged", stopped, 1.0), gates=("fromat",))
+
+
+def test_rewards_of_weight_0_are_parts_and_no_score():
+    """A row to which only such rewards apply has no score, which is not 0."""
+    watched = ("length", Reward(-9.0), 0.0)
+    found = graded_by(("gsm8k", Reward(1.0), 1.0), watched)
+    assert found.score == 1.0 and found.parts == {"gsm8k": 1.0, "length": -9.0}
+    alone = graded_by(("gsm8k", SILENT, 1.0), watched)
+    assert math.isnan(alone.score) and alone.ungraded == "none of the rewards applies to the row"
+
+
+def test_a_row_to_which_no_reward_applies_is_counted_and_named(caplog):
+    late = Late(a=SILENT)
+    late.ready = True
+    grader = Several([Term("late", late, 1.0)])
+    grader.submit((7, 2), RewardInput("", "a", ""))
+    assert dict(grader.drain())[7, 2].ungraded and grader.ungraded == 1
+    assert "reward function late could not grade prompt 7, sample 2, which is left out: none of the rew" in caplog.text
 
 
 def test_several_rewards_work_at_the_same_time(file, start):
@@ -317,7 +377,7 @@ def test_an_answer_waits_for_all_rewards():
     assert math.isnan(rewards["b"].score) and rewards["b"].ungraded == "late: no tests"
     alone = Several([Term("late", late, 1.0)])
     alone.submit("c", RewardInput("", "c", ""))
-    assert dict(alone.drain())["c"].ungraded == "none of the rewards late applies to the row"
+    assert dict(alone.drain())["c"].ungraded == "none of the rewards applies to the row"
 
 
 def test_names_and_weights():
