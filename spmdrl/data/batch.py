@@ -162,10 +162,15 @@ def to_episodes(batch: Batch) -> list[Episode]:
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
     names = ("prompt", "sample", "position", "finish", "reward")
-    rows = zip(*columns, *(batch.seq[name].tolist() for name in names), strict=True)
+    parts = {name.removeprefix("part/"): x_B for name, x_B in batch.seq.items() if name.startswith("part/")}
+    rows_BP = torch.stack([*parts.values()], 1).tolist() if parts else [[]] * len(lengths)
+    given = [{name: x for name, x in zip(parts, row, strict=True) if not math.isnan(x)} for row in rows_BP]
+    rows = zip(*columns, *(batch.seq[name].tolist() for name in names), given, strict=True)
     return [
-        episode_of(prompt, sample, position, tokens, mask, logp, version, FINISH_REASONS[finish], reward=reward)
-        for tokens, mask, logp, version, prompt, sample, position, finish, reward in rows
+        episode_of(
+            prompt, sample, position, tokens, mask, logp, version, FINISH_REASONS[finish], reward=reward, parts=of
+        )
+        for tokens, mask, logp, version, prompt, sample, position, finish, reward, of in rows
         if bool(mask.any())
     ]
 

@@ -22,14 +22,16 @@ Columns = dict[tuple[int, int], dict[str, float]]
 def sample_rows(step: int, episodes: list[Episode], tokenizer, count: int, more: Columns | None = None) -> list[dict]:
     """A few episodes for samples.jsonl; one of several turns or weight versions also segment by segment.
 
-    step: counted from 1. count: how many; 0: none. more: further columns.
+    step: counted from 1. count: how many; 0: none. more: further columns, which a part that is a label of a reward
+    model has as `model/<label>`.
     """
     if not count:
         return []
     spread = max(1, len(episodes) // count)
     more = more or {}
     chosen = episodes[::spread][:count]
-    return [sample_row(step, e, tokenizer.decode) | more.get((e.position, e.sample), {}) for e in chosen]
+    rows = [(sample_row(step, e, tokenizer.decode), more.get((e.position, e.sample), {})) for e in chosen]
+    return [{k: v for k, v in row.items() if k.replace("part/", "model/", 1) not in its} | its for row, its in rows]
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
@@ -52,7 +54,7 @@ def sample_row(step: int, episode: Episode, decode) -> dict:
         "finish": episode.finish,
         "index": episode.prompt,
         "sample": episode.sample,
-    }
+    } | {f"part/{name}": value for name, value in episode.parts.items()}
     if len(episode.segments) > SINGLE:
         row["segments"] = [
             {"turn": s.turn, "text": decode(s.tokens.tolist())} | ({"version": s.version} if s.sampled else {})

@@ -112,6 +112,21 @@ def test_parts_stand_apart_from_other_numbers(tmp_path):
         assert row[f"reward/part/{name}"] == pytest.approx(mean(s[name] for s in said), abs=1e-12), name
 
 
+def test_parts_are_columns_of_the_samples(tmp_path):
+    """Each sample has its own: a part that it lacks is not there. One rank for all, or others that sample."""
+    body = SOME.format(LENGTH)
+    _, said, samples = trained(tmp_path / "one", 1, body)
+    cfg = bare({"reward": {"function": reward_in(tmp_path, body)}})
+    run_ranks(split_demo, 2, str(tmp_path / "split"), split(1), cfg)
+    assert len(samples) == len(said) == 32
+    assert sorted(s["even"] for s in said if "even" in s) == sorted(s["part/even"] for s in samples if "part/even" in s)
+    for row in samples:
+        assert row.get("part/even") == (len(row["completion"]) if len(set(row["completion"])) % 2 == 0 else None)
+    by = {(s["index"], s["sample"]): s for s in samples}
+    for row in told(tmp_path / "split"):
+        assert row == by[row["index"], row["sample"]]
+
+
 SOME = '{{"score": {0}, "even": float(len(solution_str))}} if len(set(solution_str)) % 2 == 0 else {{"score": {0}}}'
 
 
