@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.models import Models, build_models
 from spmdrl.rl.compose import compose
 from spmdrl.rl.score import score
@@ -13,8 +15,9 @@ from spmdrl.rl.update import steer, update
 from spmdrl.spmd.exchange import all_gather_rows
 from tests.ranks.cases import config, full_weights, group_of, packed, relative, small_model, synthetic_batch
 from tests.ranks.demo import open_demo
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import RankError, run_ranks
 from tests.ranks.test_placement import classifier
+from tests.unit.reward_folders import classifier as labelled
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,31 @@ def test_parity_model_scores_are_those_of_hugging_face(folders):
     for n in (1, 2):
         for rows in run_ranks(scores, n, folders):
             torch.testing.assert_close(torch.tensor(rows), torch.tensor(sorted(want)), rtol=1e-6, atol=1e-6)
+
+
+def built(world, sections: dict):
+    cfg = config(model={"path": "tiny"}, **sections)
+    build_models(cfg, world, compose(cfg).needs)
+
+
+@pytest.mark.parametrize("flag", ["--reward.model", "--safety.cost-model"])
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("three", "three: its head score.weight gives 3 numbers, and "),
+        ("tiny", "tiny: its weights have no head score.weight; name a classifier"),
+        ("absent", "'/absent' is no folder"),
+    ],
+)
+def test_a_path_that_is_no_classifier_with_one_label_is_named_with_its_flag(flag, model, told, tmp_path):
+    path = {"tiny": "tiny", "absent": "/absent"}.get(model) or labelled(
+        tmp_path / "three", load_tokenizer(resolve("tiny")), 3
+    )
+    section, field = ("reward", "model") if flag == "--reward.model" else ("safety", "cost_model")
+    with pytest.raises(RankError, match=f"{flag} .*{told}") as error:
+        run_ranks(built, 1, {section: {field: path}})
+    if model == "three":
+        assert ("--reward.model rm.yaml" in str(error.value)) == (flag == "--reward.model")
 
 
 def judged(world, folder: str, reward: dict):

@@ -1,9 +1,13 @@
 """Files of reward models, the ends of steps, and responses in the tokens of another model, by independent counts."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from spmdrl.config.checks import check
 from spmdrl.config.classifier import read_classifier
@@ -34,7 +38,13 @@ def folders(tmp_path_factory):
         "one": classifier(root / "one", TOKENIZER, 1),
         "steps": classifier(root / "steps", TOKENIZER, 2, "Token"),
     }
-    return made
+    copied = {name: Path(shutil.copytree(made["three"], root / name)) for name in ("two rows", "pickled")}
+    held = load_file(Path(made["three"]) / "model.safetensors")
+    cut = held | {"score.weight": held["score.weight"][:2].clone()}
+    save_file(cut, copied["two rows"] / "model.safetensors", {"format": "pt"})
+    (copied["pickled"] / "model.safetensors").unlink()
+    torch.save(held, copied["pickled"] / "pytorch_model.bin")
+    return made | {name: str(folder) for name, folder in copied.items()}
 
 
 # ── the file ─────────────────────────────────────────────────────────────────
@@ -120,14 +130,17 @@ def test_labels_and_their_weights(folders, tmp_path):
         ("one", {"weights": {"good": 1.0}}, ["no label good"]),
         ("steps", {}, ["scores tokens", "steps"]),
         ("tiny", {}, ["no head score.weight", "ForSequenceClassification"]),
+        ("two rows", {"weights": {"right": 1.0}}, ["gives 2 numbers", "names 3 labels", "id2label"]),
+        ("/absent/rm", {}, ["path '/absent/rm' is no folder"]),
+        ("pickled", {}, ["only pickled weights (pytorch_model.bin)", "safetensors"]),
     ],
 )
 def test_bad_labels_are_one_message(which, settings, words, folders, tmp_path):
     file = written(tmp_path / "rm.yaml", path=folders.get(which, which), **settings)
     with pytest.raises(ValueError) as error:
         labels_of(file, "tiny")
-    assert all(word in str(error.value) for word in [file, *words]), str(error.value)
-    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in [f"--reward.model {file}", *words]), str(error.value)
+    assert "\n" not in str(error.value) and "--model.path" not in str(error.value)
 
 
 # ── steps ────────────────────────────────────────────────────────────────────
