@@ -14,11 +14,12 @@ from spmdrl.weights.folder import Tensors
 
 ALONE = "model"
 """Name of the only score of a model whose config names none."""
-
-
+STEPS = "steps"
+"""Name of the number of steps beside the labels, in metrics and samples."""
 CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
 SEVERAL = "only a file says what several count: name them by --reward.model rm.yaml with a path (docs/rewards.md)"
 ONE = "one is read: name a classifier with one label"
+"""Ends of messages about the number of labels: of a model with a file, of one without, of a cost model."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,13 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
     own = told.tokenizer == "own" or bool(different)
     why = f"{len(different)} tokens differ, such as {different[0]!r}" if different else "tokenizer own"
     says = f"reads the text of responses in its own tokens ({why})" if own else "reads the policy's tokens"
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    pad = getattr(config, "pad_token_id", None)
-    return Labels(names, weights, config.num_labels or 1, probability, own, f"{FLAG} {file}: {says}", positions, pad)
+    told_of, pad = f"{FLAG} {file}: {says}", getattr(config.get_text_config(), "pad_token_id", None)
+    return Labels(names, weights, config.num_labels or 1, probability, own, told_of, positions_of(config), pad)
+
+
+def positions_of(config: Any) -> int:
+    """Return the most tokens that the model of a config (transformers) reads; 0: not known."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def check_head(folder: Path, said: str, labels: int, wrong: str) -> None:
@@ -99,7 +104,12 @@ def _weighed(told: ClassifierConfig, file: str, config: Any) -> tuple[tuple[str,
     """Return names and weights of the scores, and whether the only one is a probability."""
     count, said = config.num_labels or 1, f"{FLAG} {file}: "
     names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(count))
-    named = not any(name == f"LABEL_{i}" for i, name in enumerate(names)) and len(set(names)) == count
+    named = not any(name in ("", f"LABEL_{i}") for i, name in enumerate(names)) and len(set(names)) == count
+    if told.steps and STEPS in names:
+        raise ValueError(
+            f"{said}{told.path} has a label {STEPS}, which is the metric of their number: give it another name in "
+            "id2label of its config.json"
+        )
     if scores_tokens(config):
         if not told.steps:
             raise ValueError(f"{said}{told.path} scores tokens, so steps must name the separator of steps, as '\\n\\n'")

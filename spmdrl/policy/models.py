@@ -46,13 +46,15 @@ class Models:
     """What the numbers of the reward model mean; None: no file describes it."""
     reading: Any = None
     """How the reward model reads responses (`rl/reading.py`); None: its score is that of the last token."""
+    cost_reading: Any = None
+    """How the cost model does, alike."""
 
     def named(self) -> Iterator[tuple[str, Policy]]:
         """Yield the models of this rank with their names; a model with two roles once."""
         seen = []
         for field in dataclasses.fields(self):
             model = getattr(self, field.name)
-            if field.name in ("labels", "reading") or model is None:
+            if field.name in ("labels", "reading", "cost_reading") or model is None:
                 continue
             if not any(model is other for other in seen):
                 seen.append(model)

@@ -37,6 +37,8 @@ def folders(tmp_path_factory):
         "unnamed": classifier(root / "unnamed", TOKENIZER, 3),
         "one": classifier(root / "one", TOKENIZER, 1),
         "steps": classifier(root / "steps", TOKENIZER, 2, "Token"),
+        "named steps": classifier(root / "named_steps", TOKENIZER, ["steps", "b"]),
+        "nameless": classifier(root / "nameless", TOKENIZER, ["", "b"]),
     }
     copied = {name: Path(shutil.copytree(made["three"], root / name)) for name in ("two rows", "pickled")}
     held = load_file(Path(made["three"]) / "model.safetensors")
@@ -130,6 +132,8 @@ def test_labels_and_their_weights(folders, tmp_path):
         ("one", {"weights": {"good": 1.0}}, ["no label good"]),
         ("steps", {}, ["scores tokens", "steps"]),
         ("tiny", {}, ["no head score.weight", "ForSequenceClassification"]),
+        ("named steps", {"steps": "a", "weights": {"b": 1.0}}, ["has a label steps", "id2label"]),
+        ("nameless", {"weights": {"b": 1.0}}, ["2 labels", "no names", "id2label"]),
         ("two rows", {"weights": {"right": 1.0}}, ["gives 2 numbers", "names 3 labels", "id2label"]),
         ("/absent/rm", {}, ["path '/absent/rm' is no folder"]),
         ("pickled", {}, ["only pickled weights (pytorch_model.bin)", "safetensors"]),
