@@ -17,7 +17,7 @@ from spmdrl.health.status import tick
 from spmdrl.hub.folder import plain_errors, read_config
 from spmdrl.hub.quantized import fp8_blocks
 from spmdrl.hub.resolve import resolve
-from spmdrl.hub.tokenizer import check_same_tokens, has_tokenizer, load_tokenizer
+from spmdrl.hub.tokenizer import BROKEN, check_same_tokens, control_words, has_tokenizer, load_tokenizer
 from spmdrl.policy.contract import Policy
 from spmdrl.rewards.base import Grader
 from spmdrl.rewards.judge import Judge
@@ -64,7 +64,7 @@ class Voice:
             if has_tokenizer(self.folder):
                 self.tokenizer = load_tokenizer(self.folder, trust)
         self.stop = stop_tokens(self.folder, self.tokenizer)
-        self.special = [word for word in special_tokens(self.tokenizer) if len(word) > 1]
+        self.control = control_words(self.tokenizer)
         self.joined = False
         """True where the template takes no system message, which the first user message then begins with."""
         if not getattr(self.tokenizer, "chat_template", None):
@@ -86,7 +86,7 @@ class Voice:
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens of a question, with nothing in it that is a special token of the tokenizer."""
-        messages = [message | {"content": self._broken(message["content"])} for message in messages]
+        messages = [message | {"content": self.control.sub(BROKEN, message["content"])} for message in messages]
         if self.joined:
             messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
         # Templates that let a model think first are told not to: only a verdict alone counts.
@@ -94,11 +94,6 @@ class Voice:
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _broken(self, text: str) -> str:
-        for word in self.special:
-            text = text.replace(word, f"{word[0]} {word[1:]}")
-        return text
 
     def words(self, tokens: list[int], prompt: int) -> Said:
         """Return what the engine's tokens say up to the judge's end. prompt: tokens of the question."""
@@ -235,12 +230,6 @@ def is_abandoned(plan: RolloutPlan, world: World, polls: int) -> bool:
         return False
     flag = torch.tensor([int(plan.may_end())], device=world.device)
     return bool(all_reduce(flag, "max", world.engine_group).item())
-
-
-def special_tokens(tokenizer: Any) -> list[str]:
-    """Return the words that a tokenizer reads as special tokens wherever they stand."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return sorted({*tokenizer.all_special_tokens, *(str(each.content) for each in added if each.special)})
 
 
 def check_same_model(folder: Path, policy: Path, what: str, trust: bool) -> None:
