@@ -16,7 +16,7 @@ from spmdrl.config.schema import Config
 from spmdrl.health.status import tick
 from spmdrl.hub.folder import plain_errors, read_config
 from spmdrl.hub.quantized import fp8_blocks
-from spmdrl.hub.resolve import resolve
+from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import BROKEN, check_same_tokens, control_words, has_tokenizer, load_tokenizer
 from spmdrl.policy.contract import Policy
 from spmdrl.rewards.base import Grader
@@ -57,12 +57,13 @@ class Voice:
             ValueError: the judge reads other tokens, or there is no chat template that renders a question.
         """
         trust = cfg.model.trust_remote_code
-        self.folder: Path = resolve(cfg.model.path if judge.engine == POLICY else judge.engine, trust)
         self.tokenizer = tokenizer
-        if judge.engine != POLICY:
-            check_same_tokens(judge.engine, cfg.model.path, f"{file}: engine", trust)
-            if has_tokenizer(self.folder):
-                self.tokenizer = load_tokenizer(self.folder, trust)
+        with named(f"{file}: engine"):
+            self.folder: Path = resolve(cfg.model.path if judge.engine == POLICY else judge.engine, trust)
+            if judge.engine != POLICY:
+                check_same_tokens(judge.engine, cfg.model.path, f"{file}: engine", trust)
+                if has_tokenizer(self.folder):
+                    self.tokenizer = load_tokenizer(self.folder, trust)
         self.stop = stop_tokens(self.folder, self.tokenizer)
         self.control = control_words(self.tokenizer)
         self.joined = False
@@ -127,7 +128,7 @@ class EngineJudges:
             if judge.engine != POLICY and judge.engine not in self.frozen:
                 folder = self.voices[judge.engine].folder
                 check_same_model(folder, resolve(cfg.model.path, trust), f"{file}: engine {judge.engine}", trust)
-                with plain_errors(folder):
+                with named(f"{file}: engine"), plain_errors(folder):
                     self.frozen[judge.engine] = Tensors(folder, fp8_blocks(folder))
         self.versions = {engine: -2 - i for i, engine in enumerate(self.frozen)}
         """Versions of frozen judges, which no policy has."""
