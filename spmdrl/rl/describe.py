@@ -22,21 +22,22 @@ Columns = dict[tuple[int, int], dict[str, float]]
 def sample_rows(step: int, episodes: list[Episode], tokenizer, count: int, more: Columns | None = None) -> list[dict]:
     """A few episodes for samples.jsonl; one of several turns or weight versions also segment by segment.
 
-    step: counted from 1. count: how many; 0: none. more: further columns, which a part that is a label of a reward
-    model has as `model/<label>`.
+    step: counted from 1. count: how many; 0: none. more: further columns.
     """
     if not count:
         return []
     spread = max(1, len(episodes) // count)
     more = more or {}
     chosen = episodes[::spread][:count]
-    rows = [(sample_row(step, e, tokenizer.decode), more.get((e.position, e.sample), {})) for e in chosen]
-    return [{k: v for k, v in row.items() if k.replace("part/", "model/", 1) not in its} | its for row, its in rows]
+    return [sample_row(step, e, tokenizer.decode) | more.get((e.position, e.sample), {}) for e in chosen]
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
-    """The reward model's scores of all ranks' samples: `model`, `model/<label>` and `model/steps`. Collective."""
-    found = {"model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
+    """The reward model's scores of all ranks' samples: `model`, `model/<label>`, `model/steps`; `reward` with it.
+
+    Collective.
+    """
+    found = {"reward": "reward", "model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
     found |= {"model/steps": "steps"} if "steps" in batch.seq else {}
     columns = [batch.seq[key].double() for key in ("position", "sample", *found.values())]
     rows = torch.cat(peers.rows(torch.stack(columns, 1))).tolist()
