@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"{asked[0][0]} judges on the engine of a run, and none runs here: try it with a url")
         tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
         prompts = load_prompts(cfg.data.train, cfg.data, tokenizer, LONGEST, rows)
-        grader = load_reward(cfg.reward, cfg.sandbox, False, {p.data_source for p in prompts.prompts})
+        grader = load_reward(
+            cfg.reward, cfg.sandbox, cfg.filter.bad_sample == "stop", {p.data_source for p in prompts.prompts}
+        )
     except (ConfigError, ValueError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
@@ -60,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     if as_text:
         print(f"{grader.name} on {len(prompts)} rows of {prompts.source}")
         print(table(found.rows))
+        if cfg.reward.model:
+            print(f"note: the score of --reward.model {cfg.reward.model} is not in it, as no model runs here")
         for each in notes(found):
             print(f"note: {each}")
         print("\n".join(f"problem: {each}" for each in problems) or "nothing is wrong with what was tried")

@@ -121,8 +121,9 @@ def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str, g
         by = " + ".join(functions(cfg))
         raise RewardError(
             f"{ungraded} of {samples} samples of {where} could not be graded by {by}, more than "
-            f"--reward.max-ungraded {cfg.max_ungraded:g} allows; the log names them with the reason: mend the rows, or "
-            "the sandbox (python -m spmdrl.doctor) or judge, or leave more of them out"
+            f"--reward.max-ungraded {cfg.max_ungraded:g} allows; the log names the first ones with the reason: mend "
+            "their rows, the sandbox (python -m spmdrl.doctor) or the judge, add a reward that applies to them "
+            "(--reward.more), or allow more"
         )
 
 

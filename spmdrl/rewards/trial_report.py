@@ -1,7 +1,9 @@
 """What a trial tells of a reward (`trial.py`): whether right answers score best, source by source, and what to know."""
 
 import json
+import math
 
+from spmdrl.rewards.base import printable
 from spmdrl.rewards.trial import OTHER, Row, Trial
 
 ENOUGH = 0.95
@@ -14,8 +16,15 @@ def verdicts(found: Trial) -> list[str]:
     """Return what is wrong with a reward, by what answers of each kind got; empty if nothing is."""
     out = [*_not_best(found), *_undeserving(found)]
     rewards = [r for _, row in found.rows for r in row.rewards.values()]
-    if left_out := [r.ungraded for r in rewards if r.ungraded]:
-        out.append(f"{len(left_out)} of {len(rewards)} answers could not be graded, the first because {left_out[0]}")
+    if left_out := [(i, r.ungraded) for _, row in found.rows for i, r in row.rewards.items() if r.ungraded]:
+        index, why = left_out[0]
+        rows = f"in {len(dict(left_out))} of {len(found.sources)} rows"
+        out.append(
+            f"{len(left_out)} of {len(rewards)} answers could not be graded, {rows}, the first (prompt {index}) "
+            f"because {printable(why)}"
+        )
+    if odd := sum(not r.ungraded and not math.isfinite(r.score) for r in rewards):
+        out.append(f"{odd} of {len(rewards)} answers get a score that is not finite, and such samples are left out")
     if late := sum(r.timed_out for r in rewards):
         out.append(f"{late} of {len(rewards)} gradings took too long (--reward.timeout)")
     return out

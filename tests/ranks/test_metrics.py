@@ -191,6 +191,25 @@ def test_remax_leaves_out_prompts_whose_greedy_response_has_no_reward(tmp_path):
     assert row["reward/mean"] == pytest.approx(mean(s["reward"] for s in samples), abs=1e-12)
 
 
+def test_a_sample_that_is_alone_of_its_group_is_left_out(tmp_path):
+    """Of some prompts one response alone has a reward, a large one: there is nothing to compare it with."""
+    first = 'float("nan") if ground_truth in seen else seen.add(ground_truth) or 50.0'
+    seen = 'compute_score.__dict__.setdefault("seen", set())'
+    odd = f"{LENGTH} if ord(ground_truth[0]) % 2 else ({first.replace('seen', seen)})"
+    skip = {"filter": {"bad_sample": "skip"}}
+    (row,), said, samples = trained(tmp_path / "grpo", 1, odd, **skip)
+    alone = said.count(50.0)
+    assert 0 < alone < 8 and len(said) == 32 and len(samples) == 32 - 4 * alone == 32 - row["filter/bad_samples"]
+    assert (
+        row["reward/trained"] == pytest.approx(mean(s["reward"] for s in samples), abs=1e-12) and row["grad_norm"] > 0
+    )
+    assert row["reward/mean"] == pytest.approx(mean(s for s in said if not math.isnan(s)), abs=1e-12), "of all graded"
+    # An advantage that compares nothing learns from it.
+    alone_too = {"algo": {"advantage": "reinforce_plus_plus"}}
+    (row,), _, samples = trained(tmp_path / "alone", 1, odd, **skip, **alone_too)
+    assert row["filter/bad_samples"] == 3 * alone and sum(s["reward"] == 50.0 for s in samples) == alone
+
+
 def losses(world, path: str, updates: int):
     """Returns the metric, and the loss of each optimizer step, summed over its micro-batches."""
     cfg = config(model={"path": path}, algo={"updates_per_step": updates, "advantage": "per_token"})

@@ -106,7 +106,8 @@ def test_rows_that_cannot_be_graded_are_a_problem_and_no_crash(rows, tmp_path, c
     assert main(flags(rows, f"{file}:f")) == 1
     out = capsys.readouterr().out
     assert "not graded" in out and "none of the right answers could be graded" in out
-    assert "12 of 12 answers could not be graded, the first because the function returned None" in out
+    words = "12 of 12 answers could not be graded, in 12 of 12 rows, the first (prompt 0) because the function returned"
+    assert words in out
 
 
 OWN = """
@@ -235,6 +236,16 @@ def test_tests_of_programs_are_no_answers_whatever_the_reward(tmp_path, own, cap
     assert kinds == {"column code": 1.0, "column code, in a code block": 1.0}
 
 
+def test_scores_that_are_not_finite_are_told_as_the_run_would(rows, tmp_path, capsys):
+    """They end a run, unless it leaves such samples out."""
+    file = tmp_path / "odd.py"
+    file.write_text("def f(completions, **_):\n    return [float('nan') if not completions[0].strip() else 1.0]\n")
+    assert main(flags(rows, f"{file}:f")) == 1
+    assert "it returned the score nan, which is not finite" in capsys.readouterr().err
+    assert main(flags(rows, f"{file}:f", "--filter.bad-sample", "skip", "--json")) == 1
+    assert any(each.startswith("24 of 228 answers get a score that is not finite") for each in said(capsys)["problems"])
+
+
 def test_a_judge_that_does_not_answer_is_told_after_one_kind_of_answers(rows, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(judge_server, "FIRST_PAUSE", 0.01)
     for answer, ok in ((Answer(status=503), False), (Answer("I grade it 10 of 10."), False), (None, True)):
@@ -251,10 +262,8 @@ def test_a_judge_that_does_not_answer_is_told_after_one_kind_of_answers(rows, tm
             continue
         assert len(server.requests) == 2 * len(ROWS) and len(found["kinds"]) == 1
         assert found["problems"][0] == "none of the right answers could be graded: nothing is known of them"
-        assert (
-            "12 of 12 answers could not be graded, the first because the judge gave no verdict in 2"
-            in found["problems"][1]
-        )
+        words = "12 of 12 answers could not be graded, in 12 of 12 rows, the first (prompt 0) because the judge gave no"
+        assert found["problems"][1].startswith(words)
 
 
 def graded(asked: dict) -> Answer:
