@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from spmdrl.config.checks import check
-from spmdrl.config.classifier import read_classifier
+from spmdrl.config.classifier import ClassifierConfig, read_classifier
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.resume import file_digests
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.episode import episode_of
 from spmdrl.data.prompts import Prompt
 from spmdrl.hub.build import build_model, empty_model
 from spmdrl.hub.tokenizer import BROKEN, control_words
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.heads import PackedScalar
-from spmdrl.policy.labels import labels_of
+from spmdrl.policy.labels import Labels, labels_of
 from spmdrl.rl.compose import compose
-from spmdrl.rl.reading import reduced
+from spmdrl.rl.reading import Reading, reduced
 from spmdrl.rl.rehearsal import settings_read
 from spmdrl.rl.retokenize import Rewriter
 from spmdrl.rl.steps import step_ends, tokens_of_ends
@@ -281,6 +283,31 @@ def test_a_response_cannot_end_its_turn_by_writing_special_tokens(chat):
     stepwise, places = rewriter.stepwise(asked, hostile, step_ends(hostile, "\n\n"))
     ends = [len(head) + end for end in step_ends(harmless, "\n\n")]
     assert stepwise == tokens and places == [by_bytes(tokens, text, end) for end in ends] and len(set(places)) == 3
+
+
+@pytest.mark.parametrize("steps", ["", "three"])
+def test_plain_text_keeps_the_blank_between_prompt_and_response(steps):
+    """Tokenizers of SentencePiece's kind decode the first token of a text without its blank."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<eos>", "▁one", "▁two", "▁three"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    policy = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<eos>")
+    assert policy.decode([3]) == "two" and policy.decode([2, 3]) == "one two"
+    labels = Labels(("model",), (1.0,), 1, False, True, "", 0, None)
+    reading = Reading(
+        *(ClassifierConfig("m", steps=steps), labels, "rm.yaml", policy, Rewriter(TOKENIZER, "rm.yaml", None)),
+        {0: prompt("one", chat=False)},
+    )
+    told = episode_of(0, 0, 0, torch.tensor([2, 3, 4, 2, 1]), torch.tensor([False] + [True] * 4), torch.zeros(5))
+    found = reading.places(from_episodes([told]))
+    tokens, text = found.asked.token["tokens"].tolist(), "one two three one"
+    assert tokens == TOKENIZER(text).input_ids
+    ends = [13, 17] if steps else [17]
+    assert found.read_n.tolist() == [by_bytes(tokens, text, end) for end in ends]
+    assert found.token_n.tolist() == ([2, 4] if steps else [4])
 
 
 def test_texts_of_padding_or_without_tokens():
