@@ -199,6 +199,37 @@ def test_the_token_that_ends_a_step_holds_its_last_byte(pieces, odd):
     assert tokens_of_ends(TOKENIZER.decode, tokens, ends) == [by_bytes(tokens, text, end) for end in ends]
 
 
+def test_long_responses_are_decoded_a_few_tokens_at_a_time():
+    text = "".join(f"so {i} plus one 🙂 is {i + 1}\n\n" for i in range(60))
+    tokens, asked = TOKENIZER(text).input_ids, []
+
+    def decode(some):
+        asked.append(len(some))
+        return TOKENIZER.decode(some)
+
+    ends = step_ends(text, "\n\n")
+    assert len(ends) == 60 and len(tokens) > 600
+    assert tokens_of_ends(decode, tokens, ends) == [by_bytes(tokens, text, end) for end in ends]
+    # Of the whole text once, else of neighbours.
+    assert sum(asked) < 12 * len(tokens)
+
+
+def test_tokens_whose_text_hangs_on_those_before_them_are_found_too():
+    """Each letter is made of all tokens up to it, so only whole beginnings tell."""
+
+    def decode(some):
+        return "".join(chr(97 + sum(some[: i + 1]) % 26) for i in range(len(some)))
+
+    assert tokens_of_ends(decode, [1, 2, 3, 4, 5], [1, 3, 5]) == [0, 2, 4]
+
+
+def test_bytes_that_are_no_text_end_with_the_last_token():
+    tokens = TOKENIZER.convert_tokens_to_ids([BYTES[one] for one in b"ab\xf0\x9f"])
+    text = TOKENIZER.decode(tokens)
+    assert text.startswith("ab\ufffd")
+    assert tokens_of_ends(TOKENIZER.decode, tokens, [1, 2, len(text)]) == [0, 1, 3]
+
+
 def _bytes() -> dict[int, str]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
