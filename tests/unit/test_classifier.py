@@ -78,7 +78,14 @@ def test_a_bad_file_is_told_of_before_anything_is_built(given, words, tmp_path):
 
 def test_a_file_that_is_missing_or_no_list_of_settings(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
-    for name, word in (("none.yaml", "cannot be read"), ("list.yaml", "holds no settings of a reward model")):
+    (tmp_path / "twice.yaml").write_text("path: a\nweights: {x: 1, y: 2, x: 3}\nsteps: a\npath: b\n")
+    (tmp_path / "deep.yaml").write_text("path: " + "[" * 5000 + "]" * 5000)
+    for name, word in (
+        ("none.yaml", "cannot be read"),
+        ("list.yaml", "holds no settings of a reward model"),
+        ("twice.yaml", r"(?s)twice.yaml: path stands twice, in lines 1 and 4.*twice.yaml: weights: x stands twice"),
+        ("deep.yaml", "nested too deeply"),
+    ):
         with pytest.raises(ConfigError, match=word):
             check(config(reward={"model": str(tmp_path / name)}), 1)
 
