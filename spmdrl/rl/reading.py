@@ -163,6 +163,9 @@ class Reading:
                 read_n += [begin + place for _, place in at]
                 continue
             prompt = self.prompts[int(batch.seq["prompt"][i])]
+            if not prompt.chat and begin > start:
+                lead = self._lead(tokens[begin - 1], tokens[begin : last + 1], text)
+                text, ends = lead + text, [end + len(lead) for end in ends]
             if self.told.steps:
                 made, read = self.rewriter.stepwise(prompt, text, ends)
             else:
@@ -180,6 +183,18 @@ class Reading:
         seq = {name: batch.seq[name] for name in (*KEYS, "prompt")}
         return Places(found_n, token, Batch(lengths, {"tokens": flat}, seq), read)
 
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _lead(self, before: int, tokens: list[int], text: str) -> str:
+        """Return the blank that begins a response, which some tokenizers leave out of a text's first token.
+
+        before: the last token of the prompt. text: of `tokens` alone.
+        """
+        prompt, both = self._decode([before]), self._decode([before, *tokens])
+        rest = both.removeprefix(prompt)
+        return rest.removesuffix(text) if both.startswith(prompt) and rest.endswith(text) else ""
+
     def _steps(self, tokens: list[int], sampled: list[bool]) -> tuple[list[tuple[int, int]], str, list[int]]:
         """Return (last sampled token, token with the last character) of each step, the text, and where they end in it.
 
@@ -187,17 +202,13 @@ class Reading:
         the policy holds the ends are one.
         """
         last = len(tokens) - 1
-
-        def decode(some: list[int]) -> str:
-            return self.tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
         if not self.told.steps:
-            return [(last, last)], decode(tokens) if self.rewriter else "", []
-        text = decode(tokens)
+            return [(last, last)], self._decode(tokens) if self.rewriter else "", []
+        text = self._decode(tokens)
         if not text:
             return [(last, last)], text, [0]
         ends = step_ends(text, self.told.steps)
-        holding = tokens_of_ends(decode, tokens, ends)
+        holding = tokens_of_ends(self._decode, tokens, ends)
         # The end token belongs to the last step; what the policy did not sample belongs to no step's end.
         sampled_at = [*holding[:-1], last]
         sampled_at = [next((t for t in range(place, -1, -1) if sampled[t]), 0) for place in sampled_at]
