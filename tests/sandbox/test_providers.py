@@ -204,7 +204,9 @@ def test_none_is_no_sandbox_and_only_by_its_name():
 
 def test_a_sandbox_that_keeps_nothing_in_is_refused_and_the_next_one_taken(monkeypatch):
     monkeypatch.setattr(bubblewrap, "start", lambda: Start(plain().words, "a leak"))
-    with pytest.raises(SandboxError, match=r"a leak does not keep programs in: .*'file', 'network', 'processes'"):
+    with pytest.raises(
+        SandboxError, match=r"a leak does not keep programs in: .*'file', 'network', 'processes', 'sockets'"
+    ):
         open_sandbox("bubblewrap")
     open_or_skip("sandlock").close()
     opened = open_sandbox()

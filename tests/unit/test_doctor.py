@@ -428,7 +428,7 @@ def test_a_sandbox_that_keeps_nothing_in_is_found(monkeypatch, no_sandlock):
     monkeypatch.setattr(bubblewrap, "find", lambda: "bwrap")
     monkeypatch.setattr(bubblewrap, "command", lambda _: plain().words)
     found = doctor_machine.sandbox()
-    assert found.level == "warn" and "reached ['file', 'network', 'processes']; no sandlock here" in found.said
+    assert found.level == "warn" and "reached ['file', 'network', 'processes', 'sockets']; no sandlock here" in found.said
 
 
 def test_the_sandbox_is_named():
