@@ -274,6 +274,14 @@ UNCOUNTED = [
         CALL + "b = ctypes.create_string_buffer(4096); v = (ctypes.c_size_t * 2)(ctypes.addressof(b), 4096)\n"
         "call('vmsplice', os.pipe()[1], v, ctypes.c_size_t(1), 0)",
     ),
+    tries(
+        "holds pages of a file by a pipe, beside its memory",
+        "import os; f = open('{tmp}/x', 'w+b', 0); f.write(b'x' * 4096); os.splice(f.fileno(), os.pipe()[1], 1, 0)",
+    ),
+    tries(
+        "holds pages of a file by a pipe and sendfile",
+        "import os; f = open('{tmp}/x', 'w+b', 0); f.write(b'x' * 4096); os.sendfile(os.pipe()[1], f.fileno(), 0, 1)",
+    ),
     tries("enlarges a pipe", "import fcntl, os; fcntl.fcntl(os.pipe()[1], 1031, 1 << 17)"),
     tries("enlarges a socket's buffer", "import socket; socket.socketpair()[0].setsockopt(1, 7, 1 << 16)"),
     tries("opens a socket of IP, whose buffers grow", "import socket; socket.socket(2, 1)"),
@@ -355,6 +363,7 @@ PLAIN = {
     *("takes memory by a file without a name", "takes shared memory of System V", "takes semaphores of System V"),
     *("opens a message queue of System V", "lists what others hold of System V"),
     *("holds pages by a pipe, beside its memory", "enlarges a pipe", "enlarges a socket's buffer"),
+    *("holds pages of a file by a pipe, beside its memory", "holds pages of a file by a pipe and sendfile"),
     *("opens a socket of IP, whose buffers grow", "opens a terminal"),
     *("locks a file of the system, which others would wait for", "is told of changes in a folder of the system"),
 }

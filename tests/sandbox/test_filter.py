@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.sandbox.inside.filter import FIRST_UNKNOWN, NUMBERS, SEEN, SHARED, program
+from spmdrl.sandbox.inside.filter import COPIES, FIRST_UNKNOWN, NUMBERS, SEEN, SHARED, program
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -17,7 +17,7 @@ HEADERS = {
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64 of linux/audit.h."""
 OWN = 4711
-ALL = NUMBERS | SHARED | SEEN
+ALL = NUMBERS | SHARED | COPIES | SEEN
 
 
 @pytest.mark.parametrize("machine", HEADERS)
@@ -99,7 +99,8 @@ def test_each_call_is_decided_by_its_name_and_its_arguments(machine, shared):
         assert of(SEEN[name][place], *arguments) == "allow", (name, arguments)
     assert of(SEEN["clone3"][place]) == errno.ENOSYS
     denied = NUMBERS | (SHARED if shared else {})
-    wanted = {numbers[place]: errno.EPERM for numbers in denied.values()} | {SEEN["clone3"][place]: errno.ENOSYS}
+    wanted = {numbers[place]: errno.EPERM for numbers in denied.values()}
+    wanted |= {numbers[place]: errno.ENOSYS for numbers in COPIES.values()}
     by_arguments = {numbers[place] for numbers in SEEN.values()}
     for number in set(range(FIRST_UNKNOWN)) - by_arguments:
         assert of(number) == wanted.get(number, "allow"), number

@@ -32,7 +32,7 @@ for mode in ("delete", "wal"):
     print(first.execute("select x from t").fetchall())
 """
 FILES = """
-import gzip, io, mmap, os, pickle, tempfile, zipfile
+import gzip, mmap, os, shutil, socket, tempfile
 with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as named, tempfile.TemporaryFile() as free:
     named.write(b"named"); named.flush(); free.write(b"free"); free.seek(0)
     print(open(named.name).read(), free.read().decode(), os.listdir(folder))
@@ -42,6 +42,12 @@ with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as n
         file.truncate(8192)
         with mmap.mmap(file.fileno(), 8192) as held: held[:5] = b"maps!"
         print(file.read(5).decode())
+with open("from", "w+b") as file:
+    file.write(b"copied"); file.flush(); file.seek(0)
+    print(open(shutil.copyfile("from", "to")).read())
+    one, other = socket.socketpair()
+    print(one.sendfile(file), other.recv(6).decode())
+print(os.popen("cat from; cp from by; cat by").read())
 with mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
     held.write(b"own"); print(held[:3].decode())
 """
@@ -81,7 +87,7 @@ IMPORTABLE = sorted(
 )
 PROGRAMS = {
     "sqlite3": (SQLITE, "[(1,)]\n[(1,)]\n"),
-    "files": (FILES, "named free []\npacked\nmaps!\nown\n"),
+    "files": (FILES, "named free []\npacked\nmaps!\ncopied\n6 copied\ncopiedcopied\nown\n"),
     "processes": (PROCESSES, "child\na\n45\n[2, 3]\n2\nTrue\n"),
     "numpy": (NUMBERS, "100.0\n30.0\n"),
 }
@@ -111,6 +117,20 @@ def test_modules_that_import_here_import_in_a_sandbox(warm):
     assert failed_here.startswith("[") and len(failed_here) < 5000
     ended = warm.run(Program(IMPORTS.format(names=IMPORTABLE)), LIMITS)
     assert (ended.verdict, ended.stdout) == ("ok", failed_here), ended
+
+
+LIMITED = """
+from resource import *
+for name in ("AS", "CPU", "NOFILE", "FSIZE", "CORE", "MEMLOCK", "MSGQUEUE", "SIGPENDING", "NICE", "RTPRIO"):
+    print(*getrlimit(globals()[f"RLIMIT_{name}"]))
+"""
+
+
+def test_limits_of_a_program_are_those_that_were_asked_for(warm):
+    limits = Limits(cpu_seconds=7, memory_mib=300, open_files=33, tmp_mib=9)
+    ended = warm.run(Program(LIMITED), limits)
+    wanted = (1324 << 20, 7, 33, 9 << 20, 1, 0, 0, 64, 0, 0)
+    assert ended.stdout == "".join(f"{value} {value}\n" for value in wanted), ended
 
 
 def test_processes_of_multiprocessing_run_where_there_is_shared_memory():

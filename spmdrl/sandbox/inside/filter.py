@@ -1,8 +1,8 @@
 """A seccomp filter for hostile programs: system calls that a program has no use for, and the kernel has had faults in.
 
 It also denies calls that take memory which the watcher does not count, or that make objects which outlive a program or
-which the kernel counts for its user over all sandboxes. The filter denies with EPERM. clone3, and calls that it does
-not know, get ENOSYS: the C library then falls back to older ones, whose arguments a filter can see
+which the kernel counts for its user over all sandboxes. The filter denies with EPERM. clone3, copies within the
+kernel, and calls that it does not know, get ENOSYS: libraries then fall back to other ones
 (https://man7.org/linux/man-pages/man2/seccomp.2.html). It is installed after the namespaces are made. Standard library
 only: it runs inside the sandbox.
 """
@@ -88,7 +88,6 @@ NUMBERS: dict[str, tuple[int, int]] = {
     "mq_unlink": (241, 181),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    "vmsplice": (278, 75),
     "io_setup": (206, 0),
     "flock": (73, 32),
     "setxattr": (188, 5),
@@ -124,6 +123,14 @@ SHARED: dict[str, tuple[int, int]] = {
 }
 """Calls that act on files and processes of a program's user, and that Landlock does not see. They are denied where a
 program shares its user with its caller."""
+COPIES: dict[str, tuple[int, int]] = {
+    "sendfile": (40, 71),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+}
+"""Calls by which a pipe or a socket comes to hold pages of a file or of a process, up to 2 MiB for one byte. Nothing
+counts them once the file is cut or the process has let them go."""
 FIRST_UNKNOWN = 451
 """Number from which on calls are unknown here. Some act like denied ones (fchmodat2, setxattrat, open_tree_attr).
 One table of numbers for all machines from 424 on."""
@@ -218,6 +225,7 @@ def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
     lines += [_line(_JUMP_GREATER_EQUAL, FIRST_UNKNOWN, 0, 1), _ABSENT]
     denied = [numbers[which] for numbers in (NUMBERS | (SHARED if shared else {})).values()]
     lines += _one_of(number for number in denied if number >= 0)
+    lines += [line for numbers in COPIES.values() for line in (_line(_JUMP_EQUAL, numbers[which], 0, 1), _ABSENT)]
     for name, body in _arguments(own).items():
         lines += [_line(_JUMP_EQUAL, SEEN[name][which], 0, len(body) + 1), *body, _line(_RETURN, _ALLOW)]
     return b"".join([*lines, _line(_RETURN, _ALLOW)])

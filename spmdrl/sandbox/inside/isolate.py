@@ -88,7 +88,8 @@ def limit(limits: dict, shared: bool = False) -> None:
         (resource.RLIMIT_NPROC, most),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_FSIZE, limits["tmp_mib"] << 20),
-        (resource.RLIMIT_CORE, 0),
+        # With 0 a program of the machine that takes cores would still be started, and with 1 it is not (fs/coredump.c).
+        (resource.RLIMIT_CORE, 1),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, SIGNALS),
