@@ -108,9 +108,8 @@ class Watch:
 
     def kill(self) -> None:
         """Kill all processes of the program."""
-        # The kernel kills a process namespace with its first process, and that one with its parent.
+        # The kernel kills a process namespace with its first process, which is the child.
         for kill, pid in (
-            (os.kill, self.result.get("first")),
             (os.kill, self.child),
             (os.killpg, self.result.get("group")),
         ):

@@ -29,35 +29,37 @@ from spmdrl.sandbox.inside.watch import Watch
 
 END = 3
 """Exit code of a copy of this process that finds the end of stdin."""
+NO_PROC = 4
+"""Exit code of one whose program could not have a /proc of its own."""
 
 
-def run(task: dict, apart: bool, talk: Talk) -> dict:
-    """Run one program and return how it ended."""
+def run(task: dict, apart: bool, proc: bool, talk: Talk) -> tuple[dict, bool]:
+    """Run one program; returns how it ended, and whether it could have a /proc of its own."""
     begin = time.monotonic()
     told, tell = os.pipe()
     inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
     others = told, inputs[1], outputs[0], errors[0]
-    child = processes.start(task, apart, tell, (inputs[0], outputs[1], errors[1]), others)
+    child = processes.start(task, apart, proc, tell, (inputs[0], outputs[1], errors[1]), others)
     for end in (tell, inputs[0], outputs[1], errors[1]):
         os.close(end)
-    out = Watch(child, told, inputs[1], outputs[0], errors[0], task, apart, talk).to_the_end()
-    out["seconds"] = time.monotonic() - begin
-    return out
+    watch = Watch(child, told, inputs[1], outputs[0], errors[0], task, apart, talk)
+    out = watch.to_the_end() | {"seconds": time.monotonic() - begin}
+    return out, watch.result.get("proc", proc)
 
 
-def serve(apart: bool, talk: Talk) -> None:
-    """Hear of one program, run it, and say how it ended; at the end of stdin, do nothing."""
+def serve(apart: bool, proc: bool, talk: Talk) -> int:
+    """Hear of one program, run it, and say how it ended; at the end of stdin, do nothing. Returns an exit code."""
     while (task := talk.hear()) is not None:
         if "limits" not in task:
             # Words to a session that has just ended.
             continue
         try:
-            answer = run(task, apart, talk)
+            answer, proc = run(task, apart, proc, talk)
         except Exception:
             answer = failed()
         talk.say(answer)
-        return
-    os._exit(END)
+        return 0 if proc else NO_PROC
+    return END
 
 
 def made_in(home: str) -> str:
@@ -76,7 +78,7 @@ def failed() -> dict:
 
 def main() -> None:
     """Serve until stdin ends."""
-    apart, home = sys.argv[1] == "apart", os.getcwd()
+    apart, home, proc = sys.argv[1] == "apart", os.getcwd(), True
     isolate.become(int(sys.argv[2]))
     talk = Talk()
     modules.like_site()
@@ -94,8 +96,7 @@ def main() -> None:
         if watcher == 0:
             isolate.die_with_parent()
             os.chdir(folder)
-            serve(apart, talk)
-            os._exit(0)
+            os._exit(serve(apart, proc, talk))
         code = os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1])
         if not apart:
             # Without a process namespace something that the program has started may still write there.
@@ -103,7 +104,8 @@ def main() -> None:
                 leftovers.remove(folder)
         if code == END:
             return
-        if code:
+        proc = proc and code != NO_PROC
+        if code not in (0, NO_PROC):
             # Without a process namespace the program may have ended its watcher.
             why = "failure" if apart else ""
             talk.say({"code": 1, "why": why, "detail": f"the watcher of a program ended with {code}"})
