@@ -671,3 +671,11 @@ def test_cost_that_a_stopped_grading_would_not_have_is_refused(on_timeout):
     check_cost(RewardConfig(function="math", on_timeout="error"), "price")
     check_cost(RewardConfig(function="math"), "")
     check_cost(RewardConfig(function="gsm8k"), "format")
+
+
+def test_the_benchmark_of_rewards_runs():
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "rewards.py"
+    done = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.rstrip().endswith("us")]) == 5
+    assert "target pool-answers-per-second" in done.stdout
