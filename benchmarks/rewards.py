@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
 
-    from spmdrl.config.schema import RewardConfig
+    from spmdrl.config.schema import RewardConfig, SandboxConfig
     from spmdrl.rewards.load import load_reward
 
     count, rounds = (2 * STEP, 1) if args.quick else (8 * STEP, 3)
@@ -93,7 +93,8 @@ def main() -> None:
             ("verl file", str(file), 1, gsm8k),
             ("auto, symbolic", "auto", 1, few),
         ):
-            grader = load_reward(RewardConfig(function=function, workers=max(1, workers), timeout=60.0))
+            settings = RewardConfig(function=function, workers=max(1, workers), timeout=60.0)
+            grader = load_reward(settings, SandboxConfig())
             try:
                 rate(grader, items[: 8 if items is few else STEP])  # loads what the rows need
                 timed = items[8:] if items is few else items

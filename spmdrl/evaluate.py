@@ -4,7 +4,8 @@
 
 Files of a training run are read too; what they say of training alone is passed over. All prompts of `--data.eval`,
 unless a flag or a file written by hand sets `--eval.prompts`. The last line on stdout is one JSON object: model, data,
-how many prompts and samples, and the numbers. Its log goes to a folder of its own, `<run folder>-eval`.
+how many prompts and samples, and the numbers, of which those of no graded sample are null. Its log goes to a folder of
+its own, `<run folder>-eval`.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     from spmdrl.plan.dry import sandbox_lines
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run, show
+    from spmdrl.tracking.trackers import plain
 
     if asked.dry_run:
         settings = dataclasses.replace(asked.config, eval=dataclasses.replace(asked.config.eval, prompts=prompts))
@@ -45,7 +47,8 @@ def main(argv: list[str] | None = None) -> None:
             prompts = len(run.evaluation.prompts)
             what: dict[str, Any] = {"model": cfg.model.path, "data": cfg.data.eval}
             what |= {"prompts": prompts, "samples": prompts * cfg.eval.samples}
-            print(json.dumps(what | run.evaluation.numbers), flush=True)
+            numbers = {name: plain(value) for name, value in run.evaluation.numbers.items()}
+            print(json.dumps(what | numbers), flush=True)
 
 
 if __name__ == "__main__":

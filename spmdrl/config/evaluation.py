@@ -14,7 +14,7 @@ from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
 from spmdrl.config.placement import engine_ranks, samplers
-from spmdrl.config.plan import count, ranks
+from spmdrl.config.plan import count, ranks, scorer_lines
 from spmdrl.config.schema import (
     CheckpointConfig,
     Config,
@@ -151,4 +151,5 @@ def evaluation_lines(cfg: Config, world_size: int) -> list[str]:
         f"ranks    {ranks(cfg, world_size)}",
         f"eval     {prompts} of {cfg.data.eval}, {count(cfg.eval.samples, 'sample')} of each; {engines}",
         f"tokens   at most {longest:,} a sequence",
+        *scorer_lines(cfg),
     ]

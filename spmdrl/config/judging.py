@@ -61,6 +61,6 @@ def _group_problems(config: Config, file: str) -> list[str]:
         ("--eval.samples", config.eval.samples, bool(config.eval.every and config.data.eval)),
     ):
         if asked and samples == 1:
-            rest = ", or --eval.every 0" if flag == "--eval.samples" else ""
+            rest = " (a training may do without: --eval.every 0)" if flag == "--eval.samples" else ""
             problems.append(f"{flag} 1: {file} compares the responses of a prompt (compare), so take 2 or more{rest}")
     return problems

@@ -3,6 +3,8 @@
 import math
 
 from spmdrl.config.backends import axis_product
+from spmdrl.config.classifier import ClassifierConfig, classifier_of
+from spmdrl.config.judge import POLICY, judges, read_judge
 from spmdrl.config.placement import engine_ranks, ranks_line, samplers, trainers
 from spmdrl.config.schema import Config
 
@@ -34,7 +36,32 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
         f"of {budget:,} tokens on a rank",
         f"run      {count(config.run.steps, 'step')} = {config.run.steps * sequences:,} sequences, "
         f"{count(config.run.steps * updates, 'optimizer step')}; seed {config.run.seed}",
+        *scorer_lines(config),
     ]
+
+
+def scorer_lines(config: Config) -> list[str]:
+    """Models that score responses and what each is asked: judges and the reward model. None without any."""
+    lines = []
+    for file in judges(config.reward):
+        judge = read_judge(file)
+        who = f"{judge.model} at its url"
+        if judge.engine == POLICY:
+            who = "the policy, in its engine"
+        elif judge.engine:
+            who = f"{judge.engine}, in the engine while the policy is out of it"
+        asked = f"compares each response with {judge.compare:,} at most" if judge.compare else "grades each response"
+        room = ""
+        if judge.engine:
+            room = f"; at most {judge.max_prompt_tokens:,} tokens a question and {judge.max_new_tokens:,} a verdict"
+        lines.append(f"judge    {file}: {who}, {asked}, {count(judge.votes, 'vote')}{room}")
+    if model := config.reward.model:
+        told = classifier_of(model) or ClassifierConfig(model)
+        labels = " ".join(f"{weight:+g} {label}" for label, weight in told.weights.items()) or "its only score"
+        steps = f", {told.reduce} of steps that end with {told.steps!r}" if told.steps else ""
+        named = f"{model}: {told.path}" if told.path != model else model
+        lines.append(f"scores   {named}, {labels}{steps}, times {config.reward.model_coef:g}")
+    return lines
 
 
 def shards(config: Config, world_size: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from spmdrl.config.dump import redact_text
@@ -45,6 +46,25 @@ def functions(reward: RewardConfig) -> list[str]:
     return [reward.function, *(weighted(each)[0] for each in reward.more)]
 
 
+def short_name(function: str) -> str:
+    """Return the name of a reward among several: the built-in's, the function's, or the file's without `.py`."""
+    file, _, name = function.rpartition(":")
+    return name if file else Path(function).stem
+
+
+def same_names(reward: RewardConfig) -> list[str]:
+    """One line for each name that several rewards have. Raises ValueError as `weighted` does."""
+    by: dict[str, list[str]] = {}
+    for function in functions(reward):
+        by.setdefault(short_name(function), []).append(function)
+    return [
+        f"--reward.more {' '.join(same[1:])}: {len(same)} rewards are named {name}, by which parts are told apart; "
+        + ("name it once" if len(set(same)) == 1 else "rename a function or a file")
+        for name, same in by.items()
+        if len(same) > 1
+    ]
+
+
 def runs_programs(reward: RewardConfig) -> bool:
     """Tell whether a reward runs programs, or may."""
     return bool(set(functions(reward)) & set(IN_SANDBOX))
@@ -85,11 +105,20 @@ def reward_problems(config: Config) -> list[str]:
         elif not function.endswith(JUDGES):
             found = name_problems(flag_name, function, REWARDS, file_allowed=True)
             problems += [f"{each}, or a judge.yaml" for each in found]
-    try:
-        kwargs_of(reward)
-    except ValueError as error:
-        problems.append(str(error))
+    problems += _kwargs_problems(reward, [function for _, function in named])
+    if len(named) == 1 + len(reward.more):
+        problems += same_names(reward)
     return problems + _sandbox_problems(config.sandbox.provider)
+
+
+def _kwargs_problems(reward: RewardConfig, named: list[str]) -> list[str]:
+    try:
+        given = kwargs_of(reward)
+    except ValueError as error:
+        return [str(error)]
+    if given and not any(".py" in function for function in named):
+        return [f"--reward.kwargs: no function in a file takes {', '.join(given)} (--reward.function); leave it out"]
+    return []
 
 
 def _sandbox_problems(provider: str) -> list[str]:

@@ -31,14 +31,18 @@ def read_fields(
         ValueError: the file cannot be read.
     """
     try:
-        found = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+        problems = _twice(yaml.compose(text, Loader=yaml.SafeLoader))
+        found = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {file}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{flag} {file}: is no YAML ({' '.join(str(error).split())})") from None
+    except RecursionError:
+        raise ValueError(f"{flag} {file}: is nested too deeply; it holds settings with their values") from None
     if not isinstance(found, dict):
         raise ValueError(f"{flag} {file}: holds no settings of {what}")
-    given, problems = {}, []
+    given = {}
     for name, value in found.items():
         if name not in kinds:
             near = nearest(str(name), kinds)
@@ -50,6 +54,22 @@ def read_fields(
             shown = "its value" if name in secret else repr(redact_text(str(value)))
             problems.append(f"{name}: {shown} is no {KINDS[kinds[name]]}")
     return given, problems
+
+
+def _twice(root: yaml.Node | None) -> list[str]:
+    """One line for each name that stands twice in the file, or in a list of names: YAML takes the last alone."""
+    problems = []
+    inner = [("", root)]
+    if isinstance(root, yaml.MappingNode):
+        inner += [(f"{key.value}: ", value) for key, value in root.value]
+    for of, node in inner:
+        seen: dict[str, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in seen:
+                problems.append(f"{of}{name} stands twice, in lines {seen[name]} and {line}; leave one of them")
+            seen[name] = line
+    return problems
 
 
 def _as(kind: type, value: Any) -> Any:

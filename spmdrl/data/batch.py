@@ -157,15 +157,22 @@ def all_experts(episode: Episode, width: int) -> torch.Tensor:
     return out
 
 
-def to_episodes(batch: Batch) -> list[Episode]:
-    """Turn the sequences with sampled tokens back into episodes, to look at them."""
+def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
+    """Turn the sequences with sampled tokens back into episodes, to look at them. leave_out: parts of the reward."""
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
     names = ("prompt", "sample", "position", "finish", "reward")
-    rows = zip(*columns, *(batch.seq[name].tolist() for name in names), strict=True)
+    parts = {name.removeprefix("part/"): x_B.tolist() for name, x_B in batch.seq.items() if name.startswith("part/")}
+    told = [
+        {name: x_B[i] for name, x_B in parts.items() if name not in leave_out and not math.isnan(x_B[i])}
+        for i in range(len(batch))
+    ]
+    rows = zip(*columns, *(batch.seq[name].tolist() for name in names), told, strict=True)
     return [
-        episode_of(prompt, sample, position, tokens, mask, logp, version, FINISH_REASONS[finish], reward=reward)
-        for tokens, mask, logp, version, prompt, sample, position, finish, reward in rows
+        episode_of(
+            *(prompt, sample, position, tokens, mask, logp, version, FINISH_REASONS[finish]), reward=reward, parts=some
+        )
+        for tokens, mask, logp, version, prompt, sample, position, finish, reward, some in rows
         if bool(mask.any())
     ]
 

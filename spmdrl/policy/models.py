@@ -11,10 +11,11 @@ import torch
 
 from spmdrl.config.classifier import is_classifier, model_path
 from spmdrl.config.schema import Config
+from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.backends import backend, shares_prompts
 from spmdrl.policy.contract import Head, Policy
-from spmdrl.policy.labels import Labels, labels_of
+from spmdrl.policy.labels import Labels, check_alone, labels_of
 from spmdrl.policy.remote import RemotePolicy
 from spmdrl.spmd.mesh import scoring_world
 from spmdrl.spmd.world import World
@@ -45,13 +46,15 @@ class Models:
     """What the numbers of the reward model mean; None: no file describes it."""
     reading: Any = None
     """How the reward model reads responses (`rl/reading.py`); None: its score is that of the last token."""
+    cost_reading: Any = None
+    """How the cost model does, alike."""
 
     def named(self) -> Iterator[tuple[str, Policy]]:
         """Yield the models of this rank with their names; a model with two roles once."""
         seen = []
         for field in dataclasses.fields(self):
             model = getattr(self, field.name)
-            if field.name in ("labels", "reading") or model is None:
+            if field.name in ("labels", "reading", "cost_reading") or model is None:
                 continue
             if not any(model is other for other in seen):
                 seen.append(model)
@@ -157,7 +160,10 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         labels = labels_of(cfg.reward.model, cfg.model.path, cfg.model.trust_remote_code)
     for name, each in wanted.items():
         if each.path and not (labels and name == "reward_model"):
-            check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
+            with named(each.flag):
+                check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
+                if each.head == "score":
+                    check_alone(each.path, each.flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
     models = Models(None)
     models.labels = labels

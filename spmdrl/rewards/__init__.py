@@ -9,7 +9,8 @@ several.py     several rewards as one: weights and gates
 forms.py       functions of users, in the forms of verl and TRL
 code.py        programs graded by tests in the sandbox; code_tests.py reads the tests of a row, programs.py the
                program of a response, compare.py compares what is given with what is wanted
-trial.py       tries a reward on right and wrong answers; __main__.py is its command
+trial.py       tries a reward on right and wrong answers, and trial_report.py says what that shows; __main__.py is the
+               command
 route.py       the reward `auto`: which one grades rows of a data_source
 quick.py       built-in rewards that are called in the process itself
 judge.py       a language model as a judge, and judge_pairs.py as one of pairs; judge_verdict.py is what is asked and

@@ -108,7 +108,9 @@ def _from_pairs(row: dict[str, Any]) -> Tests:
     given, wanted, name = row.get("inputs"), row.get("outputs"), row.get("fn_name") or ""
     if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted) or not given:
         sizes = [len(x) if isinstance(x, list) else f"a {type(x).__name__}" for x in (given, wanted)]
-        raise UngradedError(f"tests have {sizes[0]} inputs and {sizes[1]} outputs: as many of each are wanted, not 0")
+        raise UngradedError(
+            f"tests have {sizes[0]} inputs and {sizes[1]} outputs: two lists of one length, above 0, are wanted"
+        )
     if not name:
         return Tests(tuple(Case(_lines(x), _lines(y)) for x, y in zip(given, wanted, strict=True)))
     pairs = zip(given, wanted, strict=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from spmdrl.config.judge import is_judge, read_judge
-from spmdrl.config.rewards import IN_SANDBOX, functions, kwargs_of, weighted
+from spmdrl.config.rewards import IN_SANDBOX, functions, kwargs_of, same_names, short_name, weighted
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
@@ -65,10 +65,8 @@ def load_reward(cfg: RewardConfig, sandbox: SandboxConfig, finite: bool = True, 
     wanted = [(cfg.function, 1.0, "--reward.function")]
     wanted += [(*weighted(each), "--reward.more") for each in cfg.more]
     names = [short_name(function) for function, _, _ in wanted]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"--reward.more: two rewards are named {twice[0]}, and parts are told apart by that: rename the function"
-        )
+    if problems := same_names(cfg):
+        raise ValueError(problems[0])
     terms: list[Term] = []
     try:
         for name, (function, weight, flag) in zip(names, wanted, strict=True):
@@ -84,12 +82,6 @@ def on_engine(grader: Grader) -> list[Grader]:
     """Return the graders among one or several that ask the run's engine."""
     each = [term.grader for term in grader.terms] if isinstance(grader, Several) else [grader]
     return [one for one in each if one.on_engine]
-
-
-def short_name(function: str) -> str:
-    """Return the name of a reward among several: the built-in's, the function's, or the file's without `.py`."""
-    file, _, name = function.rpartition(":")
-    return name if file else Path(function).stem
 
 
 def _load(
@@ -129,8 +121,9 @@ def check_ungraded(ungraded: int, samples: int, cfg: RewardConfig, where: str, g
         by = " + ".join(functions(cfg))
         raise RewardError(
             f"{ungraded} of {samples} samples of {where} could not be graded by {by}, more than "
-            f"--reward.max-ungraded {cfg.max_ungraded:g} allows; the log names them with the reason: mend the rows, or "
-            "the sandbox (python -m spmdrl.doctor) or judge, or leave more of them out"
+            f"--reward.max-ungraded {cfg.max_ungraded:g} allows; the log names the first ones with the reason: mend "
+            "their rows, the sandbox (python -m spmdrl.doctor) or the judge, add a reward that applies to them "
+            "(--reward.more), or allow more"
         )
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, describe
+from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, describe, left_out
 
 TURN = 0.02
 """Seconds between two looks at rewards that are waited for."""
@@ -29,6 +29,7 @@ class Several:
         self.terms, self.gates = terms, gates
         self.name = " + ".join(term.name for term in terms)
         self._open: dict[object, dict[str, Reward]] = {}
+        self._without = 0  # responses to which none applies
 
     @property
     def wants_groups(self) -> bool:
@@ -48,7 +49,7 @@ class Several:
     @property
     def ungraded(self) -> int:
         """Gradings without a score."""
-        return sum(term.grader.ungraded for term in self.terms)
+        return self._without + sum(term.grader.ungraded for term in self.terms)
 
     @property
     def pending(self) -> int:
@@ -107,32 +108,38 @@ class Several:
             if reward.ungraded:
                 return Reward(math.nan, ungraded=f"{name}: {reward.ungraded}")
         applies = [term for term in self.terms if rewards[term.name].applies]
-        if not applies:
-            return Reward(math.nan, ungraded=f"none of the rewards {self.name} applies to the row")
+        if not any(term.weight for term in applies):
+            # Rewards of weight 0 are there to be looked at: they give no score.
+            self._without += 1
+            return left_out(self.name, key, "none of the rewards applies to the row", self._without)
         score, parts = 0.0, {}
         for term in applies:
             reward, first = rewards[term.name], term is self.terms[0]
             named = {part if first else f"{term.name}/{part}": x for part, x in reward.parts.items()}
-            if twice := sorted(named.keys() & rewards.keys()):
+            if twice := sorted(named.keys() & (rewards.keys() | parts.keys())):
+                whose = "the name of a reward" if twice[0] in rewards else "a part of another reward"
                 raise RewardError(
-                    f"the reward {term.name} has a part {twice[0]}, which is the name of a reward, too: rename one "
-                    "(--reward.more)"
+                    f"the reward {term.name} has a part {twice[0]}, which is {whose}, too: rename one (--reward.more)"
                 )
             score += term.weight * reward.score
             parts |= named | {term.name: reward.score}
         timed_out = any(reward.timed_out for reward in rewards.values())
-        # A grading that was stopped has no parts, and shuts its gates.
-        absent = len(applies) < len(self.terms)
-        missing = {gate: 0.0 for gate in self.gates if timed_out and gate not in parts}
-        if not all(self._holds(gate, parts | missing, absent, key) for gate in self.gates):
+        if not all([self._holds(gate, parts, rewards, key) for gate in self.gates]):
             score = min(score, 0.0)
         return Reward(score, parts, timed_out=timed_out)
 
-    def _holds(self, gate: str, parts: dict[str, float], absent: bool, key: object) -> bool:
-        """True for a gate that holds, or that the row lacks. absent: a reward gave no parts."""
-        if gate not in parts and not absent:
-            raise RewardError(
-                f"--reward.gate {gate}: the rewards {self.name} gave no such part for {describe(key)}; there are "
-                f"{', '.join(sorted(parts))}"
-            )
-        return parts.get(gate, 1.0) > 0.0
+    def _holds(self, gate: str, parts: dict[str, float], rewards: dict[str, Reward], key: object) -> bool:
+        """True for a gate that holds, or whose reward does not apply to the row."""
+        if gate in parts:
+            return parts[gate] > 0.0
+        names = [term.name for term in self.terms]
+        reward = rewards[next((name for name in names if f"{gate}/".startswith(f"{name}/")), names[0])]
+        if reward.timed_out:
+            # A grading that was stopped has no parts, and shuts its gates.
+            return False
+        if not reward.applies:
+            return True
+        raise RewardError(
+            f"--reward.gate {gate}: the rewards {self.name} gave no such part for {describe(key)}; there are "
+            f"{', '.join(sorted(parts))}"
+        )

@@ -1,7 +1,8 @@
 """Tries a reward on the rows of a data set before a run: right answers, none at all, and wrong ones.
 
-A right answer is the truth itself, in each of the forms that graders look for; for programs a row's own solution. A
-reward that gives a right answer little, or a wrong one something, teaches something else than what was meant.
+A right answer is the truth itself, in each of the forms that graders look for; for programs a row's own solution. The
+form that scores most counts, row by row, as rows of several kinds want several forms. A reward by which it is not above
+all that deserves nothing teaches something else than what was meant, whatever its scale.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ GARBAGE = {
 """Answers that deserve nothing."""
 RIVAL = "words"
 """The one of them that a right answer meets where answers are compared."""
-ENOUGH = 0.95
-"""Least share of right answers that should get a score of at least 1."""
+OTHER = "another row's"
+"""Beginning of the kinds of answers that are right for another row."""
 
 
 @dataclass
@@ -47,12 +48,19 @@ class Row:
     """The rewards of one kind of answer."""
 
     kind: str
-    rewards: list[Reward]
+    rewards: dict[int, Reward]
+    """By the index of the prompt."""
+
+    @property
+    def by_prompt(self) -> dict[int, float]:
+        """Scores of the answers that were graded."""
+        usable = {i: r for i, r in self.rewards.items() if not r.ungraded and r.applies}
+        return {i: r.score for i, r in usable.items() if math.isfinite(r.score)}
 
     @property
     def scores(self) -> list[float]:
-        """Scores of the answers that were graded."""
-        return [r.score for r in self.rewards if not r.ungraded and r.applies and math.isfinite(r.score)]
+        """The same without the prompts."""
+        return list(self.by_prompt.values())
 
     @property
     def right(self) -> float:
@@ -60,15 +68,54 @@ class Row:
         return sum(x >= 1.0 for x in self.scores) / len(self.scores) if self.scores else math.nan
 
 
+@dataclass
+class Trial:
+    """What answers of all kinds got."""
+
+    rows: list[tuple[str, Row]]
+    """`gold` or `garbage`, and a kind of it, in a fixed order."""
+    sources: dict[int, str]
+    """`data_source` of each prompt by its index."""
+
+    def of(self, sort: str) -> list[Row]:
+        """Return the kinds of a sort."""
+        return [row for each, row in self.rows if each == sort]
+
+    def best(self) -> dict[int, float]:
+        """Return what a row's right answers got in their best form, by prompt."""
+        out: dict[int, float] = {}
+        for row in self.of("gold"):
+            out |= {i: max(score, out.get(i, score)) for i, score in row.by_prompt.items()}
+        return out
+
+    def undeserved(self) -> dict[int, float]:
+        """Return the most that an answer got which deserves nothing, by prompt."""
+        out: dict[int, float] = {}
+        for row in self.of("garbage"):
+            if not row.kind.startswith(OTHER):
+                out |= {i: max(score, out.get(i, score)) for i, score in row.by_prompt.items()}
+        return out
+
+    def best_shares(self) -> dict[str, tuple[int, float]]:
+        """Return for each source how many rows have a right answer that was graded, and the share where it is best."""
+        best, most = self.best(), self.undeserved()
+        out = {}
+        for source in dict.fromkeys(self.sources.values()):
+            wins = [best[i] > most.get(i, -math.inf) for i, its in self.sources.items() if its == source and i in best]
+            out[source] = (len(wins), sum(wins) / len(wins) if wins else math.nan)
+        return out
+
+
 def gold(prompt: Prompt, programs: bool) -> Iterator[tuple[str, str]]:
-    """Yield right answers of a row: the form and the text. programs: the truth may be tests of a program."""
-    for column in SOLUTIONS if programs else ():
+    """Yield right answers of a row: the form and the text. programs: the reward may grade programs."""
+    holds_tests = _holds_tests(prompt)
+    for column in SOLUTIONS if programs or holds_tests else ():
         found = _first(prompt.extra.get(column))
         if found.strip():
             yield f"column {column}", found
             if "```" not in found:
                 yield f"column {column}, in a code block", FORMS["in a code block"].format(found)
-    if programs and _holds_tests(prompt):
+    if holds_tests:
         # These are no answer.
         return
     truth = prompt.ground_truth
@@ -96,8 +143,8 @@ def _holds_tests(prompt: Prompt) -> bool:
     return True
 
 
-def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) -> list[tuple[str, Row]]:
-    """Grade answers of all kinds on the rows; returns (`gold` or `garbage`, what the kind got), in a fixed order.
+def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) -> Trial:
+    """Grade answers of all kinds on the rows. It ends early where nothing can be graded.
 
     programs: the reward grades programs, or may. A grader that compares the answers of a group gets groups of two: a
     right answer and RIVAL, or an answer that deserves nothing and a right one.
@@ -106,27 +153,40 @@ def trial(prompts: list[Prompt], grader: Grader, programs: bool, seed: int = 0) 
     for prompt in prompts:
         for form, text in gold(prompt, programs):
             answers.setdefault(("gold", form), []).append((prompt, text))
-    shuffled = list(prompts)
-    random.Random(seed).shuffle(shuffled)
-    for prompt, other in zip(prompts, shuffled, strict=True):
+    for prompt, other in _others(prompts, seed):
         for kind, text in GARBAGE.items():
             answers.setdefault(("garbage", kind), []).append((prompt, text))
         if other.ground_truth != prompt.ground_truth:
             for form, text in gold(other, programs):
-                answers.setdefault(("garbage", f"another row's, {form}"), []).append((prompt, text))
+                answers.setdefault(("garbage", f"{OTHER}, {form}"), []).append((prompt, text))
 
     def rival(prompt: Prompt, sort: str) -> list[str]:
         return [GARBAGE[RIVAL]] if sort == "gold" else [text for _, text in gold(prompt, programs)][:1]
 
-    return [
-        (sort, _grade(kind, [(prompt, text, rival(prompt, sort)) for prompt, text in asked], grader))
-        for (sort, kind), asked in answers.items()
-    ]
+    out = Trial([], {prompt.index: prompt.data_source for prompt in prompts})
+    asked = 0
+    for (sort, kind), those in answers.items():
+        out.rows.append((sort, _grade(kind, [(prompt, text, rival(prompt, sort)) for prompt, text in those], grader)))
+        asked += len(those)
+        if asked >= len(prompts) and not any(row.scores for _, row in out.rows):
+            # A judge that does not answer takes its time over each.
+            break
+    return out
+
+
+def _others(prompts: list[Prompt], seed: int) -> list[tuple[Prompt, Prompt]]:
+    """Return each prompt and another one of its source, or itself where that has no other."""
+    by: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by.setdefault(prompt.data_source, []).append(prompt)
+    for those in by.values():
+        random.Random(seed).shuffle(those)
+    after = {a.index: b for those in by.values() for a, b in zip(those, those[1:] + those[:1], strict=True)}
+    return [(prompt, after[prompt.index]) for prompt in prompts]
 
 
 def _grade(kind: str, asked: list[tuple[Prompt, str, list[str]]], grader: Grader) -> Row:
     """Grade answers. asked: prompt, answer, and what it is compared with if the grader compares, if there is any."""
-    row = Row(kind, [])
     for prompt, text, rival in asked:
         texts = [text, *rival] if grader.wants_groups else [text]
         if grader.wants_groups and not rival:
@@ -136,58 +196,7 @@ def _grade(kind: str, asked: list[tuple[Prompt, str, list[str]]], grader: Grader
             item = RewardInput(prompt.data_source, each, truth, extra, prompt.asked, len(texts))
             grader.submit((prompt.index, sample), item)
     try:
-        row.rewards = [reward for key, reward in grader.drain() if isinstance(key, tuple) and key[1] == 0]
+        found = {key: reward for key, reward in grader.drain() if isinstance(key, tuple) and key[1] == 0}
     except RewardError as error:
         raise RewardError(f"{error} (the answer was {kind})") from error
-    return row
-
-
-def verdicts(rows: list[tuple[str, Row]]) -> list[str]:
-    """Return what is wrong with a reward, by what answers of each kind got; empty if nothing is."""
-    out = []
-    right = [row for sort, row in rows if sort == "gold" and row.scores]
-    best = max(right, key=lambda row: row.right, default=None)
-    if best is None:
-        out.append("no row holds an answer that can be tried: nothing is known of right answers")
-    elif not best.right >= ENOUGH:
-        out.append(
-            f"right answers get a score of 1 in {best.right:.1%} of the rows at best ({best.kind}): the reward does "
-            "not find the truth (--reward.function, --data.answer-column), or rows are wrong"
-        )
-    for sort, row in rows:
-        if sort == "garbage" and row.scores and row.right > 0 and not _may_be_right(row):
-            out.append(f"{row.right:.1%} of the answers `{row.kind}` get a score of 1, and they say nothing")
-    left_out = sum(bool(r.ungraded) for _, row in rows for r in row.rewards)
-    total = sum(len(row.rewards) for _, row in rows)
-    if left_out:
-        first = next(r.ungraded for _, row in rows for r in row.rewards if r.ungraded)
-        out.append(f"{left_out} of {total} answers could not be graded, the first because {first}")
-    if late := sum(r.timed_out for _, row in rows for r in row.rewards):
-        out.append(f"{late} of {total} gradings took too long (--reward.timeout)")
-    return out
-
-
-def _may_be_right(row: Row) -> bool:
-    """Another row's answer can be right by chance: short truths are often the same in another form."""
-    return row.kind.startswith("another row's") and row.right < 0.2
-
-
-def table(rows: list[tuple[str, Row]]) -> str:
-    """Return the table that a user reads."""
-    lines = [f"{'answers':8} {'written':40} {'tried':>6} {'score >= 1':>10} {'mean':>8} {'least':>8} {'most':>8}"]
-    for sort, row in rows:
-        scores = row.scores
-        numbers = "not graded"
-        if scores:
-            numbers = f"{row.right:10.1%} {sum(scores) / len(scores):8.3f} {min(scores):8.3f} {max(scores):8.3f}"
-        lines.append(f"{sort:8} {row.kind:40} {len(row.rewards):6} {numbers:>10}")
-    return "\n".join(lines)
-
-
-def as_json(rows: list[tuple[str, Row]], found: list[str]) -> str:
-    """Return rows and verdicts as one JSON object."""
-    kinds = [
-        {"answers": sort, "written": row.kind, "tried": len(row.rewards), "right": row.right if row.scores else None}
-        for sort, row in rows
-    ]
-    return json.dumps({"ok": not found, "problems": found, "kinds": kinds})
+    return Row(kind, {prompt.index: found[prompt.index, 0] for prompt, *_ in asked if (prompt.index, 0) in found})

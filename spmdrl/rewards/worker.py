@@ -60,7 +60,7 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
     except SyntaxError as e:
         raise ValueError(f"{e.filename or path}:{e.lineno}: {e.msg}") from e
     except BaseException as e:  # SystemExit too
-        raise ValueError(f"importing {path} raised {type(e).__name__}: {e} ({_place(e)})") from e
+        raise ValueError(f"importing {path} raised {_said(e)} ({_place(e)})") from e
     function = getattr(module, name, None)
     if not callable(function):
         own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
@@ -68,6 +68,14 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
             f"{path} has no function {name!r} (it has: {', '.join(own) or 'none'}); name one as file.py:name"
         )
     return adapted(function, f"{name} in {path}", settings)
+
+
+def _said(e: BaseException) -> str:
+    """Return type and text of an error on one line; the text of a user's own may itself raise one."""
+    try:
+        return printable(f"{type(e).__name__}: {e}")[:2000]
+    except BaseException as inner:
+        return f"{type(e).__name__}, whose text could not be made ({type(inner).__name__})"
 
 
 def _place(e: BaseException) -> str:
@@ -84,7 +92,7 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
         return {"ungraded": str(e)[:2000]}
     except BaseException as e:  # exit() in user code is an error of that code
         trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": printable(f"{type(e).__name__}: {e}")[:2000], "trace": trace[-4000:]}
+        return {"error": _said(e), "trace": trace[-4000:]}
 
 
 def _loaded(route: Any, item: RewardInput) -> dict:
@@ -93,7 +101,7 @@ def _loaded(route: Any, item: RewardInput) -> dict:
         route.load(item)
     except Exception as e:
         trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": f"{type(e).__name__}: {e}"[:2000], "trace": trace[-4000:]}
+        return {"error": _said(e), "trace": trace[-4000:]}
     return {}
 
 
@@ -131,7 +139,7 @@ def main() -> None:
         hello = json.loads(requests.readline())
         function, finite = load_function(hello["function"], hello["settings"]), hello["finite"]
     except Exception as e:
-        send({"failed": str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"})
+        send({"failed": str(e) if isinstance(e, ValueError) else _said(e)})
         return
     route = cast(Any, function) if hasattr(function, "needs") else None
     may_take = getattr(function, "may_take", None)

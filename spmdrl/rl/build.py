@@ -18,7 +18,7 @@ from spmdrl.rl.engine_judges import EngineJudges
 from spmdrl.rl.evaluation import Evaluation, is_evaluated
 from spmdrl.rl.prefetch import RolloutPrefetcher
 from spmdrl.rl.rank_state import RankState
-from spmdrl.rl.reading import reading_of
+from spmdrl.rl.reading import at_last, reading_of
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run import Run
 from spmdrl.rl.run_state import RunState
@@ -76,6 +76,7 @@ def build_run(session: Session[Config]) -> Run:
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     models = build_models(cfg, world, algo.needs)
     models.reading = reading_of(cfg, models.labels, tokenizer, prompts)
+    models.cost_reading = at_last("--safety.cost-model", cfg.safety.cost_model, trust)
     if models.labels:
         session.note(models.labels.says)
     if judges and models.policy:

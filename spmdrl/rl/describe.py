@@ -33,8 +33,11 @@ def sample_rows(step: int, episodes: list[Episode], tokenizer, count: int, more:
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
-    """The reward model's scores of all ranks' samples: `model`, `model/<label>` and `model/steps`. Collective."""
-    found = {"model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
+    """The reward model's scores of all ranks' samples: `model`, `model/<label>`, `model/steps`; `reward` with it.
+
+    Collective.
+    """
+    found = {"reward": "reward", "model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
     found |= {"model/steps": "steps"} if "steps" in batch.seq else {}
     columns = [batch.seq[key].double() for key in ("position", "sample", *found.values())]
     rows = torch.cat(peers.rows(torch.stack(columns, 1))).tolist()
@@ -52,7 +55,7 @@ def sample_row(step: int, episode: Episode, decode) -> dict:
         "finish": episode.finish,
         "index": episode.prompt,
         "sample": episode.sample,
-    }
+    } | {f"part/{name}": value for name, value in episode.parts.items()}
     if len(episode.segments) > SINGLE:
         row["segments"] = [
             {"turn": s.turn, "text": decode(s.tokens.tolist())} | ({"version": s.version} if s.sampled else {})

@@ -16,8 +16,8 @@ from spmdrl.config.schema import Config
 from spmdrl.health.status import tick
 from spmdrl.hub.folder import plain_errors, read_config
 from spmdrl.hub.quantized import fp8_blocks
-from spmdrl.hub.resolve import resolve
-from spmdrl.hub.tokenizer import check_same_tokens, has_tokenizer, load_tokenizer
+from spmdrl.hub.resolve import named, resolve
+from spmdrl.hub.tokenizer import BROKEN, check_same_tokens, control_words, has_tokenizer, load_tokenizer
 from spmdrl.policy.contract import Policy
 from spmdrl.rewards.base import Grader
 from spmdrl.rewards.judge import Judge
@@ -57,14 +57,15 @@ class Voice:
             ValueError: the judge reads other tokens, or there is no chat template that renders a question.
         """
         trust = cfg.model.trust_remote_code
-        self.folder: Path = resolve(cfg.model.path if judge.engine == POLICY else judge.engine, trust)
         self.tokenizer = tokenizer
-        if judge.engine != POLICY:
-            check_same_tokens(judge.engine, cfg.model.path, f"{file}: engine", trust)
-            if has_tokenizer(self.folder):
-                self.tokenizer = load_tokenizer(self.folder, trust)
+        with named(f"{file}: engine"):
+            self.folder: Path = resolve(cfg.model.path if judge.engine == POLICY else judge.engine, trust)
+            if judge.engine != POLICY:
+                check_same_tokens(judge.engine, cfg.model.path, f"{file}: engine", trust)
+                if has_tokenizer(self.folder):
+                    self.tokenizer = load_tokenizer(self.folder, trust)
         self.stop = stop_tokens(self.folder, self.tokenizer)
-        self.special = [word for word in special_tokens(self.tokenizer) if len(word) > 1]
+        self.control = control_words(self.tokenizer)
         self.joined = False
         """True where the template takes no system message, which the first user message then begins with."""
         if not getattr(self.tokenizer, "chat_template", None):
@@ -86,7 +87,7 @@ class Voice:
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens of a question, with nothing in it that is a special token of the tokenizer."""
-        messages = [message | {"content": self._broken(message["content"])} for message in messages]
+        messages = [message | {"content": self.control.sub(BROKEN, message["content"])} for message in messages]
         if self.joined:
             messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
         # Templates that let a model think first are told not to: only a verdict alone counts.
@@ -94,11 +95,6 @@ class Voice:
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _broken(self, text: str) -> str:
-        for word in self.special:
-            text = text.replace(word, f"{word[0]} {word[1:]}")
-        return text
 
     def words(self, tokens: list[int], prompt: int) -> Said:
         """Return what the engine's tokens say up to the judge's end. prompt: tokens of the question."""
@@ -132,7 +128,7 @@ class EngineJudges:
             if judge.engine != POLICY and judge.engine not in self.frozen:
                 folder = self.voices[judge.engine].folder
                 check_same_model(folder, resolve(cfg.model.path, trust), f"{file}: engine {judge.engine}", trust)
-                with plain_errors(folder):
+                with named(f"{file}: engine"), plain_errors(folder):
                     self.frozen[judge.engine] = Tensors(folder, fp8_blocks(folder))
         self.versions = {engine: -2 - i for i, engine in enumerate(self.frozen)}
         """Versions of frozen judges, which no policy has."""
@@ -235,12 +231,6 @@ def is_abandoned(plan: RolloutPlan, world: World, polls: int) -> bool:
         return False
     flag = torch.tensor([int(plan.may_end())], device=world.device)
     return bool(all_reduce(flag, "max", world.engine_group).item())
-
-
-def special_tokens(tokenizer: Any) -> list[str]:
-    """Return the words that a tokenizer reads as special tokens wherever they stand."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return sorted({*tokenizer.all_special_tokens, *(str(each.content) for each in added if each.special)})
 
 
 def check_same_model(folder: Path, policy: Path, what: str, trust: bool) -> None:

@@ -1,6 +1,7 @@
 """The quota of one step: rollouts until the filter has kept enough prompts."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ import torch
 
 from spmdrl.algos.filters import choose, shortage, whole_groups
 from spmdrl.config.learning import FilterConfig
+from spmdrl.config.methods import GROUP_BASELINES
 from spmdrl.config.schema import Config
 from spmdrl.data.episode import Episode
 from spmdrl.rewards.load import check_ungraded
@@ -28,8 +30,17 @@ class Experience:
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups for the next step that were cut short on this rank's engine, or drawn and not begun there."""
     bad_samples: int = 0
-    """Samples left out on this rank because a reward or logp was not finite, or they could not be graded."""
+    """Samples left out on this rank because a reward or logp was not finite, they could not be graded, or all others of
+    their prompt were left out and the advantage compares them."""
     stats: Metrics = field(default_factory=Metrics)
+
+
+def with_others(episodes: list[Episode]) -> list[Episode]:
+    """Leave out samples that are alone of their prompt: there is nothing to compare them with, and a baseline of 0
+    would have them learn from the size of their reward. Groups are whole.
+    """
+    count = Counter(e.position for e in episodes)
+    return [e for e in episodes if count[e.position] > 1]
 
 
 class Quota:
@@ -94,6 +105,8 @@ class Quota:
             self.unbegun += 0 if self.partial else len(rest)
         self.drawn += more
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
+        if self.cfg.algo.advantage in GROUP_BASELINES and self.cfg.rollout.samples_per_prompt > 1:
+            usable = with_others(usable)
         self.bad += len(result.episodes) - len(usable)
         self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
         if self.keep:

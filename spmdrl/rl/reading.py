@@ -14,10 +14,11 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import KEYS, Batch
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.hub.resolve import resolve
+from spmdrl.hub.folder import read_config
+from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.contract import Policy
-from spmdrl.policy.labels import Labels
+from spmdrl.policy.labels import Labels, positions_of
 from spmdrl.rl.retokenize import Rewriter
 from spmdrl.rl.steps import step_ends, tokens_of_ends
 
@@ -56,18 +57,27 @@ class Places:
 class AtLast:
     """Reads the policy's tokens at the last sampled one: for a model that no file describes, and on paper."""
 
+    said: str = "the reward model"
+    """The flag and the path, for messages."""
+    positions: int = 0
+    """The most tokens that the model reads; 0: not known."""
     steps: bool = False
     """Give the score as that of the only step too."""
     names: tuple[str, ...] = ()
 
+    def of(self, prompts: PromptSet) -> "AtLast":
+        """Return the same for responses to other prompts."""
+        return self
+
     def read(self, batch: Batch, model: Policy) -> Scores:
-        """Score the responses of a batch. Collective."""
+        """Score the responses of a batch. Collective. Raises ValueError as `Reading.read` does."""
+        check_length(batch, self.positions, self.said)
         last_B = last_sampled(batch.token["mask"], batch.seq_index, len(batch))
         mask_T = torch.zeros(batch.n_tokens, dtype=torch.bool)
         mask_T[last_B[last_B >= 0]] = True
         at_last = Batch(batch.lengths, dict(batch.token, mask=mask_T), batch.seq)
         score_T = model.values(at_last)
-        score_T = finite(at_last, score_T if score_T.ndim == 1 else score_T.mean(1), "reward or cost model")
+        score_T = finite(at_last, score_T if score_T.ndim == 1 else score_T.mean(1), self.said, FROZEN)
         scores = Scores(at_last.sum_tokens(score_T))
         if self.steps:
             scores.process_T, scores.ends_T = torch.where(mask_T, score_T.double(), 0.0), mask_T.double()
@@ -108,13 +118,13 @@ class Reading:
         """
         found = self.places(batch)
         asked, seq_n = found.asked, found.seq_n
-        self._check_length(asked)
+        check_length(asked, self.labels.positions, self.said)
         mask_T = torch.zeros(asked.n_tokens, dtype=torch.bool)
         mask_T[found.read_n] = True
         asked = Batch(asked.lengths, dict(asked.token, mask=mask_T), asked.seq)
         score_TL = model.values(asked).reshape(asked.n_tokens, self.labels.outputs)
         for score_T in score_TL.unbind(1):
-            finite(asked, score_T, "reward model")
+            finite(asked, score_T, self.said, FROZEN)
         score_nL = score_TL[found.read_n].double()
         if self.labels.probability:
             score_nL = torch.softmax(score_nL, 1)[:, 1:]
@@ -153,6 +163,9 @@ class Reading:
                 read_n += [begin + place for _, place in at]
                 continue
             prompt = self.prompts[int(batch.seq["prompt"][i])]
+            if not prompt.chat and begin > start:
+                lead = self._lead(tokens[begin - 1], tokens[begin : last + 1], text)
+                text, ends = lead + text, [end + len(lead) for end in ends]
             if self.told.steps:
                 made, read = self.rewriter.stepwise(prompt, text, ends)
             else:
@@ -170,6 +183,18 @@ class Reading:
         seq = {name: batch.seq[name] for name in (*KEYS, "prompt")}
         return Places(found_n, token, Batch(lengths, {"tokens": flat}, seq), read)
 
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _lead(self, before: int, tokens: list[int], text: str) -> str:
+        """Return the blank that begins a response, which some tokenizers leave out of a text's first token.
+
+        before: the last token of the prompt. text: of `tokens` alone.
+        """
+        prompt, both = self._decode([before]), self._decode([before, *tokens])
+        rest = both.removeprefix(prompt)
+        return rest.removesuffix(text) if both.startswith(prompt) and rest.endswith(text) else ""
+
     def _steps(self, tokens: list[int], sampled: list[bool]) -> tuple[list[tuple[int, int]], str, list[int]]:
         """Return (last sampled token, token with the last character) of each step, the text, and where they end in it.
 
@@ -177,32 +202,18 @@ class Reading:
         the policy holds the ends are one.
         """
         last = len(tokens) - 1
-
-        def decode(some: list[int]) -> str:
-            return self.tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
         if not self.told.steps:
-            return [(last, last)], decode(tokens) if self.rewriter else "", []
-        text = decode(tokens)
+            return [(last, last)], self._decode(tokens) if self.rewriter else "", []
+        text = self._decode(tokens)
         if not text:
             return [(last, last)], text, [0]
         ends = step_ends(text, self.told.steps)
-        holding = tokens_of_ends(decode, tokens, ends)
+        holding = tokens_of_ends(self._decode, tokens, ends)
         # The end token belongs to the last step; what the policy did not sample belongs to no step's end.
         sampled_at = [*holding[:-1], last]
         sampled_at = [next((t for t in range(place, -1, -1) if sampled[t]), 0) for place in sampled_at]
         kept = [i for i in range(len(ends)) if i == len(ends) - 1 or sampled_at[i] != sampled_at[i + 1]]
         return [(sampled_at[i], holding[i]) for i in kept], text, [ends[i] for i in kept]
-
-    def _check_length(self, asked: Batch) -> None:
-        most = self.labels.positions
-        if most and len(asked) and int(asked.lengths.max()) > most:
-            at = int(asked.lengths.argmax())
-            raise ValueError(
-                f"{self.said}: prompt {int(asked.seq['prompt'][at])}, sample {int(asked.seq['sample'][at])} has "
-                f"{int(asked.lengths[at])} tokens of {self.told.path}, which reads {most}: lower "
-                "--rollout.max-new-tokens or --rollout.max-prompt-tokens, or name a model with more positions"
-            )
 
 
 def reduced(score_n: torch.Tensor, seq_n: torch.Tensor, count_B: torch.Tensor, how: str) -> torch.Tensor:
@@ -219,29 +230,62 @@ def reduced(score_n: torch.Tensor, seq_n: torch.Tensor, count_B: torch.Tensor, h
     return out_B.scatter_reduce(0, seq_n, score_n, names[how], include_self=False)
 
 
-def finite(batch: Batch, x_T: torch.Tensor, model: str) -> torch.Tensor:
-    """x_T, checked under the loss mask."""
+LEARNS = (
+    "its weights or activations are not finite; look at grad_norm of the steps before, and resume from a checkpoint "
+    "with a lower --optimizer.lr"
+)
+FROZEN = (
+    "it does not learn, so its weights hold such numbers or are too large for --model.dtype: take bfloat16 or float32, "
+    "copy its folder again, or name another model"
+)
+
+
+def check_length(batch: Batch, most: int, said: str) -> None:
+    """Check that a model has a position for every token of its sequences. most: 0 checks nothing.
+
+    Raises:
+        ValueError: it begins with `said` and names the longest.
+    """
+    if most and len(batch) and int(batch.lengths.max()) > most:
+        at = int(batch.lengths.argmax())
+        raise ValueError(
+            f"{said}: prompt {int(batch.seq['prompt'][at])}, sample {int(batch.seq['sample'][at])} has "
+            f"{int(batch.lengths[at])} tokens for a model that reads {most} (max_position_embeddings): lower "
+            "--rollout.max-new-tokens or --rollout.max-prompt-tokens, or name a model with more positions"
+        )
+
+
+def finite(batch: Batch, x_T: torch.Tensor, model: str, why: str = LEARNS) -> torch.Tensor:
+    """x_T, checked under the loss mask. why: ends the message."""
     bad = torch.nonzero(batch.token["mask"] & ~torch.isfinite(x_T)).flatten()
     if len(bad):
         at = int(batch.seq_index[bad[0]])
         raise ValueError(
-            f"the {model} gave {x_T[bad[0]].item()} for prompt {int(batch.seq['prompt'][at])}, sample "
-            f"{int(batch.seq['sample'][at])}: its weights or activations are not finite; look at grad_norm of the "
-            "steps before, and resume from a checkpoint with a lower --optimizer.lr"
+            f"{model} gave {x_T[bad[0]].item()} for prompt {int(batch.seq['prompt'][at])}, sample "
+            f"{int(batch.seq['sample'][at])}: {why}"
         )
     return x_T
 
 
-def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | None:
-    """Return how the reward model reads responses to the prompts; None if no file describes it.
+def at_last(flag: str, path: str, trust_remote_code: bool) -> AtLast | None:
+    """Return how a classifier that no file describes is read; None without a path."""
+    if not path:
+        return None
+    config = read_config(resolve(path, trust_remote_code), trust_remote_code)
+    return AtLast(f"{flag} {path}", positions_of(config))
+
+
+def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: PromptSet) -> Reading | AtLast | None:
+    """Return how the reward model reads responses to the prompts; None without one.
 
     Raises:
         ValueError: its tokenizer is missing, or cannot render the prompts.
     """
+    trust, said = cfg.model.trust_remote_code, f"{FLAG} {cfg.reward.model}"
     if labels is None:
-        return None
-    told, said, trust = read_classifier(cfg.reward.model), f"{FLAG} {cfg.reward.model}", cfg.model.trust_remote_code
-    rewriter = None
+        return at_last(FLAG, cfg.reward.model, trust)
+    told, rewriter = read_classifier(cfg.reward.model), None
     if labels.own_tokens:
-        rewriter = Rewriter(load_tokenizer(resolve(told.path, trust), trust), said, labels.pad)
+        with named(f"{said}: path"):
+            rewriter = Rewriter(load_tokenizer(resolve(told.path, trust), trust), said, labels.pad)
     return Reading(told, labels, said, tokenizer, rewriter, {}).of(prompts)

@@ -1,8 +1,14 @@
-"""Responses as a reward model with a tokenizer of its own reads them: rendered as text, then as its tokens."""
+"""Responses as a reward model with a tokenizer of its own reads them: rendered as text, then as its tokens.
 
+A policy may write words that this tokenizer reads as special tokens, and so end its turn in the reward model's eyes and
+begin others. They are broken up.
+"""
+
+from bisect import bisect_left
 from typing import Any
 
 from spmdrl.data.prompts import Prompt
+from spmdrl.hub.tokenizer import BROKEN, control_words
 from spmdrl.rl.steps import tokens_of_ends
 
 MARK = "\ue000"
@@ -15,6 +21,7 @@ class Rewriter:
     def __init__(self, tokenizer: Any, said: str, pad: int | None):
         """tokenizer: the reward model's. said: begins messages. pad: token that transformers passes over at the end."""
         self.tokenizer, self.said, self.pad = tokenizer, said, pad
+        self.control = control_words(tokenizer)
 
     def check(self, prompts: list[Prompt]) -> None:
         """Check that prompts of a chat can be rendered.
@@ -30,10 +37,9 @@ class Rewriter:
 
     def whole(self, prompt: Prompt, response: str) -> tuple[list[int], int]:
         """Return the tokens of a prompt with its response, and the index of the one at which HF reads the score."""
-        tokens = self._tokens(prompt, self._text(prompt, prompt.reply + response))
-        last = len(tokens) - 1
-        # transformers looks for the last token that is not padding, even in a sequence of its own.
-        return tokens, next((i for i in range(last, -1, -1) if tokens[i] != self.pad), last)
+        tokens = self._tokens(prompt, self._text(prompt, prompt.reply + self.control.sub(BROKEN, response)))
+        # transformers looks for the last token that is not padding, even in a sequence of its own, and else the first.
+        return tokens, next((i for i in range(len(tokens) - 1, -1, -1) if tokens[i] != self.pad), 0)
 
     def stepwise(self, prompt: Prompt, response: str, ends: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens of a prompt with its response, and the index of the token that ends each step.
@@ -43,7 +49,9 @@ class Rewriter:
         Raises:
             ValueError: the chat template leaves responses out, or tokens of the tokenizer cannot be found in the text.
         """
-        reply = prompt.reply + response
+        blanks = [found.end() for found in self.control.finditer(response)]
+        ends = [end + bisect_left(blanks, end) for end in ends]
+        reply = prompt.reply + self.control.sub(BROKEN, response)
         text, kept, begin = self._located(prompt, reply)
         tokens = self._tokens(prompt, text)
         if not kept:
@@ -86,7 +94,13 @@ class Rewriter:
 
     def _tokens(self, prompt: Prompt, text: str) -> list[int]:
         # A rendered chat holds every special token already.
-        return list(self.tokenizer(text, add_special_tokens=not prompt.chat).input_ids)
+        tokens = list(self.tokenizer(text, add_special_tokens=not prompt.chat).input_ids)
+        if not tokens:
+            raise ValueError(
+                f"{self.said}: its tokenizer gives no tokens for prompt {prompt.index} with its response, the text "
+                f"{text[:40]!r}, so there is nothing to score: leave the prompt out, or take another model"
+            )
+        return tokens
 
     def _holding(self, tokens: list[int], text: str, places: list[int], chat: bool) -> list[int]:
         """Return the index of the token that holds the character before each place of the text."""

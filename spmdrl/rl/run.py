@@ -215,11 +215,12 @@ class Run:
     def _write(self, step: int, values: dict[str, float], batch: Batch, done: Experience) -> None:
         """Write the step's numbers and some samples. Collective."""
         rows = []
-        told = {}
+        told, labels = {}, self.models.reading.names if self.models.reading else ()
         if self.world.trains and self.models.reading and self.cfg.tracking.samples:
-            told = model_columns(batch, self.models.reading.names, self.peers)
+            told = model_columns(batch, labels, self.peers)
         if self.world.is_first:
-            episodes = to_episodes(batch) if self.world.roles.split else done.episodes
+            # A label stands among the model's columns.
+            episodes = to_episodes(batch, labels) if self.world.roles.split else done.episodes
             rows = sample_rows(step, episodes, self.tokenizer, self.cfg.tracking.samples, told)
         self.journal.step(step, values, rows)
 

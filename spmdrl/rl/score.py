@@ -49,7 +49,7 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
             token["collision"] = other_T
         else:
             metrics.add("entropy/mean", mean(other_T, mask_T), mask_T.sum())
-        finite(batch, token["old_logp"], "policy")
+        finite(batch, token["old_logp"], "the policy")
         young_T = algo.young(batch, models.policy.version)
         add_mismatch(metrics, token["old_logp"], token["rollout_logp"], mask_T, seq_T, young_T)
     elif algo.needs & {"reference", "logp", "collision"} or algo.select is not None:
@@ -57,7 +57,7 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
     if "reference" in algo.needs:
         assert models.reference is not None, "the run builds what `needs` names"
         token["ref_logp"], _ = models.reference.logprobs(batch, temperature)
-        finite(batch, token["ref_logp"], "reference")
+        finite(batch, token["ref_logp"], "the reference")
         if cfg.algo.kl_in == "reward":
             kl_T = kl_estimate(cfg.algo.kl_estimator, token["old_logp"], token["ref_logp"], mask_T)
             metrics.add("kl/mean", mean(kl_T, mask_T), mask_T.sum())
@@ -65,10 +65,10 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
         model: Policy | None = getattr(models, name)
         if model is not None:
             column = "values" if name == "critic" else "cost_values"
-            token[column] = finite(batch, model.values(batch), name)
+            token[column] = finite(batch, model.values(batch), f"the {name}")
     if "process" in algo.needs:
         assert models.process is not None and models.process_reference is not None
-        logp_T = finite(batch, models.process.logprobs(batch, temperature)[0], "process reward model")
+        logp_T = finite(batch, models.process.logprobs(batch, temperature)[0], "the process reward model")
         token["process_ref_logp"], _ = models.process_reference.logprobs(batch, temperature)
         token["process"] = implicit_rewards(logp_T, token["process_ref_logp"], mask_T, cfg.process_reward.beta)
         metrics.add("reward/process", mean(token["process"], mask_T), mask_T.sum())
@@ -101,7 +101,7 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
     """
     assert models.reward_model is not None, "the run builds what the settings name"
     metrics, n = Metrics(), len(batch)
-    scores = (models.reading or AtLast("scored steps" in algo.needs)).read(batch, models.reward_model)
+    scores = (models.reading or AtLast(steps="scored steps" in algo.needs)).read(batch, models.reward_model)
     batch.seq["reward"] = batch.seq["reward"] + coef * scores.response_B
     told = {"reward/model": scores.response_B} | {f"reward/model/{k}": v for k, v in scores.labels.items()}
     if scores.steps_B is not None:
@@ -126,7 +126,7 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
     """[B]: the cost model's score plus the reward part that is named. Collective where there is a model."""
     cost_B = torch.zeros(len(batch), dtype=torch.float64)
     if models.cost_model:
-        cost_B += AtLast().read(batch, models.cost_model).response_B
+        cost_B += (models.cost_reading or AtLast()).read(batch, models.cost_model).response_B
     if part:
         cost_B += batch.seq[f"part/{part}"]
     return cost_B

@@ -4,6 +4,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 
+MARK = "\ufffd"
+"""The character that decoders give for bytes that are none."""
+
 
 def step_ends(text: str, separator: str) -> list[int]:
     """Return the number of characters up to the end of each step of a text, the separator included; at least one.
@@ -35,12 +38,40 @@ def tokens_of_ends(decode: Callable[[list[int]], str], tokens: list[int], ends: 
     is cut in two. ends: ascending, each at least 1 and at most the number of characters.
     """
     text = decode(tokens)
+    if reached := progress(decode, tokens, text):
+        return [bisect_left(reached, end) for end in ends]
 
+    # The text of some tokens depends on those far before them.
     @cache
     def begun(count: int) -> str:
         return decode(tokens[:count])
 
-    def reached(end: int) -> int:
+    def first(end: int) -> int:
         return bisect_left(range(len(tokens)), True, key=lambda count: begun(count)[:end] == text[:end]) - 1
 
-    return [reached(end) for end in ends]
+    return [first(end) for end in ends]
+
+
+def progress(decode: Callable[[list[int]], str], tokens: list[int], text: str) -> list[int]:
+    """Return how many characters of a text are there with each of its tokens; empty if neighbours do not tell.
+
+    A token is decoded behind the few before it, so the work grows with the number of tokens and not with its square.
+    """
+    out: list[int] = []
+    pieces: list[str] = []
+    before, begin, done = 0, 0, 0
+    for i in range(len(tokens)):
+        known, both = decode(tokens[before:begin]), decode(tokens[before : i + 1])
+        if not both.startswith(known):
+            return []
+        # A character of which bytes are missing is shown as a mark until they come.
+        whole = both.rstrip(MARK)
+        out.append(done + max(len(whole) - len(known), 0))
+        if len(whole) == len(both) > len(known):
+            pieces.append(both[len(known) :])
+            before, begin, done = begin, i + 1, out[-1]
+    rest = decode(tokens[before:]).removeprefix(decode(tokens[before:begin]))
+    if "".join(pieces) + rest != text:
+        return []
+    # Marks at the end are of the text.
+    return out[:-1] + [len(text)] if out else []

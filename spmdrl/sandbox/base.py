@@ -17,7 +17,7 @@ class Limits:
     cpu_seconds: int = 10
     """Time of one process on a core."""
     memory_mib: int = 512
-    """Memory that no file backs."""
+    """Memory and swap, those of files on a disk aside."""
     processes: int = 16
     """Processes and threads at a time."""
     open_files: int = 64

@@ -16,6 +16,10 @@ from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, USER, ZYGOTE, cache, 
 INSIDE = "/sandbox"
 """The place at which programs see this package alone, as `spmdrl.sandbox`."""
 PACKAGES = "/packages"
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+"""Not /dev/zero, which gives shared memory that a program may hold unseen, nor terminals, of which the machine has a
+number."""
+LINKS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 SERVE = f"from {ZYGOTE} import main; main()"
 """Quicker than -m, which looks the module up twice."""
 HOW = (
@@ -77,6 +81,11 @@ def command(bwrap: str) -> list[str]:
     words += ["--ro-bind", str(HERE), f"{INSIDE}/spmdrl/sandbox"]
     words += ["--ro-bind", packages(), PACKAGES]
     words += ["--setenv", "PYTHONPATH", f"{INSIDE}:{PACKAGES}"]
-    words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    words += ["--proc", "/proc", "--dir", "/tmp", "--dir", "/dev/shm"]
+    for device in DEVICES:
+        words += ["--dev-bind", device, device]
+    for name, end in LINKS.items():
+        words += ["--symlink", f"/proc/self/{end}", f"/dev/{name}"]
+    words += ["--remount-ro", "/"]
     words += ["--chdir", "/tmp", "--", python(), *BARE, "-c", SERVE, "apart", str(USER if root else 0)]
     return words

@@ -1,6 +1,7 @@
 """Opens a sandbox that works here, once a small program has tried to get out of it."""
 
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -29,9 +30,14 @@ try:
     told.append("processes")
 except OSError:
     pass
+try:
+    socket.socket(socket.AF_UNIX).connect("\\0" + {name!r})
+    told.append("sockets")
+except OSError:
+    pass
 print(told)
 """
-"""A program that tries to read a file, to reach a port, and to see a process of this machine."""
+"""A program that tries to read a file, to reach a port and a socket, and to see a process of this machine."""
 
 
 def open_sandbox(provider: str = "auto", image: str = containers.IMAGE) -> Warm:
@@ -108,10 +114,16 @@ def _opened(start: Start) -> Warm:
 
 def probe(warm: Warm) -> str:
     """Return what a harmless program can do that it should not; empty if nothing."""
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
-        secret = Path(folder, "secret")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        secret, name = Path(folder, "secret"), f"spmdrl-probe-{secrets.token_hex(8)}"
         secret.write_text("file")
-        source = PROBE.format(file=str(secret), port=server.getsockname()[1], pid=os.getpid())
+        abstract.bind("\0" + name)
+        abstract.listen(1)
+        source = PROBE.format(file=str(secret), port=server.getsockname()[1], pid=os.getpid(), name=name)
         ended = warm.run(Program(source), Limits(seconds=10.0))
     if ended.verdict != "ok":
         return f"{ended.verdict} ({ended.why})"

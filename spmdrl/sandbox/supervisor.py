@@ -15,7 +15,6 @@ import secrets
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,14 +25,15 @@ from typing import IO, cast
 
 from sandlock import ExitReason, Sandbox, StdioMode
 
+from spmdrl.sandbox.inside import leftovers
 from spmdrl.sandbox.inside.alone import STARTED
 from spmdrl.sandbox.inside.talk import Talk
-from spmdrl.sandbox.inside.watch import Watch, anonymous
+from spmdrl.sandbox.inside.watch import Watch, memory_of
 from spmdrl.sandbox.places import BARE, ENVIRONMENT, HERE, cache, packages, python, system
 from spmdrl.sandbox.sandlock import user
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
-READABLE = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+READABLE = ("/dev/full", "/dev/random", "/dev/urandom")
 WRITABLE = ("/dev/null",)
 START_SECONDS = 20.0
 PROCESSES = 16
@@ -98,8 +98,7 @@ class Held:
         sweep()
         for end in self.ends:
             os.close(end)
-        # Folders may lie too deep for Python's own.
-        subprocess.run(["rm", "-rf", "--", str(self.folder)], check=False)
+        leftovers.remove(str(self.folder))
 
 
 class Outside(Watch):
@@ -111,7 +110,7 @@ class Outside(Watch):
         # They are this one's to close.
         (inputs, outputs, errors), held.ends = held.ends, []
         super().__init__(held.pid, told, inputs, outputs, errors, task, False, talk)
-        self.held, self.own = held, anonymous(str(held.pid))
+        self.held, self.own = held, memory_of(str(held.pid))
         self.waiter = threading.Thread(target=self._wait, daemon=True)
         self.waiter.start()
 
@@ -127,7 +126,7 @@ class Outside(Watch):
 
     def passed(self) -> str:
         """Return `memory` if the program's processes hold too much, or its files do."""
-        held = sum(max(0, anonymous(str(pid)) - self.own) for pid in descendants(os.getpid()))
+        held = sum(max(0, memory_of(str(pid)) - self.own) for pid in descendants(os.getpid()))
         full = not fits(str(self.held.folder), self.limits["tmp_mib"] << 20)
         return "memory" if full or held > self.limits["memory_mib"] << 20 else ""
 
@@ -191,10 +190,14 @@ def fits(folder: str, most: int) -> bool:
             return False
         for entry in inside:
             count += 1
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 total += entry.stat(follow_symlinks=False).st_blocks * 512
                 if entry.is_dir(follow_symlinks=False):
                     more.append((entry.path, depth + 1))
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return False
             if count > FILES or total > most or depth > DEEPEST:
                 return False
     return True

@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 
 from spmdrl.sandbox import cgroup
 from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError, Verdict
+from spmdrl.sandbox.inside import leftovers
 
 START_SECONDS = 30.0
 """Longest a sandbox may take to start."""
@@ -39,7 +40,7 @@ class Warm:
         self.process: Any = None
         self.group: cgroup.Group | None = None
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self.folder = tempfile.TemporaryDirectory(prefix="sandbox-")
+        self.folder = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
         """The folder of programs that have no /tmp of their own."""
         try:
             self._start()
@@ -88,6 +89,9 @@ class Warm:
         """End the sandbox with all that runs in it. May be called twice."""
         self._end()
         self.errors.close()
+        # Of a program without a sandbox processes may go on there.
+        with contextlib.suppress(OSError):
+            leftovers.empty(self.folder.name)
         self.folder.cleanup()
 
     def _end(self) -> None:

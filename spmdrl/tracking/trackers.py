@@ -88,7 +88,7 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line, or complete the last one if it is of this step."""
-        line = {"step": step} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
+        line = {"step": step} | {name: plain(value) for name, value in metrics.items() if name != "step"}
         if self._last.get("step") == step:
             line = self._last | line
             self._file.truncate(self._last_at)
@@ -225,8 +225,8 @@ def open_trackers(
     return opened
 
 
-def _plain(value: Any) -> Any:
-    # JSON has no nan, and the file is not read by Python alone.
+def plain(value: Any) -> Any:
+    """Return a value as JSON can say it: it has no nan, and not only Python reads it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

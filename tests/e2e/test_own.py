@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 
 import pytest
 import torch
@@ -87,3 +88,14 @@ def test_own_functions_train_together(tmp_path):
         assert row["penalty"] > 0, "the last updates of a step are off its policy"
         assert row["grad_norm"] > 0
     assert rows[0]["eval/accuracy"] > 0.25
+
+
+def test_evaluation_without_a_graded_sample_says_null(tmp_path):
+    """JSON has no NaN: a reader other than Python would not take the line."""
+    (tmp_path / "silent.py").write_text("def nothing(completions, **columns):\n    return [None]\n")
+    flags = argv("--rollout.engine hf --run.device cpu --eval.prompts 4 --eval.samples 2 --reward.max-ungraded 1")
+    flags += ["--run.dir", tmp_path / "run", "--reward.function", f"{tmp_path / 'silent.py'}:nothing"]
+    line = succeed(flags, module="spmdrl.evaluate").out[-1]
+    told = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert told["eval/accuracy"] is told["eval/score"] is told["eval/pass@2"] is None, told
+    assert (told["prompts"], told["samples"]) == (4, 8)

@@ -203,7 +203,9 @@ def test_what_is_too_long_is_named(folders, tmp_path):
     told = json.loads(config_json.read_text()) | {"max_position_embeddings": 16}
     (short / "config.json").write_text(json.dumps(told))
     file = written(tmp_path / "rm.yaml", path=str(short), weights=WEIGHTS)
-    with pytest.raises(RankError, match=r"prompt \d+, sample \d has \d+ tokens of .*reads 16: lower --rollout.max-new"):
+    with pytest.raises(
+        RankError, match=r"prompt \d+, sample \d has \d+ tokens for a model that reads 16 .*: lower --rollout.max-new"
+    ):
         run_ranks(scored, 1, folders, file, "fsdp", {})
 
 
@@ -215,10 +217,22 @@ def demo_files(folder: Path) -> dict[str, dict]:
     named = written(folder / "names.yaml", path=names, weights=WEIGHTS)
     process = written(folder / "steps.yaml", path=steps, steps="a", reduce="mean")
     parts = {"advantage": "gdpo", "part_weights": ("helpful=1", "score=0.5")}
+    reward = {"function": letters_right(folder), "model_coef": 0.1}
     return {
-        "names": {"reward": {"model": named, "model_coef": 0.1}, "algo": parts},
-        "steps": {"reward": {"model": process, "model_coef": 0.1}, "algo": {"advantage": "grpo_process"}},
+        "names": {"reward": reward | {"model": named}, "algo": parts},
+        "steps": {"reward": reward | {"model": process}, "algo": {"advantage": "grpo_process"}},
     }
+
+
+def letters_right(folder: Path) -> str:
+    """The file of a reward that gives a part: how many letters a response has."""
+    file = folder / "letters.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    right = float(solution_str == str(ground_truth))\n"
+        "    return {'score': right, 'letters': float(len(solution_str))}\n"
+    )
+    return str(file)
 
 
 @pytest.mark.parametrize("which", ["names", "steps"])
@@ -245,6 +259,8 @@ def test_layout_a_run_learns_alike_where_other_ranks_score(which, tmp_path):
             pieces = [piece for piece in row["completion"].split("a") if piece.strip()]
             assert row["model/steps"] == max(1, len(pieces)), row
     there = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    told = {(row["step"], row["index"], row["sample"]): row["model"] for row in samples}
-    met = [(told[key], row["model"]) for row in there if (key := (row["step"], row["index"], row["sample"])) in told]
-    assert met and all(a == pytest.approx(b, abs=1e-5) for a, b in met)
+    told = {(row["step"], row["index"], row["sample"]): row for row in samples}
+    met = [(told[key], row) for row in there if (key := (row["step"], row["index"], row["sample"])) in told]
+    assert met and all(row["model"] for row, _ in met)
+    for a, b in met:
+        assert a == pytest.approx(b, abs=1e-5) and a["part/letters"] == len(a["completion"])

@@ -348,6 +348,8 @@ def built(world, folder: str, sections: dict) -> None:
         ("other shapes", "its config.json has intermediate_size 48, the policy's 40"),
         ("a tensor is missing", "1 of the policy's tensors are not in it or have another shape \\(such as model.norm"),
         ("other tokens", "its tokenizer numbers .* otherwise"),
+        ("absent", "judge.yaml: engine '/absent' is no folder"),
+        ("quantised", "is quantised by gptq: .* \\(.*judge.yaml: engine\\)"),
         ("too long", "max_prompt_tokens 4090, max_new_tokens 96: .* takes 4096 tokens in all"),
     ],
 )
@@ -369,8 +371,12 @@ def test_judges_that_the_engine_cannot_be_are_refused_before_training(case, told
         file = Path(other) / "model.safetensors"
         held = load_file(file)
         save_file({k: v for k, v in held.items() if k != "model.norm.weight"}, file, {"format": "pt"})
+    if case == "quantised":
+        told_of = json.loads((tmp_path / "other" / "config.json").read_text())
+        told_of |= {"quantization_config": {"quant_method": "gptq", "bits": 8}}
+        (tmp_path / "other" / "config.json").write_text(json.dumps(told_of))
     more = {"max_prompt_tokens": 4090} if case == "too long" else {}
-    file = judged(tmp_path, engine=other, **more)
+    file = judged(tmp_path, engine="/absent" if case == "absent" else other, **more)
     sections = settings(tmp_path, policy, reward={"function": file})
     with pytest.raises(RankError, match=told):
         run_ranks(built, 1, str(tmp_path / "run"), sections)

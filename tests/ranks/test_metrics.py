@@ -112,6 +112,21 @@ def test_parts_stand_apart_from_other_numbers(tmp_path):
         assert row[f"reward/part/{name}"] == pytest.approx(mean(s[name] for s in said), abs=1e-12), name
 
 
+def test_parts_are_columns_of_the_samples(tmp_path):
+    """Each sample has its own: a part that it lacks is not there. One rank for all, or others that sample."""
+    body = SOME.format(LENGTH)
+    _, said, samples = trained(tmp_path / "one", 1, body)
+    cfg = bare({"reward": {"function": reward_in(tmp_path, body)}})
+    run_ranks(split_demo, 2, str(tmp_path / "split"), split(1), cfg)
+    assert len(samples) == len(said) == 32
+    assert sorted(s["even"] for s in said if "even" in s) == sorted(s["part/even"] for s in samples if "part/even" in s)
+    for row in samples:
+        assert row.get("part/even") == (len(row["completion"]) if len(set(row["completion"])) % 2 == 0 else None)
+    by = {(s["index"], s["sample"]): s for s in samples}
+    for row in told(tmp_path / "split"):
+        assert row == by[row["index"], row["sample"]]
+
+
 SOME = '{{"score": {0}, "even": float(len(solution_str))}} if len(set(solution_str)) % 2 == 0 else {{"score": {0}}}'
 
 
@@ -174,6 +189,25 @@ def test_remax_leaves_out_prompts_whose_greedy_response_has_no_reward(tmp_path):
     # Samples of a prompt whose greedy response is bad go with it, and that one is no sample itself.
     assert len(samples) == 32 - row["filter/bad_samples"] and row["grad_norm"] > 0
     assert row["reward/mean"] == pytest.approx(mean(s["reward"] for s in samples), abs=1e-12)
+
+
+def test_a_sample_that_is_alone_of_its_group_is_left_out(tmp_path):
+    """Of some prompts one response alone has a reward, a large one: there is nothing to compare it with."""
+    first = 'float("nan") if ground_truth in seen else seen.add(ground_truth) or 50.0'
+    seen = 'compute_score.__dict__.setdefault("seen", set())'
+    odd = f"{LENGTH} if ord(ground_truth[0]) % 2 else ({first.replace('seen', seen)})"
+    skip = {"filter": {"bad_sample": "skip"}}
+    (row,), said, samples = trained(tmp_path / "grpo", 1, odd, **skip)
+    alone = said.count(50.0)
+    assert 0 < alone < 8 and len(said) == 32 and len(samples) == 32 - 4 * alone == 32 - row["filter/bad_samples"]
+    assert (
+        row["reward/trained"] == pytest.approx(mean(s["reward"] for s in samples), abs=1e-12) and row["grad_norm"] > 0
+    )
+    assert row["reward/mean"] == pytest.approx(mean(s for s in said if not math.isnan(s)), abs=1e-12), "of all graded"
+    # An advantage that compares nothing learns from it.
+    alone_too = {"algo": {"advantage": "reinforce_plus_plus"}}
+    (row,), _, samples = trained(tmp_path / "alone", 1, odd, **skip, **alone_too)
+    assert row["filter/bad_samples"] == 3 * alone and sum(s["reward"] == 50.0 for s in samples) == alone
 
 
 def losses(world, path: str, updates: int):

@@ -1,20 +1,28 @@
 """Reward and cost models, references that are refreshed, and what steers between steps."""
 
 import dataclasses
+import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.models import Models, build_models
 from spmdrl.rl.compose import compose
 from spmdrl.rl.score import score
 from spmdrl.rl.update import steer, update
 from spmdrl.spmd.exchange import all_gather_rows
 from tests.ranks.cases import config, full_weights, group_of, packed, relative, small_model, synthetic_batch
-from tests.ranks.demo import open_demo
-from tests.ranks.harness import run_ranks
+from tests.ranks.demo import open_demo, train_demo
+from tests.ranks.harness import RankError, run_ranks
+from tests.ranks.test_classifiers import letters_right
 from tests.ranks.test_placement import classifier
+from tests.unit.reward_folders import classifier as labelled
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +72,75 @@ def test_parity_model_scores_are_those_of_hugging_face(folders):
     for n in (1, 2):
         for rows in run_ranks(scores, n, folders):
             torch.testing.assert_close(torch.tensor(rows), torch.tensor(sorted(want)), rtol=1e-6, atol=1e-6)
+
+
+def built(world, sections: dict):
+    cfg = config(model={"path": "tiny"}, **sections)
+    build_models(cfg, world, compose(cfg).needs)
+
+
+@pytest.mark.parametrize("flag", ["--reward.model", "--safety.cost-model"])
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("three", "three: its head score.weight gives 3 numbers, and "),
+        ("tiny", "tiny: its weights have no head score.weight; name a classifier"),
+        ("absent", "'/absent' is no folder"),
+    ],
+)
+def test_a_path_that_is_no_classifier_with_one_label_is_named_with_its_flag(flag, model, told, tmp_path):
+    path = {"tiny": "tiny", "absent": "/absent"}.get(model) or labelled(
+        tmp_path / "three", load_tokenizer(resolve("tiny")), 3
+    )
+    section, field = ("reward", "model") if flag == "--reward.model" else ("safety", "cost_model")
+    with pytest.raises(RankError, match=f"{flag} .*{told}") as error:
+        run_ranks(built, 1, {section: {field: path}})
+    if model == "three":
+        assert ("--reward.model rm.yaml" in str(error.value)) == (flag == "--reward.model")
+
+
+def broken(folder, **changes):
+    """A copy of a classifier with another config, or with a weight that is no number."""
+    copied = Path(shutil.copytree(folder, folder.with_name("broken")))
+    told = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(told | changes))
+    if not changes:
+        held = load_file(copied / "model.safetensors")
+        held["score.weight"][0, 3] = math.nan
+        save_file(held, copied / "model.safetensors", {"format": "pt"})
+    return str(copied)
+
+
+@pytest.mark.parametrize("flag", ["--reward.model", "--safety.cost-model"])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"max_position_embeddings": 12},
+            r"prompt \d+, sample \d has \d+ tokens for a model that reads 12 .*lower --ro",
+        ),
+        ({}, r"gave nan for prompt \d+, sample \d: it does not learn, so its weights hold such numbers"),
+    ],
+)
+def test_a_classifier_that_cannot_score_a_response_is_named(flag, changes, told, tmp_path):
+    classifier(str(tmp_path / "classifier"))
+    path = broken(tmp_path / "classifier", **changes)
+    sections = {"reward": {"model": path}} if flag == "--reward.model" else {"safety": {"cost_model": path}}
+    with pytest.raises(RankError, match=f"{flag} {path}:? {told}"):
+        run_ranks(train_demo, 1, str(tmp_path / "run"), sections | {"eval": {"every": 0}})
+
+
+def test_samples_hold_the_reward_with_the_models_score_and_every_part(tmp_path):
+    model = str(tmp_path / "classifier")
+    classifier(model)
+    reward = {"function": letters_right(tmp_path), "model": model, "model_coef": 0.5}
+    sections = {"run": {"steps": 1}, "eval": {"every": 0}, "reward": reward}
+    run_ranks(train_demo, 1, str(tmp_path / "run"), sections)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert rows and len({row["model"] for row in rows}) > 1
+    for row in rows:
+        right = row["reward"] - 0.5 * row["model"]
+        assert min(abs(right), abs(right - 1)) < 1e-6 and row["part/letters"] == len(row["completion"])
 
 
 def judged(world, folder: str, reward: dict):

@@ -244,7 +244,112 @@ BOMBS = [
         "import os, time\nif os.fork() == 0: time.sleep(1000)\nprint('kept', flush=True); os._exit(0)",
     ),
 ]
-ATTACKS = [*FILES, *PROCESSES, *NETWORK, *BOMBS]
+UNCOUNTED = [
+    tries("takes shared memory without a file", "import mmap; mmap.mmap(-1, 1 << 20)"),
+    tries(
+        "takes shared memory by /dev/zero",
+        "import mmap; f = open('/dev/zero', 'r+b', 0); mmap.mmap(f.fileno(), 1 << 20)",
+    ),
+    tries("takes memory by a file without a name", "import os; os.memfd_create('x')"),
+    tries("takes memory that the kernel itself cannot read", CALL + "raw(447, 0)"),
+    tries(
+        "takes huge pages", "import mmap; mmap.mmap(-1, 1 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)"
+    ),
+    tries(
+        "takes shared memory of System V",
+        CALL + "i = libc.shmget(0, 1 << 20, 0o1600); assert i >= 0; call('shmctl', i, 0, None)",
+    ),
+    tries(
+        "takes semaphores of System V",
+        CALL + "i = libc.semget(0, 1, 0o1600); assert i >= 0; call('semctl', i, 0, 0)",
+    ),
+    tries(
+        "opens a message queue of System V",
+        CALL + "i = libc.msgget(0, 0o1600); assert i >= 0; call('msgctl', i, 0, None)",
+    ),
+    tries("lists what others hold of System V", CALL + "call('shmctl', 0, 14, ctypes.create_string_buffer(256))"),
+    tries("opens a POSIX message queue", CALL + "call('mq_open', b'/breach', 0o102, 0o600, None)"),
+    tries(
+        "holds pages by a pipe, beside its memory",
+        CALL + "b = ctypes.create_string_buffer(4096); v = (ctypes.c_size_t * 2)(ctypes.addressof(b), 4096)\n"
+        "call('vmsplice', os.pipe()[1], v, ctypes.c_size_t(1), 0)",
+    ),
+    tries(
+        "holds pages of a file by a pipe, beside its memory",
+        "import os; f = open('{tmp}/x', 'w+b', 0); f.write(b'x' * 4096); os.splice(f.fileno(), os.pipe()[1], 1, 0)",
+    ),
+    tries(
+        "holds pages of a file by a pipe and sendfile",
+        "import os; f = open('{tmp}/x', 'w+b', 0); f.write(b'x' * 4096); os.sendfile(os.pipe()[1], f.fileno(), 0, 1)",
+    ),
+    tries("enlarges a pipe", "import fcntl, os; fcntl.fcntl(os.pipe()[1], 1031, 1 << 17)"),
+    tries("enlarges a socket's buffer", "import socket; socket.socketpair()[0].setsockopt(1, 7, 1 << 16)"),
+    tries("opens a socket of IP, whose buffers grow", "import socket; socket.socket(2, 1)"),
+    tries("opens a pair of sockets of another family", "import socket; socket.socketpair(30, 1)"),
+    tries("sets up asynchronous reading", CALL + "raw(206, 1, ctypes.byref(ctypes.c_ulong(0)))"),
+    tries(
+        "keeps access lists of files, which no quota counts",
+        "import os, struct; open('{tmp}/x', 'w').close()\n"
+        "entries = [struct.pack('HHI', kind, 6, -1 & 0xFFFFFFFF) for kind in (1, 4, 32)]\n"
+        "os.setxattr('{tmp}/x', 'system.posix_acl_access', struct.pack('I', 2) + b''.join(entries))",
+    ),
+    tries("makes a call that filters do not know", CALL + "open('{tmp}/x', 'w'); raw(452, -100, b'{tmp}/x', 0o600, 0)"),
+    tries("opens a terminal", "import os; os.openpty()"),
+    tries(
+        "locks a file of the system, which others would wait for",
+        "import fcntl, os; fcntl.flock(os.open('/usr/bin/env', 0), fcntl.LOCK_SH | fcntl.LOCK_NB)",
+    ),
+    tries(
+        "is told of changes in a folder of the system",
+        "import fcntl, os; fcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, 2)",
+    ),
+    tries(
+        "sets limits of its parent",
+        "import os, resource; p, w = os.getppid(), resource.RLIMIT_CORE; assert p\n"
+        "resource.prlimit(p, w, resource.prlimit(p, w))",
+    ),
+    tries("runs before all others", "import os; os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"),
+    Attack(
+        "queues signals without end",
+        CALL
+        + "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [40])\nn = 0\n"
+        + "while n < 1000 and libc.sigqueue(os.getpid(), 40, None) == 0: n += 1\nprint('BREACH' if n > 64 else 'kept')",
+    ),
+]
+LEFTOVERS = [
+    Attack(
+        "leaves folders that are closed",
+        "import os\n"
+        "for mode in (0o300, 0o100, 0):\n"
+        "  os.mkdir(f'{tmp}/{{mode}}', 0o300); os.mkdir(f'{tmp}/{{mode}}/in', 0o300)\n"
+        "  open(f'{tmp}/{{mode}}/in/file', 'w').close(); os.mkdir(f'{tmp}/{{mode}}/in/in', mode)\n"
+        "  os.close(os.open(f'{tmp}/{{mode}}/file', os.O_CREAT, 0))\n"
+        "os.mkdir('{tmp}/shut', 0); print('kept')",
+    ),
+    Attack(
+        "leaves folders within each other",
+        "import os\nos.chdir('{tmp}')\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')\nopen('file', 'w').close()\nprint('kept')",
+    ),
+    Attack(
+        "leaves folders within each other with long names",
+        "import os\nos.chdir('{tmp}')\nfor _ in range(60): os.mkdir('d' * 255); os.chdir('d' * 255)\nopen('d' * 255, 'w').close()\nprint('kept')",
+    ),
+    Attack(
+        "leaves odd names",
+        "import os\nplace = os.fsencode('{tmp}/')\n"
+        "for name in (b'-rf', b'\\n', b'\\xff\\xfe', b' ', b'*', b'...', b'~', b'$(id)', b'\\x1b[2J', b'x' * 255):\n"
+        "  os.mkdir(place + name); open(place + name + b'/' + name, 'w').close(); os.mkdir(place + name + b'/-d')\nprint('kept')",
+    ),
+    Attack(
+        "leaves links, pipes and sockets",
+        "import os, socket\nos.chdir('{tmp}')\nos.mkdir('d')\n"
+        "for n, to in enumerate(({file!r}, {folder!r}, '/', '..', '.', 'd', 'none', '0')):\n"
+        "  os.symlink(to, f'{{n}}'); os.symlink(to, f'd/{{n}}')\n"
+        "os.mkfifo('d/pipe'); socket.socket(1).bind('d/socket'); open('d/file', 'w').close(); os.link('d/file', 'd/link')\nprint('kept')",
+    ),
+]
+"""Programs that reach nothing: the next one, and the disk, show what they left."""
+ATTACKS = [*FILES, *PROCESSES, *NETWORK, *BOMBS, *UNCOUNTED, *LEFTOVERS]
 PLAIN = {
     *("reads a file of the caller", "lists the caller's folder", "writes into the caller's folder"),
     *("follows a symbolic link out", "opens by way of ..", "opens by way of /proc/self/cwd", "signals the caller"),
@@ -253,7 +358,14 @@ PLAIN = {
     *("connects to an abstract socket", "talks to the kernel by netlink", "watches the caller's folder"),
     *("changes the mode of a file of the caller", "changes the times of a file of the caller"),
     *("sees whether a file of the caller exists", "sets the caller's priority"),
-    *("reads or sets the caller's limits", "binds the caller to cores"),
+    *("reads or sets the caller's limits", "binds the caller to cores", "sets limits of its parent"),
+    *("takes shared memory without a file", "takes shared memory by /dev/zero"),
+    *("takes memory by a file without a name", "takes shared memory of System V", "takes semaphores of System V"),
+    *("opens a message queue of System V", "lists what others hold of System V"),
+    *("holds pages by a pipe, beside its memory", "enlarges a pipe", "enlarges a socket's buffer"),
+    *("holds pages of a file by a pipe, beside its memory", "holds pages of a file by a pipe and sendfile"),
+    *("opens a socket of IP, whose buffers grow", "opens a terminal"),
+    *("locks a file of the system, which others would wait for", "is told of changes in a folder of the system"),
 }
 """Attacks that succeed without a sandbox, whoever the caller is, and do no harm there."""
 UNPROMISED: dict[str, dict[str, str]] = {
@@ -267,8 +379,15 @@ UNPROMISED: dict[str, dict[str, str]] = {
 """Attacks that a sandbox does not keep in, and why. docs/sandbox.md says so too."""
 ENDS: dict[str, dict[str, str]] = {
     "bubblewrap": {},
-    # No quota refuses files there: the watcher ends the program, or time does while it makes small ones. x32 is another
-    # architecture to its filter.
-    "sandlock": {"fills /tmp": "memory", "makes many files": "ended", "calls by the table of x32": "ended"},
+    # No quota refuses files there: the watcher ends the program, or time does while it makes small ones. It also ends
+    # one whose files it cannot count, if it looks in time. x32 is another architecture to its filter.
+    "sandlock": {
+        "fills /tmp": "memory",
+        "makes many files": "ended",
+        "calls by the table of x32": "ended",
+        "leaves folders that are closed": "ended",
+        "leaves folders within each other": "ended",
+        "leaves folders within each other with long names": "ended",
+    },
 }
 """How attacks end where it is another way than the table says."""

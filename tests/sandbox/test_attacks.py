@@ -13,12 +13,19 @@ import pytest
 from spmdrl.sandbox.base import Limits
 from spmdrl.sandbox.open import open_sandbox
 from spmdrl.sandbox.session import Session
-from tests.sandbox.attacks import ATTACKS, BOMBS, FILES, NETWORK, PLAIN, PROCESSES, UNPROMISED
+from tests.sandbox.attacks import ATTACKS, BOMBS, FILES, LEFTOVERS, NETWORK, PLAIN, PROCESSES, UNCOUNTED, UNPROMISED
 from tests.sandbox.hostile import Traces, caller_in, idle_of, kept_in, start, wrong_after, wrong_end
 from tests.sandbox.opened import EACH, below, open_or_skip, settled
 
 LIMITS = Limits(seconds=1.5, cpu_seconds=5, memory_mib=128, tmp_mib=16, output_kib=64)
-OF_THE_TABLE = {"files": FILES, "processes": PROCESSES, "network": NETWORK, "bombs": BOMBS}
+OF_THE_TABLE = {
+    "files": FILES,
+    "processes": PROCESSES,
+    "network": NETWORK,
+    "bombs": BOMBS,
+    "uncounted": UNCOUNTED,
+    "leftovers": LEFTOVERS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +136,7 @@ def test_nobody_reaches_a_program_that_listens(provider, protocol):
 
 def test_names_of_attacks():
     names = [attack.name for attack in ATTACKS]
-    assert len(set(names)) == len(names) >= 100 and set(names) >= PLAIN
+    assert len(set(names)) == len(names) >= 130 and set(names) >= PLAIN
     assert UNPROMISED["bubblewrap"] == {} and set(UNPROMISED["sandlock"]) <= set(names)
 
 

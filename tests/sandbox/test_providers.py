@@ -14,6 +14,7 @@ from spmdrl.sandbox.base import Limits, Program, SandboxError, Start
 from spmdrl.sandbox.open import AUTO, PROVIDERS, open_sandbox, plain
 from spmdrl.sandbox.session import Session
 from spmdrl.sandbox.warm import Warm
+from tests.sandbox.hostile import steady
 from tests.sandbox.opened import below, open_or_skip, settled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,13 +83,15 @@ def test_open_files_of_a_sandbox_stay_few():
     folder = Path(f"/proc/{opened.process.pid}/fd")
     try:
         assert opened.run(Program("pass"), Limits(processes=8)).verdict == "ok"
-        before = len(list(folder.iterdir()))
+        # That of the next program holds some.
+        assert settled(lambda: below(opened.process.pid))
+        before = steady(lambda: len(list(folder.iterdir())))
         for processes in range(9, 17):
             assert opened.run(Program("pass"), Limits(processes=processes)).verdict == "ok"
             ended = opened.run(Program("pass", files={"a\0b": ""}), Limits(processes=processes))
             assert ended.verdict == "failure" and "null byte" in ended.why, ended
-        # The process of the next program may not have been there before: it has up to ten.
-        assert settled(lambda: len(list(folder.iterdir())) <= before + 10)
+        # Fewer than one for each program; sandlock's own come and go.
+        assert settled(lambda: len(list(folder.iterdir())) <= before + 4)
     finally:
         opened.close()
 
@@ -204,7 +207,9 @@ def test_none_is_no_sandbox_and_only_by_its_name():
 
 def test_a_sandbox_that_keeps_nothing_in_is_refused_and_the_next_one_taken(monkeypatch):
     monkeypatch.setattr(bubblewrap, "start", lambda: Start(plain().words, "a leak"))
-    with pytest.raises(SandboxError, match=r"a leak does not keep programs in: .*'file', 'network', 'processes'"):
+    with pytest.raises(
+        SandboxError, match=r"a leak does not keep programs in: .*'file', 'network', 'processes', 'sockets'"
+    ):
         open_sandbox("bubblewrap")
     open_or_skip("sandlock").close()
     opened = open_sandbox()
@@ -288,7 +293,8 @@ def test_a_program_of_an_engine_gets_a_zygote_of_its_own_and_may_end_it():
         assert zygotes[0] == zygotes[1] != zygotes[2]
         ended = opened.run(Program(up + "os.kill(up(os.getppid()), 9)"), Limits())
         assert ended.verdict == "error", "it ends its watcher"
-        ended = opened.run(Program(up + "os.kill(up(up(os.getppid())), 9)"), Limits())
+        # The kernel kills the watcher a moment after the zygote, and until then it could say how the program ended.
+        ended = opened.run(Program(up + "os.kill(up(up(os.getppid())), 9)\nimport time; time.sleep(5)"), Limits())
         assert ended.verdict == "error" and "exit code -9" in ended.why
         session = Session(opened, Limits())
         assert session.run("1 + 1", 5.0).printed == "2\n" and session.close().verdict == "ok"

@@ -486,6 +486,23 @@ def test_tracker_names_are_those_that_can_be_opened(tmp_path):
         open_trackers(["nothing"], tmp_path, "p", "n", {})
 
 
+def test_plan_names_judges_and_the_reward_model(tmp_path):
+    (tmp_path / "j.yaml").write_text("{engine: a/b, compare: 2, votes: 3, max_prompt_tokens: 2000}")
+    (tmp_path / "p.yaml").write_text("engine: policy")
+    (tmp_path / "rm.yaml").write_text("{path: c/d, weights: {good: 1, long: -0.5}, steps: 'x', reduce: mean}")
+    flags = ("--reward.function", f"{tmp_path}/p.yaml", "--reward.more", f"{tmp_path}/j.yaml=0.5")
+    lines = plan_lines(load(*flags, "--reward.model", f"{tmp_path}/rm.yaml", "--reward.model-coef", "2"), 1)
+    room = "at most {} tokens a question and 512 a verdict"
+    assert lines[5:] == [
+        f"judge    {tmp_path}/p.yaml: the policy, in its engine, grades each response, 1 vote; {room.format('4,096')}",
+        f"judge    {tmp_path}/j.yaml: a/b, in the engine while the policy is out of it, compares each response with 2 "
+        f"at most, 3 votes; {room.format('2,000')}",
+        f"scores   {tmp_path}/rm.yaml: c/d, +1 good -0.5 long, mean of steps that end with 'x', times 2",
+    ]
+    assert plan_lines(load("--reward.model", "e/f"), 1)[5:] == ["scores   e/f, its only score, times 1"]
+    assert len(plan_lines(load(), 1)) == 5
+
+
 def test_plan_multiplies_out():
     config = load("--rollout.prompts-per-step", "32", "--algo.updates-per-step", "2", "--parallel.dp-replicate", "2")
     plan = "\n".join(plan_lines(config, 4))

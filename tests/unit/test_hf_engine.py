@@ -272,16 +272,22 @@ def unreadable(source, folder):
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "yarn", "gemma2", "gemma3", "deepseek_v3", "qwen3_moe"])
 def test_parity_engine_that_cannot_read_a_folder_samples_its_model_after_a_push(family, tmp_path):
-    """Tied weights, rotary tables, capped scores, packed experts, persistent routing biases."""
-    source = folder_of(family, tmp_path / "source", torch.float32, **FLAT)
+    """Tied weights, rotary tables, capped scores, packed experts, persistent routing biases.
+
+    In float64: weights are large here, so that float32 is up to 1e-4 off, more or less as the processor sums. torch
+    groups the products of experts in float32 alone.
+    """
+    dtype = torch.float32 if family in ("deepseek_v3", "qwen3_moe") else torch.float64
+    name = str(dtype).removeprefix("torch.")
+    source = folder_of(family, tmp_path / "source", dtype, **FLAT)
     path = unreadable(source, tmp_path / "unreadable")
     with pytest.raises(ValueError, match="missing or misshapen"):
-        build_model(path, "float32")
-    engine = HFEngine(config(model={"path": str(path)}), world_of_one(), {2})
+        build_model(path, name)
+    engine = HFEngine(config(model={"path": str(path), "dtype": name}), world_of_one(), {2})
     with pytest.raises(StaleEngineError, match="holds no weights"):
         engine.submit(ask(0, [1, 5]))
     push_folder(engine, source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager")
     for held, want in (("named_parameters", "named_parameters"), ("named_buffers", "named_buffers")):
         got = dict(getattr(engine.model, held)())
         assert got.keys() == dict(getattr(model, want)()).keys()
@@ -292,7 +298,9 @@ def test_parity_engine_that_cannot_read_a_folder_samples_its_model_after_a_push(
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
         own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(done[i, 0].logp).double(), own, atol=2e-5), family
+        assert torch.allclose(torch.tensor(done[i, 0].logp).double(), own, atol=2e-5 if name == "float32" else 1e-6), (
+            family
+        )
         if i % 2 == 0:
             assert tokens == logits.argmax(-1).tolist()
 

@@ -13,6 +13,7 @@ import torch
 from spmdrl.algos.estimators import ADVANTAGES
 from spmdrl.algos.samples import Samples
 from spmdrl.config.checks import check
+from spmdrl.config.evaluation import EvaluationConfig, check_config
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import file_digests
@@ -25,6 +26,7 @@ from spmdrl.rewards.load import load_reward
 from tests.unit.judge_stand_in import Answer, StandIn, in_turn, item, start, verdict, written
 
 __all__ = ["start"]
+PROG = "python -m spmdrl.evaluate"
 GOOD = {"url": "http://h:8000/v1", "model": "m", "compare": 9}
 
 
@@ -309,7 +311,7 @@ def test_trial_compares_right_answers_with_words_and_garbage_with_right_ones(tmp
         a, b = (truth in each for each in shown(asked))
         return Answer(better("tie" if a == b else "A" if a else "B"))
 
-    for answer, told in ((knows, []), (by_length, ["`words` get a score of 1"])):
+    for answer, told in ((knows, []), (by_length, ["score as much as right ones: `words` (100.0% of the rows)"])):
         server = StandIn(answer)
         file = written(tmp_path, url=server.url, model="m", compare=1)
         columns = ["--data.prompt-column", "question", "--data.answer-column", "answer", "--json"]
@@ -341,6 +343,15 @@ def test_groups_of_one_are_refused_before_the_run(tmp_path, words, told):
         check(from_command_line([*given, "--eval.samples", "2"]).config, 1)
         written(tmp_path, **GOOD | {"compare": 0})
         check(from_command_line([*given, *words]).config, 1)
+
+
+def test_the_advice_for_a_group_of_one_helps_in_an_evaluation_too(tmp_path):
+    """`python -m spmdrl.evaluate` has no `--eval.every`, so that cannot be all that it is told."""
+    given = ["--reward.function", written(tmp_path, **GOOD), "--data.eval", "builtin:reverse:eval"]
+    asked = [from_command_line([*given, "--eval.samples", n], PROG, EvaluationConfig).config for n in ("1", "2")]
+    with pytest.raises(ConfigError, match=r"--eval\.samples 1: .*take 2 or more \(a training may do without: --eval"):
+        check_config(asked[0], 1)
+    check_config(asked[1], 1)
 
 
 def test_groups_of_one_that_nobody_asks_for_are_no_problem(tmp_path):

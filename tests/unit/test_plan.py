@@ -439,6 +439,24 @@ def test_plan_changes_add_up():
     assert a.meets(a) and not a.meets(b) and (a + b).frees == {"rollout", "update"}
 
 
+def test_plan_names_the_flag_of_a_model_that_is_not_there(tmp_path):
+    from spmdrl.plan.readers import folders_of
+
+    cfg, file = Config(), tmp_path / "rm.yaml"
+    cfg.model.path = "tiny"
+    file.write_text("path: /absent/a")
+    for value, told in (
+        ("/absent/b", "--reward.model '/absent/b'"),
+        (str(file), f"--reward.model {file}: path '/absent/a'"),
+    ):
+        cfg.reward.model = value
+        with pytest.raises(ValueError, match=f"^{told} is no folder"):
+            folders_of(cfg)
+    cfg.reward.model, cfg.safety.cost_model = "", "/absent/c"
+    with pytest.raises(ValueError, match="^--safety.cost-model '/absent/c' is no folder"):
+        folders_of(cfg)
+
+
 # ── the dry run of a training ────────────────────────────────────────────────
 
 

@@ -5,10 +5,12 @@ import time
 
 import pytest
 
-from spmdrl.config.rewards import weighted
-from spmdrl.config.schema import RewardConfig, SandboxConfig
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.rewards import short_name, weighted
+from spmdrl.config.schema import Config, RewardConfig, SandboxConfig
 from spmdrl.rewards.base import Reward, RewardError, RewardInput
-from spmdrl.rewards.load import Direct, load_reward, scores_timeouts, short_name
+from spmdrl.rewards.load import Direct, load_reward, scores_timeouts
 from spmdrl.rewards.several import Several, Term
 
 FILE = """
@@ -60,6 +62,17 @@ def none(data_source, solution_str, ground_truth, extra_info=None): return None
 def tagged(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 0.5, "format": float("<a>" in solution_str)}
 def short(completions, **_): return [-float(len(c)) for c in completions]
+def batch_some(solution_strs, ground_truths, **rest):
+    assert rest == {"data_sources": ["src"], "extra_infos": [{}], "bonus": 2}
+    return [float(a == b) + rest["bonus"] for a, b in zip(solution_strs, ground_truths)]
+def only_keywords(*, data_source, solution_str, ground_truth, extra_info, bonus): return bonus
+def everything(**kwargs): return kwargs["bonus"] if set(kwargs) == {
+    "data_source", "solution_str", "ground_truth", "extra_info", "bonus"} else 0.0
+def trl_keywords(*, completions, level, bonus=0.0): return [bonus + float(level[0])]
+def trl_everything(completions, **columns): return [float(columns["bonus"])]
+def trl_ids(completions, completion_ids, **columns): return [1.0]
+def trl_placed(prompts, completions, /, **columns): return [1.0]
+def batch_more(data_sources, solution_strs, ground_truths, extra_infos, must): return [1.0]
 """
 
 
@@ -94,6 +107,43 @@ def test_verls_function_gets_reward_kwargs(file, start):
     assert [(r.score, r.parts) for r in plain] == [(1.0, {"length": 3.0}), (0.0, {"length": 4.0})]
     assert graded(start(f"{file}:verl", kwargs='{"bonus": 0.25}'), "no")[0].score == 0.25
     assert [r.score for r in graded(start(f"{file}:verl_batch", kwargs='{"bonus": 1}'), "yes", "no")] == [2.0, 1.0]
+
+
+def test_further_arguments_reach_functions_of_every_form(file, start):
+    bonus = {"kwargs": '{"bonus": 2}'}
+    assert [r.score for r in graded(start(f"{file}:batch_some", **bonus), "yes", "no")] == [3.0, 2.0]
+    assert graded(start(f"{file}:only_keywords", **bonus), "x")[0].score == 2.0
+    assert graded(start(f"{file}:everything", **bonus), "x")[0].score == 2.0
+    assert graded(start(f"{file}:trl_keywords", **bonus), "x", level=5)[0].score == 7.0
+    assert graded(start(f"{file}:trl_everything", **bonus), "x")[0].score == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "words"),
+    [
+        ("everything", '{"solution_str": 1}', "--reward.kwargs solution_str: everything in"),
+        ("batch_some", '{"extra_infos": 1}', "--reward.kwargs extra_infos: batch_some in"),
+        ("trl_everything", '{"completions": 1}', "--reward.kwargs completions: trl_everything in"),
+        ("trl_everything", '{"answer": 1}', "gets answer of each response; give it another name"),
+        ("trl_keywords", '{"bonos": 1}', "has no such parameter (it has: completions, level, bonus)"),
+        ("only_keywords", "", "missing a required argument: 'bonus'. Change its parameters; **kwargs takes"),
+        ("batch_more", "", "called with the keywords data_sources, solution_strs, ground_truths, extra_infos, unless"),
+        ("verl_batch", '{"x": 1}', "and those of --reward.kwargs (x)"),
+        ("trl_placed", "", "takes prompts, completions by position: remove the /"),
+    ],
+)
+def test_functions_that_do_not_take_their_arguments_are_named_before_the_first_row(file, start, name, kwargs, words):
+    with pytest.raises(ValueError) as caught:
+        start(f"{file}:{name}", kwargs=kwargs)
+    assert words in str(caught.value), caught.value
+
+
+def test_rows_that_do_not_fit_the_parameters_of_trls_functions_are_named(file, start):
+    with pytest.raises(RewardError, match="prompt 0: ValueError: --reward.kwargs level: the row has a column of this"):
+        graded(start(f"{file}:trl_everything", kwargs='{"level": 1}'), "x", level=1)
+    words = "it wants completion_ids, and the row has ground_truth, answer, solution, level, data_source, prompts"
+    with pytest.raises(RewardError, match=words):
+        graded(start(f"{file}:trl_ids"), "x", level=1)
 
 
 def test_trls_functions_get_lists_and_columns(file, start, caplog):
@@ -142,13 +192,39 @@ def test_another_number_of_scores_is_an_error(file, start, name, words):
         ({"more": ("=1",)}, "the form is function=weight"),
         ({"more": ("gsm9k",)}, "unknown --reward.more 'gsm9k': did you mean 'gsm8k'"),
         ({"more": ("nowhere.py=2",)}, "--reward.more 'nowhere.py': there is no file"),
-        ({"more": ("gsm8k", "gsm8k=2")}, "two rewards are named gsm8k"),
+        ({"more": ("gsm8k", "gsm8k=2")}, "2 rewards are named gsm8k"),
     ],
 )
 def test_bad_settings_are_named(file, start, settings, words):
     with pytest.raises(ValueError) as caught:
         start(f"{file}:verl", **settings)
     assert words in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"function": "gsm8k", "more": ("gsm8k=0.5",)},
+            "--reward.more gsm8k: 2 rewards are named gsm8k, .* name it once",
+        ),
+        (
+            {"function": "{file}:verl", "more": ("{other}:verl=2", "{file}:short")},
+            "--reward.more .*other.py:verl: 2 rewards are named verl, .* rename a function or a file",
+        ),
+        ({"function": "gsm8k", "kwargs": '{"bonus": 1}'}, "--reward.kwargs: no function in a file takes bonus"),
+    ],
+)
+def test_rewards_that_do_not_go_together_are_refused_before_anything_is_built(file, settings, words):
+    other = file.parent / "other.py"
+    other.write_text(FILE)
+
+    def filled(value):
+        return value.replace("{file}", str(file)).replace("{other}", str(other))
+
+    given = {k: tuple(map(filled, v)) if isinstance(v, tuple) else filled(v) for k, v in settings.items()}
+    with pytest.raises(ConfigError, match=f"1 setting to change:\n  {words}"):
+        check(Config(reward=RewardConfig(**given)), 1)
 
 
 def test_several_rewards_are_a_weighted_sum(file, start):
@@ -214,11 +290,71 @@ def test_parts_are_told_apart_and_gates_of_absent_rewards_are_left_out():
     tagged = of(a=Reward(0.5, {"format": 0.0}))
     with pytest.raises(RewardError, match="tagged has a part format, which is the name of a reward"):
         one(("tagged", tagged), ("format", of(a=Reward(1.0))))
+    first = of(a=Reward(0.5, {"tagged/format": 0.0}))
+    with pytest.raises(RewardError, match="tagged has a part tagged/format, which is a part of another reward"):
+        one(("first", first), ("tagged", tagged))
     silent = of(a=Reward(0.0, applies=False))
     assert one(("gsm8k", of(a=Reward(1.0))), ("tagged", silent), gates=("tagged/format",)).score == 1.0
     stopped = of(a=Reward(0.0, timed_out=True))
     found = one(("gsm8k", of(a=Reward(1.0))), ("tagged", stopped), gates=("tagged/format",))
     assert found.score == 0.0 and found.timed_out
+
+
+def graded_by(*terms: tuple[str, Reward, float], gates: tuple[str, ...] = ()) -> Reward:
+    """What several rewards make of one response, of which each says something fixed."""
+    made = []
+    for name, reward, weight in terms:
+        late = Late(a=reward)
+        late.ready = True
+        made.append(Term(name, late, weight))
+    grader = Several(made, gates)
+    grader.submit(1, RewardInput("", "a", ""))
+    return dict(grader.drain())[1]
+
+
+SILENT = Reward(0.0, applies=False)
+
+
+def test_a_gate_is_left_out_only_if_its_own_reward_does_not_apply():
+    """Another reward's silence excuses no gate that is misspelt."""
+    gsm8k = ("gsm8k", Reward(1.0, {"format": 1.0}), 1.0)
+    for gate in ("tagged", "tagged/format", "tagged/a/b"):
+        assert graded_by(gsm8k, ("tagged", SILENT, 1.0), gates=(gate,)).score == 1.0
+    assert graded_by(("gsm8k", SILENT, 1.0), ("short", Reward(0.5), 1.0), gates=("format",)).score == 0.5
+    for gate in ("fromat", "tagged_too", "gsm8k/format"):
+        with pytest.raises(RewardError, match=f"--reward.gate {gate}: .* there are format, gsm8k$"):
+            graded_by(gsm8k, ("tagged", SILENT, 1.0), gates=(gate,))
+    # Also behind a gate that is shut.
+    shut = ("gsm8k", Reward(1.0, {"format": 0.0}), 1.0)
+    with pytest.raises(RewardError, match="--reward.gate fromat"):
+        graded_by(shut, gates=("format", "fromat"))
+
+
+def test_a_grading_that_was_stopped_shuts_its_own_gates_alone():
+    stopped = Reward(0.0, timed_out=True)
+    gsm8k = ("gsm8k", Reward(1.0, {"format": 1.0}), 1.0)
+    assert graded_by(gsm8k, ("tagged", stopped, 1.0), gates=("tagged/format",)).score == 0.0
+    assert graded_by(gsm8k, ("tagged", stopped, 1.0), gates=("format",)).score == 1.0
+    with pytest.raises(RewardError, match="--reward.gate fromat"):
+        graded_by(gsm8k, ("tagged", stopped, 1.0), gates=("fromat",))
+
+
+def test_rewards_of_weight_0_are_parts_and_no_score():
+    """A row to which only such rewards apply has no score, which is not 0."""
+    watched = ("length", Reward(-9.0), 0.0)
+    found = graded_by(("gsm8k", Reward(1.0), 1.0), watched)
+    assert found.score == 1.0 and found.parts == {"gsm8k": 1.0, "length": -9.0}
+    alone = graded_by(("gsm8k", SILENT, 1.0), watched)
+    assert math.isnan(alone.score) and alone.ungraded == "none of the rewards applies to the row"
+
+
+def test_a_row_to_which_no_reward_applies_is_counted_and_named(caplog):
+    late = Late(a=SILENT)
+    late.ready = True
+    grader = Several([Term("late", late, 1.0)])
+    grader.submit((7, 2), RewardInput("", "a", ""))
+    assert dict(grader.drain())[7, 2].ungraded and grader.ungraded == 1
+    assert "reward function late could not grade prompt 7, sample 2, which is left out: none of the rew" in caplog.text
 
 
 def test_several_rewards_work_at_the_same_time(file, start):
@@ -241,7 +377,7 @@ def test_an_answer_waits_for_all_rewards():
     assert math.isnan(rewards["b"].score) and rewards["b"].ungraded == "late: no tests"
     alone = Several([Term("late", late, 1.0)])
     alone.submit("c", RewardInput("", "c", ""))
-    assert dict(alone.drain())["c"].ungraded == "none of the rewards late applies to the row"
+    assert dict(alone.drain())["c"].ungraded == "none of the rewards applies to the row"
 
 
 def test_names_and_weights():

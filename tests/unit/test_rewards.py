@@ -29,6 +29,10 @@ import os, sys, time, subprocess
 import numpy as np
 from neighbour import OFFSET
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """verl's signature; what it does is in the solution."""
     print("user print", solution_str)
@@ -60,6 +64,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return float(not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(os.environ))
     if solution_str == "escapes":
         raise ValueError("\\x1b[2Jgone\\nand a second line")
+    if solution_str == "mute":
+        raise Mute
     if solution_str == "torch":
         return float("torch" in sys.modules)
     return float(len(solution_str)) + OFFSET
@@ -442,6 +448,7 @@ def test_user_file_has_verls_signature(user_file, started, monkeypatch, capfd):
         ("nan", "failed on prompt 41, sample 2: ValueError: it returned the score nan"),
         ("none", "failed on prompt 41, sample 2: TypeError: it returned NoneType"),
         ("exit", "failed on prompt 41, sample 2: SystemExit"),
+        ("mute", r"failed on prompt 41, sample 2: Mute, whose text could not be made \(RuntimeError\). Mend it"),
         ("die", "ended with exit code 7 while grading prompt 41, sample 2"),
         ("kill", "ended by signal SIGKILL .often: out of memory. while grading prompt 41, sample 2"),
     ],
@@ -664,3 +671,11 @@ def test_cost_that_a_stopped_grading_would_not_have_is_refused(on_timeout):
     check_cost(RewardConfig(function="math", on_timeout="error"), "price")
     check_cost(RewardConfig(function="math"), "")
     check_cost(RewardConfig(function="gsm8k"), "format")
+
+
+def test_the_benchmark_of_rewards_runs():
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "rewards.py"
+    done = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.rstrip().endswith("us")]) == 5
+    assert "target pool-answers-per-second" in done.stdout

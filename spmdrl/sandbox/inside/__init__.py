@@ -7,6 +7,7 @@ modules.py    what programs import, before they do
 isolate.py    their namespaces, limits and rights
 filter.py     system calls that they may not make
 watch.py      ends a program at its limits
+leftovers.py  removes what it has left in its folder
 talk.py       lines of JSON with the caller
 session.py    a program that keeps its state and answers calls
 judge.py      tests of another program

@@ -1,24 +1,26 @@
 """A seccomp filter for hostile programs: system calls that a program has no use for, and the kernel has had faults in.
 
-The filter denies with EPERM, and clone3 with ENOSYS, so that the C library falls back to clone, whose flags a filter
-can see (https://man7.org/linux/man-pages/man2/seccomp.2.html). It is installed after the namespaces are made.
-Standard library only: it runs inside the sandbox.
+It also denies calls that take memory which the watcher does not count, or that make objects which outlive a program or
+which the kernel counts for its user over all sandboxes. The filter denies with EPERM. clone3, copies within the
+kernel, and calls that it does not know, get ENOSYS: libraries then fall back to other ones
+(https://man7.org/linux/man-pages/man2/seccomp.2.html). It is installed after the namespaces are made. Standard library
+only: it runs inside the sandbox.
 """
 
 import ctypes
 import errno
 import os
 import struct
+from collections.abc import Iterable, Sequence
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NEW_NAMESPACES = 0x7E020000 | 0x80
 """CLONE_NEWUSER, NEWPID, NEWNS, NEWNET, NEWIPC, NEWUTS, NEWCGROUP, and NEWTIME."""
 _X32 = 0x40000000
 """Bit of the numbers of x32, a second table of system calls on x86_64."""
-FAMILIES = (1, 2, 10)
-"""Families of sockets that stay, UNIX and both of IP: they end in the sandbox's own network. AF_VSOCK would reach the
-host of a VM. Where there is no such network UNIX alone stays: Landlock sees TCP's connect and bind, and neither MPTCP
-nor listen."""
+FAMILIES = (1,)
+"""Families of sockets that stay: UNIX. The kernel holds gigabytes for connections of IP, up to a bound that all of the
+machine shares, and keeps the ends of closed ones for a minute. AF_VSOCK would reach the host of a VM."""
 
 NUMBERS: dict[str, tuple[int, int]] = {
     # name: (x86_64, aarch64)
@@ -68,13 +70,35 @@ NUMBERS: dict[str, tuple[int, int]] = {
     "clock_adjtime": (305, 266),
     "personality": (135, 92),
     "fanotify_init": (300, 262),
+    # -1: aarch64 has none.
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "io_setup": (206, 0),
+    "flock": (73, 32),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
     "lookup_dcookie": (212, 18),
     "vhangup": (153, 58),
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
 }
 SHARED: dict[str, tuple[int, int]] = {
-    # -1: aarch64 has none.
     "chmod": (90, -1),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -86,9 +110,6 @@ SHARED: dict[str, tuple[int, int]] = {
     "utimes": (235, -1),
     "futimesat": (261, -1),
     "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
@@ -99,23 +120,41 @@ SHARED: dict[str, tuple[int, int]] = {
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
     "migrate_pages": (256, 238),
-    "inotify_init": (253, -1),
-    "inotify_init1": (294, 26),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
 }
 """Calls that act on files and processes of a program's user, and that Landlock does not see. They are denied where a
 program shares its user with its caller."""
+COPIES: dict[str, tuple[int, int]] = {
+    "sendfile": (40, 71),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+}
+"""Calls by which a pipe or a socket comes to hold pages of a file or of a process, up to 2 MiB for one byte. Nothing
+counts them once the file is cut or the process has let them go."""
 FIRST_UNKNOWN = 451
-"""Number from which on calls may act like those of `SHARED` (fchmodat2, setxattrat, file_setattr) and are unknown to
-programs that share their user: libraries then use older ones. One table of numbers for all machines from 424 on."""
-_CLONE, _CLONE3, _SOCKET, _PRLIMIT, _FCNTL = (56, 220), (435, 435), (41, 198), (302, 261), (72, 25)
-_SET_LEASE, _NOTIFY = 1024, 1026
-"""Commands of fcntl that delay or watch what others do with a file."""
+"""Number from which on calls are unknown here. Some act like denied ones (fchmodat2, setxattrat, open_tree_attr).
+One table of numbers for all machines from 424 on."""
+SEEN: dict[str, tuple[int, int]] = {
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "setsockopt": (54, 208),
+    "prlimit64": (302, 261),
+    "fcntl": (72, 25),
+    "mmap": (9, 222),
+}
+"""Calls that are denied with some arguments (`_arguments`)."""
+_FCNTL = {"F_SETLEASE": 1024, "F_NOTIFY": 1026, "F_SETPIPE_SZ": 1031}
+"""Commands of fcntl that delay or watch what others do with a file, or enlarge a pipe: a user has a share of memory for
+all pipes."""
+_SOL_SOCKET, _BUFFERS = 1, (7, 8)
+"""SO_SNDBUF and SO_RCVBUF: the machine's largest buffers can be far larger than its default ones."""
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x1, 0x20, 0x40000
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
-"""Offsets in the kernel's seccomp_data; of arguments the low half on a little-endian machine."""
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+"""Offsets in the kernel's seccomp_data; arguments have 8 bytes each, the low half first on a little-endian machine."""
 
 
 def _line(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
@@ -123,8 +162,51 @@ def _line(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
     return struct.pack("<HBBI", code, then, otherwise, value)
 
 
-def program(machine: str, shared: bool = False) -> bytes:
-    """Return the filter for a machine (`os.uname().machine`). shared: programs run as their caller's user.
+def _argument(place: int) -> bytes:
+    """Load an argument, counted from 0."""
+    return _line(_LOAD, _ARGUMENTS + 8 * place)
+
+
+_DENY = _line(_RETURN, _ERRNO | errno.EPERM)
+_ABSENT = _line(_RETURN, _ERRNO | errno.ENOSYS)
+
+
+def _one_of(values: Iterable[int]) -> list[bytes]:
+    """Deny what was loaded where it is one of these."""
+    return [line for value in values for line in (_line(_JUMP_EQUAL, value, 0, 1), _DENY)]
+
+
+def _none_of(values: Sequence[int]) -> list[bytes]:
+    """Deny what was loaded where it is none of these."""
+    return [*(_line(_JUMP_EQUAL, value, len(values) - i, 0) for i, value in enumerate(values)), _DENY]
+
+
+def _arguments(own: int) -> dict[str, list[bytes]]:
+    """Return lines that deny calls by their arguments, and go on behind their end. own: the id of this process."""
+    families = [_argument(0), *_none_of(FAMILIES)]
+    return {
+        "clone": [_argument(0), _line(_JUMP_SET, _NEW_NAMESPACES & 0xFFFFFFFF, 0, 1), _DENY],
+        "clone3": [_ABSENT],
+        "socket": families,
+        "socketpair": families,
+        "setsockopt": [
+            *(_argument(1), _line(_JUMP_EQUAL, _SOL_SOCKET, 0, 1 + 2 * len(_BUFFERS))),
+            *(_argument(2), *_one_of(_BUFFERS)),
+        ],
+        # 0 is the process that calls.
+        "prlimit64": [_argument(0), *_none_of((0, own))],
+        "fcntl": [_argument(1), *_one_of(_FCNTL.values())],
+        "mmap": [
+            *(_argument(3), _line(_JUMP_SET, _MAP_HUGETLB, 0, 1), _DENY),
+            *(_line(_JUMP_SET, _MAP_ANONYMOUS, 0, 2), _line(_JUMP_SET, _MAP_SHARED, 0, 1), _DENY),
+        ],
+    }
+
+
+def program(machine: str, shared: bool = False, own: int = 0) -> bytes:
+    """Return the filter for a machine (`os.uname().machine`).
+
+    shared: programs run as their caller's user. own: the id of a process whose limits programs may set.
 
     Raises:
         ValueError: a machine whose system calls it does not know.
@@ -132,7 +214,6 @@ def program(machine: str, shared: bool = False) -> bytes:
     if machine not in _ARCHITECTURES:
         raise ValueError(f"the sandbox knows no system calls of {machine}")
     which = list(_ARCHITECTURES).index(machine)
-    deny = _line(_RETURN, _ERRNO | errno.EPERM)
     lines = [
         _line(_LOAD, _ARCHITECTURE),
         _line(_JUMP_EQUAL, _ARCHITECTURES[machine], 1, 0),
@@ -140,32 +221,14 @@ def program(machine: str, shared: bool = False) -> bytes:
         _line(_LOAD, _NUMBER),
     ]
     if machine == "x86_64":
-        lines += [_line(_JUMP_GREATER_EQUAL, _X32, 0, 1), deny]
-    lines += [_line(_JUMP_EQUAL, _CLONE3[which], 0, 1), _line(_RETURN, _ERRNO | errno.ENOSYS)]
-    if shared:
-        lines += [_line(_JUMP_GREATER_EQUAL, FIRST_UNKNOWN, 0, 1), _line(_RETURN, _ERRNO | errno.ENOSYS)]
-        # prlimit(pid, ...) of this process alone, whose pid is 0 there.
-        lines += [_line(_JUMP_EQUAL, _PRLIMIT[which], 0, 3), _line(_LOAD, _FIRST_ARGUMENT)]
-        lines += [_line(_JUMP_EQUAL, 0, 1, 0), deny, _line(_LOAD, _NUMBER)]
-        lines += [_line(_JUMP_EQUAL, _FCNTL[which], 0, 5), _line(_LOAD, _SECOND_ARGUMENT)]
-        lines += [_line(_JUMP_EQUAL, _SET_LEASE, 1, 0), _line(_JUMP_EQUAL, _NOTIFY, 0, 1), deny, _line(_LOAD, _NUMBER)]
-    for numbers in (NUMBERS | (SHARED if shared else {})).values():
-        if numbers[which] >= 0:
-            lines += [_line(_JUMP_EQUAL, numbers[which], 0, 1), deny]
-    # clone(flags, ...) without new namespaces.
-    lines += [_line(_JUMP_EQUAL, _CLONE[which], 0, 3), _line(_LOAD, _FIRST_ARGUMENT)]
-    lines += [_line(_JUMP_SET, _NEW_NAMESPACES & 0xFFFFFFFF, 0, 1), deny]
-    # The accumulator may hold the flags of clone.
-    families = FAMILIES[:1] if shared else FAMILIES
-    lines += [
-        _line(_LOAD, _NUMBER),
-        _line(_JUMP_EQUAL, _SOCKET[which], 0, len(families) + 2),
-        _line(_LOAD, _FIRST_ARGUMENT),
-    ]
-    for i, family in enumerate(families):
-        lines.append(_line(_JUMP_EQUAL, family, len(families) - i, 0))
-    lines += [deny, _line(_RETURN, _ALLOW)]
-    return b"".join(lines)
+        lines += [_line(_JUMP_GREATER_EQUAL, _X32, 0, 1), _DENY]
+    lines += [_line(_JUMP_GREATER_EQUAL, FIRST_UNKNOWN, 0, 1), _ABSENT]
+    denied = [numbers[which] for numbers in (NUMBERS | (SHARED if shared else {})).values()]
+    lines += _one_of(number for number in denied if number >= 0)
+    lines += [line for numbers in COPIES.values() for line in (_line(_JUMP_EQUAL, numbers[which], 0, 1), _ABSENT)]
+    for name, body in _arguments(own).items():
+        lines += [_line(_JUMP_EQUAL, SEEN[name][which], 0, len(body) + 1), *body, _line(_RETURN, _ALLOW)]
+    return b"".join([*lines, _line(_RETURN, _ALLOW)])
 
 
 def install(machine: str = "", shared: bool = False) -> None:
@@ -175,7 +238,7 @@ def install(machine: str = "", shared: bool = False) -> None:
         OSError: the kernel has no seccomp.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    code = program(machine or os.uname().machine, shared)
+    code = program(machine or os.uname().machine, shared, os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     pr_set_no_new_privs, pr_set_seccomp, mode_filter = 38, 22, 2

@@ -17,10 +17,15 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE, _MS_BIND = 2, 4, 8, 0x4
 _MS_RDONLY = 1
 _SET_PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP = 1, 4, 24
 LIBC = ctypes.CDLL(None, use_errno=True)
+_HELD = ctypes.PyDLL(None, use_errno=True)
+_CLONE = {"x86_64": 56, "aarch64": 220}
+"""Number of the system call `clone`."""
 SPARE_ADDRESSES = 1 << 30
 """Bytes of addresses beyond a program's memory: libraries and threads reserve more than they use."""
-OWN_PROCESSES = 3
+OWN_PROCESSES = 2
 """Processes of the sandbox's own in a program's namespace, which its process limit counts too."""
+SIGNALS = 64
+"""Signals that wait for a program's processes; the kernel counts them for its user."""
 
 
 def _must(result: int, what: str) -> None:
@@ -44,13 +49,32 @@ def become(user: int) -> None:
         LIBC.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
-def own_namespaces(tmp_bytes: int) -> None:
-    """Leave the namespaces of the sandbox for new ones. Children are in a process namespace of their own.
+def fork_apart() -> int:
+    """Fork a process that is the first one in namespaces of its own, of users, mounts, processes and IPC.
 
-    tmp_bytes: quota of /tmp, which is empty, and of /dev/shm, which is the same place.
+    As `os.fork`, 0 in the new process. One call of the kernel's makes both, so that no process has to leave namespaces
+    and fork another.
     """
-    user, group = os.getuid(), os.getgid()
-    _must(LIBC.unshare(_NEWUSER | _NEWNS | _NEWPID | _NEWIPC), "unshare")
+    python, number = ctypes.pythonapi, _CLONE[os.uname().machine]
+    flags = _NEWUSER | _NEWNS | _NEWPID | _NEWIPC | signal.SIGCHLD
+    python.PyOS_BeforeFork()
+    # Python's interpreter stays locked over the call, as over its own fork.
+    child = _HELD.syscall(number, flags, None, None, None, None)
+    error = ctypes.get_errno()
+    if child == 0:
+        python.PyOS_AfterFork_Child()
+        return 0
+    python.PyOS_AfterFork_Parent()
+    if child < 0:
+        raise OSError(error, f"clone: {os.strerror(error)}")
+    return child
+
+
+def own_places(tmp_bytes: int, user: int, group: int) -> None:
+    """Give the first process of new namespaces its user and its files.
+
+    tmp_bytes: quota of /tmp, which is empty, and of /dev/shm, which is the same place. user, group: of its parent.
+    """
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -61,11 +85,16 @@ def own_namespaces(tmp_bytes: int) -> None:
         _must(LIBC.mount(b"/tmp", b"/dev/shm", None, _MS_BIND, None), "mount /dev/shm")
 
 
-def own_proc() -> None:
-    """Show this process namespace alone in /proc, or nothing where the kernel does not allow that."""
+def own_proc(allowed: bool) -> bool:
+    """Show this process namespace alone in /proc, or nothing where the kernel does not allow that; tells which.
+
+    allowed: the kernel allows it, as far as is known. It notes every refusal in the machine's log.
+    """
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    if LIBC.mount(b"proc", b"/proc", b"proc", flags, None):
-        _must(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", flags | _MS_RDONLY, b"size=0"), "mount /proc")
+    if allowed and not LIBC.mount(b"proc", b"/proc", b"proc", flags, None):
+        return True
+    _must(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", flags | _MS_RDONLY, b"size=0"), "mount /proc")
+    return False
 
 
 def hide() -> None:
@@ -86,9 +115,13 @@ def limit(limits: dict, shared: bool = False) -> None:
         (resource.RLIMIT_NPROC, most),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_FSIZE, limits["tmp_mib"] << 20),
-        (resource.RLIMIT_CORE, 0),
+        # With 0 a program of the machine that takes cores would still be started, and with 1 it is not (fs/coredump.c).
+        (resource.RLIMIT_CORE, 1),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, SIGNALS),
+        (resource.RLIMIT_NICE, 0),
+        (resource.RLIMIT_RTPRIO, 0),
     ):
         resource.setrlimit(what, (value, value))
 

@@ -1,8 +1,8 @@
-"""The processes of one program: one that makes namespaces, the first one in them, and the program itself.
+"""The processes of one program: one that waits for the others, the first one in its namespaces, and the program itself.
 
-They say how it goes on a pipe, in lines of JSON: {"first": pid} and {"group": pid}, whom a watcher can kill;
-{"code": n, "signal": n} at the end; {"failure": text} where the sandbox fails. Standard library only: it runs inside
-the sandbox.
+They say how it goes on a pipe, in lines of JSON: {"group": pid}, whom a watcher can kill where there are no namespaces;
+{"proc": false} where the kernel gave them no /proc of their own; {"code": n, "signal": n} at the end; {"failure": text}
+where the sandbox fails. Standard library only: it runs inside the sandbox.
 """
 
 import atexit
@@ -21,44 +21,33 @@ Pipes = tuple[int, int, int]
 """The ends of a program's standard input, output and error."""
 
 
-def start(task: dict, apart: bool, tell: int, pipes: Pipes, others: tuple[int, ...]) -> int:
+def start(task: dict, apart: bool, proc: bool, tell: int, pipes: Pipes, others: tuple[int, ...]) -> int:
     """Start the processes of a program. Returns the id of the one that waits for the others.
 
-    task: see `zygote.py`. apart: in namespaces of its own. tell: the pipe on which they say how it goes.
-    others: the other ends of all pipes, which are the caller's alone.
+    task: see `zygote.py`. apart: in namespaces of its own. proc: as `own_proc` takes it. tell: the pipe on which they
+    say how it goes. others: the other ends of all pipes, which are the caller's alone.
     """
-    child = os.fork()
+    user, group = os.getuid(), os.getgid()
+    child = isolate.fork_apart() if apart else os.fork()
     if child:
         return child
     try:
         isolate.die_with_parent()
         for end in others:
             os.close(end)
-        (_above if apart else _first)(task, apart, tell, pipes)
+        if apart:
+            isolate.own_places(task["limits"]["tmp_mib"] << 20, user, group)
+            if not isolate.own_proc(proc):
+                _say(tell, {"proc": False})
+        _first(task, apart, tell, pipes)
     except BaseException:
         _failed(tell)
     os._exit(0)
 
 
-def _above(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
-    """Make the namespaces, and wait for the process that is the first one in them."""
-    isolate.own_namespaces(task["limits"]["tmp_mib"] << 20)
-    first = os.fork()
-    if first == 0:
-        try:
-            isolate.die_with_parent()
-            _first(task, apart, tell, pipes)
-        except BaseException:
-            _failed(tell)
-        os._exit(0)
-    _say(tell, {"first": first})
-    os.waitpid(first, 0)
-
-
 def _first(task: dict, apart: bool, tell: int, pipes: Pipes) -> None:
     """Be process 1 of the namespace: when it ends, the kernel kills all others in it."""
     if apart:
-        isolate.own_proc()
         isolate.hide()
     # The kernel keeps signals of the namespace from a first process that has no handler for them. Python has one.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -17,7 +17,11 @@ LOOK_SECONDS = 0.02
 """Time between two looks at the memory of a program's processes."""
 UNSENT = 1 << 16
 """Bytes of a session's output that wait for its caller; a program that prints more has to wait, too."""
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PROC = "/proc"
+COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")
+"""Lines of /proc/PID/status (https://docs.kernel.org/filesystems/proc.html): a process's own memory, memory that it
+shares or that holds files of a tmpfs, swap, huge pages and page tables. Shared memory counts for each that maps it.
+"""
 
 
 class Watch:
@@ -42,7 +46,7 @@ class Watch:
         self.result: dict = {}
         self.written = 0
         os.set_blocking(inputs, False)
-        self.own = anonymous("self")
+        self.own = memory_of("self")
 
     def to_the_end(self) -> dict:
         """Watch until the program and all of its processes have ended."""
@@ -104,9 +108,8 @@ class Watch:
 
     def kill(self) -> None:
         """Kill all processes of the program."""
-        # The kernel kills a process namespace with its first process, and that one with its parent.
+        # The kernel kills a process namespace with its first process, which is the child.
         for kill, pid in (
-            (os.kill, self.result.get("first")),
             (os.kill, self.child),
             (os.killpg, self.result.get("group")),
         ):
@@ -160,17 +163,20 @@ class Watch:
             self.inputs = -1
 
 
-def anonymous(pid: str) -> int:
-    """Return the bytes of a process that no file backs, 0 of one that has ended."""
+def memory_of(pid: str) -> int:
+    """Return the bytes of memory and swap that a process holds, those of files on a disk aside; 0 if it has ended."""
     try:
-        with open(f"/proc/{pid}/statm") as file:
-            _, resident, shared, *_ = file.read().split()
+        with open(f"{PROC}/{pid}/status", "rb") as file:
+            lines = file.read().splitlines()
     except OSError:
         return 0
-    return (int(resident) - int(shared)) * PAGE
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(COUNTED))
 
 
 def memory_of_others(own: int) -> int:
-    """Return the bytes of all processes here but this one and the first. own: what copies of this one begin with."""
-    mine = {"1", str(os.getpid())}
-    return sum(max(0, anonymous(pid) - own) for pid in os.listdir("/proc") if pid.isdigit() and pid not in mine)
+    """Return the bytes of a program's processes: of all but this one, its parent, which is the zygote, and the first.
+
+    own: the bytes that copies of this process begin with.
+    """
+    sandbox = {"1", str(os.getppid()), str(os.getpid())}
+    return sum(max(0, memory_of(pid) - own) for pid in os.listdir(PROC) if pid.isdigit() and pid not in sandbox)

@@ -1,7 +1,8 @@
 """Runs hostile programs one after another, each in namespaces of its own: the first process of a sandbox.
 
 `python -m spmdrl.sandbox.inside.zygote apart|plain USER` inside the sandbox reads one JSON object a line from stdin.
-`plain` makes no namespaces and drops no rights: something else keeps the program in, or nothing does.
+`plain` makes no namespaces and drops no rights: something else keeps the program in, or nothing does. Each program
+then gets a folder of its own in the one where this process runs.
 
     {"source": text} or {"argv": [words]}    Python, run in a copy of this process, or another program; with "stdin",
                                              "files" {name: text}, "limits" (fields of `Limits`), and "session" {}
@@ -15,47 +16,57 @@ or `failure` where the sandbox itself could not run it. While a session runs, li
 program's stdin, {"close": true} ends it, and its output comes at once as {"output": base64}. Standard library only.
 """
 
+import contextlib
 import gc
 import os
 import select
 import sys
 import time
 
-from spmdrl.sandbox.inside import isolate, modules, processes, values  # noqa: F401
+from spmdrl.sandbox.inside import isolate, leftovers, modules, processes, values  # noqa: F401
 from spmdrl.sandbox.inside.talk import Talk
 from spmdrl.sandbox.inside.watch import Watch
 
 END = 3
 """Exit code of a copy of this process that finds the end of stdin."""
+NO_PROC = 4
+"""Exit code of one whose program could not have a /proc of its own."""
 
 
-def run(task: dict, apart: bool, talk: Talk) -> dict:
-    """Run one program and return how it ended."""
+def run(task: dict, apart: bool, proc: bool, talk: Talk) -> tuple[dict, bool]:
+    """Run one program; returns how it ended, and whether it could have a /proc of its own."""
     begin = time.monotonic()
     told, tell = os.pipe()
     inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
     others = told, inputs[1], outputs[0], errors[0]
-    child = processes.start(task, apart, tell, (inputs[0], outputs[1], errors[1]), others)
+    child = processes.start(task, apart, proc, tell, (inputs[0], outputs[1], errors[1]), others)
     for end in (tell, inputs[0], outputs[1], errors[1]):
         os.close(end)
-    out = Watch(child, told, inputs[1], outputs[0], errors[0], task, apart, talk).to_the_end()
-    out["seconds"] = time.monotonic() - begin
-    return out
+    watch = Watch(child, told, inputs[1], outputs[0], errors[0], task, apart, talk)
+    out = watch.to_the_end() | {"seconds": time.monotonic() - begin}
+    return out, watch.result.get("proc", proc)
 
 
-def serve(apart: bool, talk: Talk) -> None:
-    """Hear of one program, run it, and say how it ended; at the end of stdin, do nothing."""
+def serve(apart: bool, proc: bool, talk: Talk) -> int:
+    """Hear of one program, run it, and say how it ended; at the end of stdin, do nothing. Returns an exit code."""
     while (task := talk.hear()) is not None:
         if "limits" not in task:
             # Words to a session that has just ended.
             continue
         try:
-            answer = run(task, apart, talk)
+            answer, proc = run(task, apart, proc, talk)
         except Exception:
             answer = failed()
         talk.say(answer)
-        return
-    os._exit(END)
+        return 0 if proc else NO_PROC
+    return END
+
+
+def made_in(home: str) -> str:
+    """Make a folder for a program."""
+    folder = os.path.join(home, f"program-{os.urandom(8).hex()}")
+    os.mkdir(folder, 0o700)
+    return folder
 
 
 def failed() -> dict:
@@ -67,7 +78,7 @@ def failed() -> dict:
 
 def main() -> None:
     """Serve until stdin ends."""
-    apart = sys.argv[1] == "apart"
+    apart, home, proc = sys.argv[1] == "apart", os.getcwd(), True
     isolate.become(int(sys.argv[2]))
     talk = Talk()
     modules.like_site()
@@ -80,15 +91,21 @@ def main() -> None:
         # Copies of this process hear of programs and of what they print, one copy of each. A program is a copy of a
         # copy, and so it finds nothing of those before it in its memory.
         gc.freeze()
+        folder = home if apart else made_in(home)
         watcher = os.fork()
         if watcher == 0:
             isolate.die_with_parent()
-            serve(apart, talk)
-            os._exit(0)
+            os.chdir(folder)
+            os._exit(serve(apart, proc, talk))
         code = os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1])
+        if not apart:
+            # Without a process namespace something that the program has started may still write there.
+            with contextlib.suppress(OSError):
+                leftovers.remove(folder)
         if code == END:
             return
-        if code:
+        proc = proc and code != NO_PROC
+        if code not in (0, NO_PROC):
             # Without a process namespace the program may have ended its watcher.
             why = "failure" if apart else ""
             talk.say({"code": 1, "why": why, "detail": f"the watcher of a program ended with {code}"})
