@@ -7,10 +7,8 @@ order in which they come (`data/mixture.py`), the loss (`supervised/objective.py
 """
 
 import dataclasses
-import os
-import sys
 
-from spmdrl.config.load import load_or_exit
+from spmdrl.config.load import exit_with, load_or_exit
 from spmdrl.config.supervised import SFTConfig, check_sft, sft_lines
 from spmdrl.session.environ import postpone_collections, prepare
 
@@ -33,20 +31,24 @@ def train(run) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read flags, build the job, train; any failure ends the whole job by name."""
-    loaded = load_or_exit(argv, "python -m spmdrl.sft", SFTConfig, check_sft)
+    prog = "python -m spmdrl.sft"
+    loaded = load_or_exit(argv, prog, SFTConfig, check_sft)
     prepare()
     postpone_collections()
     from spmdrl.session.open import open_run
     from spmdrl.supervised.build import build_sft, with_steps
+    from spmdrl.supervised.preview import preview
     from spmdrl.supervised.rows import open_mixture
+    from spmdrl.tracking.console import SUPERVISED
 
     try:
-        loaded = dataclasses.replace(loaded, config=with_steps(loaded.config, open_mixture(loaded.config)))
+        mixture = open_mixture(loaded.config)
+        loaded = dataclasses.replace(loaded, config=with_steps(loaded.config, mixture))
+        seen = preview(loaded.config, mixture) if loaded.dry_run else []
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"python -m spmdrl.sft: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    with open_run(loaded, build_sft, sft_lines) as run:
+        exit_with(f"{prog}: {error}")
+    plan = lambda cfg, size: sft_lines(cfg, size) + seen  # noqa: E731
+    with open_run(loaded, build_sft, plan, columns=SUPERVISED) as run:
         if run is not None:
             train(run)
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 import tyro
 
@@ -149,13 +149,18 @@ def load_or_exit(
             if _rank() == 0:
                 print(redact_text(f"{prog}: {line}"), file=sys.stderr, flush=True)
     except ConfigError as error:
-        if _rank() == 0:
-            print(redact_text(f"{prog}: {error}"), file=sys.stderr, flush=True)
-        else:
-            # When the first rank leaves torchrun ends the others, and rank 0 has yet to print.
-            time.sleep(RANK_0_SPEAKS)
-        sys.exit(2)
+        exit_with(f"{prog}: {error}")
     return loaded
+
+
+def exit_with(message: str) -> NoReturn:
+    """End every rank with exit code 2 for a user's mistake, which rank 0 tells."""
+    if _rank() == 0:
+        print(redact_text(message), file=sys.stderr, flush=True)
+    else:
+        # When the first rank leaves torchrun ends the others, and rank 0 has yet to print.
+        time.sleep(RANK_0_SPEAKS)
+    sys.exit(2)
 
 
 def _rank() -> int:

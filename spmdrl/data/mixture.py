@@ -65,9 +65,9 @@ class Blocks:
         self.source, self.seed, self.block = source, seed, block
         self.epoch, self.first, self.taken = 0, 0, 0
         """The epoch, counted from 0; the first row of the block in the stream; rows of the block that were drawn."""
-        self.held: list[dict] = []
+        self.held: list[dict | ValueError] = []
         self.order: list[int] = []
-        self.rows: Iterator[dict] | None = None
+        self.rows: Iterator[dict | ValueError] | None = None
 
     def draw(self) -> Drawn:
         """Return the next row.
@@ -86,7 +86,7 @@ class Blocks:
         place = self.order[self.taken]
         self.taken += 1
         row = self.held[place]
-        return Drawn(f"{self.source.name}, row {self.first + place}", lambda: row)
+        return Drawn(f"{self.source.name}, row {self.first + place}", lambda: _read(row))
 
     def _fill(self) -> None:
         if self.rows is None:
@@ -109,6 +109,12 @@ class Blocks:
             raise ValueError(
                 f"{self.source.name} ends early: {self.taken} rows after row {self.first} were read before"
             )
+
+
+def _read(row: dict | ValueError) -> dict:
+    if isinstance(row, ValueError):
+        raise row
+    return row
 
 
 @dataclass

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.data.sources import read_source
+from spmdrl.data.sources import hf_data, read_source
 
 FORMS = (
     "a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, `stream:<name>[:config[:split]]` "
@@ -45,8 +45,12 @@ class Streamed(Protocol):
 
     name: str
 
-    def rows(self, start: int) -> Iterator[dict]:
-        """Yield rows, from row number `start` of the source on."""
+    def rows(self, start: int) -> Iterator[dict | ValueError]:
+        """Yield rows, from row number `start` of the source on; an error in the place of a row that cannot be read.
+
+        Raises:
+            ValueError: the stream ends before the source does.
+        """
         ...
 
 
@@ -138,15 +142,15 @@ class Gzipped:
 
     name: str
 
-    def rows(self, start: int) -> Iterator[dict]:
-        """See `Streamed`. Raises ValueError naming the line."""
+    def rows(self, start: int) -> Iterator[dict | ValueError]:
+        """See `Streamed`."""
         number = 0
         try:
             with gzip.open(Path(self.name).expanduser(), "rb") as f:
                 full = (line for line in f if line.strip())
                 for number, line in enumerate(full):
                     if number >= start:
-                        yield json_row(line)
+                        yield _row_or_error(line)
         except (OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{self.name} ends early, after row {number} ({type(e).__name__}: {e})") from e
 
@@ -158,7 +162,7 @@ class Hub:
     name: str
     rest: str
 
-    def rows(self, start: int) -> Iterator[dict]:
+    def rows(self, start: int) -> Iterator[dict | ValueError]:
         """See `Streamed`."""
         import datasets
 
@@ -179,7 +183,7 @@ def open_rows(spec: str) -> Indexed | Streamed:
     if kind == "stream":
         return Hub(spec, rest)
     if kind == "hf":
-        return Table(rest.split(":")[0], data_set(rest))
+        return Table(rest.split(":")[0], hf_data(rest))
     if kind in ("builtin", "reasoning-gym"):
         found = read_source(spec, "prompt", "answer")
         return Table(found.name, found.rows, found.unit)
@@ -195,13 +199,6 @@ def open_rows(spec: str) -> Indexed | Streamed:
     raise ValueError(f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): {FORMS}")
 
 
-def data_set(rest: str) -> Any:
-    """Return a data set of Hugging Face, behind its memory map, from `<name or folder>[:config[:split]]`."""
-    from spmdrl.data.sources import hf_data
-
-    return hf_data(rest)
-
-
 def json_row(line: bytes) -> dict:
     """Return the row of a line. Raises ValueError."""
     try:
@@ -211,3 +208,10 @@ def json_row(line: bytes) -> dict:
     if not isinstance(row, dict):
         raise ValueError(f"a row is a JSON object with columns, this is {line.strip()[:60]!r}")
     return row
+
+
+def _row_or_error(line: bytes) -> dict | ValueError:
+    try:
+        return json_row(line)
+    except ValueError as error:
+        return error

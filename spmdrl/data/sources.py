@@ -7,6 +7,7 @@ import os
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 from spmdrl.data.builtin import RAW, builtin_rows, nearest
@@ -117,7 +118,18 @@ def _parquet(path: Path, stop: int | None) -> list[dict]:
 
 
 def _hf(rest: str, stop: int | None) -> tuple[str, list[dict]]:
-    """Return name and rows. Only data files are read; `datasets` itself refuses dataset scripts and pickles."""
+    """Return name and rows."""
+    return rest.split(":")[0], [dict(row) for row in itertools.islice(hf_data(rest), stop)]
+
+
+def hf_data(rest: str) -> Any:
+    """Return a data set of Hugging Face behind its memory map. rest: `<name or folder>[:config[:split]]`.
+
+    Only data files are read; `datasets` itself refuses dataset scripts and pickles.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
     import datasets
 
     name, config, split = (*rest.split(":"), "", "")[:3]
@@ -128,15 +140,13 @@ def _hf(rest: str, stop: int | None) -> tuple[str, list[dict]]:
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             data = datasets.load_from_disk(str(folder))
-            data = data[split] if isinstance(data, datasets.DatasetDict) else data
-        else:
-            data = datasets.load_dataset(str(folder) if folder.is_dir() else name, config or None, split=split)
+            return data[split] if isinstance(data, datasets.DatasetDict) else data
+        return datasets.load_dataset(str(folder) if folder.is_dir() else name, config or None, split=split)
     except Exception as e:  # the hub, the network, builders and file systems each raise their own
         raise ValueError(
             f"could not load the dataset 'hf:{rest}' (--data.train, --data.eval; name {name!r}, config {config!r}, "
             f"split {split!r}): {type(e).__name__}: {e}"
         ) from e
-    return name, [dict(row) for row in itertools.islice(data, stop)]
 
 
 def _reasoning_gym(rest: str, limit: int) -> Source:

@@ -26,7 +26,7 @@ from spmdrl.spmd.devices import without_gpu
 from spmdrl.spmd.lockstep import lockstep
 from spmdrl.spmd.mesh import start
 from spmdrl.spmd.network import choose_interface
-from spmdrl.tracking.console import Console
+from spmdrl.tracking.console import REINFORCED, Columns, Console
 from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.metrics import Timer
 
@@ -52,7 +52,9 @@ Build = Callable[[Session[C]], J]
 
 
 @contextmanager
-def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool = True) -> Iterator[J | None]:
+def open_run(
+    loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool = True, columns: Columns = REINFORCED
+) -> Iterator[J | None]:
     """Opens the job on this rank; gives None for a dry run. A failure inside ends the whole job by name. Collective.
 
     Args:
@@ -60,6 +62,7 @@ def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool =
         build: makes the job.
         plan: printed at the start; a dry run prints it and stops.
         keeps: the run folder belongs to this job alone and records its settings. An evaluation only leaves its log.
+        columns: metrics on the console.
     """
     cfg = loaded.config
     timer, console, run = Timer(), None, None
@@ -99,7 +102,7 @@ def open_run(loaded: Loaded[C], build: Build[C, J], plan: Plan[C], keeps: bool =
         notes.append(settle_on(world.device.type, cfg))
         disable_progress_bar()
         if world.is_first:
-            console = Console(cfg.tracking.console, cfg.run.steps, newest())
+            console = Console(cfg.tracking.console, cfg.run.steps, newest(), columns=columns)
             timer = Timer(console.phase)
             for line in [*filter(None, notes), *plan(cfg, size)]:
                 console.note(line)

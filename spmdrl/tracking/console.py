@@ -25,7 +25,9 @@ from rich.text import Text
 
 from spmdrl.config.dump import redact_text
 
-SHOWN = [
+Columns = Sequence[tuple[str, str]]
+"""Label and metric, in the order shown; a metric of an evaluation only where it was measured."""
+REINFORCED: Columns = [
     ("reward", "reward/mean"),
     ("kl", "kl/mean"),
     ("entropy", "entropy/mean"),
@@ -33,8 +35,15 @@ SHOWN = [
     ("tok/s", "tokens/s"),
     ("eval", "eval/accuracy"),
 ]
-"""Label and metric, in the order shown."""
-PHASES = ["rollout", "reward", "exchange", "logp", "update", "push"]
+SUPERVISED: Columns = [
+    ("loss", "loss"),
+    ("accuracy", "accuracy/mean"),
+    ("grad", "grad_norm"),
+    ("tok/s", "tokens/s"),
+    ("epoch", "data/epoch"),
+    ("eval", "eval/loss"),
+]
+PHASES = ["rollout", "rows", "reward", "exchange", "logp", "update", "push"]
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -43,7 +52,12 @@ class Console:
     """The screen of a run. Make one on rank 0 only; `finish` (or `close`) gives the terminal back."""
 
     def __init__(
-        self, kind: str = "auto", total_steps: int = 0, first_step: int = 0, stream: TextIO | None = None
+        self,
+        kind: str = "auto",
+        total_steps: int = 0,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        columns: Columns = REINFORCED,
     ) -> None:
         """Start showing.
 
@@ -52,6 +66,7 @@ class Console:
             total_steps: length of the run.
             first_step: steps done before (a resumed run), for the progress and its ETA.
             stream: where to write; None is stdout.
+            columns: the metrics that are shown.
         """
         if kind not in ("auto", "live", "plain"):
             raise ValueError(f"--tracking.console {kind}: must be auto, live or plain")
@@ -59,9 +74,9 @@ class Console:
         with contextlib.suppress(AttributeError, ValueError):
             self._stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an ASCII locale must not end a run
         terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.total_steps = total_steps
+        self.total_steps, self.columns = total_steps, columns
         self._metrics: dict[str, float] = {}
-        self._curves: dict[str, deque[float]] = {name: deque(maxlen=400) for _, name in SHOWN}
+        self._curves: dict[str, deque[float]] = {name: deque(maxlen=400) for _, name in columns}
         self._samples: Sequence[Mapping[str, Any]] = ()
         self._phase, self._phase_since = "start", time.monotonic()
         self._next_samples = first_step
@@ -123,7 +138,7 @@ class Console:
             self._progress.update(self._task, completed=step)
             self._live.refresh()
             return
-        self._print(plain_line(step, self.total_steps, metrics))
+        self._print(plain_line(step, self.total_steps, metrics, self.columns))
         if samples and step >= self._next_samples:
             self._next_samples = (step // SAMPLES_EVERY + 1) * SAMPLES_EVERY
             for sample in samples:
@@ -157,9 +172,9 @@ class Console:
 
     def _panel(self) -> RenderableType:
         numbers = Table.grid(padding=(0, 2))
-        for label, name in SHOWN:
+        for label, name in self.columns:
             curve = self._curves[name]
-            if name == "eval/accuracy" and not curve:
+            if name.startswith("eval/") and not curve:
                 continue
             value = self._metrics.get(name, curve[-1] if curve else None)
             numbers.add_row(Text(label, "dim"), Text(number(value, name), "bold"), Text(sparkline(curve), "cyan"))
@@ -189,11 +204,11 @@ class Console:
         return table
 
 
-def plain_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+def plain_line(step: int, total_steps: int, metrics: Mapping[str, float], columns: Columns = REINFORCED) -> str:
     """One aligned line: `step 12/60 reward 0.61 kl 0.0012 ... time 0.8s (rollout .3 logp .0 update .4 push .0)`."""
     words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
-    for label, name in SHOWN:
-        if name == "eval/accuracy" and name not in metrics:
+    for label, name in columns:
+        if name.startswith("eval/") and name not in metrics:
             continue
         words.append(f"{label} {number(metrics.get(name), name):<7}")
     if "time/step" in metrics:

@@ -1,0 +1,75 @@
+"""A look at the rows of a job before it runs: one as the model will see it, and counts over the first ones."""
+
+import sys
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+from spmdrl.config.supervised import SFTConfig
+from spmdrl.data.dialogues import RowError
+from spmdrl.data.mixture import Mixture
+from spmdrl.data.rendering import TemplateError
+from spmdrl.data.tokens import Masked
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.supervised.encoder import Encoder
+from spmdrl.tracking.console import clean
+
+ROWS = 200
+"""Rows that are looked at."""
+LONGEST = 1500
+"""Characters of the example that are shown."""
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def preview(cfg: SFTConfig, mixture: Mixture, colour: bool | None = None) -> list[str]:
+    """Lines on the first rows: counts, and one row whose trained text is green, or in [[ ]] where there is no colour.
+
+    colour: None: if stdout is a terminal.
+
+    Raises:
+        ValueError: the tokenizer or a source cannot be read, or every row is refused.
+    """
+    trust = cfg.model.trust_remote_code
+    tokenizer = load_tokenizer(resolve(cfg.model.path, trust), trust)
+    encoder, notes, refused = Encoder(cfg, tokenizer), Counter(), []
+    sequences: list[Masked] = []
+    example = ""
+    for drawn in mixture.draw(min(ROWS, mixture.rows or ROWS)):
+        try:
+            found = encoder(drawn.read())
+        except (RowError, TemplateError, ValueError) as error:
+            refused.append(f"{drawn.where}: {error}")
+            continue
+        notes += found.notes
+        sequences += found.sequences
+        example = example or (drawn.where if found.sequences else "")
+    if not sequences:
+        raise ValueError("none of the first rows can be trained, such as:\n  " + "\n  ".join(refused[:5]))
+    tokens, trained = sum(map(len, sequences)), sum(int(s.mask.sum()) for s in sequences)
+    told = "".join(f"; {count} {name}" for name, count in notes.items() if count)
+    lines = [
+        f"rows     the first ones give {len(sequences)} sequences of {tokens / len(sequences):,.0f} tokens on average, "
+        f"{max(map(len, sequences)):,} at most; {trained / tokens:.0%} of the tokens are trained{told}",
+        *(f"refused  {line}" for line in refused[:3]),
+        *([f"refused  {len(refused) - 3} more"] if len(refused) > 3 else []),
+    ]
+    colour = sys.stdout.isatty() if colour is None else colour
+    lines.append(f"example  {example}, the trained text {'in green' if colour else 'in [[ ]]'}:")
+    return lines + [f"  {line}" for line in shown(sequences[0], tokenizer, colour).split("\n")]
+
+
+def shown(sequence: Masked, tokenizer: Any, colour: bool) -> str:
+    """The text of a sequence, its trained parts in green or in [[ ]]; control characters are shown as dots."""
+    mask = sequence.mask.tolist()
+    cuts = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    begin, end = (GREEN, PLAIN) if colour else ("[[", "]]")
+    out, room = "", LONGEST
+    for start, stop in pairwise(cuts):
+        text = tokenizer.decode(sequence.tokens[start:stop].tolist(), clean_up_tokenization_spaces=False)
+        part = "\n".join(clean(line, LONGEST) for line in text[:room].split("\n"))
+        room -= len(text)
+        out += f"{begin}{part}{end}" if mask[start] else part
+        if room <= 0:
+            return out + " ..."
+    return out
