@@ -80,6 +80,11 @@ class SftConfig:
     """A longer one loses its end, or is left out; both are counted."""
     loss: Literal["nll", "dft"] = "nll"
     """`nll`: cross-entropy. `dft`: each token's is multiplied by its probability (https://arxiv.org/abs/2508.05629)."""
+    neftune: float = 0.0
+    """FSDP: noise on the embeddings of a sequence of L tokens, uniform up to neftune / sqrt(L x width) (NEFTune,
+    https://arxiv.org/abs/2310.05914; 5 is usual). 0: none."""
+    add_tokens: tuple[str, ...] = ()
+    """Special tokens to add to the tokenizer, as of a chat template; embeddings get rows for them, which are saved."""
     max_refused: float = 0.05
     """Largest share of rows that may be refused, because a column, a role or the template does not fit. Each is named
     in the log and left out; if there are more, the job ends."""
@@ -112,6 +117,7 @@ OWN_RULES: dict[str, _Rule] = {
     "sft.rows_per_step": _at_least_1,
     "sft.epochs": _positive,
     "sft.max_tokens": (lambda x: x >= 2, "must be at least 2"),
+    "sft.neftune": _at_least_0,
     "sft.max_refused": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
     "eval.rows": _at_least_0,
 }
@@ -172,6 +178,13 @@ def _together(config: SFTConfig) -> list[str]:
         problems.append(
             f"--sft.max-tokens {longest}: a sequence must fit --policy.max-tokens-per-microbatch {budget}; lower it, "
             "or raise that"
+        )
+    if config.sft.neftune and config.policy.backend == "megatron":
+        problems.append(f"--sft.neftune {config.sft.neftune}: is of the fsdp backend; take 0")
+    if config.sft.add_tokens and config.lora.rank:
+        problems.append(
+            f"--sft.add-tokens {shown(config.sft.add_tokens)}: with --lora.rank the rows of new tokens would not be "
+            "trained; take one of the two"
         )
     if data.chat == "off" and data.chat_template:
         problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")

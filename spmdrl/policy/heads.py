@@ -15,7 +15,21 @@ from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.packing import plan_packing, plan_tree_packing
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.contract import Second, TokenLoss
+from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
+
+
+Noise = tuple[torch.Tensor, torch.Tensor]
+"""Of each token: a seed (int64), and the largest number that is added to its embedding, times the root of the width."""
+
+
+def noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
+    """Uniform noise for embeddings [1, n, D], the same for a token wherever it is (NEFTune,
+    https://arxiv.org/abs/2310.05914)."""
+    seed_T, scale_T = (part.mine(x.to(like.device)) for x in noise)
+    width = torch.arange(like.shape[-1], device=like.device)
+    drawn = uniform(seed_T[:, None], width[None]) * 2 - 1
+    return (drawn * scale_T.double()[:, None] / like.shape[-1] ** 0.5).to(like.dtype)[None]
 
 
 class Trunk:
@@ -32,12 +46,13 @@ class Trunk:
         mask_T: torch.Tensor,
         before: bool,
         experts_TLK: torch.Tensor | None = None,
+        noise: Noise | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
         """Return the tokens under the mask that this rank answers for, int64 [n]; the state of each [n, D]; the slice.
 
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: give the state before a token, which
         predicts it, instead of the one after it. experts_TLK: experts that routers must choose, FREE where they are
-        free to choose (`hub/routing.py`).
+        free to choose (`hub/routing.py`). noise: added to the embeddings; not with prompts that run once.
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
@@ -55,8 +70,14 @@ class Trunk:
         if experts_TLK is not None:
             # Padding tokens of a slice are routed freely.
             packing.experts = part.mine(experts_TLK.to(device) - FREE) + FREE
+        ids = part.mine(tokens_T.to(device))[None]
+        given: dict[str, Any] = {"input_ids": ids}
+        if noise is not None:
+            assert tree is None, "noise belongs to a token of one sequence"
+            embedded = self.hf.get_input_embeddings()(ids)
+            given = {"inputs_embeds": embedded + noise_of(noise, part, embedded)}
         states = self.hf.base_model(
-            input_ids=part.mine(tokens_T.to(device))[None],
+            **given,
             position_ids=part.mine(positions.to(device))[None],
             use_cache=False,
             packing=packing,
@@ -111,16 +132,17 @@ class PackedLM(nn.Module):
         second: Second = "entropy",
         experts_TLK: torch.Tensor | None = None,
         token_loss: TokenLoss | None = None,
+        noise: Noise | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
         tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: what the
         second tensor holds. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1) where they are free to
         choose. token_loss: see the contract; logp and entropy then have no gradient, and a third element is added: the
-        loss of this rank's rows (a scalar), which has one.
+        loss of this rank's rows (a scalar), which has one. noise: see `Trunk`.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK)
+        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise)
         targets = tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
         if token_loss is not None:

@@ -12,6 +12,7 @@ from spmdrl.config.supervised import SFTConfig
 from spmdrl.data.batch import Batch, balance
 from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
+from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
@@ -45,8 +46,8 @@ def with_steps(cfg: SFTConfig, mixture: Mixture) -> SFTConfig:
 def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     """Everything that one job is made of. Collective over all ranks."""
     cfg, world = session.cfg, session.world
-    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     check_attention(cfg, world.device)
+    folder = model_folder(cfg)
     tokenizer = load_tokenizer(folder, cfg.model.trust_remote_code)
     encoder, mixture = Encoder(cfg, tokenizer), open_mixture(cfg)
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
@@ -54,7 +55,10 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     held_out = evaluation_batch(session, encoder)
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     make = backend(cfg.policy.backend)
-    models = Models(make(cfg, world, cfg.run.steps, trainable=True, adapt=True))
+    # Noise belongs to a token of one sequence, so that none may stand for several.
+    share = cfg.policy.share_prompts and not cfg.sft.neftune
+    built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
+    models = Models(make(built, world, cfg.run.steps, trainable=True, adapt=True))
     checkpoints = Checkpoints(session, models, data, digest(cfg))
     objective = SftObjective(cfg.sft.loss, world.data_peers)
     run = SupervisedRun(
@@ -62,6 +66,12 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     )
     checkpoints.begin(Generators(world))
     return run
+
+
+def model_folder(cfg: SFTConfig) -> Path:
+    """Return the folder of the model, with the tokens that `--sft.add-tokens` names."""
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    return with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
 
 
 def evaluation_batch(session: Session[SFTConfig], encoder: Encoder) -> Batch | None:

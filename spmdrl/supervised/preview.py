@@ -10,8 +10,8 @@ from spmdrl.data.dialogues import RowError
 from spmdrl.data.mixture import Mixture
 from spmdrl.data.rendering import TemplateError
 from spmdrl.data.tokens import Masked
-from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.supervised.build import model_folder
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.tracking.console import clean
 
@@ -30,8 +30,7 @@ def preview(cfg: SFTConfig, mixture: Mixture, colour: bool | None = None) -> lis
     Raises:
         ValueError: the tokenizer or a source cannot be read, or every row is refused.
     """
-    trust = cfg.model.trust_remote_code
-    tokenizer = load_tokenizer(resolve(cfg.model.path, trust), trust)
+    tokenizer = load_tokenizer(model_folder(cfg), cfg.model.trust_remote_code)
     encoder, notes, refused = Encoder(cfg, tokenizer), Counter(), []
     sequences: list[Masked] = []
     example = ""

@@ -16,11 +16,14 @@ from spmdrl.data.rendering import TemplateError
 from spmdrl.data.rowfiles import Table, open_rows
 from spmdrl.data.tokens import Masked
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
+from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World
 from spmdrl.supervised.encoder import Encoder
 
 log = logging.getLogger("spmdrl")
 
+STRIDE = 0x9E3779B1
+"""Keeps seeds of neighbouring tokens apart."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped")
 """Counts of a step, in the order in which they travel."""
 
@@ -157,8 +160,11 @@ class Rows:
         self.held, self.totals = state["mixture"], Counter(state["totals"])
 
 
-def pack(sequences: list[tuple[int, int, Masked]]) -> Batch:
-    """Pack sequences into a batch of one optimizer step, in the order of their places."""
+def pack(sequences: list[tuple[int, int, Masked]], noise: float = 0.0, key: tuple[int, ...] = ()) -> Batch:
+    """Pack sequences into a batch of one optimizer step, in the order of their places.
+
+    noise: as `--sft.neftune`. key: with the place of a sequence, the seed of its noise (law 3).
+    """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
     all_of = [none, *(sequence for *_, sequence in ordered)]
@@ -170,4 +176,10 @@ def pack(sequences: list[tuple[int, int, Masked]]) -> Batch:
         "update": torch.zeros_like(lengths),
         "work": lengths,
     }
-    return Batch(lengths, token, seq)
+    batch = Batch(lengths, token, seq)
+    if noise:
+        seeds = [seed_for(*key, place, i) for place, i, _ in ordered]
+        seed_T = batch.per_token(torch.tensor(seeds, dtype=torch.int64))
+        token["noise"] = seed_T ^ (torch.arange(batch.n_tokens) - batch.cu_seqlens[batch.seq_index]) * STRIDE
+        token["noise_scale"] = (noise / batch.per_token(lengths).double().sqrt()).float()
+    return batch

@@ -19,7 +19,7 @@ from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World
-from spmdrl.supervised.rows import Rows, Step, pack
+from spmdrl.supervised.rows import Rows, pack
 from spmdrl.tracking.metrics import Metrics, Timer
 
 
@@ -70,7 +70,7 @@ class SupervisedRun:
         """This rank's rows of a step, encoded and packed. Collective."""
         with self.timer("rows"):
             mine, self.counts = self.data.take(step, last=step + 1 == self.cfg.run.steps)
-            return pack(mine.sequences)
+            return pack(mine.sequences, self.cfg.sft.neftune, (self.cfg.run.seed, step))
 
     def evaluate(self, step: int, force: bool = False) -> None:
         """Measure the loss on the held-out rows if that is due before this step. Collective."""
@@ -139,6 +139,3 @@ class SupervisedRun:
         """Close files and threads."""
         self.journal.close()
         self.data.thread.shutdown(wait=False, cancel_futures=True)
-
-
-_ = Step

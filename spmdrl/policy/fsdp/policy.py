@@ -145,6 +145,8 @@ class FsdpPolicy(Learner):
         more: dict[str, Any] = {} if token_loss is None else {"token_loss": token_loss}
         if self.routers and real:
             more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
+        if real and "noise" in batch.token:
+            more["noise"] = (batch.token["noise"], batch.token["noise_scale"])
         # One line for both: ranks that run it together stand at the same place for the lockstep recorder.
         found = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature, second, **more)
         # Zero times the sum keeps the graph, and with it FSDP's backward.
