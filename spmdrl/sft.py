@@ -19,6 +19,7 @@ def train(run) -> None:
 
     for step in run.steps():
         run.evaluate(step)
+        run.sample(step)
         rows = run.rows(step)
         with run.timer("exchange"):
             batch = balance(rows, run.world)

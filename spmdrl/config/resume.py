@@ -26,7 +26,7 @@ FREE: dict[str, tuple[str, ...]] = {
         *("run.dir", "run.name", "run.steps", "run.device", "run.timeout", "run.lockstep_debug", "run.fresh"),
         *("run.allow_changes", "run.spike_factor", "run.deterministic", "run.grace"),
     ),
-    "what is seen and kept of it": ("eval.*", "checkpoint.*", "tracking.*", "data.eval", "policy.mtp"),
+    "what is seen and kept of it": ("eval.*", "generate.*", "checkpoint.*", "tracking.*", "data.eval", "policy.mtp"),
     "law 2: which ranks hold what": ("parallel.*",),
     "law 2: how a rank computes the same": (
         *("policy.max_tokens_per_microbatch", "policy.activation_checkpointing", "policy.recompute"),

@@ -1,7 +1,7 @@
 """Settings of supervised fine-tuning, the rules for them, and its plan."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Literal
 
@@ -11,7 +11,16 @@ from spmdrl.config.backends import backend_problems
 from spmdrl.config.fields import ConfigError, flag, get, leaves, shown
 from spmdrl.config.plan import count, ranks
 from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule
-from spmdrl.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from spmdrl.config.schema import (
+    Config,
+    EvalConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainingConfig,
+)
 
 
 @dataclass
@@ -101,6 +110,22 @@ class SftEvalConfig:
 
 
 @dataclass
+class GenerateConfig:
+    """Answers that the model gives to prompts of `--data.eval` during the job, for samples.jsonl."""
+
+    every: int = 0
+    """Sample before the first step, every N steps, and at the end. 0: never, and no engine is started."""
+    prompts: int = 4
+    """Prompts: the context of the last turn of the first rows."""
+    max_new_tokens: int = 128
+    """Longest answer."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    engine: Literal["auto", "vllm", "sglang", "hf"] = "auto"
+    """Sampler. `auto`: vLLM when installed for the job's device, else the HF engine."""
+
+
+@dataclass
 class SFTConfig(TrainingConfig):
     """Supervised fine-tuning of a language model. Every rank runs this same program."""
 
@@ -110,6 +135,7 @@ class SFTConfig(TrainingConfig):
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)  # type: ignore[assignment]
     sft: SftConfig = field(default_factory=SftConfig)
     eval: SftEvalConfig = field(default_factory=SftEvalConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
 
 
 OWN_RULES: dict[str, _Rule] = {
@@ -120,6 +146,10 @@ OWN_RULES: dict[str, _Rule] = {
     "sft.neftune": _at_least_0,
     "sft.max_refused": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
     "eval.rows": _at_least_0,
+    "generate.every": _at_least_0,
+    "generate.prompts": _at_least_1,
+    "generate.max_new_tokens": _at_least_1,
+    "generate.temperature": _at_least_0,
 }
 
 
@@ -186,11 +216,41 @@ def _together(config: SFTConfig) -> list[str]:
             f"--sft.add-tokens {shown(config.sft.add_tokens)}: with --lora.rank the rows of new tokens would not be "
             "trained; take one of the two"
         )
+    if config.generate.every and not (config.eval.every and data.eval):
+        problems.append(
+            f"--generate.every {config.generate.every}: its prompts come from --data.eval, which is missing"
+        )
     if data.chat == "off" and data.chat_template:
         problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
     if "eval/" in config.checkpoint.best and not (config.eval.every and data.eval):
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured without --data.eval")
     return problems
+
+
+def sampling_run(config: SFTConfig, folder: str) -> Config:
+    """The reinforcement learning run whose engine samples for this job.
+
+    folder: of the model.
+    """
+    sft, asked, parallel = config.sft, config.generate, config.parallel
+    shared = {each.name: getattr(parallel, each.name) for each in fields(ParallelConfig)}
+    rollout = RolloutConfig(
+        engine=asked.engine,
+        max_prompt_tokens=sft.max_tokens,
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature or 1.0,
+        max_sequences=max(1, min(64, asked.prompts)),
+    )
+    return Config(
+        run=config.run,
+        model=replace(config.model, path=folder),
+        parallel=ParallelConfig(**shared),
+        policy=config.policy,
+        lora=config.lora,
+        rollout=rollout,
+        reference=ReferenceConfig(enabled="off"),
+        eval=EvalConfig(every=0, temperature=asked.temperature),
+    )
 
 
 def sft_lines(config: SFTConfig, world_size: int) -> list[str]:

@@ -18,14 +18,14 @@ from spmdrl.policy.contract import Second, TokenLoss
 from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 
-
 Noise = tuple[torch.Tensor, torch.Tensor]
 """Of each token: a seed (int64), and the largest number that is added to its embedding, times the root of the width."""
 
 
 def noise_of(noise: Noise, part: TokenSlice, like: torch.Tensor) -> torch.Tensor:
     """Uniform noise for embeddings [1, n, D], the same for a token wherever it is (NEFTune,
-    https://arxiv.org/abs/2310.05914)."""
+    https://arxiv.org/abs/2310.05914).
+    """
     seed_T, scale_T = (part.mine(x.to(like.device)) for x in noise)
     width = torch.arange(like.shape[-1], device=like.device)
     drawn = uniform(seed_T[:, None], width[None]) * 2 - 1

@@ -1,7 +1,6 @@
 """Builds a run on every rank: prompts, models, checkpoints, engine, in an order for which memory suffices."""
 
 from spmdrl.algos.filters import FILTERS
-from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.judge import judges as judge_files
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.rewards import runs_programs
@@ -11,7 +10,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
-from spmdrl.policy.models import Models, build_models
+from spmdrl.policy.models import build_models
 from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.engine_judges import EngineJudges
@@ -24,11 +23,10 @@ from spmdrl.rl.run import Run
 from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.spikes import Spikes
-from spmdrl.rollout.build import build_engine, check_engine, prompt_room, stop_tokens
-from spmdrl.rollout.engine import Engine
+from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
 from spmdrl.session.checkpoints import Checkpoints
-from spmdrl.session.device_table import Memory, room_for_engine
-from spmdrl.session.environ import keep_what_started
+from spmdrl.session.device_table import Memory
+from spmdrl.session.engine import sleeping_engine
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.agreement import shown
@@ -128,23 +126,3 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
     only = f", no more than the first {limit} being asked for ({flag} {limit})" if bounded else ""
     session.note(f"{len(prompts)} prompts from {prompts.source}{dropped}{only}")
     return prompts
-
-
-def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) -> Engine:
-    """The engine of this rank, asleep where the models of the same rank need its memory first."""
-    cfg, world = session.cfg, session.world
-    # vLLM runs full collections of its own while it starts.
-    keep_what_started(done=False)
-    with room_for_engine(models, cfg):
-        engine = build_engine(cfg, world, stop)
-        on_cpu = world.device.type == "cpu"
-        level = sleep_level(cfg, on_cpu)
-        if level == 2 and len(pushed_parts(cfg)) > 1:
-            held = engine.bytes_by_owner().get("engine weights", 0) / 2**30
-            session.warn(
-                f"--rollout.sleep-level 2 with --lora.push adapter: the {held:.2f} GiB beneath the adapters travel "
-                "to every engine rank at every step; 1 keeps them in host memory"
-            )
-        if models.policy is not None and not (on_cpu and cfg.policy.offload == "none"):
-            engine.sleep(level)
-    return engine

@@ -29,15 +29,19 @@ class Journal:
 
     def step(self, step: int, values: dict[str, float], rows: list[dict]) -> None:
         """One finished step, counted from 1; values are alike on every rank, rows are samples to look at."""
-        if self.samples:
-            self.samples.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            self.samples.flush()
+        self.rows(rows)
         if self.console:
             self.console.step(step, values, rows)
         self.numbers(step, values)
         # The numbers are alike on every rank: they stand in one log.
         said = f" {json.dumps({k: round(v, 6) for k, v in values.items()})}" if self.first else " is done"
         log.info("step %d%s", step, said)
+
+    def rows(self, rows: list[dict]) -> None:
+        """Write samples to look at."""
+        if self.samples:
+            self.samples.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            self.samples.flush()
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
         """Further numbers of a step; on the last step they join its line."""

@@ -5,13 +5,15 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spmdrl.config.supervised import SFTConfig
-from spmdrl.data.batch import Batch, balance
+from spmdrl.data.batch import balance
 from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
+from spmdrl.data.tokens import Masked
 from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
@@ -24,8 +26,9 @@ from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.world import World
 from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.generations import Generations
 from spmdrl.supervised.objective import SftObjective
-from spmdrl.supervised.rows import Rows, open_mixture, pack
+from spmdrl.supervised.rows import Rows, encoded, open_mixture, pack
 from spmdrl.supervised.run import SupervisedRun
 
 
@@ -52,7 +55,7 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     encoder, mixture = Encoder(cfg, tokenizer), open_mixture(cfg)
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
     data = Rows(cfg, world, mixture, encoder)
-    held_out = evaluation_batch(session, encoder)
+    held_out = evaluation_rows(session, encoder)
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     make = backend(cfg.policy.backend)
     # Noise belongs to a token of one sequence, so that none may stand for several.
@@ -60,9 +63,19 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
     models = Models(make(built, world, cfg.run.steps, trainable=True, adapt=True))
     checkpoints = Checkpoints(session, models, data, digest(cfg))
-    objective = SftObjective(cfg.sft.loss, world.data_peers)
+    generations = None
+    if cfg.generate.every and held_out:
+        generations = Generations(session, models, tokenizer, folder, held_out)
     run = SupervisedRun(
-        session, models, objective, data, held_out, checkpoints, Journal(session, checkpoints.start_step), Counter()
+        session=session,
+        models=models,
+        objective=SftObjective(cfg.sft.loss, world.data_peers),
+        data=data,
+        held_out=balance(pack(share(held_out, world)), world) if held_out else None,
+        generations=generations,
+        checkpoints=checkpoints,
+        journal=Journal(session, checkpoints.start_step),
+        counts=Counter(),
     )
     checkpoints.begin(Generators(world))
     return run
@@ -74,28 +87,31 @@ def model_folder(cfg: SFTConfig) -> Path:
     return with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
 
 
-def evaluation_batch(session: Session[SFTConfig], encoder: Encoder) -> Batch | None:
-    """This rank's share of the held-out rows. Collective.
+def evaluation_rows(session: Session[SFTConfig], encoder: Encoder) -> list[Masked]:
+    """The sequences of the held-out rows, the same on every rank; empty where there is no evaluation.
 
     Raises:
-        ValueError: they cannot be read, or all of this rank's are refused.
+        ValueError: they cannot be read, or none of them can be used.
     """
-    cfg, world = session.cfg, session.world
+    cfg = session.cfg
     if not cfg.data.eval or not cfg.eval.every:
-        return None
+        return []
     source: Any = open_rows(cfg.data.eval)
     if hasattr(source, "rows"):
         raise ValueError(f"--data.eval {cfg.data.eval}: a stream cannot be measured again and again; take a file")
     count = min(len(source), cfg.eval.rows or len(source))
-    drawn = [Drawn(source.where(i), lambda i=i: source[i]) for i in range(count)]
-    rows = Rows(cfg, world, Mixture([], []), encoder)
-    found = rows._encode(list(enumerate(drawn))[world.rank :: world.size])
-    rows.thread.shutdown()
+    found = encoded([(i, Drawn(source.where(i), partial(source.__getitem__, i))) for i in range(count)], encoder)
+    if not found.sequences:
+        raise ValueError(f"--data.eval {cfg.data.eval}: no row can be used, such as {'; '.join(found.refused[:3])}")
     if found.refused:
-        session.warn(f"{len(found.refused)} rows of --data.eval are refused here, the first one: {found.refused[0]}")
-    batch = balance(pack(found.sequences), world)
-    session.note(f"{count} rows of {cfg.data.eval} are held out")
-    return batch
+        session.warn(f"{len(found.refused)} rows of --data.eval are refused, the first one is {found.refused[0]}")
+    session.note(f"{count - len(found.refused)} rows of {cfg.data.eval} are held out")
+    return [sequence for *_, sequence in found.sequences]
+
+
+def share(held_out: list[Masked], world: World) -> list[tuple[int, int, Masked]]:
+    """This rank's sequences of the evaluation, with their places."""
+    return [(i, 0, sequence) for i, sequence in enumerate(held_out)][world.rank :: world.size]
 
 
 def digest(cfg: SFTConfig) -> str:

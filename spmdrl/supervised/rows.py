@@ -134,21 +134,7 @@ class Rows:
             count = min(count, rows)
         drawn = self.mixture.draw(count)
         mine = list(enumerate(drawn))[self.world.rank :: self.world.size]
-        self.ahead = (step, self.thread.submit(self._encode, mine), self.mixture.state())
-
-    def _encode(self, drawn: list[tuple[int, Drawn]]) -> Step:
-        out = Step()
-        for place, each in drawn:
-            out.counts["rows"] += 1
-            try:
-                encoded = self.encoder(each.read())
-            except (RowError, TemplateError, ValueError) as e:
-                out.counts["refused"] += 1
-                out.refused.append(f"{each.where}: {e}")
-                continue
-            out.counts += encoded.notes
-            out.sequences += [(place, i, sequence) for i, sequence in enumerate(encoded.sequences)]
-        return out
+        self.ahead = (step, self.thread.submit(encoded, mine, self.encoder), self.mixture.state())
 
     def state(self) -> dict[str, Any]:
         """State after the last step that was taken; JSON-able, alike on all ranks."""
@@ -158,6 +144,22 @@ class Rows:
         """Go on where `state` was taken."""
         self.mixture.restore(state["mixture"])
         self.held, self.totals = state["mixture"], Counter(state["totals"])
+
+
+def encoded(drawn: list[tuple[int, Drawn]], encoder: Encoder) -> Step:
+    """Encode rows, each with its place in the step."""
+    out = Step()
+    for place, each in drawn:
+        out.counts["rows"] += 1
+        try:
+            found = encoder(each.read())
+        except (RowError, TemplateError, ValueError) as e:
+            out.counts["refused"] += 1
+            out.refused.append(f"{each.where}: {e}")
+            continue
+        out.counts += found.notes
+        out.sequences += [(place, i, sequence) for i, sequence in enumerate(found.sequences)]
+    return out
 
 
 def pack(sequences: list[tuple[int, int, Masked]], noise: float = 0.0, key: tuple[int, ...] = ()) -> Batch:

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World
+from spmdrl.supervised.generations import Generations
 from spmdrl.supervised.rows import Rows, pack
 from spmdrl.tracking.metrics import Metrics, Timer
 
@@ -33,12 +34,16 @@ class SupervisedRun:
     data: Rows
     held_out: Batch | None
     """This rank's share of the evaluation; None: there is none."""
+    generations: Generations | None
+    """The engine that answers prompts during the job; None: there is none."""
     checkpoints: Checkpoints
     journal: Journal
     counts: Counter
     step_began: float = 0.0
     numbers: dict[str, float] | None = None
     """Numbers of an evaluation that the next line of the log takes."""
+    samples: list[dict] = field(default_factory=list)
+    """Answers that go with that line."""
 
     @property
     def cfg(self) -> SFTConfig:
@@ -84,6 +89,14 @@ class SupervisedRun:
             nll, right, count = self.world.data_peers.sum(torch.stack(sums)).tolist()
             self.numbers = {"eval/loss": nll / count, "eval/accuracy": right / count}
 
+    def sample(self, step: int, force: bool = False) -> None:
+        """Let the model answer the held-out prompts if that is due before this step. Collective."""
+        every = self.cfg.generate.every
+        if self.generations is None or (step % every and not force):
+            return
+        with self.timer("rollout"):
+            self.samples = self.generations.sample(step)
+
     def log(self, step: int, batch: Batch, stats: Metrics) -> None:
         """Reduce this step's numbers over ranks and write them. Collective."""
         world = self.world
@@ -106,7 +119,8 @@ class SupervisedRun:
             values |= self.checkpoints.saver.poll() | (self.numbers or {})
             self.numbers = None
             self.checkpoints.saver.know(step + 1, values)
-            self.journal.step(step + 1, values, [])
+            self.journal.step(step + 1, values, self.samples)
+            self.samples = []
 
     def checkpoint(self, step: int) -> None:
         """Agree on the step that was done, save if it is due, and leave if that is wanted. Collective."""
@@ -122,6 +136,8 @@ class SupervisedRun:
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
         rank_status.step = rank_status.done = done
         self.evaluate(done, force=True)
+        self.sample(done, force=True)
+        self.journal.rows(self.samples)
         if self.numbers:
             self.journal.numbers(done, self.numbers)
             saver.know(done + 1, self.numbers)

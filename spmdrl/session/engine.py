@@ -1,0 +1,30 @@
+"""Starts the engine of a job on this rank."""
+
+from spmdrl.config.engines import pushed_parts, sleep_level
+from spmdrl.config.schema import Config
+from spmdrl.policy.models import Models
+from spmdrl.rollout.build import build_engine
+from spmdrl.rollout.engine import Engine
+from spmdrl.session.device_table import room_for_engine
+from spmdrl.session.environ import keep_what_started
+from spmdrl.session.session import Session
+
+
+def sleeping_engine(session: Session[Config], models: Models, stop: set[int]) -> Engine:
+    """The engine of this rank, asleep where the models of the same rank need its memory first."""
+    cfg, world = session.cfg, session.world
+    # vLLM runs full collections of its own while it starts.
+    keep_what_started(done=False)
+    with room_for_engine(models, cfg):
+        engine = build_engine(cfg, world, stop)
+        on_cpu = world.device.type == "cpu"
+        level = sleep_level(cfg, on_cpu)
+        if level == 2 and len(pushed_parts(cfg)) > 1:
+            held = engine.bytes_by_owner().get("engine weights", 0) / 2**30
+            session.warn(
+                f"--rollout.sleep-level 2 with --lora.push adapter: the {held:.2f} GiB beneath the adapters travel "
+                "to every engine rank at every step; 1 keeps them in host memory"
+            )
+        if models.policy is not None and not (on_cpu and cfg.policy.offload == "none"):
+            engine.sleep(level)
+    return engine

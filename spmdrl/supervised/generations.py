@@ -1,0 +1,73 @@
+"""Answers of the model that a supervised job trains, sampled by an engine that sleeps while it trains."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config.supervised import SFTConfig, sampling_run
+from spmdrl.data.tokens import Masked
+from spmdrl.policy.models import Models
+from spmdrl.rollout.build import check_engine, stop_tokens
+from spmdrl.rollout.engine import Request
+from spmdrl.session.device_table import Memory
+from spmdrl.session.engine import sleeping_engine
+from spmdrl.session.session import Session
+from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.seeds import seed_for
+
+ANSWERS = 0x5F7  # keeps these draws apart from others that are keyed by (seed, number)
+
+
+class Generations:
+    """The engine, and the prompts that it answers."""
+
+    def __init__(self, session: Session[SFTConfig], models: Models, tokenizer: Any, folder: Path, held: list[Masked]):
+        """Start the engine. held: sequences of the evaluation, the same on every rank. Collective."""
+        cfg, world = session.cfg, session.world
+        self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
+        run = sampling_run(cfg, str(folder))
+        check_engine(run, world.device.type == "cpu")
+        session.note(f"starting engine {run.rollout.engine}, which samples every {cfg.generate.every} steps")
+        named = replace(session, cfg=run)  # type: ignore[type-var]
+        self.engine = sleeping_engine(named, models, stop_tokens(folder, tokenizer))  # type: ignore[arg-type]
+        self.memory = Memory(run, models, self.engine, session.timer, world)
+        with self.memory.training_phase():
+            pass
+        self.asked = [split(sequence) for sequence in held[: cfg.generate.prompts]]
+
+    def sample(self, step: int) -> list[dict]:
+        """Rows for samples.jsonl: prompt, completion and the reference of the data; alike on every rank. Collective."""
+        asked, engine, rows = self.cfg.generate, self.engine, {}
+        with self.memory.rollout_phase():
+            version = self.memory.version
+            mine = list(enumerate(self.asked))[self.world.engine_index :: self.world.engine_count]
+            for i, (prompt, _) in mine:
+                seed = seed_for(self.cfg.run.seed, ANSWERS, i)
+                engine.submit(Request((i, 0, 0), prompt, seed, version, asked.max_new_tokens, asked.temperature))
+            while len(rows) < len(mine):
+                for done in engine.poll():
+                    rows[done.key[0]] = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        with self.memory.training_phase():
+            pass
+        told = all_gather_text(json.dumps(rows), self.world.host_group)
+        found = {int(i): text for one in told for i, text in json.loads(one).items()}
+        return [
+            {
+                "step": step,
+                "prompt": self.tokenizer.decode(prompt),
+                "completion": found[i],
+                "reference": self.tokenizer.decode(reference, skip_special_tokens=True),
+            }
+            for i, (prompt, reference) in enumerate(self.asked)
+        ]
+
+
+def split(sequence: Masked) -> tuple[list[int], list[int]]:
+    """Return the tokens before the last trained part of a sequence, and those of that part."""
+    mask, tokens = sequence.mask.tolist(), sequence.tokens.tolist()
+    end = len(mask) - mask[::-1].index(True)
+    start = end
+    while start and mask[start - 1]:
+        start -= 1
+    return tokens[:start], tokens[start:end]
