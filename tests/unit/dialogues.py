@@ -13,7 +13,26 @@ CONTROL = re.compile(
     r"|</?(?:think|tool_call|tool_response|start_of_turn|end_of_turn|end_of_utterance|s|bos|eos)>"
 )
 """Control tokens as templates write them."""
-WORDS = [*"red blue seven cat dog Paris x+1 end. 12 äöü 漢字 'quote' <b>bold</b> ```python```".split(), '{"a": 1}', "\n\n"]
+WORDS = [
+    *[
+        "red",
+        "blue",
+        "seven",
+        "cat",
+        "dog",
+        "Paris",
+        "x+1",
+        "end.",
+        "12",
+        "äöü",
+        "漢字",
+        "'quote'",
+        "<b>bold</b>",
+        "```python```",
+    ],
+    '{"a": 1}',
+    "\n\n",
+]
 TOOLS = [
     {
         "type": "function",
@@ -36,7 +55,9 @@ TOOLS = [
 def templates() -> dict[str, str]:
     """The chat templates of the trl wheel by name."""
     folder = files("trl") / "chat_templates"
-    found = {f.name.removesuffix(".jinja"): f.read_text(encoding="utf-8") for f in folder.iterdir() if "jinja" in f.name}
+    found = {
+        f.name.removesuffix(".jinja"): f.read_text(encoding="utf-8") for f in folder.iterdir() if "jinja" in f.name
+    }
     return dict(sorted(found.items()))
 
 

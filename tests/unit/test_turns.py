@@ -186,5 +186,14 @@ def test_parity_tokens_and_mask_are_those_of_renderers(name):
         whole = [bool(x) for x in sample.loss_mask[:count]]
         alike["whole" if whole == ours.mask.tolist() else "partly"] += 1
         if whole != ours.mask.tolist() and alike["partly"] < 2:
-            print(name, seed, last, [tokenizer.decode([t]) + ("+" if a else "-") + ("+" if b else "-") for t, a, b in zip(ours.tokens.tolist(), whole, ours.mask.tolist()) if a != b])
+            print(
+                name,
+                seed,
+                last,
+                [
+                    tokenizer.decode([t]) + ("+" if a else "-") + ("+" if b else "-")
+                    for t, a, b in zip(ours.tokens.tolist(), whole, ours.mask.tolist())
+                    if a != b
+                ],
+            )
     print(name, dict(alike))
