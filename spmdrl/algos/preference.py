@@ -1,0 +1,196 @@
+"""Losses of preference learning, per pair: a chosen and a rejected response to one prompt.
+
+Each is a function of `Pairs` and returns the loss of every pair. All are sums over pairs, so that the mean over a step
+does not depend on micro-batches or ranks (law 2); a loss that sorts over the whole step (AOT) finds what it needs of
+the others in `Pairs.matched`, which is computed before the first micro-batch.
+
+Log-ratio: log p of a response by the policy, minus that by the reference.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid
+
+DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Settings of the losses."""
+
+    beta: float = 0.1
+    """Strength with which the policy is held to the reference; IPO's tau."""
+    label_smoothing: float = 0.0
+    """Share of pairs whose label is taken to be wrong."""
+    divergence: str = "reverse_kl"
+    """A name in `DIVERGENCES` (f-DPO, https://arxiv.org/abs/2309.16240)."""
+    alpha: float = 0.5
+    """Exponent of the alpha divergence."""
+    tau: float = 0.05
+    """Temperature of DiscoPOP's mixture."""
+    margin: float = 0.5
+    """SimPO's target margin between mean log p of the two responses, in units of 1 / beta."""
+    odds: float = 0.1
+    """Weight of ORPO's odds ratio."""
+
+
+@dataclass
+class Pairs:
+    """P pairs. Tensors [P]; `chosen` and `rejected` have a gradient."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    """log p of each response: the sum over its tokens."""
+    ref_chosen: torch.Tensor
+    ref_rejected: torch.Tensor
+    """The same by the reference; zeros where a loss has none."""
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+    """Tokens of each response."""
+    matched: torch.Tensor | None = None
+    """For a loss that sorts: the value of the other distribution at this pair's rank in the whole step."""
+
+    @property
+    def ratio_chosen(self) -> torch.Tensor:
+        """Log-ratio of the chosen responses."""
+        return self.chosen - self.ref_chosen
+
+    @property
+    def ratio_rejected(self) -> torch.Tensor:
+        """Log-ratio of the rejected responses."""
+        return self.rejected - self.ref_rejected
+
+
+Loss = Callable[[Pairs, Terms], torch.Tensor]
+
+
+def score(ratio: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """f'(u) of the divergence at u = exp(ratio), up to a constant that pairs do not see."""
+    if terms.divergence == "forward_kl":
+        return 1 - torch.exp(-ratio)
+    if terms.divergence == "js":
+        return math.log(2) + logsigmoid(ratio)
+    if terms.divergence == "alpha" and abs(terms.alpha - 1) > 1e-6:
+        power = terms.alpha - 1
+        # exp stays finite in float32.
+        return torch.expm1((power * ratio).clamp(max=80.0)) / power
+    return ratio
+
+
+def difference(x: Pairs, terms: Terms) -> torch.Tensor:
+    """Score of the chosen response minus that of the rejected one."""
+    return score(x.ratio_chosen, terms) - score(x.ratio_rejected, terms)
+
+
+def _smoothed(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
+    return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
+
+
+def sigmoid(x: Pairs, terms: Terms) -> torch.Tensor:
+    """DPO (https://arxiv.org/abs/2305.18290); with label smoothing, conservative DPO."""
+    return _smoothed(terms.beta * difference(x, terms), terms.label_smoothing)
+
+
+def robust(x: Pairs, terms: Terms) -> torch.Tensor:
+    """Unbiased DPO under wrong labels (https://arxiv.org/abs/2403.00409)."""
+    wrong, logits = terms.label_smoothing, terms.beta * difference(x, terms)
+    return (-(1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)) / (1 - 2 * wrong)
+
+
+def hinge(x: Pairs, terms: Terms) -> torch.Tensor:
+    """SLiC (https://arxiv.org/abs/2305.10425)."""
+    return torch.relu(1 - terms.beta * difference(x, terms))
+
+
+def ipo(x: Pairs, terms: Terms) -> torch.Tensor:
+    """IPO (https://arxiv.org/abs/2310.12036) on scores per token, as its authors meant it."""
+    per_token = score(x.ratio_chosen, terms) / x.chosen_tokens - score(x.ratio_rejected, terms) / x.rejected_tokens
+    return (per_token - 1 / (2 * terms.beta)) ** 2
+
+
+def exo_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+    """EXO for pairs (https://arxiv.org/abs/2402.00856, eq. 16); needs label smoothing above 0."""
+    logits, wrong = terms.beta * difference(x, terms), terms.label_smoothing
+    won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-wrong))
+    return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(wrong))
+
+
+def nca_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+    """NCA for pairs (https://arxiv.org/abs/2402.05369)."""
+    won, lost = terms.beta * x.ratio_chosen, terms.beta * x.ratio_rejected
+    return -logsigmoid(won) - 0.5 * logsigmoid(-won) - 0.5 * logsigmoid(-lost)
+
+
+def bco_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+    """BCO for pairs, with a shift of 0 (https://arxiv.org/abs/2404.04656)."""
+    return -logsigmoid(terms.beta * x.ratio_chosen) - logsigmoid(-terms.beta * x.ratio_rejected)
+
+
+def sppo_hard(x: Pairs, terms: Terms) -> torch.Tensor:
+    """SPPO with a winner for certain (https://arxiv.org/abs/2405.00675, eq. 4.7)."""
+    half = 0.5 / terms.beta
+    return (x.ratio_chosen - half) ** 2 + (x.ratio_rejected + half) ** 2
+
+
+def apo_zero(x: Pairs, terms: Terms) -> torch.Tensor:
+    """APO-zero (https://arxiv.org/abs/2408.06266, eq. 7): chosen responses are better than the model's own."""
+    return 1 - (terms.beta * x.ratio_chosen).sigmoid() + (terms.beta * x.ratio_rejected).sigmoid()
+
+
+def apo_down(x: Pairs, terms: Terms) -> torch.Tensor:
+    """APO-down (https://arxiv.org/abs/2408.06266, eq. 8): chosen responses are worse than the model's own."""
+    apart = terms.beta * (x.ratio_chosen - x.ratio_rejected)
+    return (terms.beta * x.ratio_chosen).sigmoid() + 1 - apart.sigmoid()
+
+
+def discopop(x: Pairs, terms: Terms) -> torch.Tensor:
+    """DiscoPOP (https://arxiv.org/abs/2406.08414, eq. 5)."""
+    logits = terms.beta * difference(x, terms)
+    mixed = (logits / terms.tau).sigmoid()
+    return -logsigmoid(logits) * (1 - mixed) + torch.exp(-logits) * mixed
+
+
+def sigmoid_norm(x: Pairs, terms: Terms) -> torch.Tensor:
+    """DPO on scores per token (length-normalised, Tulu 3, https://arxiv.org/abs/2411.15124)."""
+    per_token = score(x.ratio_chosen, terms) / x.chosen_tokens - score(x.ratio_rejected, terms) / x.rejected_tokens
+    return _smoothed(terms.beta * per_token, terms.label_smoothing)
+
+
+def aot(x: Pairs, terms: Terms) -> torch.Tensor:
+    """AOT for pairs (https://arxiv.org/abs/2406.05882): the margin of the policy against the reference's of equal rank."""
+    assert x.matched is not None
+    return _smoothed(terms.beta * (x.chosen - x.rejected - x.matched), terms.label_smoothing)
+
+
+def simpo(x: Pairs, terms: Terms) -> torch.Tensor:
+    """SimPO (https://arxiv.org/abs/2405.14734): mean log p with a target margin, no reference."""
+    per_token = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
+    return _smoothed(terms.beta * per_token - terms.beta * terms.margin, terms.label_smoothing)
+
+
+def cpo(x: Pairs, terms: Terms) -> torch.Tensor:
+    """CPO without its likelihood term, which `sft` is (https://arxiv.org/abs/2401.08417); no reference."""
+    return _smoothed(terms.beta * (x.chosen - x.rejected), terms.label_smoothing)
+
+
+def orpo(x: Pairs, terms: Terms) -> torch.Tensor:
+    """ORPO's odds ratio on mean log p, without its likelihood term (https://arxiv.org/abs/2403.07691); no reference."""
+    won, lost = x.chosen / x.chosen_tokens, x.rejected / x.rejected_tokens
+    odds = won - lost - (torch.log1p(-won.exp()) - torch.log1p(-lost.exp()))
+    return -terms.odds * logsigmoid(odds)
+
+
+LOSSES: dict[str, Loss] = {
+    f.__name__: f
+    for f in (
+        *(sigmoid, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop),
+        *(sigmoid_norm, aot, simpo, cpo, orpo),
+    )
+}
+WITHOUT_REFERENCE = frozenset({"simpo", "cpo", "orpo", "sft"})
+"""Losses that need no reference; `sft` is the likelihood of the chosen responses, a loss of tokens."""
+SORTED = frozenset({"aot"})
+"""Losses that need `Pairs.matched`."""
