@@ -160,7 +160,7 @@ def sigmoid_norm(x: Pairs, terms: Terms) -> torch.Tensor:
 
 
 def aot(x: Pairs, terms: Terms) -> torch.Tensor:
-    """AOT for pairs (https://arxiv.org/abs/2406.05882): the margin of the policy against the reference's of equal rank."""
+    """AOT for pairs (https://arxiv.org/abs/2406.05882): the margin against the reference's margin of equal rank."""
     assert x.matched is not None
     return _smoothed(terms.beta * (x.chosen - x.rejected - x.matched), terms.label_smoothing)
 

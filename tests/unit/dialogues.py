@@ -14,24 +14,8 @@ CONTROL = re.compile(
 )
 """Control tokens as templates write them."""
 WORDS = [
-    *[
-        "red",
-        "blue",
-        "seven",
-        "cat",
-        "dog",
-        "Paris",
-        "x+1",
-        "end.",
-        "12",
-        "äöü",
-        "漢字",
-        "'quote'",
-        "<b>bold</b>",
-        "```python```",
-    ],
-    '{"a": 1}',
-    "\n\n",
+    *("red", "blue", "seven", "cat", "dog", "Paris", "x+1", "end.", "12", "äöü", "漢字", "'quote'", "<b>bold</b>"),
+    *("```python```", '{"a": 1}', "\n\n"),
 ]
 TOOLS = [
     {

@@ -1,0 +1,164 @@
+"""Rows of supervised fine-tuning as tokens with a loss mask, their counts, and the settings that say how."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from spmdrl.config.fields import ConfigError, leaves
+from spmdrl.config.load import from_command_line
+from spmdrl.config.resume import FREE, listed, may_change
+from spmdrl.config.supervised import SFTConfig, check_sft, split_weight
+from spmdrl.data.dialogues import RowError
+from spmdrl.data.rendering import TemplateError
+from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.preview import shown
+from tests.unit.dialogues import tokenizer_for
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'A: ' }}{% generation %}{{ m['content'] }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ 'U: ' + m['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+)
+DROPS = "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'] + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+TALK = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "first"},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "second"},
+]
+
+
+def encoder(template: str = CHATML, **sections) -> Encoder:
+    cfg = SFTConfig()
+    for name, values in sections.items():
+        cfg = dataclasses.replace(cfg, **{name: dataclasses.replace(getattr(cfg, name), **values)})
+    return Encoder(cfg, tokenizer_for(template))
+
+
+def trained(encode: Encoder, row: dict) -> list[str]:
+    """The trained text of each sequence, a part for each stretch."""
+    out = []
+    for sequence in encode(row).sequences:
+        text = shown(sequence, encode.tokenizer, False)
+        out += [part.split("]]")[0] for part in text.split("[[")[1:]]
+    return out
+
+
+def test_the_assistants_turns_are_trained_with_their_end_token():
+    assert trained(encoder(), {"messages": TALK}) == ["first<|im_end|>", "second<|im_end|>"]
+    assert trained(encoder(sft={"train_on": "last"}), {"messages": TALK}) == ["second<|im_end|>"]
+    kept = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
+    assert trained(encoder(), {"messages": kept}) == ["second<|im_end|>"]
+    first = [TALK[0], TALK[1] | {"loss": True}, TALK[2], TALK[3] | {"loss": False}]
+    assert trained(encoder(sft={"train_on": "last"}), {"messages": first}) == ["first<|im_end|>"]
+
+
+def test_all_trains_every_token_but_the_first():
+    (sequence,) = encoder(sft={"train_on": "all"})({"messages": TALK}).sequences
+    assert not sequence.mask[0] and bool(sequence.mask[1:].all())
+
+
+def test_marks_of_a_template_are_taken_at_their_word():
+    assert trained(encoder(MARKED), {"messages": TALK}) == ["first<|im_end|>", "second<|im_end|>"]
+    odd = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'first'")
+    with pytest.raises(RowError, match="marks 1 parts as generated, and the dialogue has 2 turns"):
+        encoder(odd)({"messages": TALK})
+
+
+def test_text_pairs_go_through_the_template_or_not():
+    row = {"prompt": "one", "completion": " first"}
+    assert trained(encoder(), row) == [" first<|im_end|>"]
+    encode = encoder(data={"chat": "off"})
+    (sequence,) = encode(row).sequences
+    assert encode.tokenizer.decode(sequence.tokens) == "one first" + encode.tokenizer.eos_token
+    assert trained(encode, row) == [" first" + encode.tokenizer.eos_token]
+
+
+def test_text_is_trained_whole_and_ends_with_the_end_token():
+    (sequence,) = encoder()({"text": "once upon a time"}).sequences
+    assert sequence.mask.tolist() == [False, *[True] * (len(sequence) - 1)]
+    assert int(sequence.tokens[-1]) == encoder().tokenizer.eos_token_id
+
+
+def test_rows_that_are_too_long_keep_their_mask_or_are_dropped():
+    whole = encoder()({"messages": TALK}).sequences[0]
+    longest = int(whole.mask.nonzero()[0]) + 1
+    encode = encoder(sft={"max_tokens": longest})
+    found = encode({"messages": TALK})
+    assert found.notes["truncated"] == 1 and len(found.sequences[0]) == longest
+    assert torch.equal(found.sequences[0].tokens, whole.tokens[:longest])
+    assert torch.equal(found.sequences[0].mask, whole.mask[:longest])
+    with pytest.raises(RowError, match="no trained token is left of it within --sft.max-tokens"):
+        encoder(sft={"max_tokens": longest - 1})({"messages": TALK})
+    dropped = encoder(sft={"max_tokens": longest, "too_long": "drop"})({"messages": TALK})
+    assert not dropped.sequences and dropped.notes["dropped"] == 1
+
+
+def test_a_row_of_which_nothing_is_trained_is_refused():
+    with pytest.raises(RowError, match="none of its messages is trained"):
+        encoder()({"messages": [TALK[0], TALK[1] | {"weight": 0}]})
+    with pytest.raises(TemplateError, match="no message is an assistant's"):
+        encoder()({"messages": TALK[:1]})
+
+
+def test_a_message_that_the_template_drops_is_refused():
+    row = {"messages": [{"role": "system", "content": "be short"}, *TALK]}
+    with pytest.raises(TemplateError, match=r"message 1 \(system\): the chat template does not show its content"):
+        encoder(DROPS)(row)
+
+
+def test_messages_after_the_last_turn_are_left_out():
+    row = {"messages": [*TALK, {"role": "user", "content": "three"}]}
+    assert trained(encoder(), row) == ["first<|im_end|>", "second<|im_end|>"]
+    assert "three" not in encoder().tokenizer.decode(encoder()(row).sequences[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--sft.max-tokens 9000", "a sequence must fit --policy.max-tokens-per-microbatch 8192"),
+        ("--data.train a.jsonl=0.5 b.jsonl", "give every source a weight, or none"),
+        ("--data.train a.jsonl=-1", "the weight after = must be a number above 0"),
+        ("--sft.rows-per-step 0", "must be at least 1"),
+        ("--sft.max-refused 2", "must lie in [0, 1]"),
+        ("--generate.every 5", "its prompts come from --data.eval"),
+        ("--sft.neftune 5 --policy.backend megatron", "is of the fsdp backend"),
+        ("--sft.add-tokens <a> --lora.rank 4", "the rows of new tokens would not be trained"),
+        ("--parallel.tp 2", "must be 1; the fsdp backend takes"),
+        ("--checkpoint.best -eval/loss", "is not measured without --data.eval"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(words, why):
+    config = from_command_line(words.split(), "python -m spmdrl.sft", SFTConfig).config
+    with pytest.raises(ConfigError) as error:
+        check_sft(config, 1)
+    assert why in str(error.value) and "1 setting to change" in str(error.value)
+
+
+def test_settings_of_reinforcement_learning_are_unknown():
+    with pytest.raises(ConfigError, match="--rollout.tp"):
+        from_command_line(["--rollout.tp", "2"], "python -m spmdrl.sft", SFTConfig)
+
+
+def test_every_setting_may_change_at_a_resume_or_not():
+    for name in leaves(SFTConfig):
+        assert may_change(name, "constant") == any(listed(name, names) for names in FREE.values()), name
+    assert not may_change("sft.rows_per_step", "constant") and may_change("sft.max_refused", "constant")
+
+
+@pytest.mark.parametrize(
+    ("spec", "want"),
+    [
+        ("a.jsonl", ("a.jsonl", None)),
+        ("a.jsonl=0.5", ("a.jsonl", 0.5)),
+        ("dir=1/a.jsonl", ("dir=1/a.jsonl", None)),
+        ("hf:a/b:c=2", ("hf:a/b:c", 2.0)),
+    ],
+)
+def test_weights_of_sources(spec, want):
+    assert split_weight(spec) == want
