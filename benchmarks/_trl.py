@@ -1,4 +1,4 @@
-"""Two sides of a comparison with TRL, which take turns at the machine step by step, each in an environment of its own."""
+"""Two sides of a comparison with TRL: they take turns at the machine step by step, each in its own environment."""
 
 import os
 import platform

@@ -101,7 +101,6 @@ def trl(job: Job, folder: Path) -> None:
 
     held = json.loads((folder / "encoded.json").read_text())
     columns = {"input_ids": held["tokens"], "labels": held["labels"]}
-    packed = max(1, -(-sum(map(len, held["tokens"])) // job.length))
     config = SFTConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
@@ -118,10 +117,8 @@ def trl(job: Job, folder: Path) -> None:
         save_strategy="no",
         gradient_checkpointing=False,
         disable_tqdm=True,
-        dataset_kwargs={"skip_prepare_dataset": False},
         loss_type="nll",
     )
-    del packed
     trainer = SFTTrainer(
         model=(folder / "model").read_text(), args=config, train_dataset=Dataset.from_dict(columns), callbacks=[Clock()]
     )

@@ -24,7 +24,10 @@ MARKED = (
     "{% endgeneration %}{% else %}{{ 'U: ' + m['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
 )
-DROPS = "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'] + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+DROPS = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'] + m['content'] + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}"
+)
 TALK = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "first"},
