@@ -3,6 +3,12 @@
 sources.py     rows from files, HF datasets, reasoning-gym and built-in tasks
 builtin.py     the built-in tasks
 chat.py        turns a prompt or chat messages into tokens
+dialogues.py   reads rows of supervised data as dialogues or text
+rendering.py   renders dialogues by a chat template
+turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it
+tokens.py      tokens of a rendered dialogue with a loss mask
+rowfiles.py    rows that need not fit in memory: files by index, streams
+mixture.py     the order of the rows of a supervised job, with weights
 prompts.py     the prompts of a run
 order.py       the order in which prompts are drawn, by seed and count
 episode.py     one sample of a prompt: observed and sampled tokens, and its reward

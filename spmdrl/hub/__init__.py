@@ -4,6 +4,7 @@ resolve.py    the folder that --model.path names
 shipped.py    configurations of published models beside the package, for plans
 folder.py     checks a folder; explains errors of libraries in plain words
 gguf.py       converts a GGUF file into a folder, once
+grown.py      a folder with tokens added, once
 tokenizer.py  the tokenizer of a folder
 build.py      the model of a folder, with its weights or without values
 quantized.py  the quantised folders that are read: fp8 by blocks

@@ -6,6 +6,7 @@ other files read only the sections that every training has (`config.schema.Train
 open.py          opens and closes a job on this rank
 session.py       settings, ranks, clock, console and folder of a job
 checkpoints.py   resumes a job from its checkpoint, and saves it after steps and at preemption
+engine.py        starts the engine of a job
 journal.py       writes metrics, samples and console output of a step
 generators.py    random number generators of the process, for checkpoints
 environ.py       defaults of the process: environment, threads, allocator

@@ -21,6 +21,7 @@ from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
+from spmdrl.config.supervised import SFTConfig
 from spmdrl.rl.rehearsal import check_use
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,7 @@ ELSEWHERE = (
     "rewards",
     "sandbox",
     "scale",
+    "sft",
     "slurm",
 )
 """Pages without settings of methods; other tests check theirs: test_docs_{engines,megatron,slurm}.py and more."""
@@ -335,7 +337,7 @@ def test_pages_are_short(name):
     long = [line for line in lines if len(line) > 130]
     # A row of a table cannot be broken.
     tables = (
-        name in ("growth", "reliability", "programs", "rewards", "sandbox", "scale", "slurm") or name in METHOD_PAGES
+        name in ("growth", "reliability", "programs", "rewards", "sandbox", "scale", "sft", "slurm") or name in METHOD_PAGES
     )
     assert [line for line in long if not tables or not line.startswith("| ")] == []
 
@@ -377,7 +379,7 @@ def test_the_overview_links_every_page_of_the_algorithms(name):
 
 @pytest.mark.parametrize("page", sorted({*PAGES, *YAMLS}), ids=name_of)
 def test_named_flags_exist(page):
-    known = set(leaves(Config))
+    known = {*leaves(Config), *leaves(SFTConfig)}
     for flag in re.findall(r"--([a-z_]+(?:-[a-z]+)*\.[a-z][a-z0-9_-]*[a-z0-9])", page.read_text(encoding="utf-8")):
         name = flag.replace("-", "_")
         assert name in known or re.sub(r"\.no_", ".", name) in known, f"--{flag}"

@@ -21,9 +21,9 @@ FLOORS = [
     ["rewards", "policy", "rollout"],
     ["checkpoint"],
     ["session"],
-    ["rl"],
+    ["rl", "supervised"],
     ["plan", "tools"],
-    ["train", "evaluate", "replay", "flight", "doctor"],
+    ["train", "sft", "evaluate", "replay", "flight", "doctor"],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 EXCEPTIONS = {
@@ -79,7 +79,7 @@ def test_imports_run_downwards(path):
     assert wrong == []
 
 
-READS_ALL_SETTINGS = {"session/device_table.py", "session/room.py", "policy/models.py"}
+READS_ALL_SETTINGS = {"session/device_table.py", "session/engine.py", "session/room.py", "policy/models.py"}
 """Files of the rooms below that know the sections of reinforcement learning: engine, reference, reward models."""
 
 
