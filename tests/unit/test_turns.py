@@ -1,6 +1,5 @@
 """Turns of an assistant in rendered dialogues: found in every template, proved, tokenized exactly; or refused."""
 
-import re
 from collections import Counter
 from os.path import commonprefix
 
@@ -12,8 +11,8 @@ from spmdrl.data.turns import sequences_of
 from tests.unit.dialogues import TOOLS, dialogue, templates, tokenizer_for
 
 TEMPLATES = templates()
-DIALOGUES = 24
-"""Dialogues for each template: `tests/long` takes 500."""
+DIALOGUES = 8
+"""Dialogues for each template."""
 PLAIN = (
     "Conversation roles must alternate",
     "System role not supported",
@@ -76,12 +75,8 @@ def test_turns_are_proved_in_the_templates_of_trl(name):
     found = Counter(check(name, seed) for seed in range(DIALOGUES))
     refused = [said for said in found if not said.startswith("accepted") and not excused(name, said)]
     assert not refused
-    assert sum(n for said, n in found.items() if said.startswith("accepted")) >= DIALOGUES // 6
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_turns_of_plain_dialogues_are_never_refused(name):
-    """Two exchanges of text: every template of the wheel takes them."""
+    assert sum(n for said, n in found.items() if said.startswith("accepted"))
+    # Two exchanges of text: every template of the wheel takes them.
     template = TEMPLATES[name]
     messages = [{"role": role, "content": f"{role} says {i}."} for i, role in enumerate(["user", "assistant"] * 2)]
     sequences = sequences_of(Renderer(tokenizer_for(template), template), Dialogue(messages))
@@ -127,73 +122,3 @@ def test_parity_turns_are_the_parts_that_trl_marks(name):
             assert extra in (header, "<think>", "<think>\n", "<think>\n\n</think>\n\n"), extra
         agreed += 1
     assert agreed >= 3
-
-
-ORACLES = {
-    "qwen3": "Qwen3",
-    "qwen3_5_think": "Qwen35",
-    "qwen3_6": "Qwen36",
-    "qwen3_8": "Qwen38",
-    "qwen3_vl": "Qwen3VL",
-    "deepseekv3": "DeepSeekV3",
-    "glm4moe": "GLM45",
-    "nemotron_3_nano": "Nemotron3",
-    "nemotron_3_ultra": "Nemotron3Ultra",
-    "gemma4_v5": "Gemma4",
-    "llama3_1": "Llama3",
-    "gptoss": "GptOss",
-}
-"""Template -> its renderer in the package `renderers`."""
-
-
-def renderer_of(kind: str, tokenizer):
-    """The renderer, whose tokens are added to the tokenizer if the template lacks some."""
-    import renderers
-    from renderers import configs
-
-    while True:
-        try:
-            return renderers.create_renderer(tokenizer, getattr(configs, f"{kind}RendererConfig")())
-        except AssertionError as error:
-            lacking = re.search(r"Special token '(.*?)' not found", str(error))
-            assert lacking, error
-            tokenizer.add_tokens([lacking[1]], special_tokens=True)
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_parity_tokens_and_mask_are_those_of_renderers(name):
-    """Of each dialogue's last sequence, where both render the same tokens."""
-    from renderers.base import build_training_sample
-
-    tokenizer = tokenizer_for(TEMPLATES[name])
-    theirs, alike = renderer_of(ORACLES[name], tokenizer), Counter()
-    render = Renderer(tokenizer, TEMPLATES[name])
-    for seed in range(DIALOGUES):
-        told = Dialogue(dialogue(seed, bool(seed % 2), seed % 4 > 1), TOOLS if seed % 2 else None)
-        try:
-            sequence = sequences_of(render, told)[-1]
-        except TemplateError:
-            continue
-        ours = masked(tokenizer, sequence.text, [(turn.start, turn.end) for turn in sequence.turns])
-        sample = build_training_sample(theirs, told.messages, tools=told.tools)
-        count = len(ours)
-        if sample.token_ids[:count] != ours.tokens.tolist():
-            alike["other tokens"] += 1
-            continue
-        last = sequence.turns[-1]
-        first = int(ours.mask.nonzero()[-1]) - 1
-        alike["same" if sample.loss_mask[first:count] == ours.mask.tolist()[first:] else "OTHER"] += 1
-        whole = [bool(x) for x in sample.loss_mask[:count]]
-        alike["whole" if whole == ours.mask.tolist() else "partly"] += 1
-        if whole != ours.mask.tolist() and alike["partly"] < 2:
-            print(
-                name,
-                seed,
-                last,
-                [
-                    tokenizer.decode([t]) + ("+" if a else "-") + ("+" if b else "-")
-                    for t, a, b in zip(ours.tokens.tolist(), whole, ours.mask.tolist())
-                    if a != b
-                ],
-            )
-    print(name, dict(alike))
