@@ -190,9 +190,7 @@ def _trained(i: int, message: dict) -> bool | None:
         if value not in (0, 1):
             raise RowError(f"message {i} has {key} {value!r}: it must be 0 or 1")
         if value and message["role"] != "assistant":
-            raise RowError(
-                f"message {i} has {key} 1, but its role is {message['role']}: only an assistant's is trained"
-            )
+            raise RowError(f"message {i} ({message['role']}) has {key} {value}: only an assistant's is trained")
     if len(set(map(bool, said.values()))) > 1:
         raise RowError(f"message {i} has {said}, which disagree")
     return bool(next(iter(said.values()))) if said else None

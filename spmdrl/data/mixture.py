@@ -107,7 +107,7 @@ class Blocks:
         self.taken = state["taken"]
         if self.taken > len(self.held):
             raise ValueError(
-                f"{self.source.name} ends early: {self.taken} rows after row {self.first} were read before"
+                f"{self.source.name} ends early: {self.taken} rows from row {self.first} on were read before"
             )
 
 

@@ -97,7 +97,7 @@ class Renderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, marks = render_jinja_template(
+            found: Any = render_jinja_template(
                 [[self.shaped(m) for m in dialogue.messages]],
                 tools=dialogue.tools or None,
                 chat_template=self.template,
@@ -105,6 +105,7 @@ class Renderer:
             )
         except Exception as e:  # jinja raises its own errors, and templates raise any
             raise TemplateError(f"the chat template refuses it ({type(e).__name__}: {' '.join(str(e).split())})") from e
+        texts, marks = found
         return texts[0], (marks[0] if marks else [])
 
     def shaped(self, message: dict) -> dict:

@@ -29,7 +29,7 @@ class Watched:
     def __init__(self, objective: Objective, total: torch.Tensor):
         self.objective, self.total = objective, total
         self.columns, self.temperature, self.prepare = objective.columns, objective.temperature, objective.prepare
-        self.second = objective.second
+        self.second: Second = objective.second
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Any) -> LossResult:
         """See the contract."""

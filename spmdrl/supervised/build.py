@@ -71,7 +71,7 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
         models=models,
         objective=SftObjective(cfg.sft.loss, world.data_peers),
         data=data,
-        held_out=balance(pack(share(held_out, world)), world) if held_out else None,
+        held_out=balance(pack(dealt(held_out, world)), world) if held_out else None,
         generations=generations,
         checkpoints=checkpoints,
         journal=Journal(session, checkpoints.start_step),
@@ -109,7 +109,7 @@ def evaluation_rows(session: Session[SFTConfig], encoder: Encoder) -> list[Maske
     return [sequence for *_, sequence in found.sequences]
 
 
-def share(held_out: list[Masked], world: World) -> list[tuple[int, int, Masked]]:
+def dealt(held_out: list[Masked], world: World) -> list[tuple[int, int, Masked]]:
     """This rank's sequences of the evaluation, with their places."""
     return [(i, 0, sequence) for i, sequence in enumerate(held_out)][world.rank :: world.size]
 

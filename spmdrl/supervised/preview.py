@@ -53,9 +53,9 @@ def preview(cfg: SFTConfig, mixture: Mixture, colour: bool | None = None) -> lis
         *(f"refused  {line}" for line in refused[:3]),
         *([f"refused  {len(refused) - 3} more"] if len(refused) > 3 else []),
     ]
-    colour = sys.stdout.isatty() if colour is None else colour
-    lines.append(f"example  {example}, the trained text {'in green' if colour else 'in [[ ]]'}:")
-    return lines + [f"  {line}" for line in shown(sequences[0], tokenizer, colour).split("\n")]
+    coloured = sys.stdout.isatty() if colour is None else colour
+    lines.append(f"example  {example}, the trained text {'in green' if coloured else 'in [[ ]]'}:")
+    return lines + [f"  {line}" for line in shown(sequences[0], tokenizer, coloured).split("\n")]
 
 
 def shown(sequence: Masked, tokenizer: Any, colour: bool) -> str:
