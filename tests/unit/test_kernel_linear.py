@@ -222,3 +222,29 @@ def test_kernel_liger_is_refused_where_it_has_nothing(monkeypatch):
     ):
         with pytest.raises(ValueError, match="backend liger is of linear_logprob alone"):
             call()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_kernel_top_tells_whether_no_token_is_likelier(softcap):
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=draw, dtype=torch.float64) for n in (60, 40))
+    logits = hidden @ weight.t()
+    targets = torch.where(torch.arange(60) % 3 == 0, logits.argmax(1), torch.randint(40, (60,), generator=draw))
+    want = (logits.argmax(1) == targets).double()
+    assert 0 < want.sum() < 60
+    logp, top = linear_logprob(hidden.requires_grad_(), weight, targets, 0.7, top=True, softcap=softcap, chunk_vocab=16)
+    assert torch.equal(top, want) and not top.requires_grad and logp.requires_grad
+    loss, told = chunked_loss(
+        hidden,
+        weight,
+        targets,
+        lambda logp, entropy, x: -logp,
+        temperature=0.7,
+        entropy=False,
+        top=True,
+        softcap=softcap,
+    )
+    assert torch.equal(told["top"], want) and "entropy" not in told
+    (mine,) = torch.autograd.grad(loss, hidden)
+    (other,) = torch.autograd.grad(-logp.sum(), hidden)
+    torch.testing.assert_close(mine, other)
