@@ -74,7 +74,7 @@ class SupervisedDataConfig:
 
 @dataclass
 class SftConfig:
-    """What is learnt of a row."""
+    """Rows of a step, and the tokens of them that are trained."""
 
     rows_per_step: int = 64
     """Rows of one optimizer step over all ranks."""

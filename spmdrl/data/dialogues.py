@@ -135,8 +135,10 @@ def _dialogue(row: dict, messages: list[dict], columns: Columns, system: str) ->
         tools = _json("tools", tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RowError(f"its tools are {_kind(tools)}, not a list of JSON schemas")
-    more = row.get("chat_template_kwargs") or {}
-    more |= {k: row[k] for k in ("enable_thinking", "documents") if k in row}
+    more = row.get("chat_template_kwargs", {})
+    if not isinstance(more, dict):
+        raise RowError(f"its chat_template_kwargs are {_kind(more)}, not an object")
+    more = more | {k: row[k] for k in ("enable_thinking", "documents") if k in row}
     trained = [_trained(i, message) for i, message in enumerate(messages, 1)]
     for i, message in enumerate(messages, 1):
         if message["role"] == "assistant" and not message.get("tool_calls") and not _said(message["content"]):
@@ -169,7 +171,7 @@ def _message(i: int, message: Any) -> dict:
         raise RowError(f"message {i} has the role {given!r}; known roles are {', '.join(ROLES)}")
     role = ROLES[given.lower()]
     out = {"role": role} | {k: message[k] for k in (*KEPT, *TRAINED) if k in message}
-    if given == "function_call":
+    if given.lower() == "function_call":
         call = _json(f"message {i}", content)
         out["tool_calls"] = [
             {"type": "function", "function": each} for each in (call if isinstance(call, list) else [call])

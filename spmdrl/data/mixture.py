@@ -50,7 +50,7 @@ class Permuted:
         return Drawn(source.where(row), lambda: source[row])
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes; JSON-able."""
+        """Return the place in the order, for `restore`; JSON-able."""
         return {"drawn": self.drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ class Mixture:
         return part
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes; JSON-able."""
+        """Return the place in the order, for `restore`; JSON-able."""
         return {"counts": list(self.counts), "parts": [part.state() for part in self.parts]}
 
     def restore(self, state: dict[str, Any]) -> None:

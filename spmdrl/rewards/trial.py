@@ -70,7 +70,7 @@ class Row:
 
 @dataclass
 class Trial:
-    """What answers of all kinds got."""
+    """Scores of answers of every kind."""
 
     rows: list[tuple[str, Row]]
     """`gold` or `garbage`, and a kind of it, in a fixed order."""

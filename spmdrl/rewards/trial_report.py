@@ -1,4 +1,4 @@
-"""What a trial tells of a reward (`trial.py`): whether right answers score best, source by source, and what to know."""
+"""Reports a trial of a reward (`trial.py`): whether right answers score best, source by source, and further notes."""
 
 import json
 import math

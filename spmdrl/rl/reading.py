@@ -25,7 +25,7 @@ from spmdrl.rl.steps import step_ends, tokens_of_ends
 
 @dataclass
 class Scores:
-    """What a reward model says of the responses of a batch. All fp64, 0 for a sequence without a sampled token."""
+    """Scores that a reward model gives the responses of a batch. All fp64, 0 for a sequence without a sampled token."""
 
     response_B: torch.Tensor
     """The score that enters the reward."""

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.supervised import SFTConfig
+from spmdrl.config.supervised import SFTConfig, split_weight
+from spmdrl.data import treefile
 from spmdrl.data.batch import balance
 from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
@@ -118,7 +119,7 @@ def digest(cfg: SFTConfig) -> str:
     """A hash of the sources' names and sizes: another file of the same name is noticed at a resume."""
     told = []
     for spec in cfg.data.train:
-        path = Path(spec.rpartition("=")[0] or spec).expanduser()
+        path = Path(split_weight(spec)[0]).expanduser()
         told.append([spec, path.stat().st_size if path.is_file() else None])
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
@@ -135,8 +136,6 @@ class Generators:
 
     def restore(self, files: list[Path]) -> str:
         """See the contract."""
-        from spmdrl.data import treefile
-
         if len(files) == self.world.size:
             set_generator_states(treefile.read(files[self.world.rank])["generators"], self.world.device)
         return ""

@@ -19,8 +19,6 @@ class Encoded:
     """The sequences of one row, and what there is to say about them."""
 
     sequences: list[Masked] = field(default_factory=list)
-    texts: list[Sequence] = field(default_factory=list)
-    """The rendered text of each sequence with its trained turns; empty for plain text."""
     notes: Counter = field(default_factory=Counter)
     """Counts: truncated, dropped, split, departs, unstopped."""
 
@@ -79,7 +77,6 @@ class Encoder:
                 places = [(0, len(sequence.text))] if turns else []
             if places:
                 out.sequences.append(masked(self.tokenizer, sequence.text, places))
-                out.texts.append(Sequence(sequence.text, turns))
                 out.notes["departs"] += sum(turn.departs for turn in turns)
                 out.notes["unstopped"] += sum(not turn.stops for turn in turns)
         if not out.sequences:

@@ -6,9 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from spmdrl.config.supervised import SFTConfig
-from spmdrl.data.dialogues import RowError
 from spmdrl.data.mixture import Mixture
-from spmdrl.data.rendering import TemplateError
 from spmdrl.data.tokens import Masked
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.supervised.build import model_folder
@@ -37,7 +35,7 @@ def preview(cfg: SFTConfig, mixture: Mixture, colour: bool | None = None) -> lis
     for drawn in mixture.draw(min(ROWS, mixture.rows or ROWS)):
         try:
             found = encoder(drawn.read())
-        except (RowError, TemplateError, ValueError) as error:
+        except ValueError as error:
             refused.append(f"{drawn.where}: {error}")
             continue
         notes += found.notes

@@ -10,9 +10,7 @@ import torch
 
 from spmdrl.config.supervised import SFTConfig, split_weight
 from spmdrl.data.batch import Batch
-from spmdrl.data.dialogues import RowError
 from spmdrl.data.mixture import Blocks, Drawn, Mixture, Permuted
-from spmdrl.data.rendering import TemplateError
 from spmdrl.data.rowfiles import Table, open_rows
 from spmdrl.data.tokens import Masked
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
@@ -128,11 +126,7 @@ class Rows:
 
     def _begin(self, step: int) -> None:
         """Draw a step's rows, and encode those of this rank in the thread."""
-        count = self.cfg.sft.rows_per_step
-        rows = self.mixture.rows
-        if rows is not None and not self.cfg.run.steps:
-            count = min(count, rows)
-        drawn = self.mixture.draw(count)
+        drawn = self.mixture.draw(self.cfg.sft.rows_per_step)
         mine = list(enumerate(drawn))[self.world.rank :: self.world.size]
         self.ahead = (step, self.thread.submit(encoded, mine, self.encoder), self.mixture.state())
 
@@ -153,7 +147,7 @@ def encoded(drawn: list[tuple[int, Drawn]], encoder: Encoder) -> Step:
         out.counts["rows"] += 1
         try:
             found = encoder(each.read())
-        except (RowError, TemplateError, ValueError) as e:
+        except ValueError as e:
             out.counts["refused"] += 1
             out.refused.append(f"{each.where}: {e}")
             continue
