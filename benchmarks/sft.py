@@ -182,7 +182,7 @@ def encode(job: Job, folder: Path) -> dict[str, list]:
     from spmdrl.hub.tokenizer import load_tokenizer
     from spmdrl.supervised.encoder import Encoder
 
-    encoder = Encoder(SFTConfig(), load_tokenizer(resolve(job.model)))
+    encoder = Encoder(SFTConfig(), load_tokenizer(resolve(job.model)), job.length)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     found = [sequence for row in rows for sequence in encoder(row).sequences]
     pairs = [(s.tokens.tolist(), s.mask.tolist()) for s in found]

@@ -6,14 +6,14 @@ Everything here runs before a model is built. `check` reports all problems at on
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.classifier import classifier_problems
 from spmdrl.config.engines import adapter_problems, engine_problems
-from spmdrl.config.fields import ConfigError, flag, get, shown
+from spmdrl.config.fields import refuse
 from spmdrl.config.judge import judge_problems
 from spmdrl.config.judging import judging_problems
 from spmdrl.config.methods import method_problems
 from spmdrl.config.named import name_problems
 from spmdrl.config.placement import placement_problems, role_problems, samplers, trainers
 from spmdrl.config.rewards import reward_problems
-from spmdrl.config.rules import RULES
+from spmdrl.config.rules import RULES, rule_problems
 from spmdrl.config.schema import Config
 
 TRACKERS = ("jsonl", "tensorboard", "wandb")
@@ -30,11 +30,7 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
     Raises:
         ConfigError: listing every problem, one line each: the flag to change, its value and what would be valid.
     """
-    problems = [
-        f"{flag(name)} {shown(get(config, name))}: {message}"
-        for name, (valid, message) in RULES.items()
-        if not valid(get(config, name))
-    ]
+    problems = rule_problems(config, RULES)
     bad = {problem.split(" ", 1)[0] for problem in problems}
     # Rules between settings only apply to settings that are valid alone, so that one mistake is one line.
     roles = role_problems(config, world_size)
@@ -53,9 +49,7 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
     ]
-    if problems:
-        count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
-        raise ConfigError("\n  ".join([f"{count} to change:", *problems]))
+    refuse(problems)
 
 
 def _other_problems(config: Config) -> list[str]:

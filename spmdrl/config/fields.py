@@ -74,3 +74,10 @@ def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
     ]
     alike_leaf = [by_leaf[leaf] for leaf in difflib.get_close_matches(last, by_leaf, n=count, cutoff=0.75)]
     return list(dict.fromkeys([*same_leaf, *alike, *alike_leaf]))[:count]
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise ConfigError with all problems, one line each; does nothing if there is none."""
+    if problems:
+        count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
+        raise ConfigError("\n  ".join([f"{count} to change:", *problems]))

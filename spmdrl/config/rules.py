@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from spmdrl.config.fields import flag, get, shown
+
 _Rule = tuple[Callable[[Any], bool], str]
 # Written so that NaN fails.
 _at_least_0: _Rule = (lambda x: 0 <= x < math.inf, "must be 0 or more")
@@ -141,3 +143,12 @@ RULES: dict[str, _Rule] = {
     ),
     "tracking.samples": _at_least_0,
 }
+
+
+def rule_problems(config: Any, rules: dict[str, _Rule]) -> list[str]:
+    """One line for each setting that its rule does not allow."""
+    return [
+        f"{flag(name)} {shown(get(config, name))}: {message}"
+        for name, (valid, message) in rules.items()
+        if not valid(get(config, name))
+    ]

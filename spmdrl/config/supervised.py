@@ -8,9 +8,9 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from spmdrl.config.backends import backend_problems
-from spmdrl.config.fields import ConfigError, flag, get, leaves, shown
+from spmdrl.config.fields import leaves, refuse, shown
 from spmdrl.config.plan import count, ranks
-from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule
+from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule, rule_problems
 from spmdrl.config.schema import (
     Config,
     EvalConfig,
@@ -178,18 +178,11 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
         ConfigError: listing every problem.
     """
     names = leaves(type(config))
-    rules = {name: rule for name, rule in (RULES | OWN_RULES).items() if name in names}
-    problems = [
-        f"{flag(name)} {shown(get(config, name))}: {message}"
-        for name, (valid, message) in rules.items()
-        if not valid(get(config, name))
-    ]
+    problems = rule_problems(config, {name: rule for name, rule in (RULES | OWN_RULES).items() if name in names})
     if not problems:
         problems += backend_problems(config, world_size)  # type: ignore[arg-type]
         problems += _together(config)
-    if problems:
-        counted = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
-        raise ConfigError("\n  ".join([f"{counted} to change:", *problems]))
+    refuse(problems)
 
 
 def _together(config: SFTConfig) -> list[str]:

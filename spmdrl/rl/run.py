@@ -240,7 +240,7 @@ class Run:
 
     def finish(self) -> None:
         """Evaluate what was learnt, and say where everything is. Collective."""
-        lines, saver, folder = [], self.checkpoints.saver, self.session.folder
+        lines, saver = [], self.checkpoints.saver
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
         rank_status.step = rank_status.done = done
         if self.evaluation.is_due(done, force=True):
@@ -256,11 +256,7 @@ class Run:
         saver.finish()
         if written := saver.poll():
             self.journal.numbers(done, written)
-        latest = folder / "checkpoints" / "latest"
-        saved = latest if latest.exists() else "none"
-        lines.append(f"run {folder}  checkpoint {saved}  curves {folder / 'metrics.jsonl'}")
-        if self.session.console:
-            self.session.console.finish(lines)
+        self.session.finish(lines)
 
     def close(self) -> None:
         """Close files and processes."""

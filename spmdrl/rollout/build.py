@@ -227,7 +227,7 @@ def prompt_room(cfg: Config, folder: Path) -> int:
     Raises:
         ValueError: they leave none.
     """
-    context = _context_length(folder, cfg.model.trust_remote_code)
+    context = context_length(folder, cfg.model.trust_remote_code)
     if context <= cfg.rollout.max_new_tokens:
         raise ValueError(
             f"--rollout.max-new-tokens {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} "
@@ -236,7 +236,7 @@ def prompt_room(cfg: Config, folder: Path) -> int:
     return min(cfg.rollout.max_prompt_tokens, context - cfg.rollout.max_new_tokens)
 
 
-def _context_length(folder: Path, trust_remote_code: bool) -> int:
+def context_length(folder: Path, trust_remote_code: bool) -> int:
     """Return the longest sequence that the model accepts, in tokens."""
     from transformers import AutoConfig
 

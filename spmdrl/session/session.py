@@ -52,3 +52,12 @@ class Session(Generic[C]):
             rank_status.step = step + 1
             yield step
             rank_status.done = step + 1
+
+    def finish(self, lines: list[str]) -> None:
+        """Writes the closing lines on the console, and where everything is."""
+        latest = self.folder / "checkpoints" / "latest"
+        saved = latest if latest.exists() else "none"
+        if self.console:
+            self.console.finish(
+                [*lines, f"run {self.folder}  checkpoint {saved}  curves {self.folder / 'metrics.jsonl'}"]
+            )

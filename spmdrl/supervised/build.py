@@ -21,6 +21,7 @@ from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.backends import backend
 from spmdrl.policy.models import Models
+from spmdrl.rollout.build import context_length
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.generators import generator_states, set_generator_states
 from spmdrl.session.journal import Journal
@@ -53,7 +54,12 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     check_attention(cfg, world.device)
     folder = model_folder(cfg)
     tokenizer = load_tokenizer(folder, cfg.model.trust_remote_code)
-    encoder, mixture = Encoder(cfg, tokenizer), open_mixture(cfg)
+    context = context_length(folder, cfg.model.trust_remote_code)
+    if cfg.sft.max_tokens > context:
+        session.warn(
+            f"--sft.max-tokens {cfg.sft.max_tokens}: {cfg.model.path} takes {context} tokens, so {context} it is"
+        )
+    encoder, mixture = Encoder(cfg, tokenizer, min(cfg.sft.max_tokens, context)), open_mixture(cfg)
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
     data = Rows(cfg, world, mixture, encoder)
     held_out = evaluation_rows(session, encoder)

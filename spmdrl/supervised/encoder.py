@@ -26,10 +26,14 @@ class Encoded:
 class Encoder:
     """Encodes rows as `--sft` and `--data` say."""
 
-    def __init__(self, cfg: SFTConfig, tokenizer: Any):
-        """Raises TemplateError where the chat template shows no message."""
+    def __init__(self, cfg: SFTConfig, tokenizer: Any, longest: int):
+        """longest: tokens of the longest sequence.
+
+        Raises:
+            TemplateError: the chat template does not show the message of a user.
+        """
         data = cfg.data
-        self.cfg, self.tokenizer = cfg, tokenizer
+        self.cfg, self.tokenizer, self.longest = cfg, tokenizer, longest
         template = template_text(data.chat_template)
         self.has_template = bool(template or getattr(tokenizer, "chat_template", None))
         self.renderer = Renderer(tokenizer, template)
@@ -122,7 +126,7 @@ class Encoder:
         Raises:
             RowError: nothing to train is left of the row.
         """
-        longest, kept = self.cfg.sft.max_tokens, []
+        longest, kept = self.longest, []
         for sequence in out.sequences:
             if len(sequence) > longest:
                 truncates = self.cfg.sft.too_long == "truncate"
@@ -133,6 +137,6 @@ class Encoder:
             if bool(sequence.mask.any()):
                 kept.append(sequence)
         if not kept and not out.notes["dropped"]:
-            raise RowError(f"no trained token is left of it within --sft.max-tokens {longest}")
+            raise RowError(f"no trained token is left of it within {longest} tokens (--sft.max-tokens)")
         out.sequences = kept
         return out

@@ -8,7 +8,7 @@ from typing import Any
 from spmdrl.config.supervised import SFTConfig, sampling_run
 from spmdrl.data.tokens import Masked
 from spmdrl.policy.models import Models
-from spmdrl.rollout.build import check_engine, stop_tokens
+from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
 from spmdrl.rollout.engine import Request
 from spmdrl.session.device_table import Memory
 from spmdrl.session.engine import sleeping_engine
@@ -34,7 +34,8 @@ class Generations:
         self.memory = Memory(run, models, self.engine, session.timer, world)
         with self.memory.training_phase():
             pass
-        self.asked = [split(sequence) for sequence in held[: cfg.generate.prompts]]
+        room, asked = prompt_room(run, folder), [split(sequence) for sequence in held]
+        self.asked = [pair for pair in asked if len(pair[0]) <= room][: cfg.generate.prompts]
 
     def sample(self, step: int) -> list[dict]:
         """Rows for samples.jsonl: prompt, completion and the reference of the data; alike on every rank. Collective."""

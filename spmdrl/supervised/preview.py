@@ -9,6 +9,7 @@ from spmdrl.config.supervised import SFTConfig
 from spmdrl.data.mixture import Mixture
 from spmdrl.data.tokens import Masked
 from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.rollout.build import context_length
 from spmdrl.supervised.build import model_folder
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.tracking.console import clean
@@ -28,8 +29,9 @@ def preview(cfg: SFTConfig, mixture: Mixture, colour: bool | None = None) -> lis
     Raises:
         ValueError: the tokenizer or a source cannot be read, or every row is refused.
     """
-    tokenizer = load_tokenizer(model_folder(cfg), cfg.model.trust_remote_code)
-    encoder, notes, refused = Encoder(cfg, tokenizer), Counter(), []
+    folder, trust = model_folder(cfg), cfg.model.trust_remote_code
+    tokenizer, longest = load_tokenizer(folder, trust), min(cfg.sft.max_tokens, context_length(folder, trust))
+    encoder, notes, refused = Encoder(cfg, tokenizer, longest), Counter(), []
     sequences: list[Masked] = []
     example = ""
     for drawn in mixture.draw(min(ROWS, mixture.rows or ROWS)):

@@ -95,7 +95,8 @@ class SupervisedRun:
         if self.generations is None or (step % every and not force):
             return
         with self.timer("rollout"):
-            self.samples = self.generations.sample(step)
+            # As a line of the log: an answer before a step stands with that step, the last ones with the last.
+            self.samples = self.generations.sample(step + (not force))
 
     def log(self, step: int, batch: Batch, stats: Metrics) -> None:
         """Reduce this step's numbers over ranks and write them. Collective."""
@@ -132,7 +133,7 @@ class SupervisedRun:
 
     def finish(self) -> None:
         """Evaluate what was learnt, and say where everything is. Collective."""
-        saver, folder, lines = self.checkpoints.saver, self.session.folder, []
+        saver, lines = self.checkpoints.saver, []
         done = max(self.checkpoints.start_step, self.cfg.run.steps)
         rank_status.step = rank_status.done = done
         self.evaluate(done, force=True)
@@ -145,11 +146,7 @@ class SupervisedRun:
         saver.finish()
         if written := saver.poll():
             self.journal.numbers(done, written)
-        latest = folder / "checkpoints" / "latest"
-        saved = latest if latest.exists() else "none"
-        lines.append(f"run {folder}  checkpoint {saved}  curves {folder / 'metrics.jsonl'}")
-        if self.session.console:
-            self.session.console.finish(lines)
+        self.session.finish(lines)
 
     def close(self) -> None:
         """Close files and threads."""

@@ -46,16 +46,19 @@ class Interrupted(Exception):
 def open_demo(world, folder: str, sections: dict, stop_after: int = 0) -> Run:
     """Opens a run that stops as if it was killed once the checkpoint of step `stop_after` stands."""
     Path(folder).mkdir(exist_ok=True)
-    run = build_run(Session(demo(folder, **sections), world, Timer()))
-    if stop_after:
-        save = run.checkpoint
+    return dying(build_run(Session(demo(folder, **sections), world, Timer())), stop_after)
 
-        def then_die(step):
-            save(step)
-            if step + 1 == stop_after:
-                raise Interrupted
 
-        run.checkpoint = then_die
+def dying(run, stop_after: int):
+    """Lets a job stop as if it was killed once step `stop_after` is done; 0: never."""
+    save = run.checkpoint
+
+    def then_die(step):
+        save(step)
+        if step + 1 == stop_after:
+            raise Interrupted
+
+    run.checkpoint = then_die
     return run
 
 

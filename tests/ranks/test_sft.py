@@ -16,7 +16,7 @@ from spmdrl.sft import train
 from spmdrl.supervised.build import build_sft, with_steps
 from spmdrl.supervised.rows import open_mixture
 from spmdrl.tracking.metrics import Timer
-from tests.ranks.demo import Interrupted, metrics, untimed
+from tests.ranks.demo import Interrupted, dying, metrics, untimed
 from tests.ranks.harness import RankError, run_ranks
 
 ASKED = ["reverse abc", "say it twice", "what is 2 + 3", "the capital of France", "count to five"]
@@ -66,17 +66,7 @@ def settings(folder, source: str, **sections) -> SFTConfig:
 def opened(world, folder: str, data: str, sections: dict, stop_after: int = 0):
     Path(folder).mkdir(exist_ok=True)
     cfg = settings(folder, data, **sections)
-    run = build_sft(Session(with_steps(cfg, open_mixture(cfg)), world, Timer()))
-    if stop_after:
-        save = run.checkpoint
-
-        def then_die(step):
-            save(step)
-            if step + 1 == stop_after:
-                raise Interrupted
-
-        run.checkpoint = then_die
-    return run
+    return dying(build_sft(Session(with_steps(cfg, open_mixture(cfg)), world, Timer())), stop_after)
 
 
 def trained(world, folder: str, data: str, sections: dict, stop_after: int = 0) -> dict[str, torch.Tensor]:
@@ -141,8 +131,9 @@ def test_parity_the_loss_is_that_of_hugging_face(data, tmp_path):
             learnt = message["role"] == "assistant"
             ids += head + body + tail
             labels += [-100] * len(head) + (body if learnt else [-100] * len(body)) + [-100] * len(tail)
-        logits = model(torch.tensor([ids])).logits[0, :-1]
-        aim = torch.tensor(labels)[1:]
+        # The tiny model takes 128 tokens.
+        logits = model(torch.tensor([ids[:128]])).logits[0, :-1]
+        aim = torch.tensor(labels[:128])[1:]
         total = total + torch.nn.functional.cross_entropy(logits, aim, ignore_index=-100, reduction="sum")
         right += int(((logits.argmax(-1) == aim) & (aim != -100)).sum())
         count += int((aim != -100).sum())
@@ -153,6 +144,41 @@ def test_parity_the_loss_is_that_of_hugging_face(data, tmp_path):
         mine = got.get(f"hf.{name}")
         if mine is not None:
             torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_layout_noise_on_embeddings_belongs_to_the_row(data, tmp_path):
+    """NEFTune: the same gradient on any layout, and another one than without it."""
+    sections = DOUBLE | {"sft": {"neftune": 5.0}}
+    (want,) = run_ranks(first_gradient, 1, str(tmp_path / "one"), data, sections)
+    (plain,) = run_ranks(first_gradient, 1, str(tmp_path / "plain"), data, DOUBLE)
+    assert abs(want["loss"] - plain["loss"]) > 1e-6
+    for number, more in enumerate(({}, {"parallel": {"sp": 2}})):
+        for got in run_ranks(first_gradient, 2, str(tmp_path / str(number)), data, sections | more):
+            for name, value in want.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_added_tokens_are_trained_and_saved_and_answers_are_sampled(data, tmp_path):
+    """ChatML's control tokens on the tiny model, and what it says to held-out prompts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    new = ("<|im_start|>", "<|im_end|>")
+    more = {"sft": {"add_tokens": new}, "checkpoint": {"at_end": True}}
+    more |= {"generate": {"every": 3, "prompts": 3, "max_new_tokens": 4, "engine": "hf"}}
+    run_ranks(trained, 2, str(tmp_path / "run"), data, more)
+    saved = tmp_path / "run" / "checkpoints" / "latest" / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(saved), AutoModelForCausalLM.from_pretrained(saved)
+    ids = tokenizer.convert_tokens_to_ids(list(new))
+    table, before = model.get_input_embeddings().weight, AutoModelForCausalLM.from_pretrained(resolve("tiny"))
+    old = before.get_input_embeddings().weight
+    assert ids == [len(old), len(old) + 1] and len(table) == len(old) + 2
+    start = old.double().mean(0)
+    for i in ids:
+        far = (table[i].double() - start).abs().max().item()
+        assert 0 < far < 0.1, "it began as the mean of the others, and has learnt"
+    said = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in said] == [1] * 3 + [4] * 3 + [6] * 3
+    assert said[0]["prompt"].endswith("<|im_start|>assistant\n") or "assistant" in said[0]["prompt"]
 
 
 def test_layout_same_rows_and_weights_on_two_ranks(data, tmp_path):
