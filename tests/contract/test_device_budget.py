@@ -1,6 +1,6 @@
 """Every config's phases on a GPU that is a number of bytes: from the engine's start on, nobody takes more than it has.
 
-The order is the run's own (`Run._engine`, `Memory`), the rule by which vLLM starts is vLLM's own `request_memory`. The
+The order is the run's own (`sleeping_engine`, `Memory`), the rule by which vLLM starts is vLLM's own `request_memory`. The
 sizes are sums over the real models. Fakes stand for models, engine and device. Fragments, activations of the trainer
 and graphs are not in it, but a fifth of the device is left for them. The host's memory is summed for a node of 8 GPUs.
 """
@@ -17,9 +17,9 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config
 from spmdrl.policy.megatron.host_adamw import HostAdamW
 from spmdrl.policy.models import Models
-from spmdrl.rl import build as runs
 from spmdrl.rollout.engine import kv_bytes_per_token
 from spmdrl.session import device_table as phases
+from spmdrl.session import engine as starts
 from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Timer
 from tests.unit.test_configs_megatron import MODELS, RUNS, Layout, held, layout_of
@@ -163,12 +163,12 @@ class Replay:
         if "reference" in made:
             self.models.reference = made["reference"]  # type: ignore[assignment]
         world = SimpleNamespace(device=GPU, host_group=None, roles=SimpleNamespace(trainers=(0,)))
-        monkeypatch.setattr(runs, "build_engine", lambda cfg, world, stop: Engine(cfg, device, weights))
+        monkeypatch.setattr(starts, "build_engine", lambda cfg, world, stop: Engine(cfg, device, weights))
         if beside:
-            monkeypatch.setattr(runs, "room_for_engine", lambda models, cfg: nullcontext())
+            monkeypatch.setattr(starts, "room_for_engine", lambda models, cfg: nullcontext())
         session = Session(cfg, world, Timer())  # type: ignore[arg-type]
         samples = cfg.parallel.placement == "colocated" or not made
-        self.engine = runs.sleeping_engine(session, self.models, set()) if samples else None
+        self.engine = starts.sleeping_engine(session, self.models, set()) if samples else None
         monkeypatch.setattr(phases, "gather_names", lambda names, group: sorted(set(names)))
         monkeypatch.setattr(phases, "Meter", lambda device: SimpleNamespace(lap=lambda: (0, 0)))
         monkeypatch.setattr(phases, "give_back", lambda device, size: None)

@@ -96,7 +96,7 @@ def test_refusal_for_memory_names_what_makes_room():
 )
 def test_deep_sleep_beside_adapters_says_what_it_costs(monkeypatch, push, level, warns):
     from spmdrl.policy.models import Models
-    from spmdrl.rl import build as module
+    from spmdrl.session import engine as module
     from spmdrl.session.session import Session
     from spmdrl.tracking.metrics import Timer
 

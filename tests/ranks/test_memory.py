@@ -459,7 +459,8 @@ def frozen(world, folder):
 
 def at_start(world, folder, place):
     """Returns the bytes of models on the device while the engine is built and after it, and the state of the engine."""
-    from spmdrl.rl import build as module
+    from spmdrl.rl import build
+    from spmdrl.session import engine as starts
 
     models, engines, seen = [], [], []
 
@@ -478,8 +479,8 @@ def at_start(world, folder, place):
         engines[0].sleep = lambda level: (seen.append(f"sleep {level} at {bytes_of()}"), sleep(level))
         return engines[0]
 
-    made, built = module.build_models, module.build_engine
-    module.build_models, module.build_engine = build_models, build_engine
+    made, built = build.build_models, starts.build_engine
+    build.build_models, starts.build_engine = build_models, build_engine
     run = open_demo(
         world,
         folder,
