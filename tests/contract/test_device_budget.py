@@ -1,6 +1,6 @@
 """Every config's phases on a GPU that is a number of bytes: from the engine's start on, nobody takes more than it has.
 
-The order is the run's own (`sleeping_engine`, `Memory`), the rule by which vLLM starts is vLLM's own `request_memory`. The
+The order is the run's own (`sleeping_engine`, `Memory`), the rule by which vLLM starts is its own `request_memory`. The
 sizes are sums over the real models. Fakes stand for models, engine and device. Fragments, activations of the trainer
 and graphs are not in it, but a fifth of the device is left for them. The host's memory is summed for a node of 8 GPUs.
 """
