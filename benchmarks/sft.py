@@ -137,10 +137,11 @@ def ours(job: Job, folder: Path) -> None:
 
     torch.set_num_threads(1)
     from spmdrl.config.load import Loaded, from_command_line
-    from spmdrl.config.supervised import SFTConfig, sft_lines
+    from spmdrl.config.sft import SFTConfig
+    from spmdrl.config.supervised import supervised_lines
     from spmdrl.session.open import open_run
     from spmdrl.sft import train
-    from spmdrl.supervised.build import build_sft
+    from spmdrl.supervised.sft import build_sft
 
     flags = {
         "run.dir": folder / "run",
@@ -150,14 +151,14 @@ def ours(job: Job, folder: Path) -> None:
         "optimizer.lr": 1e-6,
         "policy.max_tokens_per_microbatch": job.length,
         "data.train": folder / "rows.jsonl",
-        "sft.rows_per_step": job.rows,
-        "sft.max_tokens": job.length,
+        "data.rows_per_step": job.rows,
+        "data.max_tokens": job.length,
         "checkpoint.at_end": "false",
         "tracking.console": "plain",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     config = from_command_line(words, "sft", SFTConfig).config
-    with open_run(Loaded(config), build_sft, sft_lines) as run:
+    with open_run(Loaded(config), build_sft, supervised_lines) as run:
         assert run is not None, "no dry run was asked for"
         turns, steps = Turns(folder, "spmdrl"), run.steps()
 
@@ -177,12 +178,12 @@ SIDES = {"trl": trl, "spmdrl": ours}
 
 def encode(job: Job, folder: Path) -> dict[str, list]:
     """Tokens and labels of the rows, by which TRL trains on exactly our tokens and mask."""
-    from spmdrl.config.supervised import SFTConfig
+    from spmdrl.config.sft import SFTConfig
     from spmdrl.hub.resolve import resolve
     from spmdrl.hub.tokenizer import load_tokenizer
     from spmdrl.supervised.encoder import Encoder
 
-    encoder = Encoder(SFTConfig(), load_tokenizer(resolve(job.model)), job.length)
+    encoder = Encoder(SFTConfig().data, load_tokenizer(resolve(job.model)), job.length)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     found = [sequence for row in rows for sequence in encoder(row).sequences]
     pairs = [(s.tokens.tolist(), s.mask.tolist()) for s in found]

@@ -3,13 +3,11 @@
 The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring says
 so). Left out of this page: how rows become tokens with a loss mask (`supervised/encoder.py`, `data/turns.py`), the
 order in which they come (`data/mixture.py`), the loss (`supervised/objective.py`) and how the parts are built
-(`supervised/build.py`).
+(`supervised/build.py`, `supervised/sft.py`).
 """
 
-import dataclasses
-
-from spmdrl.config.load import exit_with, load_or_exit
-from spmdrl.config.supervised import SFTConfig, check_sft, sft_lines
+from spmdrl.config.load import load_or_exit
+from spmdrl.config.sft import SFTConfig, check_sft
 from spmdrl.session.environ import postpone_collections, prepare
 
 
@@ -36,22 +34,11 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_or_exit(argv, prog, SFTConfig, check_sft)
     prepare()
     postpone_collections()
-    from spmdrl.session.open import open_run
-    from spmdrl.supervised.build import build_sft, with_steps
-    from spmdrl.supervised.preview import preview
-    from spmdrl.supervised.rows import open_mixture
+    from spmdrl.supervised.entry import Kind, launch
+    from spmdrl.supervised.sft import begin_sft, build_sft
     from spmdrl.tracking.console import SUPERVISED
 
-    try:
-        mixture = open_mixture(loaded.config)
-        loaded = dataclasses.replace(loaded, config=with_steps(loaded.config, mixture))
-        seen = preview(loaded.config, mixture) if loaded.dry_run else []
-    except ValueError as error:
-        exit_with(f"{prog}: {error}")
-    plan = lambda cfg, size: sft_lines(cfg, size) + seen  # noqa: E731
-    with open_run(loaded, build_sft, plan, columns=SUPERVISED) as run:
-        if run is not None:
-            train(run)
+    launch(loaded, Kind(prog, begin_sft, build_sft, SUPERVISED), train)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "limits: a run that they did not stop is the same run": (
         *("rollout.logp_diff_warn", "rollout.logp_diff_stop", "filter.max_rounds", "filter.bad_sample"),
         *("optimizer.bad_steps", "reward.workers", "reward.timeout", "reward.on_timeout", "model.trust_remote_code"),
-        *("reward.max_ungraded", "sandbox.*", "sft.max_refused"),
+        *("reward.max_ungraded", "sandbox.*", "data.max_refused"),
     ),
 }
 """Reason -> settings, or whole sections, that may differ."""
@@ -65,8 +65,8 @@ FIXED = (
     *("reward.function", "reward.more", "reward.gate", "reward.kwargs"),
     *("reward.model", "reward.model_coef"),
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
-    *("sft.rows_per_step", "sft.epochs", "sft.train_on", "sft.max_tokens", "sft.too_long", "sft.loss", "sft.neftune"),
-    "sft.add_tokens",
+    *("data.rows_per_step", "data.epochs", "data.max_tokens", "data.too_long"),
+    *("sft.train_on", "sft.loss", "sft.neftune", "sft.add_tokens"),
 )
 """Settings, or whole sections, that change the answer."""
 

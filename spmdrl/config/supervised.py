@@ -1,4 +1,4 @@
-"""Settings of supervised fine-tuning, the rules for them, and its plan."""
+"""Settings that jobs on given rows share: the rows, the evaluation, sampled answers, and the rules for them."""
 
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -8,7 +8,7 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from spmdrl.config.backends import backend_problems
-from spmdrl.config.fields import leaves, refuse, shown
+from spmdrl.config.fields import leaves, shown
 from spmdrl.config.plan import count, ranks
 from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule, rule_problems
 from spmdrl.config.schema import (
@@ -27,10 +27,8 @@ from spmdrl.config.schema import (
 class SupervisedRunConfig(RunConfig):
     """The job as a whole."""
 
-    name: str = "sft"
-    """Name shown in trackers and used for the default run folder."""
     steps: int = 0
-    """Optimizer steps. 0: as many as `--sft.epochs` take."""
+    """Optimizer steps. 0: as many as `--data.epochs` take."""
 
 
 @dataclass
@@ -70,37 +68,21 @@ class SupervisedDataConfig:
     """Chat template instead of the tokenizer's: `chatml`, a `.jinja` file, or the text."""
     limit: int = 0
     """Take at most so many rows of each source; 0: all."""
-
-
-@dataclass
-class SftConfig:
-    """Rows of a step, and the tokens of them that are trained."""
-
     rows_per_step: int = 64
     """Rows of one optimizer step over all ranks."""
     epochs: float = 1.0
     """Times that the rows are gone through, where `--run.steps` is 0."""
-    train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens with a loss: the assistant's turns, its last turn only, or all. Fields `loss` or `weight` (0 or 1) of a
-    message go first."""
     max_tokens: int = 2048
     """Longest sequence."""
     too_long: Literal["truncate", "drop"] = "truncate"
-    """A longer one loses its end, or is left out; both are counted."""
-    loss: Literal["nll", "dft"] = "nll"
-    """`nll`: cross-entropy. `dft`: each token's is multiplied by its probability (https://arxiv.org/abs/2508.05629)."""
-    neftune: float = 0.0
-    """FSDP: noise on the embeddings of a sequence of L tokens, uniform up to neftune / sqrt(L x width) (NEFTune,
-    https://arxiv.org/abs/2310.05914; 5 is usual). 0: none."""
-    add_tokens: tuple[str, ...] = ()
-    """Special tokens to add to the tokenizer, as of a chat template; embeddings get rows for them, which are saved."""
+    """A longer one loses its end, or its row is left out; both are counted."""
     max_refused: float = 0.05
     """Largest share of rows that may be refused, because a column, a role or the template does not fit. Each is named
     in the log and left out; if there are more, the job ends."""
 
 
 @dataclass
-class SftEvalConfig:
+class HeldOutConfig:
     """Evaluation during the job."""
 
     every: int = 20
@@ -126,25 +108,23 @@ class GenerateConfig:
 
 
 @dataclass
-class SFTConfig(TrainingConfig):
-    """Supervised fine-tuning of a language model. Every rank runs this same program."""
+class SupervisedConfig(TrainingConfig):
+    """A job that learns from given rows. Every rank runs this same program."""
 
     run: SupervisedRunConfig = field(default_factory=SupervisedRunConfig)
     parallel: SupervisedParallelConfig = field(default_factory=SupervisedParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=2e-5))
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)  # type: ignore[assignment]
-    sft: SftConfig = field(default_factory=SftConfig)
-    eval: SftEvalConfig = field(default_factory=SftEvalConfig)
+    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 
 
-OWN_RULES: dict[str, _Rule] = {
+SHARED_RULES: dict[str, _Rule] = {
     "run.steps": _at_least_0,
-    "sft.rows_per_step": _at_least_1,
-    "sft.epochs": _positive,
-    "sft.max_tokens": (lambda x: x >= 2, "must be at least 2"),
-    "sft.neftune": _at_least_0,
-    "sft.max_refused": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
+    "data.rows_per_step": _at_least_1,
+    "data.epochs": _positive,
+    "data.max_tokens": (lambda x: x >= 2, "must be at least 2"),
+    "data.max_refused": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
     "eval.rows": _at_least_0,
     "generate.every": _at_least_0,
     "generate.prompts": _at_least_1,
@@ -171,21 +151,20 @@ def split_weight(spec: str) -> tuple[str, float | None]:
     return source, value
 
 
-def check_sft(config: SFTConfig, world_size: int) -> None:
-    """Check all values together.
+def supervised_problems(config: SupervisedConfig, world_size: int, own: dict[str, _Rule], longest: int) -> list[str]:
+    """One line for each setting to change.
 
-    Raises:
-        ConfigError: listing every problem.
+    own: rules of a job's own settings. longest: tokens of a row's sequences, which one micro-batch must take.
     """
     names = leaves(type(config))
-    problems = rule_problems(config, {name: rule for name, rule in (RULES | OWN_RULES).items() if name in names})
+    problems = rule_problems(config, {k: rule for k, rule in (RULES | SHARED_RULES | own).items() if k in names})
     if not problems:
         problems += backend_problems(config, world_size)  # type: ignore[arg-type]
-        problems += _together(config)
-    refuse(problems)
+        problems += _together(config, longest)
+    return problems
 
 
-def _together(config: SFTConfig) -> list[str]:
+def _together(config: SupervisedConfig, longest: int) -> list[str]:
     data, problems, weights = config.data, [], []
     if not data.train:
         problems.append("--data.train: name a source of rows")
@@ -196,18 +175,12 @@ def _together(config: SFTConfig) -> list[str]:
             problems.append(str(e))
     if any(weights) and None in weights:
         problems.append(f"--data.train {shown(data.train)}: give every source a weight, or none")
-    longest, budget = config.sft.max_tokens, config.policy.max_tokens_per_microbatch
+    budget = config.policy.max_tokens_per_microbatch
     if longest > budget:
+        row = "a sequence" if longest == data.max_tokens else f"the {longest} tokens of a row"
         problems.append(
-            f"--sft.max-tokens {longest}: a sequence must fit --policy.max-tokens-per-microbatch {budget}; lower it, "
-            "or raise that"
-        )
-    if config.sft.neftune and config.policy.backend == "megatron":
-        problems.append(f"--sft.neftune {config.sft.neftune}: is of the fsdp backend; take 0")
-    if config.sft.add_tokens and config.lora.rank:
-        problems.append(
-            f"--sft.add-tokens {shown(config.sft.add_tokens)}: with --lora.rank the rows of new tokens would not be "
-            "trained; take one of the two"
+            f"--data.max-tokens {data.max_tokens}: {row} must fit --policy.max-tokens-per-microbatch {budget}; "
+            "lower it, or raise that"
         )
     if config.generate.every and not (config.eval.every and data.eval):
         problems.append(
@@ -220,16 +193,16 @@ def _together(config: SFTConfig) -> list[str]:
     return problems
 
 
-def sampling_run(config: SFTConfig, folder: str) -> Config:
+def sampling_run(config: SupervisedConfig, folder: str) -> Config:
     """The reinforcement learning run whose engine samples for this job.
 
     folder: of the model.
     """
-    sft, asked, parallel = config.sft, config.generate, config.parallel
+    asked, parallel = config.generate, config.parallel
     shared = {each.name: getattr(parallel, each.name) for each in fields(ParallelConfig)}
     rollout = RolloutConfig(
         engine=asked.engine,
-        max_prompt_tokens=sft.max_tokens,
+        max_prompt_tokens=config.data.max_tokens,
         max_new_tokens=asked.max_new_tokens,
         temperature=asked.temperature or 1.0,
         max_sequences=max(1, min(64, asked.prompts)),
@@ -246,14 +219,14 @@ def sampling_run(config: SFTConfig, folder: str) -> Config:
     )
 
 
-def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
+def supervised_lines(config: SupervisedConfig, world_size: int) -> list[str]:
     """How the counts multiply out, printed at the start and by `--dry-run`."""
-    sft, budget = config.sft, config.policy.max_tokens_per_microbatch
-    length = f"{config.run.steps:,} steps" if config.run.steps else f"{sft.epochs:g} times through the rows"
+    data, budget = config.data, config.policy.max_tokens_per_microbatch
+    length = f"{config.run.steps:,} steps" if config.run.steps else f"{data.epochs:g} times through the rows"
     return [
         f"ranks    {ranks(config, world_size)}",  # type: ignore[arg-type]
         f"data     {', '.join(config.data.train)}",
-        f"update   {count(sft.rows_per_step, 'row')} a step, at most {sft.max_tokens:,} tokens a sequence, in "
+        f"update   {count(data.rows_per_step, 'row')} a step, at most {data.max_tokens:,} tokens a sequence, in "
         f"micro-batches of {budget:,} tokens on a rank",
         f"run      {length}; seed {config.run.seed}",
     ]

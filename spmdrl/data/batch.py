@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spmdrl.data.episode import FINISH_REASONS, Episode, episode_of
-from spmdrl.spmd.balance import assign_balanced, assign_groups
+from spmdrl.spmd.balance import assign_balanced, assign_groups, assign_units
 from spmdrl.spmd.exchange import Table, exchange, lexsort, select
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.world import World
@@ -200,7 +200,8 @@ def balance(batch: Batch, world: World) -> Batch:
     and ranks that hold none an empty batch.
     `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost there: both come from
     data, and only the latter may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64) is the part of
-    that work that samples of a prompt on one rank do once.
+    that work that samples of a prompt on one rank do once. If `seq["unit"]` is there, all sequences of a position go to
+    the same data position.
     """
     return deal(batch, world.holders, Peers(world.group, world.device))
 
@@ -213,7 +214,7 @@ def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     positions, copies = holders.shape
     table = to_table(batch)
     # These columns travel in the keys, so that every rank plans alike.
-    shared = "common" in batch.seq
+    shared, bound = "common" in batch.seq, "unit" in batch.seq
     plan = [batch.seq[name] for name in ("update", "work", *(["common"] if shared else []))]
     table.keys_nK = torch.cat([table.keys_nK, torch.stack(plan, 1)], 1)
     if copies > 1:
@@ -221,7 +222,10 @@ def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
         table = select(table, torch.arange(len(batch)).repeat_interleave(copies))
 
     def assign(rows: torch.Tensor) -> torch.Tensor:
-        position, _, share, work, common = rows[::copies, : len(KEYS) + 3].unbind(1)
+        position, _, share, work, *rest = rows[::copies, : len(KEYS) + len(plan)].unbind(1)
+        common = rest[0] if shared else torch.zeros_like(work)
+        if bound:
+            return holders[assign_units(work, share, position, common, positions)].flatten()
         if not shared:
             return holders[assign_balanced(work, share, positions)].flatten()
         return holders[assign_groups(work, share, position, common, positions)].flatten()

@@ -11,22 +11,31 @@ from spmdrl.spmd.balance import karmarkar_karp
 
 @dataclass
 class Unit:
-    """Sequences that must be in the same micro-batch, and the number of tokens that they run."""
+    """Sequences that are in the same micro-batch, and the number of tokens that they run."""
 
     members: list[int]
     tokens: int
 
 
 def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
-    """Split a batch into units: single sequences, or under `share` as many samples of a prompt as fit the budget."""
+    """Split a batch into units: single sequences, or under `share` as many samples of a prompt as fit the budget.
+
+    Neighbours with the same `seq["unit"]`, if the batch has that column, are always in one unit: a pair whose loss is
+    of both.
+    """
     lengths = batch.lengths.tolist()
-    if not share or len(batch) < 2:
+    if len(batch) < 2 or not (share or "unit" in batch.seq):
         return [Unit([i], n) for i, n in enumerate(lengths)]
-    trunk_of, sizes = trunks(batch.token["tokens"], batch.lengths, batch.token["mask"], batch.token.get("experts"))
+    trunk_of, sizes = list(range(len(batch))), lengths
+    if share:
+        trunk_of, sizes = trunks(batch.token["tokens"], batch.lengths, batch.token["mask"], batch.token.get("experts"))
+    together = batch.seq["unit"].tolist() if "unit" in batch.seq else range(len(batch))
     units: list[Unit] = []
     for i, (trunk, size, length) in enumerate(zip(trunk_of, sizes, lengths, strict=True)):
-        more = length - size
-        if i and trunk == trunk_of[i - 1] and units[-1].tokens + more <= budget:
+        shares = i > 0 and trunk == trunk_of[i - 1]
+        more = length - size if shares else length
+        bound = i > 0 and together[i] == together[i - 1]
+        if bound or (shares and units[-1].tokens + more <= budget):
             units[-1].members.append(i)
             units[-1].tokens += more
         else:

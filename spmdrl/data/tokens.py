@@ -6,7 +6,7 @@ with a token of its own, and the turn begins with the next. The pieces must deco
 """
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,8 @@ class Masked:
     """int64 [L]."""
     mask: torch.Tensor
     """bool [L]: True for tokens that are trained. The first token never is: nothing predicts it."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Further columns of the sequence."""
 
     def __len__(self) -> int:
         return len(self.tokens)

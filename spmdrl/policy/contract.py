@@ -45,6 +45,10 @@ Second = Literal["entropy", "collision", "top"]
 where no token is likelier than this one, else 0 (without gradient)."""
 
 
+MEASURE = -1
+"""Index of a step that is measured, not trained, for `Objective.prepare`."""
+
+
 class Objective(Protocol):
     """The loss that a model learns by, in a form that every layout of ranks and micro-batches sums alike (law 2).
 
@@ -62,7 +66,8 @@ class Objective(Protocol):
     def prepare(self, share: Batch, index: int) -> Shared:
         """Compute what the loss needs of a whole optimizer step. Collective over data positions.
 
-        share: this rank's sequences of the step; columns may be added to it. index: the step's place in the update.
+        share: this rank's sequences of the step; columns may be added to it. index: the step's place in the update,
+        or MEASURE.
         """
         ...
 

@@ -101,3 +101,16 @@ def assign_balanced(costs_N: torch.Tensor, share_N: torch.Tensor, ranks: int) ->
         for rank, part in enumerate(parts):
             target[items[part]] = rank
     return target
+
+
+def assign_units(
+    costs_N: torch.Tensor, share_N: torch.Tensor, unit_N: torch.Tensor, common_N: torch.Tensor, ranks: int
+) -> torch.Tensor:
+    """As `assign_balanced` for items that must stay together: those of equal `unit_N` (int64 [N]) in a share.
+
+    common_N: int64 [N], the part of a cost that the items of a unit pay once.
+    """
+    pairs, unit_N = torch.unique(torch.stack([share_N, unit_N], 1), dim=0, return_inverse=True)
+    own = torch.zeros(len(pairs), dtype=torch.int64).index_add_(0, unit_N, costs_N - common_N)
+    common = torch.zeros(len(pairs), dtype=torch.int64).scatter_reduce_(0, unit_N, common_N, "amax")
+    return assign_balanced(own + common, pairs[:, 0], ranks)[unit_N]

@@ -1,25 +1,24 @@
-"""Builds a supervised job on every rank."""
+"""Builds a job on given rows on every rank, from the parts that each kind of job adds (`sft.py` and the others)."""
 
 import hashlib
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from spmdrl.config.supervised import SFTConfig, split_weight
+from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data import treefile
-from spmdrl.data.batch import balance
+from spmdrl.data.batch import Batch, balance
 from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
-from spmdrl.data.tokens import Masked
-from spmdrl.hub.grown import with_tokens
-from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.backends import backend
+from spmdrl.policy.contract import Objective
 from spmdrl.policy.models import Models
 from spmdrl.rollout.build import context_length
 from spmdrl.session.checkpoints import Checkpoints
@@ -27,14 +26,27 @@ from spmdrl.session.generators import generator_states, set_generator_states
 from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.world import World
-from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.generations import Generations
-from spmdrl.supervised.objective import SftObjective
-from spmdrl.supervised.rows import Rows, encoded, open_mixture, pack
+from spmdrl.supervised.rows import Encode, Rows, encoded, open_mixture
 from spmdrl.supervised.run import SupervisedRun
 
+C = TypeVar("C", bound=SupervisedConfig)
+Placed = list[tuple[int, int, Any]]
+"""(place of the row, number of the sequence in it, tokens)."""
 
-def with_steps(cfg: SFTConfig, mixture: Mixture) -> SFTConfig:
+
+@dataclass
+class Start:
+    """A job's model and rows, before anything is built on a device."""
+
+    folder: Path
+    tokenizer: Any
+    longest: int
+    """Tokens of the longest sequence."""
+    encode: Encode
+
+
+def with_steps(cfg: C, mixture: Mixture) -> C:
     """Return the settings with the number of steps that the epochs take.
 
     Raises:
@@ -44,41 +56,63 @@ def with_steps(cfg: SFTConfig, mixture: Mixture) -> SFTConfig:
         return cfg
     if mixture.rows is None:
         raise ValueError("--run.steps 0: a stream does not tell how many rows it has; give the number of steps")
-    steps = math.ceil(cfg.sft.epochs * mixture.rows / cfg.sft.rows_per_step)
+    steps = math.ceil(cfg.data.epochs * mixture.rows / cfg.data.rows_per_step)
     return replace(cfg, run=replace(cfg.run, steps=steps))
 
 
-def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
-    """Everything that one job is made of. Collective over all ranks."""
+def begin(cfg: SupervisedConfig, folder: Path, encoder: Callable[[Any, int], Encode]) -> Start:
+    """Read the tokenizer, and find the length that the model takes.
+
+    encoder: (tokenizer, tokens of the longest sequence) -> encoder of the rows.
+    """
+    trust = cfg.model.trust_remote_code
+    tokenizer, longest = load_tokenizer(folder, trust), min(cfg.data.max_tokens, context_length(folder, trust))
+    return Start(folder, tokenizer, longest, encoder(tokenizer, longest))
+
+
+def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any:
+    """Build the model that learns. share: run prompts once that sequences have in common. Collective."""
+    cfg = session.cfg
+    session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
+    built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
+    return backend(cfg.policy.backend)(built, session.world, cfg.run.steps, trainable=True, adapt=True)
+
+
+def assemble(
+    session: Session[SupervisedConfig],
+    begun: Start,
+    build_models: Callable[[], Models],
+    build_objective: Callable[[Models], Objective],
+    pack: Callable[[Placed, int], Batch],
+) -> SupervisedRun:
+    """Put a job together from what is its own: rows, models, loss. Collective over all ranks."""
     cfg, world = session.cfg, session.world
     check_attention(cfg, world.device)
-    folder = model_folder(cfg)
-    tokenizer = load_tokenizer(folder, cfg.model.trust_remote_code)
-    context = context_length(folder, cfg.model.trust_remote_code)
-    if cfg.sft.max_tokens > context:
+    if cfg.data.max_tokens > begun.longest:
         session.warn(
-            f"--sft.max-tokens {cfg.sft.max_tokens}: {cfg.model.path} takes {context} tokens, so {context} it is"
+            f"--data.max-tokens {cfg.data.max_tokens}: {cfg.model.path} takes {begun.longest} tokens, so "
+            f"{begun.longest} it is"
         )
-    encoder, mixture = Encoder(cfg, tokenizer, min(cfg.sft.max_tokens, context)), open_mixture(cfg)
+    mixture = open_mixture(cfg)
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
-    data = Rows(cfg, world, mixture, encoder)
-    held_out = evaluation_rows(session, encoder)
-    session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
-    make = backend(cfg.policy.backend)
-    # Noise belongs to a token of one sequence, so that none may stand for several.
-    share = cfg.policy.share_prompts and not cfg.sft.neftune
-    built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
-    models = Models(make(built, world, cfg.run.steps, trainable=True, adapt=True))
+    data = Rows(cfg, world, mixture, begun.encode)
+    held_out = evaluation_rows(session, begun.encode)
+    models = build_models()
+    objective = build_objective(models)
     checkpoints = Checkpoints(session, models, data, digest(cfg))
     generations = None
     if cfg.generate.every and held_out:
-        generations = Generations(session, models, tokenizer, folder, held_out)
+        # The better side of a pair is its first.
+        first = [sequence for _, number, sequence in held_out if number == 0]
+        generations = Generations(session, models, begun.tokenizer, begun.folder, first)
+    mine = [each for each in held_out if each[0] % world.size == world.rank]
     run = SupervisedRun(
         session=session,
         models=models,
-        objective=SftObjective(cfg.sft.loss, world.data_peers),
+        objective=objective,
         data=data,
-        held_out=balance(pack(dealt(held_out, world)), world) if held_out else None,
+        pack=pack,
+        held_out=balance(pack(mine, 0), world) if held_out else None,
         generations=generations,
         checkpoints=checkpoints,
         journal=Journal(session, checkpoints.start_step),
@@ -88,13 +122,7 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     return run
 
 
-def model_folder(cfg: SFTConfig) -> Path:
-    """Return the folder of the model, with the tokens that `--sft.add-tokens` names."""
-    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-    return with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
-
-
-def evaluation_rows(session: Session[SFTConfig], encoder: Encoder) -> list[Masked]:
+def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Placed:
     """The sequences of the held-out rows, the same on every rank; empty where there is no evaluation.
 
     Raises:
@@ -107,21 +135,16 @@ def evaluation_rows(session: Session[SFTConfig], encoder: Encoder) -> list[Maske
     if hasattr(source, "rows"):
         raise ValueError(f"--data.eval {cfg.data.eval}: a stream cannot be measured again and again; take a file")
     count = min(len(source), cfg.eval.rows or len(source))
-    found = encoded([(i, Drawn(source.where(i), partial(source.__getitem__, i))) for i in range(count)], encoder)
+    found = encoded([(i, Drawn(source.where(i), partial(source.__getitem__, i))) for i in range(count)], encode)
     if not found.sequences:
         raise ValueError(f"--data.eval {cfg.data.eval}: no row can be used, such as {'; '.join(found.refused[:3])}")
     if found.refused:
         session.warn(f"{len(found.refused)} rows of --data.eval are refused, the first one is {found.refused[0]}")
     session.note(f"{count - len(found.refused)} rows of {cfg.data.eval} are held out")
-    return [sequence for *_, sequence in found.sequences]
+    return found.sequences
 
 
-def dealt(held_out: list[Masked], world: World) -> list[tuple[int, int, Masked]]:
-    """This rank's sequences of the evaluation, with their places."""
-    return [(i, 0, sequence) for i, sequence in enumerate(held_out)][world.rank :: world.size]
-
-
-def digest(cfg: SFTConfig) -> str:
+def digest(cfg: SupervisedConfig) -> str:
     """A hash of the sources' names and sizes: another file of the same name is noticed at a resume."""
     told = []
     for spec in cfg.data.train:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.supervised import SFTConfig
+from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.dialogues import Columns, Example, RowError, as_dialogue, example_of
 from spmdrl.data.rendering import Renderer
@@ -19,21 +19,22 @@ class Encoded:
     """The sequences of one row, and what there is to say about them."""
 
     sequences: list[Masked] = field(default_factory=list)
+    first: int = 0
+    """Number of the first sequence among the samples of its row."""
     notes: Counter = field(default_factory=Counter)
     """Counts: truncated, dropped, split, departs, unstopped."""
 
 
 class Encoder:
-    """Encodes rows as `--sft` and `--data` say."""
+    """Encodes rows as `--data` says."""
 
-    def __init__(self, cfg: SFTConfig, tokenizer: Any, longest: int):
-        """longest: tokens of the longest sequence.
+    def __init__(self, data: SupervisedDataConfig, tokenizer: Any, longest: int, train_on: str = "assistant"):
+        """longest: tokens of the longest sequence. train_on: as `--sft.train-on`.
 
         Raises:
             TemplateError: the chat template does not show the message of a user.
         """
-        data = cfg.data
-        self.cfg, self.tokenizer, self.longest = cfg, tokenizer, longest
+        self.data, self.tokenizer, self.longest, self.train_on = data, tokenizer, longest, train_on
         template = template_text(data.chat_template)
         self.has_template = bool(template or getattr(tokenizer, "chat_template", None))
         self.renderer = Renderer(tokenizer, template)
@@ -48,8 +49,16 @@ class Encoder:
             RowError: the row cannot be used.
             TemplateError: the template refuses it, or a turn of it cannot be proved.
         """
-        data = self.cfg.data
-        example = example_of(row, self.columns, data.system)
+        return self.encode(example_of(row, self.columns, self.data.system))
+
+    def encode(self, example: Example) -> Encoded:
+        """Encode what a row holds.
+
+        Raises:
+            RowError: the row cannot be used.
+            TemplateError: the template refuses it, or a turn of it cannot be proved.
+        """
+        data = self.data
         if not example.dialogue and example.prompt and data.chat != "off" and (self.has_template or data.chat == "on"):
             example = as_dialogue(example, data.system)
         out = self._dialogue(example) if example.dialogue else self._plain(example)
@@ -57,7 +66,7 @@ class Encoder:
 
     def _plain(self, example: Example) -> Encoded:
         """A text that ends with the end token; its prompt, if it has one, is not trained."""
-        tokenizer, every = self.tokenizer, self.cfg.sft.train_on == "all"
+        tokenizer, every = self.tokenizer, self.train_on == "all"
         if example.prompt:
             before, _ = encode(tokenizer, example.prompt, chat="off")
             after = list(tokenizer(example.text, add_special_tokens=False).input_ids)
@@ -77,7 +86,7 @@ class Encoder:
         for sequence in found:
             turns = [turn for turn in sequence.turns if self._trained(turn, example, last)]
             places = [(turn.start, turn.end) for turn in turns]
-            if self.cfg.sft.train_on == "all":
+            if self.train_on == "all":
                 places = [(0, len(sequence.text))] if turns else []
             if places:
                 out.sequences.append(masked(self.tokenizer, sequence.text, places))
@@ -118,7 +127,7 @@ class Encoder:
         said = example.trained[turn.message]
         if said is not None:
             return said
-        return self.cfg.sft.train_on != "last" or turn.message == last
+        return self.train_on != "last" or turn.message == last
 
     def _fitted(self, out: Encoded) -> Encoded:
         """Shorten or drop what is too long.
@@ -129,7 +138,7 @@ class Encoder:
         longest, kept = self.longest, []
         for sequence in out.sequences:
             if len(sequence) > longest:
-                truncates = self.cfg.sft.too_long == "truncate"
+                truncates = self.data.too_long == "truncate"
                 out.notes["truncated" if truncates else "dropped"] += 1
                 if not truncates:
                     continue
@@ -137,6 +146,6 @@ class Encoder:
             if bool(sequence.mask.any()):
                 kept.append(sequence)
         if not kept and not out.notes["dropped"]:
-            raise RowError(f"no trained token is left of it within {longest} tokens (--sft.max-tokens)")
+            raise RowError(f"no trained token is left of it within {longest} tokens (--data.max-tokens)")
         out.sequences = kept
         return out

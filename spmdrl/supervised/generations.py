@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.supervised import SFTConfig, sampling_run
+from spmdrl.config.supervised import SupervisedConfig, sampling_run
 from spmdrl.data.tokens import Masked
 from spmdrl.policy.models import Models
 from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
@@ -22,7 +22,9 @@ ANSWERS = 0x5F7  # keeps these draws apart from others that are keyed by (seed, 
 class Generations:
     """The engine, and the prompts that it answers."""
 
-    def __init__(self, session: Session[SFTConfig], models: Models, tokenizer: Any, folder: Path, held: list[Masked]):
+    def __init__(
+        self, session: Session[SupervisedConfig], models: Models, tokenizer: Any, folder: Path, held: list[Masked]
+    ):
         """Start the engine. held: sequences of the evaluation, the same on every rank. Collective."""
         cfg, world = session.cfg, session.world
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer

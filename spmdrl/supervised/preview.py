@@ -5,13 +5,9 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
-from spmdrl.config.supervised import SFTConfig
 from spmdrl.data.mixture import Mixture
 from spmdrl.data.tokens import Masked
-from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.rollout.build import context_length
-from spmdrl.supervised.build import model_folder
-from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.build import Start
 from spmdrl.tracking.console import clean
 
 ROWS = 200
@@ -21,22 +17,20 @@ LONGEST = 1500
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-def preview(cfg: SFTConfig, mixture: Mixture, colour: bool | None = None) -> list[str]:
+def preview(begun: Start, mixture: Mixture, colour: bool | None = None) -> list[str]:
     """Lines on the first rows: counts, and one row whose trained text is green, or in [[ ]] where there is no colour.
 
     colour: None: if stdout is a terminal.
 
     Raises:
-        ValueError: the tokenizer or a source cannot be read, or every row is refused.
+        ValueError: every row is refused.
     """
-    folder, trust = model_folder(cfg), cfg.model.trust_remote_code
-    tokenizer, longest = load_tokenizer(folder, trust), min(cfg.sft.max_tokens, context_length(folder, trust))
-    encoder, notes, refused = Encoder(cfg, tokenizer, longest), Counter(), []
+    notes, refused = Counter(), []
     sequences: list[Masked] = []
     example = ""
     for drawn in mixture.draw(min(ROWS, mixture.rows or ROWS)):
         try:
-            found = encoder(drawn.read())
+            found = begun.encode(drawn.read())
         except ValueError as error:
             refused.append(f"{drawn.where}: {error}")
             continue
@@ -55,7 +49,7 @@ def preview(cfg: SFTConfig, mixture: Mixture, colour: bool | None = None) -> lis
     ]
     coloured = sys.stdout.isatty() if colour is None else colour
     lines.append(f"example  {example}, the trained text {'in green' if coloured else 'in [[ ]]'}:")
-    return lines + [f"  {line}" for line in shown(sequences[0], tokenizer, coloured).split("\n")]
+    return lines + [f"  {line}" for line in shown(sequences[0], begun.tokenizer, coloured).split("\n")]
 
 
 def shown(sequence: Masked, tokenizer: Any, colour: bool) -> str:

@@ -2,13 +2,14 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from spmdrl.config.supervised import SFTConfig, split_weight
+from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Blocks, Drawn, Mixture, Permuted
 from spmdrl.data.rowfiles import Table, open_rows
@@ -16,17 +17,19 @@ from spmdrl.data.tokens import Masked
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.spmd.world import World
-from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.encoder import Encoded
 
 log = logging.getLogger("spmdrl")
 
 STRIDE = 0x9E3779B1
 """Keeps seeds of neighbouring tokens apart."""
+Encode = Callable[[dict], Encoded]
+"""From a row to its sequences. Raises ValueError where the row cannot be used."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped")
 """Counts of a step, in the order in which they travel."""
 
 
-def open_mixture(cfg: SFTConfig) -> Mixture:
+def open_mixture(cfg: SupervisedConfig) -> Mixture:
     """Open the sources of `--data.train`.
 
     Raises:
@@ -77,7 +80,7 @@ class Step:
 class Rows:
     """Draws and encodes the rows of each step, one step ahead in a thread."""
 
-    def __init__(self, cfg: SFTConfig, world: World, mixture: Mixture, encoder: Encoder):
+    def __init__(self, cfg: SupervisedConfig, world: World, mixture: Mixture, encoder: Encode):
         self.cfg, self.world, self.mixture, self.encoder = cfg, world, mixture, encoder
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self.ahead: tuple[int, Future[Step], dict] | None = None
@@ -90,7 +93,7 @@ class Rows:
         """Return this rank's rows of a step, and the counts of all ranks. Collective.
 
         Raises:
-            ValueError: on every rank, if more rows were refused than `--sft.max-refused` allows.
+            ValueError: on every rank, if more rows were refused than `--data.max-refused` allows.
         """
         if self.ahead is None:
             self._begin(step)
@@ -110,7 +113,7 @@ class Rows:
         return mine, counts
 
     def _check_refused(self, mine: Step) -> None:
-        allowed = self.cfg.sft.max_refused
+        allowed = self.cfg.data.max_refused
         if self.totals["refused"] <= allowed * self.totals["rows"]:
             return
         told = [
@@ -120,13 +123,13 @@ class Rows:
         ]
         shown = "\n  ".join([line for line in told if line][:5])
         raise ValueError(
-            f"{self.totals['refused']} of {self.totals['rows']} rows were refused, and --sft.max-refused allows "
+            f"{self.totals['refused']} of {self.totals['rows']} rows were refused, and --data.max-refused allows "
             f"{allowed:g} of them (logs/rank_*.log name all):\n  {shown}"
         )
 
     def _begin(self, step: int) -> None:
         """Draw a step's rows, and encode those of this rank in the thread."""
-        drawn = self.mixture.draw(self.cfg.sft.rows_per_step)
+        drawn = self.mixture.draw(self.cfg.data.rows_per_step)
         mine = list(enumerate(drawn))[self.world.rank :: self.world.size]
         self.ahead = (step, self.thread.submit(encoded, mine, self.encoder), self.mixture.state())
 
@@ -140,7 +143,7 @@ class Rows:
         self.held, self.totals = state["mixture"], Counter(state["totals"])
 
 
-def encoded(drawn: list[tuple[int, Drawn]], encoder: Encoder) -> Step:
+def encoded(drawn: list[tuple[int, Drawn]], encoder: Encode) -> Step:
     """Encode rows, each with its place in the step."""
     out = Step()
     for place, each in drawn:
@@ -152,7 +155,7 @@ def encoded(drawn: list[tuple[int, Drawn]], encoder: Encoder) -> Step:
             out.refused.append(f"{each.where}: {e}")
             continue
         out.counts += found.notes
-        out.sequences += [(place, i, sequence) for i, sequence in enumerate(found.sequences)]
+        out.sequences += [(place, i, sequence) for i, sequence in enumerate(found.sequences, found.first)]
     return out
 
 

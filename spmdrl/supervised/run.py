@@ -1,18 +1,18 @@
-"""One supervised job on one rank: what `sft.py` calls, step by step. `supervised/build.py` makes it."""
+"""One job on given rows, on one rank: what its entry point calls, step by step. `supervised/build.py` makes it."""
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from spmdrl.config.supervised import SFTConfig
+from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.data.batch import Batch
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
-from spmdrl.policy.contract import Objective
+from spmdrl.policy.contract import MEASURE, Objective
 from spmdrl.policy.models import Models
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.journal import Journal
@@ -20,7 +20,7 @@ from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
-from spmdrl.supervised.rows import Rows, pack
+from spmdrl.supervised.rows import Rows
 from spmdrl.tracking.metrics import Metrics, Timer
 
 
@@ -28,10 +28,12 @@ from spmdrl.tracking.metrics import Metrics, Timer
 class SupervisedRun:
     """Parts of a job on this rank."""
 
-    session: Session[SFTConfig]
+    session: Session[SupervisedConfig]
     models: Models
     objective: Objective
     data: Rows
+    pack: Callable[[list, int], Batch]
+    """(sequences of this rank, step) -> batch."""
     held_out: Batch | None
     """This rank's share of the evaluation; None: there is none."""
     generations: Generations | None
@@ -46,7 +48,7 @@ class SupervisedRun:
     """Answers that go with that line."""
 
     @property
-    def cfg(self) -> SFTConfig:
+    def cfg(self) -> SupervisedConfig:
         """The job's settings."""
         return self.session.cfg
 
@@ -75,19 +77,27 @@ class SupervisedRun:
         """This rank's rows of a step, encoded and packed. Collective."""
         with self.timer("rows"):
             mine, self.counts = self.data.take(step, last=step + 1 == self.cfg.run.steps)
-            return pack(mine.sequences, self.cfg.sft.neftune, (self.cfg.run.seed, step))
+            return self.pack(mine.sequences, step)
+
+    def score(self, batch: Batch) -> None:
+        """Add the reference's log p of each token, if there is a reference. Collective."""
+        if self.models.reference is not None:
+            with self.timer("logp"):
+                batch.token["ref_logp"], _ = self.models.reference.logprobs(batch, 1.0, self.objective.second)
 
     def evaluate(self, step: int, force: bool = False) -> None:
         """Measure the loss on the held-out rows if that is due before this step. Collective."""
         every = self.cfg.eval.every
         if self.held_out is None or not every or (step % every and not force):
             return
-        with self.timer("eval"):
-            logp_T, top_T = self.policy.logprobs(self.held_out, 1.0, "top")
-            mask_T = self.held_out.token["mask"]
-            sums = [-logp_T[mask_T].double().sum(), top_T[mask_T].double().sum(), mask_T.sum().double()]
-            nll, right, count = self.world.data_peers.sum(torch.stack(sums)).tolist()
-            self.numbers = {"eval/loss": nll / count, "eval/accuracy": right / count}
+        held_out, objective, world = self.held_out, self.objective, self.world
+        with self.timer("eval"), torch.no_grad():
+            self.score(held_out)
+            shared = objective.prepare(held_out, MEASURE)
+            first_T, second_T = self.policy.logprobs(held_out, 1.0, objective.second)
+            stats = objective.loss(held_out, first_T, second_T, shared).stats
+            values = stats.reduce(lambda x, op: all_reduce(x, op, world.data_group), world.device)
+            self.numbers = {f"eval/{name.removesuffix('/mean')}": value for name, value in values.items()}
 
     def sample(self, step: int, force: bool = False) -> None:
         """Let the model answer the held-out prompts if that is due before this step. Collective."""
@@ -116,7 +126,7 @@ class SupervisedRun:
             values["tokens/s"] = values["tokens/all"] / values["time/step"]
             values |= {f"data/{name}": float(count) for name, count in self.counts.items()}
             if rows := self.data.mixture.rows:
-                values["data/epoch"] = (step + 1) * self.cfg.sft.rows_per_step / rows
+                values["data/epoch"] = (step + 1) * self.cfg.data.rows_per_step / rows
             values |= self.checkpoints.saver.poll() | (self.numbers or {})
             self.numbers = None
             self.checkpoints.saver.know(step + 1, values)

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.config.supervised import SFTConfig
+from spmdrl.config.sft import SFTConfig
 from spmdrl.data.batch import balance
 from spmdrl.hub.resolve import resolve
 from spmdrl.session.session import Session
 from spmdrl.sft import train
-from spmdrl.supervised.build import build_sft, with_steps
+from spmdrl.supervised.build import with_steps
 from spmdrl.supervised.rows import open_mixture
+from spmdrl.supervised.sft import build_sft
 from spmdrl.tracking.metrics import Timer
 from tests.ranks.demo import Interrupted, dying, metrics, untimed
 from tests.ranks.harness import RankError, run_ranks
@@ -50,8 +51,7 @@ def settings(folder, source: str, **sections) -> SFTConfig:
         model={"path": "tiny", "dtype": "float32"},
         optimizer={"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
         policy={"max_tokens_per_microbatch": 512},
-        data={"train": (source,), "eval": source, "chat_template": "chatml"},
-        sft={"rows_per_step": 12, "max_tokens": 512},
+        data={"train": (source,), "eval": source, "chat_template": "chatml", "rows_per_step": 12, "max_tokens": 512},
         eval={"every": 3, "rows": 10},
         checkpoint={"at_end": False},
         tracking={"trackers": ("jsonl",)},
@@ -214,12 +214,12 @@ def test_refused_rows_are_named_counted_and_end_the_job(data, tmp_path):
     bad = tmp_path / "bad.jsonl"
     broken = [*rows(20), {"messages": [{"role": "wizard", "content": "x"}]}, {"messages": []}, {"other": 1}]
     bad.write_text("".join(json.dumps(row) + "\n" for row in broken) + "{not json\n")
-    more = {"data": {"train": (str(bad),)}, "run": {"steps": 2}, "sft": {"max_refused": 0.5}, "eval": {"every": 0}}
+    more = {"data": {"train": (str(bad),), "max_refused": 0.5}, "run": {"steps": 2}, "eval": {"every": 0}}
     run_ranks(trained, 2, str(tmp_path / "run"), data, more)
     assert sum(row["data/refused"] for row in metrics(tmp_path / "run")) == 4
     with pytest.raises(RankError) as error:
-        run_ranks(trained, 2, str(tmp_path / "ends"), data, more | {"sft": {"max_refused": 0.05}})
-    assert "--sft.max-refused allows 0.05" in str(error.value)
+        run_ranks(trained, 2, str(tmp_path / "ends"), data, more | {"data": {"train": (str(bad),)}})
+    assert "--data.max-refused allows 0.05" in str(error.value)
     # Those of the first step, three of them here, with their places.
     why = {21: "message 1 has the role 'wizard'", 22: "not a list of messages", 23: "it needs messages", 24: "not JSON"}
     told = [line for line, said in why.items() if said in str(error.value) and f"{bad}:{line}: " in str(error.value)]

@@ -16,7 +16,7 @@ from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import FIXED, FREE, differences, file_digests, listed, may_change, settled
 from spmdrl.config.schema import Config
-from spmdrl.config.supervised import SFTConfig
+from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import unlike
 
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)

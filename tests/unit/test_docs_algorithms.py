@@ -21,7 +21,7 @@ from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
-from spmdrl.config.supervised import SFTConfig
+from spmdrl.config.sft import SFTConfig
 from spmdrl.rl.rehearsal import check_use
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,8 @@ import torch
 from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import FREE, listed, may_change
-from spmdrl.config.supervised import SFTConfig, check_sft, split_weight
+from spmdrl.config.sft import SFTConfig, check_sft
+from spmdrl.config.supervised import split_weight
 from spmdrl.data.dialogues import RowError
 from spmdrl.data.rendering import TemplateError
 from spmdrl.supervised.encoder import Encoder
@@ -40,7 +41,7 @@ def encoder(template: str = CHATML, **sections) -> Encoder:
     cfg = SFTConfig()
     for name, values in sections.items():
         cfg = dataclasses.replace(cfg, **{name: dataclasses.replace(getattr(cfg, name), **values)})
-    return Encoder(cfg, tokenizer_for(template), cfg.sft.max_tokens)
+    return Encoder(cfg.data, tokenizer_for(template), cfg.data.max_tokens, cfg.sft.train_on)
 
 
 def trained(encode: Encoder, row: dict) -> list[str]:
@@ -91,14 +92,14 @@ def test_text_is_trained_whole_and_ends_with_the_end_token():
 def test_rows_that_are_too_long_keep_their_mask_or_are_dropped():
     whole = encoder()({"messages": TALK}).sequences[0]
     longest = int(whole.mask.nonzero()[0]) + 1
-    encode = encoder(sft={"max_tokens": longest})
+    encode = encoder(data={"max_tokens": longest})
     found = encode({"messages": TALK})
     assert found.notes["truncated"] == 1 and len(found.sequences[0]) == longest
     assert torch.equal(found.sequences[0].tokens, whole.tokens[:longest])
     assert torch.equal(found.sequences[0].mask, whole.mask[:longest])
     with pytest.raises(RowError, match="no trained token is left of it within"):
-        encoder(sft={"max_tokens": longest - 1})({"messages": TALK})
-    dropped = encoder(sft={"max_tokens": longest, "too_long": "drop"})({"messages": TALK})
+        encoder(data={"max_tokens": longest - 1})({"messages": TALK})
+    dropped = encoder(data={"max_tokens": longest, "too_long": "drop"})({"messages": TALK})
     assert not dropped.sequences and dropped.notes["dropped"] == 1
 
 
@@ -124,11 +125,11 @@ def test_messages_after_the_last_turn_are_left_out():
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--sft.max-tokens 9000", "a sequence must fit --policy.max-tokens-per-microbatch 8192"),
+        ("--data.max-tokens 9000", "a sequence must fit --policy.max-tokens-per-microbatch 8192"),
         ("--data.train a.jsonl=0.5 b.jsonl", "give every source a weight, or none"),
         ("--data.train a.jsonl=-1", "the weight after = must be a number above 0"),
-        ("--sft.rows-per-step 0", "must be at least 1"),
-        ("--sft.max-refused 2", "must lie in [0, 1]"),
+        ("--data.rows-per-step 0", "must be at least 1"),
+        ("--data.max-refused 2", "must lie in [0, 1]"),
         ("--generate.every 5", "its prompts come from --data.eval"),
         ("--sft.neftune 5 --policy.backend megatron", "is of the fsdp backend"),
         ("--sft.add-tokens <a> --lora.rank 4", "the rows of new tokens would not be trained"),
@@ -151,7 +152,7 @@ def test_settings_of_reinforcement_learning_are_unknown():
 def test_every_setting_may_change_at_a_resume_or_not():
     for name in leaves(SFTConfig):
         assert may_change(name, "constant") == any(listed(name, names) for names in FREE.values()), name
-    assert not may_change("sft.rows_per_step", "constant") and may_change("sft.max_refused", "constant")
+    assert not may_change("data.rows_per_step", "constant") and may_change("data.max_refused", "constant")
 
 
 @pytest.mark.parametrize(

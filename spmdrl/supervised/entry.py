@@ -1,0 +1,42 @@
+"""Starts a job on given rows: its sources are read before ranks meet, so that a mistake in them ends it at once."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.config.load import Loaded, exit_with
+from spmdrl.config.supervised import supervised_lines
+from spmdrl.session.open import open_run
+from spmdrl.session.session import Session
+from spmdrl.supervised.build import Start, with_steps
+from spmdrl.supervised.preview import preview
+from spmdrl.supervised.rows import open_mixture
+from spmdrl.supervised.run import SupervisedRun
+from spmdrl.tracking.console import Columns
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parts of a kind of job."""
+
+    prog: str
+    """Its command."""
+    begin: Callable[[Any], Start]
+    build: Callable[[Session[Any]], SupervisedRun]
+    columns: Columns
+    """Metrics on the console."""
+
+
+def launch(loaded: Loaded[Any], kind: Kind, train: Callable[[SupervisedRun], None]) -> None:
+    """Open the job and train, or show what it would do; any failure ends the whole job by name."""
+    try:
+        mixture = open_mixture(loaded.config)
+        loaded = dataclasses.replace(loaded, config=with_steps(loaded.config, mixture))
+        seen = preview(kind.begin(loaded.config), mixture) if loaded.dry_run else []
+    except ValueError as error:
+        exit_with(f"{kind.prog}: {error}")
+    plan = lambda cfg, size: supervised_lines(cfg, size) + seen  # noqa: E731
+    with open_run(loaded, kind.build, plan, columns=kind.columns) as run:
+        if run is not None:
+            train(run)

@@ -1,0 +1,34 @@
+"""Parts of supervised fine-tuning: its rows, model and loss."""
+
+from spmdrl.config.sft import SFTConfig
+from spmdrl.hub.grown import with_tokens
+from spmdrl.hub.resolve import resolve
+from spmdrl.policy.models import Models
+from spmdrl.session.session import Session
+from spmdrl.supervised.build import Start, assemble, begin, policy
+from spmdrl.supervised.encoder import Encoder
+from spmdrl.supervised.objective import SftObjective
+from spmdrl.supervised.rows import pack
+from spmdrl.supervised.run import SupervisedRun
+
+
+def begin_sft(cfg: SFTConfig) -> Start:
+    """Read the tokenizer of the model with the tokens that `--sft.add-tokens` names, and the encoder of its rows."""
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    folder = with_tokens(folder, cfg.sft.add_tokens, cfg.model.trust_remote_code)
+    return begin(cfg, folder, lambda tokenizer, longest: Encoder(cfg.data, tokenizer, longest, cfg.sft.train_on))
+
+
+def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
+    """Everything that a job is made of. Collective over all ranks."""
+    cfg, peers = session.cfg, session.world.data_peers
+    begun = begin_sft(cfg)
+    # Noise belongs to a token of one sequence, so that none may stand for several.
+    share = cfg.policy.share_prompts and not cfg.sft.neftune
+    return assemble(
+        session,
+        begun,
+        lambda: Models(policy(session, begun.folder, share)),
+        lambda models: SftObjective(cfg.sft.loss, peers),
+        lambda sequences, step: pack(sequences, cfg.sft.neftune, (cfg.run.seed, step)),
+    )
