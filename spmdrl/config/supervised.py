@@ -133,8 +133,8 @@ SHARED_RULES: dict[str, _Rule] = {
 }
 
 
-def split_weight(spec: str) -> tuple[str, float | None]:
-    """Return the source and the weight of `source=weight`; None where none is given.
+def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | None]:
+    """Return the source and the weight of `source=weight`; None where none is given. flag: for the error.
 
     Raises:
         ValueError: a weight that is no number above 0.
@@ -147,7 +147,7 @@ def split_weight(spec: str) -> tuple[str, float | None]:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise ValueError(f"--data.train {spec}: the weight after = must be a number above 0")
+        raise ValueError(f"{flag} {spec}: the weight after = must be a number above 0")
     return source, value
 
 

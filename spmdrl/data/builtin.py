@@ -18,6 +18,19 @@ def reverse(held_out: bool) -> list[dict]:
     return [{"prompt": text + "=", "answer": text[::-1]} for text in side]
 
 
+def reverse_pairs(held_out: bool) -> list[dict]:
+    """The rows of `reverse` with a right and a wrong response: two of its letters, next to each other, are swapped."""
+    rng, rows = random.Random("spmdrl pairs"), []
+    for row in reverse(held_out):
+        right = row["answer"]
+        places = [i for i in range(len(right) - 1) if right[i] != right[i + 1]]
+        if places:
+            i = rng.choice(places)
+            wrong = right[:i] + right[i + 1] + right[i] + right[i + 2 :]
+            rows.append(row | {"chosen": right, "rejected": wrong})
+    return rows
+
+
 def addition(digits: int, held_out: bool) -> list[dict]:
     """Rows for adding two numbers of 1 (0..9) or 2 (10..99) digits; a + b and b + a are both held out or both not.
 
@@ -41,10 +54,11 @@ def addition(digits: int, held_out: bool) -> list[dict]:
 
 BUILTINS = {
     "reverse": reverse,
+    "reverse-pairs": reverse_pairs,
     "addition-1": lambda held_out: addition(1, held_out),
     "addition-2": lambda held_out: addition(2, held_out),
 }
-RAW = {"reverse"}
+RAW = {"reverse", "reverse-pairs"}
 """Tasks whose prompt is plain text even when the tokenizer has a chat template."""
 
 

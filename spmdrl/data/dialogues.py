@@ -67,13 +67,13 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
         RowError: the row has none of the forms, or a part of it is not what it should be.
     """
     row = {k: v for k, v in row.items() if v is not None}
-    messages = _column(row, columns.messages, MESSAGES)
+    messages = column_of(row, columns.messages, MESSAGES)
     if messages is not None and not isinstance(messages, str):
-        return _dialogue(row, _messages(messages), columns, system)
-    prompt, completion = _column(row, columns.prompt, PROMPTS), _column(row, columns.completion, COMPLETIONS)
+        return dialogue_of(row, messages_of(messages), columns, system)
+    prompt, completion = column_of(row, columns.prompt, PROMPTS), column_of(row, columns.completion, COMPLETIONS)
     if prompt is not None and completion is not None:
-        return _pair(row, prompt, completion, columns, system)
-    text = _column(row, columns.text, TEXTS)
+        return pair_of(row, prompt, completion, columns, system)
+    text = column_of(row, columns.text, TEXTS)
     if isinstance(text, str):
         if not text:
             raise RowError("its text is empty")
@@ -85,7 +85,7 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
     )
 
 
-def _column(row: dict, name: str, usual: tuple[str, ...]) -> Any:
+def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     """Return a column, `outer.inner` for a key in it; None if it is not there.
 
     Raises:
@@ -101,18 +101,23 @@ def _column(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     return value
 
 
-def _pair(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
+def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
+    """Return a prompt and its completion, each text or messages, of which the completion is trained.
+
+    Raises:
+        RowError: one of them is not what it should be.
+    """
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        before, after = _messages(first), _messages(last)
-        example = _dialogue(row, [*before, *after], columns, system)
+        before, after = messages_of(first), messages_of(last)
+        example = dialogue_of(row, [*before, *after], columns, system)
         # The prompt may hold turns of an assistant; the completion is what is trained.
         added = len(example.trained) - len(before) - len(after)
         example.trained[: added + len(before)] = [False] * (added + len(before))
         return example
     if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise RowError(f"its prompt is {_kind(prompt)} and its completion {_kind(completion)}: both must be text")
+        raise RowError(f"its prompt is {kind_of(prompt)} and its completion {kind_of(completion)}: both must be text")
     if row.get("input") and "instruction" in row:
         prompt = f"{prompt}\n\n{row['input']}"
     if not completion:
@@ -127,17 +132,22 @@ def as_dialogue(example: Example, system: str = "") -> Example:
     return Example(Dialogue(messages), [None] * len(messages))
 
 
-def _dialogue(row: dict, messages: list[dict], columns: Columns, system: str) -> Example:
+def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) -> Example:
+    """Return a dialogue with the tools and settings of its row, and what its messages say about training them.
+
+    Raises:
+        RowError: an empty turn, or tools that are not a list of JSON schemas.
+    """
     if system and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
     tools = row.get(columns.tools)
     if isinstance(tools, str):
         tools = _json("tools", tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RowError(f"its tools are {_kind(tools)}, not a list of JSON schemas")
+        raise RowError(f"its tools are {kind_of(tools)}, not a list of JSON schemas")
     more = row.get("chat_template_kwargs", {})
     if not isinstance(more, dict):
-        raise RowError(f"its chat_template_kwargs are {_kind(more)}, not an object")
+        raise RowError(f"its chat_template_kwargs are {kind_of(more)}, not an object")
     more = more | {k: row[k] for k in ("enable_thinking", "documents") if k in row}
     trained = [_trained(i, message) for i, message in enumerate(messages, 1)]
     for i, message in enumerate(messages, 1):
@@ -153,18 +163,18 @@ def _said(content: Any) -> bool:
     return bool(str(content).strip())
 
 
-def _messages(found: Any) -> list[dict]:
+def messages_of(found: Any) -> list[dict]:
     """Return messages with the roles of templates."""
     if hasattr(found, "tolist"):  # an array, as tables hold lists
         found = found.tolist()
     if not isinstance(found, list) or not found:
-        raise RowError(f"its messages are {_kind(found)}, not a list of messages")
+        raise RowError(f"its messages are {kind_of(found)}, not a list of messages")
     return [_message(i, message) for i, message in enumerate(found, 1)]
 
 
 def _message(i: int, message: Any) -> dict:
     if not isinstance(message, dict):
-        raise RowError(f"message {i} is {_kind(message)}, not an object with a role and a content")
+        raise RowError(f"message {i} is {kind_of(message)}, not an object with a role and a content")
     message = {k: v for k, v in message.items() if v is not None}
     given, content = message.get("role", message.get("from")), message.get("content", message.get("value", ""))
     if not isinstance(given, str) or given.lower() not in ROLES:
@@ -178,7 +188,7 @@ def _message(i: int, message: Any) -> dict:
         ]
         content = ""
     if not isinstance(content, str | list):
-        raise RowError(f"the content of message {i} is {_kind(content)}, not text")
+        raise RowError(f"the content of message {i} is {kind_of(content)}, not text")
     if isinstance(content, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         raise RowError(f"message {i} has parts that are not text, which no model here reads")
     if role != "assistant" and not _said(content):
@@ -205,5 +215,6 @@ def _json(what: str, text: str) -> Any:
         raise RowError(f"{what}: not JSON: {text[:80]!r}") from e
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Describe a value, for an error message."""
     return f"{type(value).__name__} ({str(value)[:40]!r})"

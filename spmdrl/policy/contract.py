@@ -135,8 +135,11 @@ class Policy(Protocol):
         """
         ...
 
-    def take_over(self, other: "Policy") -> None:
-        """Copy the weights of another policy of the same backend, architecture and layout; no communication."""
+    def take_over(self, other: "Policy", share: float = 1.0) -> None:
+        """Move to the weights of another policy of the same backend, architecture and layout; no communication.
+
+        share: of the other's weights in the result.
+        """
         ...
 
     def bytes_by_owner(self) -> dict[str, int]:

@@ -214,7 +214,7 @@ class StandIn:
         learning_rate(self.cfg.optimizer, LATE, 2 * LATE)
         return stats
 
-    def take_over(self, other: Any) -> None:
+    def take_over(self, other: Any, share: float = 1.0) -> None:
         """See the contract."""
 
 

@@ -15,10 +15,12 @@ from spmdrl.data import treefile
 from spmdrl.data.batch import Batch, balance
 from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
-from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.hub.resolve import named
+from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.backends import backend
 from spmdrl.policy.contract import Objective
+from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models
 from spmdrl.rollout.build import context_length
 from spmdrl.session.checkpoints import Checkpoints
@@ -78,6 +80,42 @@ def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any
     return backend(cfg.policy.backend)(built, session.world, cfg.run.steps, trainable=True, adapt=True)
 
 
+def frozen(session: Session[SupervisedConfig], path: str, flag: str, learning: Any) -> Any:
+    """Build a frozen language model. Collective.
+
+    path: as `--model.path`, which empty means; then adapters are left out of the policy instead of a second copy of it.
+
+    Raises:
+        ValueError: its tokenizer is not the policy's.
+    """
+    cfg = session.cfg
+    if cfg.lora.rank and path in ("", cfg.model.path):
+        return BaseOf(learning)
+    if path:
+        with named(flag):
+            check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
+    session.note(f"building reference {path or cfg.model.path}")
+    return backend(cfg.policy.backend)(cfg, session.world, 0, trainable=False, path=path)
+
+
+@dataclass
+class Progress:
+    """State of a job beside its models; a `session.checkpoints.Kept`."""
+
+    data: Rows
+    objective: Objective
+
+    def state(self) -> dict[str, Any]:
+        """See the contract."""
+        return self.data.state() | {"moved": list(getattr(self.objective, "moved", []))}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See the contract."""
+        self.data.restore(state)
+        if state.get("moved"):
+            self.objective.moved[:] = state["moved"]  # type: ignore[attr-defined]
+
+
 def assemble(
     session: Session[SupervisedConfig],
     begun: Start,
@@ -99,7 +137,7 @@ def assemble(
     held_out = evaluation_rows(session, begun.encode)
     models = build_models()
     objective = build_objective(models)
-    checkpoints = Checkpoints(session, models, data, digest(cfg))
+    checkpoints = Checkpoints(session, models, Progress(data, objective), digest(cfg))
     generations = None
     if cfg.generate.every and held_out:
         # The better side of a pair is its first.
@@ -135,7 +173,8 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
     if hasattr(source, "rows"):
         raise ValueError(f"--data.eval {cfg.data.eval}: a stream cannot be measured again and again; take a file")
     count = min(len(source), cfg.eval.rows or len(source))
-    found = encoded([(i, Drawn(source.where(i), partial(source.__getitem__, i))) for i in range(count)], encode)
+    drawn = [Drawn(source.where(i), partial(source.__getitem__, i)) for i in range(count)]
+    found = encoded(drawn, range(count), encode)
     if not found.sequences:
         raise ValueError(f"--data.eval {cfg.data.eval}: no row can be used, such as {'; '.join(found.refused[:3])}")
     if found.refused:

@@ -19,8 +19,8 @@ class Encoded:
     """The sequences of one row, and what there is to say about them."""
 
     sequences: list[Masked] = field(default_factory=list)
-    first: int = 0
-    """Number of the first sequence among the samples of its row."""
+    samples: list[int] = field(default_factory=list)
+    """The sample that each sequence is of its row; empty: they are counted from 0."""
     notes: Counter = field(default_factory=Counter)
     """Counts: truncated, dropped, split, departs, unstopped."""
 
@@ -42,7 +42,9 @@ class Encoder:
             data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
         )
 
-    def __call__(self, row: dict) -> Encoded:
+    beside = False
+
+    def __call__(self, row: dict, before: dict | None = None) -> Encoded:
         """Encode a row.
 
         Raises:

@@ -2,10 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,8 +22,6 @@ log = logging.getLogger("spmdrl")
 
 STRIDE = 0x9E3779B1
 """Keeps seeds of neighbouring tokens apart."""
-Encode = Callable[[dict], Encoded]
-"""From a row to its sequences. Raises ValueError where the row cannot be used."""
 COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped")
 """Counts of a step, in the order in which they travel."""
 
@@ -64,6 +61,17 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
         return Mixture([Permuted(joined, seed)], [1.0])
     weights = [weight if weight is not None else 1.0 for _, weight in pairs]
     return Mixture(parts, weights)
+
+
+class Encode(Protocol):
+    """From a row of a data set to its sequences."""
+
+    beside: bool
+    """It takes the row before this one of the same step, too."""
+
+    def __call__(self, row: dict, before: dict | None = None) -> Encoded:
+        """Encode a row. Raises ValueError where it cannot be used."""
+        ...
 
 
 @dataclass
@@ -130,8 +138,8 @@ class Rows:
     def _begin(self, step: int) -> None:
         """Draw a step's rows, and encode those of this rank in the thread."""
         drawn = self.mixture.draw(self.cfg.data.rows_per_step)
-        mine = list(enumerate(drawn))[self.world.rank :: self.world.size]
-        self.ahead = (step, self.thread.submit(encoded, mine, self.encoder), self.mixture.state())
+        mine = range(self.world.rank, len(drawn), self.world.size)
+        self.ahead = (step, self.thread.submit(encoded, drawn, mine, self.encoder), self.mixture.state())
 
     def state(self) -> dict[str, Any]:
         """State after the last step that was taken; JSON-able, alike on all ranks."""
@@ -143,20 +151,29 @@ class Rows:
         self.held, self.totals = state["mixture"], Counter(state["totals"])
 
 
-def encoded(drawn: list[tuple[int, Drawn]], encoder: Encode) -> Step:
-    """Encode rows, each with its place in the step."""
+def encoded(drawn: list[Drawn], places: range, encode: Encode) -> Step:
+    """Encode the rows at some places of a step."""
     out = Step()
-    for place, each in drawn:
+    for place in places:
+        each = drawn[place]
         out.counts["rows"] += 1
         try:
-            found = encoder(each.read())
+            found = encode(each.read(), _read(drawn[place - 1]) if encode.beside else None)
         except ValueError as e:
             out.counts["refused"] += 1
             out.refused.append(f"{each.where}: {e}")
             continue
         out.counts += found.notes
-        out.sequences += [(place, i, sequence) for i, sequence in enumerate(found.sequences, found.first)]
+        samples = found.samples or range(len(found.sequences))
+        out.sequences += [(place, i, sequence) for i, sequence in zip(samples, found.sequences, strict=True)]
     return out
+
+
+def _read(drawn: Drawn) -> dict | None:
+    try:
+        return drawn.read()
+    except ValueError:
+        return None
 
 
 def pack(sequences: list[tuple[int, int, Masked]], noise: float = 0.0, key: tuple[int, ...] = ()) -> Batch:

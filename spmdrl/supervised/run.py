@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.config.preference import FixedModelConfig
 from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.data.batch import Batch
 from spmdrl.health.preempt import PreemptedError
@@ -44,6 +45,8 @@ class SupervisedRun:
     step_began: float = 0.0
     numbers: dict[str, float] | None = None
     """Numbers of an evaluation that the next line of the log takes."""
+    moves: FixedModelConfig | None = None
+    """When the reference moves; None: never."""
     samples: list[dict] = field(default_factory=list)
     """Answers that go with that line."""
 
@@ -81,9 +84,19 @@ class SupervisedRun:
 
     def score(self, batch: Batch) -> None:
         """Add the reference's log p of each token, if there is a reference. Collective."""
-        if self.models.reference is not None:
+        if self.models.reference is not None and "ref_logp" not in batch.token:
             with self.timer("logp"):
                 batch.token["ref_logp"], _ = self.models.reference.logprobs(batch, 1.0, self.objective.second)
+
+    def move_reference(self, step: int) -> None:
+        """Move the reference to the policy if that is due after this step. Collective."""
+        moves = self.moves
+        if moves is None or not moves.refresh_every or (step + 1) % moves.refresh_every:
+            return
+        assert self.models.reference is not None, "the settings are refused otherwise"
+        self.models.reference.take_over(self.policy, moves.mix)
+        if self.held_out is not None:
+            self.held_out.token.pop("ref_logp", None)
 
     def evaluate(self, step: int, force: bool = False) -> None:
         """Measure the loss on the held-out rows if that is due before this step. Collective."""

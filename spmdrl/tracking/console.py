@@ -43,6 +43,15 @@ SUPERVISED: Columns = [
     ("epoch", "data/epoch"),
     ("eval", "eval/loss"),
 ]
+PREFERRED: Columns = [
+    ("loss", "loss"),
+    ("accuracy", "accuracy/mean"),
+    ("margin", "rewards/margin"),
+    ("grad", "grad_norm"),
+    ("tok/s", "tokens/s"),
+    ("epoch", "data/epoch"),
+    ("eval", "eval/accuracy"),
+]
 PHASES = ["rollout", "rows", "reward", "exchange", "logp", "update", "push"]
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"

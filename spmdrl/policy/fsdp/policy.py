@@ -225,7 +225,7 @@ class FsdpPolicy(Learner):
         return [x for x in named if not is_adapter(x[0])], [x for x in named if is_adapter(x[0])]
 
     @torch.no_grad()
-    def take_over(self, other: Any) -> None:
+    def take_over(self, other: Any, share: float = 1.0) -> None:
         """See the contract."""
         for (name, into), (source, p) in zip(self.named_weights(), other.named_weights(), strict=True):
             if name != source or into.shape != p.shape:
@@ -233,7 +233,8 @@ class FsdpPolicy(Learner):
                     f"{name} {tuple(into.shape)} cannot take over {source} {tuple(p.shape)}: --reference.refresh-every "
                     "needs a reference of the policy's own architecture"
                 )
-            into.to_local().copy_(p.to_local())
+            mine, theirs = into.to_local(), p.to_local()
+            mine.copy_(theirs if share == 1 else (1 - share) * mine + share * theirs)
 
     def pieces(self, part: Part = "model") -> list[Piece]:
         """See the contract."""

@@ -185,7 +185,7 @@ class MegatronPolicy(Learner):
         return convert.pieces(self.chunks)
 
     @torch.no_grad()
-    def take_over(self, other: Any) -> None:
+    def take_over(self, other: Any, share: float = 1.0) -> None:
         """See the contract."""
         for mine, theirs in zip(self.pieces(), other.pieces(), strict=True):
             if mine.name != theirs.name or mine.box != theirs.box:
@@ -193,7 +193,8 @@ class MegatronPolicy(Learner):
                     f"{mine.name} {mine.shape} cannot take over {theirs.name} {theirs.shape}: "
                     "--reference.refresh-every needs a reference of the policy's own architecture"
                 )
-            mine.tensor.copy_(theirs.tensor)
+            kept, taken = mine.tensor, theirs.tensor
+            kept.copy_(taken if share == 1 else (1 - share) * kept + share * taken)
 
     def _held(self) -> dict[str, list[torch.Tensor | None]]:
         parameters: list[torch.Tensor | None] = [p for chunk in self.chunks for p in chunk.parameters()]

@@ -1,0 +1,255 @@
+"""Losses of preference learning, per pair (a chosen and a rejected response to one prompt) or per labelled response.
+
+Each is a function of `Pairs` and returns the loss of every pair. All are sums over pairs, so that the mean over a step
+does not depend on micro-batches or ranks (law 2); a loss that sorts over the whole step (AOT) finds what it needs of
+the other pairs in `Pairs.matched`, which is computed before the first micro-batch.
+
+Log-ratio: log p of a response by the policy, minus that by the reference.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import logsigmoid
+
+DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Settings of the losses."""
+
+    beta: float = 0.1
+    """Strength with which the policy is held to the reference; IPO's tau."""
+    label_smoothing: float = 0.0
+    """Share of pairs whose label is taken to be wrong."""
+    divergence: str = "reverse_kl"
+    """A name in `DIVERGENCES` (f-DPO, https://arxiv.org/abs/2309.16240)."""
+    alpha: float = 0.5
+    """Exponent of the alpha divergence."""
+    tau: float = 0.05
+    """Temperature of DiscoPOP's mixture."""
+    margin: float = 0.5
+    """SimPO's gamma: target margin between beta times mean log p of the two responses."""
+
+
+@dataclass
+class Pairs:
+    """P pairs. Tensors [P]; `chosen` and `rejected` have a gradient."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    """log p of each response: the sum over its tokens."""
+    ref_chosen: torch.Tensor
+    ref_rejected: torch.Tensor
+    """The same by the reference; zeros where a loss has none."""
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+    """Tokens of each response."""
+    matched: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name of a loss that sorts -> [P, 2]: for each response the value that the other side has at its rank, over all
+    pairs of the step; without gradient."""
+
+    @property
+    def ratio_chosen(self) -> torch.Tensor:
+        """Log-ratio of the chosen responses."""
+        return self.chosen - self.ref_chosen
+
+    @property
+    def ratio_rejected(self) -> torch.Tensor:
+        """Log-ratio of the rejected responses."""
+        return self.rejected - self.ref_rejected
+
+
+Loss = Callable[[Pairs, Terms], torch.Tensor]
+
+
+def score(ratio: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """f'(u) of the divergence at u = exp(ratio), up to a constant that pairs do not see."""
+    if terms.divergence == "forward_kl":
+        return 1 - torch.exp(-ratio)
+    if terms.divergence == "js":
+        return math.log(2) + logsigmoid(ratio)
+    if terms.divergence == "alpha" and abs(terms.alpha - 1) > 1e-6:
+        power = terms.alpha - 1
+        # exp stays finite in float32.
+        return torch.expm1((power * ratio).clamp(max=80.0)) / power
+    return ratio
+
+
+def difference(x: Pairs, terms: Terms) -> torch.Tensor:
+    """Score of the chosen response minus that of the rejected one."""
+    return score(x.ratio_chosen, terms) - score(x.ratio_rejected, terms)
+
+
+def _smoothed(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
+    return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
+
+
+def sigmoid(x: Pairs, terms: Terms) -> torch.Tensor:
+    """DPO (https://arxiv.org/abs/2305.18290); with label smoothing, conservative DPO."""
+    return _smoothed(terms.beta * difference(x, terms), terms.label_smoothing)
+
+
+def robust(x: Pairs, terms: Terms) -> torch.Tensor:
+    """Unbiased DPO under wrong labels (https://arxiv.org/abs/2403.00409)."""
+    wrong, logits = terms.label_smoothing, terms.beta * difference(x, terms)
+    return (-(1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)) / (1 - 2 * wrong)
+
+
+def hinge(x: Pairs, terms: Terms) -> torch.Tensor:
+    """SLiC (https://arxiv.org/abs/2305.10425)."""
+    return torch.relu(1 - terms.beta * difference(x, terms))
+
+
+def ipo(x: Pairs, terms: Terms) -> torch.Tensor:
+    """IPO (https://arxiv.org/abs/2310.12036) on scores per token, as its authors meant it."""
+    per_token = score(x.ratio_chosen, terms) / x.chosen_tokens - score(x.ratio_rejected, terms) / x.rejected_tokens
+    return (per_token - 1 / (2 * terms.beta)) ** 2
+
+
+def exo_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+    """EXO for pairs (https://arxiv.org/abs/2402.00856, eq. 16); needs label smoothing above 0."""
+    logits, wrong = terms.beta * difference(x, terms), terms.label_smoothing
+    won = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-wrong))
+    return won + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(wrong))
+
+
+def nca_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+    """NCA for pairs (https://arxiv.org/abs/2402.05369)."""
+    won, lost = terms.beta * x.ratio_chosen, terms.beta * x.ratio_rejected
+    return -logsigmoid(won) - 0.5 * logsigmoid(-won) - 0.5 * logsigmoid(-lost)
+
+
+def bco_pair(x: Pairs, terms: Terms) -> torch.Tensor:
+    """BCO for pairs, with a shift of 0 (https://arxiv.org/abs/2404.04656)."""
+    return -logsigmoid(terms.beta * x.ratio_chosen) - logsigmoid(-terms.beta * x.ratio_rejected)
+
+
+def sppo_hard(x: Pairs, terms: Terms) -> torch.Tensor:
+    """SPPO with a winner for certain (https://arxiv.org/abs/2405.00675, eq. 4.7)."""
+    half = 0.5 / terms.beta
+    return (x.ratio_chosen - half) ** 2 + (x.ratio_rejected + half) ** 2
+
+
+def apo_zero(x: Pairs, terms: Terms) -> torch.Tensor:
+    """APO-zero (https://arxiv.org/abs/2408.06266, eq. 7): chosen responses are better than the model's own."""
+    return 1 - (terms.beta * x.ratio_chosen).sigmoid() + (terms.beta * x.ratio_rejected).sigmoid()
+
+
+def apo_down(x: Pairs, terms: Terms) -> torch.Tensor:
+    """APO-down (https://arxiv.org/abs/2408.06266, eq. 8): chosen responses are worse than the model's own."""
+    apart = terms.beta * (x.ratio_chosen - x.ratio_rejected)
+    return (terms.beta * x.ratio_chosen).sigmoid() + 1 - apart.sigmoid()
+
+
+def discopop(x: Pairs, terms: Terms) -> torch.Tensor:
+    """DiscoPOP (https://arxiv.org/abs/2406.08414, eq. 5)."""
+    logits = terms.beta * difference(x, terms)
+    mixed = (logits / terms.tau).sigmoid()
+    return -logsigmoid(logits) * (1 - mixed) + torch.exp(-logits) * mixed
+
+
+def sigmoid_norm(x: Pairs, terms: Terms) -> torch.Tensor:
+    """DPO on scores per token (length-normalised, Tulu 3, https://arxiv.org/abs/2411.15124)."""
+    per_token = score(x.ratio_chosen, terms) / x.chosen_tokens - score(x.ratio_rejected, terms) / x.rejected_tokens
+    return _smoothed(terms.beta * per_token, terms.label_smoothing)
+
+
+def aot(x: Pairs, terms: Terms) -> torch.Tensor:
+    """AOT for pairs (https://arxiv.org/abs/2406.05882): the margin against the reference's margin of equal rank."""
+    return _smoothed(terms.beta * (x.chosen - x.rejected - x.matched["aot"][:, 0]), terms.label_smoothing)
+
+
+def aot_unpaired(x: Pairs, terms: Terms) -> torch.Tensor:
+    """AOT for responses apart (https://arxiv.org/abs/2406.05882): log-ratios of equal rank on either side."""
+    matched = x.matched["aot_unpaired"]
+    chosen = _smoothed(terms.beta * (x.ratio_chosen - matched[:, 0]), terms.label_smoothing)
+    rejected = _smoothed(terms.beta * (matched[:, 1] - x.ratio_rejected), terms.label_smoothing)
+    # Summed over the step both are the same number; each has the gradient of its own side.
+    return chosen + rejected - rejected.detach()
+
+
+def simpo(x: Pairs, terms: Terms) -> torch.Tensor:
+    """SimPO (https://arxiv.org/abs/2405.14734): mean log p with a target margin, no reference."""
+    per_token = x.chosen / x.chosen_tokens - x.rejected / x.rejected_tokens
+    return _smoothed(terms.beta * per_token - terms.margin, terms.label_smoothing)
+
+
+def cpo(x: Pairs, terms: Terms) -> torch.Tensor:
+    """CPO without its likelihood term, which `sft` is (https://arxiv.org/abs/2401.08417); no reference."""
+    return _smoothed(terms.beta * (x.chosen - x.rejected), terms.label_smoothing)
+
+
+def orpo(x: Pairs, terms: Terms) -> torch.Tensor:
+    """ORPO's odds ratio on mean log p, without its likelihood term (https://arxiv.org/abs/2403.07691); no reference."""
+    won, lost = x.chosen / x.chosen_tokens, x.rejected / x.rejected_tokens
+    odds = won - lost - (torch.log1p(-won.exp()) - torch.log1p(-lost.exp()))
+    return -logsigmoid(odds)
+
+
+LOSSES: dict[str, Loss] = {
+    f.__name__: f
+    for f in (
+        *(sigmoid, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop),
+        *(sigmoid_norm, aot, aot_unpaired, simpo, cpo, orpo),
+    )
+}
+SORTED = frozenset({"aot", "aot_unpaired"})
+"""Losses that need `Pairs.matched`."""
+
+
+def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return `Pairs.matched` of all pairs of a step, float64 [P, 2] each.
+
+    logp_P2, ref_P2: log p of (chosen, rejected) by policy and reference.
+    """
+    margin, ref_margin = logp_P2[:, 0] - logp_P2[:, 1], ref_P2[:, 0] - ref_P2[:, 1]
+    chosen, rejected = (logp_P2 - ref_P2).unbind(1)
+    at = _at_rank_of(margin, ref_margin)
+    apart = torch.stack([_at_rank_of(chosen, rejected), _at_rank_of(rejected, chosen)], 1)
+    return {"aot": torch.stack([at, at], 1), "aot_unpaired": apart}
+
+
+def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """For each number the one of the others that has its rank; ties by place."""
+    rank = torch.argsort(torch.argsort(mine, stable=True), stable=True)
+    return others.sort().values[rank]
+
+
+@dataclass
+class Labelled:
+    """N responses with a label. Tensors [N]; `ratio` has a gradient."""
+
+    ratio: torch.Tensor
+    """Log-ratio."""
+    wanted: torch.Tensor
+    """bool."""
+
+
+def kto(x: Labelled, terms: Terms, shift: float) -> torch.Tensor:
+    """KTO (https://arxiv.org/abs/2402.01306, eq. 7). shift: estimate of the KL to the reference, at least 0."""
+    sign = torch.where(x.wanted, 1.0, -1.0)
+    return 1 - (sign * terms.beta * (x.ratio - shift)).sigmoid()
+
+
+def bco(x: Labelled, terms: Terms, shift: float) -> torch.Tensor:
+    """BCO (https://arxiv.org/abs/2404.04656). shift: mean of beta times log-ratio, half of it of either label."""
+    sign = torch.where(x.wanted, 1.0, -1.0)
+    return -logsigmoid(sign * (terms.beta * x.ratio - shift))
+
+
+def apo_zero_unpaired(x: Labelled, terms: Terms, shift: float) -> torch.Tensor:
+    """APO-zero for responses apart (https://arxiv.org/abs/2408.06266, eq. 7)."""
+    sign = torch.where(x.wanted, 1.0, -1.0)
+    return 1 - (sign * terms.beta * x.ratio).sigmoid()
+
+
+UNPAIRED: dict[str, Callable[[Labelled, Terms, float], torch.Tensor]] = {
+    "kto": kto,
+    "bco": bco,
+    "apo_zero_unpaired": apo_zero_unpaired,
+}
+"""Losses of labelled responses, with a number that is the same for all of a step."""

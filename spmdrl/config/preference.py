@@ -1,0 +1,185 @@
+"""Settings of preference learning, and the rules for them."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from tyro.conf import Suppress
+
+from spmdrl.config.fields import refuse, shown
+from spmdrl.config.rules import _at_least_0, _positive, _Rule
+from spmdrl.config.schema import OptimizerConfig
+from spmdrl.config.supervised import (
+    SupervisedConfig,
+    SupervisedDataConfig,
+    SupervisedRunConfig,
+    split_weight,
+    supervised_problems,
+)
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "dpo": ("sigmoid",),
+    "ipo": ("ipo",),
+    "simpo": ("simpo",),
+    "cpo": ("cpo", "sft"),
+    "orpo": ("sft", "orpo=0.1"),
+    "rpo": ("sigmoid", "sft"),
+    "mpo": ("sigmoid=0.8", "bco_pair=0.2", "sft"),
+    "apo": ("apo_zero",),
+    "kto": ("kto",),
+    "bco": ("bco",),
+}
+"""Published method -> its losses."""
+PAIRED = (
+    *("sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
+    *("discopop", "sigmoid_norm", "aot", "aot_unpaired", "simpo", "cpo", "orpo"),
+)
+"""Names in `algos.preference.LOSSES`."""
+UNPAIRED = frozenset({"kto", "bco", "apo_zero_unpaired"})
+"""Names in `algos.preference.UNPAIRED`."""
+WITHOUT_REFERENCE = frozenset({"simpo", "cpo", "orpo", "sft"})
+"""Losses without a reference; `sft` is the cross-entropy of the chosen responses."""
+
+
+@dataclass
+class PreferenceDataConfig(SupervisedDataConfig):
+    """Rows: pairs of responses, or responses with a label."""
+
+    train: tuple[str, ...] = ("builtin:reverse-pairs",)
+    """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
+    `hf:<dataset>[:config[:split]]`, `stream:<dataset>[:config[:split]]` (read while it trains), `builtin:<task>`."""
+    messages_column: Suppress[str] = ""
+    text_column: Suppress[str] = ""
+    chosen_column: str = "chosen"
+    """Column with the better response, text or messages; with no column for the prompt, the dialogue that ends so."""
+    rejected_column: str = "rejected"
+    """Column with the worse response."""
+    label_column: str = "label"
+    """Column that says of a completion without a counterpart whether it is wanted: true or false (kto, bco)."""
+    margin_column: str = "margin"
+    """Column with the number by which the better response is better, if there is one."""
+
+
+@dataclass
+class FixedModelConfig:
+    """The frozen model that the policy is held to."""
+
+    path: str = ""
+    """The model, as `--model.path`. Empty: the starting model."""
+    refresh_every: int = 0
+    """Move it to the policy every N steps (TR-DPO, https://arxiv.org/abs/2404.09656). 0: never."""
+    mix: float = 1.0
+    """Share of the policy in it at such a move; 1 takes the policy's weights."""
+
+
+@dataclass
+class PreferenceMethod:
+    """The loss."""
+
+    method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "kto", "bco", "apo"] = "dpo"
+    """Published losses by their names; `--preference.loss` replaces them."""
+    loss: tuple[str, ...] = ()
+    """Losses that are added up, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: those
+    of the method."""
+    beta: float = 0.1
+    """Strength with which the policy is held to the reference; tau of IPO; scale of the margin in SimPO and CPO."""
+    label_smoothing: float = 0.0
+    """Share of pairs whose label is taken to be wrong (cDPO; robust and exo_pair need it)."""
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """Divergence from the reference (f-DPO, https://arxiv.org/abs/2309.16240)."""
+    alpha: float = 0.5
+    """Exponent of the alpha divergence."""
+    tau: float = 0.05
+    """Temperature of discopop."""
+    margin: float = 0.5
+    """simpo's gamma: wanted margin between beta times mean log p of the two responses."""
+    tail: float = 1.0
+    """Weight of log p behind the length of the shorter response (LD-DPO, https://arxiv.org/abs/2409.06411)."""
+    weighted: bool = False
+    """Weigh each pair by how likely the policy itself makes it (WPO, https://arxiv.org/abs/2406.11827)."""
+    wanted_weight: float = 1.0
+    """kto, bco: weight of responses that are wanted."""
+    unwanted_weight: float = 1.0
+    """kto, bco: weight of those that are not."""
+
+
+@dataclass
+class PreferenceConfig(SupervisedConfig):
+    """Preference learning of a language model. Every rank runs this same program."""
+
+    run: SupervisedRunConfig = field(default_factory=partial(SupervisedRunConfig, name="preference"))
+    optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-6))
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)  # type: ignore[assignment]
+    reference: FixedModelConfig = field(default_factory=FixedModelConfig)
+    preference: PreferenceMethod = field(default_factory=PreferenceMethod)
+
+
+OWN_RULES: dict[str, _Rule] = {
+    "reference.refresh_every": _at_least_0,
+    "reference.mix": (lambda x: 0 < x <= 1, "must lie in (0, 1]"),
+    "preference.beta": _positive,
+    "preference.label_smoothing": (lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"),
+    "preference.tau": _positive,
+    "preference.tail": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
+    "preference.wanted_weight": _at_least_0,
+    "preference.unwanted_weight": _at_least_0,
+}
+
+
+def losses_of(method: PreferenceMethod) -> dict[str, float]:
+    """Name in `algos.preference`, and weight.
+
+    Raises:
+        ValueError: an unknown name, or a weight that is no number above 0.
+    """
+    found = {}
+    for spec in method.loss or METHODS[method.method]:
+        name, weight = split_weight(spec, "--preference.loss")
+        if name not in PAIRED and name not in UNPAIRED and name != "sft":
+            known = ", ".join([*PAIRED, *sorted(UNPAIRED), "sft"])
+            raise ValueError(f"--preference.loss {spec}: there is no such loss; there are {known}")
+        found[name] = 1.0 if weight is None else weight
+    return found
+
+
+def has_pairs(method: PreferenceMethod) -> bool:
+    """Return True for losses that compare two responses."""
+    return not UNPAIRED & losses_of(method).keys()
+
+
+def has_reference(method: PreferenceMethod) -> bool:
+    """Return True for losses with a reference."""
+    return not losses_of(method).keys() <= WITHOUT_REFERENCE
+
+
+def check_preference(config: PreferenceConfig, world_size: int) -> None:
+    """Check all values together.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    chosen, data = config.preference, config.data
+    try:
+        losses = losses_of(chosen)
+    except ValueError as e:
+        refuse([str(e)])
+    pairs = has_pairs(chosen)
+    problems = supervised_problems(config, world_size, OWN_RULES, data.max_tokens * (2 if pairs else 1))
+    unpaired = UNPAIRED & losses.keys()
+    if unpaired and len(losses) > 1:
+        problems.append(f"--preference.loss {shown(chosen.loss)}: {sorted(unpaired)[0]} stands alone")
+    needs = {"robust", "exo_pair"} & losses.keys()
+    if needs and not chosen.label_smoothing:
+        problems.append(f"--preference.label-smoothing 0: {sorted(needs)[0]} needs one above 0, such as 0.1")
+    if chosen.divergence != "reverse_kl" and not has_reference(chosen):
+        problems.append(f"--preference.divergence {chosen.divergence}: these losses have no reference; leave it out")
+    if unpaired and (chosen.weighted or chosen.tail != 1):
+        problems.append("--preference.weighted, --preference.tail: are of pairs; leave them out")
+    if config.reference.refresh_every and not has_reference(chosen):
+        problems.append("--reference.refresh-every: these losses have no reference; leave it out")
+    if config.reference.refresh_every and config.lora.rank and not config.reference.path:
+        problems.append(
+            "--reference.refresh-every: with --lora.rank the reference is the policy without its adapters; give a copy "
+            "of the model by --reference.path"
+        )
+    refuse(problems)

@@ -1,0 +1,161 @@
+"""Reads rows of preference data: two responses to one prompt, or one response with a label.
+
+- A pair: `chosen` and `rejected`, each text or messages, with the prompt in a column of its own or as the beginning
+  that both dialogues share (TRL, UltraFeedback, HH-RLHF).
+- A labelled response: `prompt`, `completion` and `label`, true where it is wanted (KTO).
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.data.dialogues import (
+    COMPLETIONS,
+    PROMPTS,
+    Columns,
+    Example,
+    RowError,
+    column_of,
+    dialogue_of,
+    kind_of,
+    messages_of,
+    pair_of,
+)
+
+CHOSEN, REJECTED = 0, 1
+"""Numbers of the sides of a pair among its samples; a labelled response has that of the side it would be on."""
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class PreferenceColumns(Columns):
+    """Names of columns."""
+
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    label: str = "label"
+    margin: str = "margin"
+
+
+@dataclass
+class Preference:
+    """One row."""
+
+    sides: dict[int, Example] = field(default_factory=dict)
+    """CHOSEN and REJECTED, or one of them."""
+    margin: float | None = None
+    """By how much the chosen side is better, where the row says so."""
+
+
+def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Preference:
+    """Read one row.
+
+    system: a system message for dialogues that have none.
+
+    Raises:
+        RowError: the row has none of the forms, its sides are equal or answer other prompts, or a part of it is not
+            what it should be.
+    """
+    row = {k: v for k, v in row.items() if v is not None}
+    if columns.chosen in row and columns.rejected in row:
+        return Preference(_pair(row, columns, system), _margin(row, columns.margin))
+    prompt, completion = column_of(row, columns.prompt, PROMPTS), column_of(row, columns.completion, COMPLETIONS)
+    if prompt is not None and completion is not None and columns.label in row:
+        example = pair_of(row, prompt, completion, columns, system)
+        return Preference({CHOSEN if _wanted(row[columns.label]) else REJECTED: example})
+    raise RowError(
+        f"its columns are {', '.join(map(str, row)) or 'none'}: it needs {columns.chosen} and {columns.rejected}, or a "
+        f"prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)}) and {columns.label}; other names "
+        "are given by --data.chosen-column, --data.rejected-column, --data.prompt-column, --data.completion-column, "
+        "--data.label-column"
+    )
+
+
+def _wanted(label: Any) -> bool:
+    if label not in (0, 1):
+        raise RowError(f"its label is {kind_of(label)}: it must be true or false")
+    return bool(label)
+
+
+def _margin(row: dict, column: str) -> float | None:
+    margin = row.get(column)
+    if margin is not None and (isinstance(margin, bool | str) or not math.isfinite(margin)):
+        raise RowError(f"its {column} is {kind_of(margin)}, not a number")
+    return None if margin is None else float(margin)
+
+
+def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Example]:
+    given = [_listed(row[name]) for name in (columns.chosen, columns.rejected)]
+    prompt = _listed(column_of(row, columns.prompt, PROMPTS))
+    if isinstance(given[0], list) != isinstance(given[1], list):
+        raise RowError(f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}")
+    if given[0] == given[1]:
+        raise RowError("its chosen and rejected sides are equal")
+    if isinstance(given[0], list) and (prompt is None or _whole(given)):
+        return _dialogues(row, prompt, given, columns, system)
+    if prompt is None:
+        prompt, given = _split(given)
+    return {
+        i: _named(side, lambda one=one: pair_of(row, prompt, one, columns, system)) for i, side, one in _sides(given)
+    }
+
+
+def _sides(given: list) -> list[tuple[int, str, Any]]:
+    return list(zip((CHOSEN, REJECTED), SIDES, given, strict=True))
+
+
+def _named(side: str, read) -> Example:
+    try:
+        return read()
+    except RowError as e:
+        raise RowError(f"its {side} side: {e}") from e
+
+
+def _listed(value: Any) -> Any:
+    """Return a column, an array of a table as a list."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _whole(given: list) -> bool:
+    """Return True where the sides are dialogues from their beginning, and no answers alone."""
+    first = [messages_of(side)[0]["role"] for side in given]
+    return "assistant" not in first
+
+
+def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, system: str) -> dict[int, Example]:
+    """Return sides that hold their prompt: the messages that they have in common, of which nothing is trained."""
+    chosen, rejected = (messages_of(side) for side in given)
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    for side, messages in zip(SIDES, (chosen, rejected), strict=True):
+        if common == len(messages):
+            raise RowError(f"its {side} side ends where the other goes on")
+        if messages[common]["role"] != "assistant":
+            raise RowError(
+                f"its sides answer different prompts: message {common + 1} ({messages[common]['role']}) differs"
+            )
+    if isinstance(prompt, str) and not any(m["content"] == prompt for m in chosen[:common]):
+        raise RowError(f"its sides do not answer its prompt {prompt[:40]!r}: none of their common messages is it")
+    if isinstance(prompt, list) and chosen[: len(before := messages_of(prompt))] != before:
+        raise RowError("its sides do not begin with its prompt")
+    out = {}
+    for i, side, messages in _sides([chosen, rejected]):
+        example = _named(side, lambda messages=messages: dialogue_of(row, messages, columns, system))
+        # A system message may have been added in front.
+        before = common + len(example.trained) - len(messages)
+        example.trained[:before] = [False] * before
+        out[i] = example
+    return out
+
+
+def _split(given: list[str]) -> tuple[str, list[str]]:
+    """Return the text before the place where two texts part, and the rest of both; the cut is before a word."""
+    common = 0
+    while common < min(map(len, given)) and given[0][common] == given[1][common]:
+        common += 1
+    while common and not given[0][common - 1].isspace():
+        common -= 1
+    if not common:
+        raise RowError("it has no prompt: there is no column of it, and its sides have no beginning in common")
+    return given[0][:common], [text[common:] for text in given]

@@ -1,0 +1,101 @@
+"""The objective of losses of single responses that are wanted or not: KTO, BCO and their like."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from spmdrl.algos.aggregate import Totals, count_totals, sum_per_sequence
+from spmdrl.algos.preference import UNPAIRED, Labelled, Terms
+from spmdrl.data.batch import Batch
+from spmdrl.data.preferences import CHOSEN, REJECTED
+from spmdrl.policy.contract import MEASURE, LossResult, Objective, Policy, Shared
+from spmdrl.spmd.peers import Peers
+from spmdrl.tracking.metrics import Metrics
+
+MISMATCHED = 2
+"""Number of the first sample that is not trained: a response to another prompt than its own (KTO)."""
+
+
+@dataclass
+class LabelledShared(Shared):
+    """Facts of a whole optimizer step, over all ranks."""
+
+    responses: float = 0.0
+    shift: float = 0.0
+    """As the losses take it."""
+
+
+@dataclass
+class LabelledObjective(Objective):
+    """Mean over the responses of a step."""
+
+    loss_name: str
+    """A name in `algos.preference.UNPAIRED`."""
+    terms: Terms
+    weights: tuple[float, float]
+    """Of responses that are wanted, and of those that are not."""
+    policy: Policy
+    peers: Peers
+    moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """BCO: the mean of its shift over the steps so far, and their number."""
+    temperature: float = 1.0
+    columns = frozenset({"token/mask", "token/ref_logp"})
+    second = "top"
+
+    def prepare(self, share: Batch, index: int) -> LabelledShared:
+        """Implements `prepare` of the contract."""
+        trained_B = share.seq["sample"] < MISMATCHED
+        mask_T = share.token["mask"] & share.per_token(trained_B)
+        local = count_totals(mask_T, share.seq_index)
+        counts = torch.tensor([local.tokens, local.sequences, float(trained_B.sum())], dtype=torch.float64)
+        tokens, sequences, responses = self.peers.sum(counts).tolist()
+        shift = self._shift(share, index)
+        return LabelledShared(Totals(tokens, sequences), trained_B, responses=responses, shift=shift)
+
+    def _shift(self, share: Batch, index: int) -> float:
+        """KTO: the mean log-ratio of responses to other prompts, at least 0. BCO: the mean reward over steps."""
+        if self.loss_name == "apo_zero_unpaired":
+            return 0.0
+        asked = share
+        if self.loss_name == "kto":
+            asked = share.select(torch.nonzero(share.seq["sample"] >= MISMATCHED).flatten())
+        logp_T, _ = self.policy.logprobs(asked, self.temperature, self.second)
+        ratio_B = asked.sum_tokens(logp_T.double() - asked.token["ref_logp"].double())
+        if self.loss_name == "kto":
+            total, count = self.peers.sum(
+                torch.tensor([float(ratio_B.sum()), len(asked)], dtype=torch.float64)
+            ).tolist()
+            return max(0.0, total / count) if count else 0.0
+        sums = [x for side in (CHOSEN, REJECTED) for x in _sum_and_count(ratio_B[asked.seq["sample"] == side])]
+        won, wons, lost, losts = self.peers.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+        means = [total / count for total, count in ((won, wons), (lost, losts)) if count]
+        here = self.terms.beta * sum(means) / len(means) if means else 0.0
+        if index == MEASURE:
+            return self.moved[0] if self.moved[1] else here
+        mean, steps = self.moved
+        self.moved[:] = [mean + (here - mean) / (steps + 1), steps + 1]
+        return self.moved[0]
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: LabelledShared) -> LossResult:
+        """Implements `loss` of the contract, from logp."""
+        device, metrics = first_T.device, Metrics()
+        mask = (micro.token["mask"] & micro.per_token(micro.seq["sample"] < MISMATCHED)).to(device)
+        ratio_T = first_T.double() - micro.token["ref_logp"].to(device).double()
+        ratio_B = sum_per_sequence(
+            torch.where(mask, ratio_T, torch.zeros_like(ratio_T)), micro.seq_index.to(device), len(micro)
+        )
+        trained_B = (micro.seq["sample"] < MISMATCHED).to(device)
+        x = Labelled(ratio_B[trained_B], (micro.seq["sample"].to(device) == CHOSEN)[trained_B])
+        weight = torch.where(x.wanted, *self.weights)
+        loss = (UNPAIRED[self.loss_name](x, self.terms, shared.shift) * weight).sum() / max(1.0, shared.responses)
+        metrics.add_sum("loss", loss.detach())
+        rewards = self.terms.beta * x.ratio.detach()
+        for name, side in (("rewards/chosen", x.wanted), ("rewards/rejected", ~x.wanted)):
+            count = int(side.sum())
+            metrics.add(name, rewards[side].mean() if count else 0.0, count)
+        metrics.add("kl" if self.loss_name == "kto" else "shift", shared.shift)
+        return LossResult(loss, metrics)
+
+
+def _sum_and_count(x: torch.Tensor) -> tuple[float, float]:
+    return float(x.sum()), float(len(x))

@@ -1,0 +1,134 @@
+"""The objective of losses that compare two responses: weighted losses of pairs, and the likelihood of the chosen."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmdrl.algos.aggregate import Totals, count_totals, sum_per_sequence
+from spmdrl.algos.preference import LOSSES, SORTED, Pairs, Terms, matched_margins
+from spmdrl.data.batch import Batch, gather_rows
+from spmdrl.data.preferences import CHOSEN
+from spmdrl.policy.contract import LossResult, Objective, Policy, Second, Shared
+from spmdrl.spmd.peers import Peers
+from spmdrl.tracking.metrics import Metrics
+
+
+@dataclass
+class PairShared(Shared):
+    """Counts of a whole optimizer step, over all ranks."""
+
+    pairs: float = 0.0
+    chosen_tokens: float = 0.0
+
+
+@dataclass
+class PairObjective(Objective):
+    """Mean over the pairs of a step of a weighted sum of losses.
+
+    The sides of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first.
+    """
+
+    losses: dict[str, float]
+    """Name in `algos.preference.LOSSES`, or `sft`, and its weight."""
+    terms: Terms
+    policy: Policy
+    peers: Peers
+    tail: float = 1.0
+    """As `--preference.tail`."""
+    weighted: bool = False
+    """As `--preference.weighted`."""
+    temperature: float = 1.0
+    columns = frozenset({"token/mask", "seq/unit"})
+
+    @property
+    def second(self) -> Second:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See the contract."""
+        return "collision" if self.weighted else "top"
+
+    def prepare(self, share: Batch, index: int) -> PairShared:
+        """Implements `prepare` of the contract. Losses that sort get `seq["matched/..."]` in the share."""
+        mask_T, chosen_B = share.token["mask"], share.seq["sample"] == CHOSEN
+        local = count_totals(mask_T, share.seq_index)
+        chosen_tokens = (mask_T & share.per_token(chosen_B)).sum()
+        counts = [local.tokens, local.sequences, float(chosen_B.sum()), float(chosen_tokens)]
+        tokens, sequences, pairs, chosen = self.peers.sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+        if SORTED & self.losses.keys():
+            self._match(share)
+        return PairShared(Totals(tokens, sequences), pairs=pairs, chosen_tokens=chosen)
+
+    def _match(self, share: Batch) -> None:
+        """Add what losses that sort need of the pairs of other micro-batches and ranks."""
+        logp_T, _ = self.policy.logprobs(share, self.temperature, self.second)
+        columns = [self._sums(share, x_T.double()).view(-1, 2) for x_T in (logp_T, share.token["ref_logp"])]
+        chosen_P = torch.nonzero(share.seq["sample"] == CHOSEN).flatten()
+        everyone, mine = gather_rows(share, chosen_P, torch.cat(columns, 1), self.peers)
+        for name, of_all in matched_margins(everyone[:, :2], everyone[:, 2:]).items():
+            if name in self.losses:
+                share.seq[f"matched/{name}"] = of_all[mine].flatten()
+
+    def _sums(self, batch: Batch, x_T: torch.Tensor) -> torch.Tensor:
+        """Sum over the trained tokens of each response, [B], those behind the shorter one's length by `tail`."""
+        device = x_T.device
+        mask, seq = batch.token["mask"].to(device), batch.seq_index.to(device)
+        x_T = torch.where(mask, x_T, torch.zeros_like(x_T))
+        return sum_per_sequence(x_T if self.tail == 1 else x_T * self._weights(batch).to(device), seq, len(batch))
+
+    def _weights(self, batch: Batch) -> torch.Tensor:
+        """Weight of each token in the sum of its response, float64 [T]."""
+        mask = batch.token["mask"].double()
+        counts_B = batch.sum_tokens(torch.ones_like(mask))
+        shorter_B = torch.minimum(counts_B[0::2], counts_B[1::2]).repeat_interleave(2)
+        place_T = mask.cumsum(0) - mask - batch.per_token(counts_B.cumsum(0) - counts_B)
+        return torch.where(place_T < batch.per_token(shorter_B), 1.0, self.tail).double()
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PairShared) -> LossResult:
+        """Implements `loss` of the contract, from logp."""
+        device, metrics = first_T.device, Metrics()
+        mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
+        logp = torch.where(mask, first_T, torch.zeros_like(first_T)).double()
+        counts_B = sum_per_sequence(mask, seq, len(micro))
+        sums_B = self._sums(micro, logp)
+        ref_T = micro.token.get("ref_logp")
+        ref_B = torch.zeros_like(sums_B) if ref_T is None else self._sums(micro, ref_T.to(device).double())
+        matched = {name: micro.seq[f"matched/{name}"].to(device).view(-1, 2) for name in SORTED & self.losses.keys()}
+        pairs = Pairs(*(x_B[side::2] for x_B in (sums_B, ref_B, counts_B) for side in (0, 1)), matched=matched)
+        weight_P = self._likely(logp.detach(), second_T, mask, seq, counts_B) if self.weighted else 1.0
+        total: Any = logp.sum() * 0.0
+        for name, weight in self.losses.items():
+            if name == "sft":
+                chosen_T = micro.per_token(micro.seq["sample"] == CHOSEN).to(device)
+                one = -(logp * chosen_T).sum() / max(1.0, shared.chosen_tokens)
+            else:
+                one = (LOSSES[name](pairs, self.terms) * weight_P).sum() / max(1.0, shared.pairs)
+            metrics.add_sum(f"loss/{name}", one.detach())
+            total = total + weight * one
+        metrics.add_sum("loss", total)
+        self._describe(metrics, pairs, len(micro) // 2)
+        return LossResult(total, metrics)
+
+    def _likely(
+        self,
+        logp: torch.Tensor,
+        collision_T: torch.Tensor,
+        mask: torch.Tensor,
+        seq: torch.Tensor,
+        counts_B: torch.Tensor,
+    ) -> torch.Tensor:
+        """WPO's weight of each pair: how likely the policy itself makes both responses, [P]."""
+        aligned = torch.where(mask, logp - collision_T.double().log(), torch.zeros_like(logp))
+        each = (sum_per_sequence(aligned, seq, len(counts_B)) / counts_B).exp()
+        return each[0::2] * each[1::2]
+
+    def _describe(self, metrics: Metrics, x: Pairs, count: int) -> None:
+        """Add what TRL calls rewards: beta times log-ratio."""
+        won, lost = (self.terms.beta * ratio.detach() for ratio in (x.ratio_chosen, x.ratio_rejected))
+        for name, value in (
+            ("rewards/chosen", won),
+            ("rewards/rejected", lost),
+            ("rewards/margin", won - lost),
+            ("accuracy/mean", (won > lost).double()),
+            ("logp/chosen", x.chosen.detach()),
+            ("logp/rejected", x.rejected.detach()),
+        ):
+            metrics.add(name, value.double().mean() if count else 0.0, count)

@@ -1,0 +1,54 @@
+"""Parts of preference learning: its rows, models and loss."""
+
+from spmdrl.algos.preference import Terms
+from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of
+from spmdrl.hub.resolve import resolve
+from spmdrl.policy.backends import shares_prompts
+from spmdrl.policy.contract import Objective
+from spmdrl.policy.models import Models
+from spmdrl.session.session import Session
+from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
+from spmdrl.supervised.labelled import LabelledObjective
+from spmdrl.supervised.pairs import PairObjective
+from spmdrl.supervised.run import SupervisedRun
+from spmdrl.supervised.sides import SideEncoder, pack_sides
+
+
+def begin_preference(cfg: PreferenceConfig) -> Start:
+    """Read the tokenizer, and find the encoder of the rows."""
+    folder, pairs = resolve(cfg.model.path, cfg.model.trust_remote_code), has_pairs(cfg.preference)
+    beside = "kto" in losses_of(cfg.preference)
+    return begin(cfg, folder, lambda tokenizer, longest: SideEncoder(cfg.data, tokenizer, longest, pairs, beside))
+
+
+def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
+    """Everything that a job is made of. Collective over all ranks."""
+    cfg = session.cfg
+    begun, pairs, share = begin_preference(cfg), has_pairs(cfg.preference), shares_prompts(cfg.policy)
+
+    def models() -> Models:
+        out = Models(policy(session, begun.folder, cfg.policy.share_prompts))
+        if has_reference(cfg.preference):
+            out.reference = frozen(session, cfg.reference.path, "--reference.path", out.policy)
+            out.keep_reference = cfg.reference.refresh_every > 0
+        return out
+
+    run = assemble(
+        session,
+        begun,
+        models,
+        lambda models: objective(cfg, session, models),
+        lambda sequences, step: pack_sides(sequences, pairs, share),
+    )
+    run.moves = cfg.reference
+    return run
+
+
+def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models: Models) -> Objective:
+    """The loss that the settings name."""
+    chosen, peers, losses = cfg.preference, session.world.data_peers, losses_of(cfg.preference)
+    terms = Terms(chosen.beta, chosen.label_smoothing, chosen.divergence, chosen.alpha, chosen.tau, chosen.margin)
+    if has_pairs(chosen):
+        return PairObjective(losses, terms, models.policy, peers, chosen.tail, chosen.weighted)
+    weights = chosen.wanted_weight, chosen.unwanted_weight
+    return LabelledObjective(next(iter(losses)), terms, weights, models.policy, peers)

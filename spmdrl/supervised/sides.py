@@ -1,0 +1,136 @@
+"""From a row of preference data to the sequences of its sides, or to the reason why not."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from spmdrl.config.preference import PreferenceDataConfig
+from spmdrl.data.batch import Batch
+from spmdrl.data.dialogues import Example, RowError, as_dialogue
+from spmdrl.data.preferences import CHOSEN, REJECTED, SIDES, Preference, PreferenceColumns, preference_of
+from spmdrl.data.rendering import Dialogue
+from spmdrl.data.tokens import Masked
+from spmdrl.data.tree import prompt_lengths
+from spmdrl.supervised.encoder import Encoded, Encoder
+from spmdrl.supervised.labelled import MISMATCHED
+from spmdrl.supervised.rows import pack
+
+
+class SideEncoder:
+    """Encodes rows as `--data` says: the sides of a pair, or a labelled response, each as one sequence."""
+
+    def __init__(self, data: PreferenceDataConfig, tokenizer: Any, longest: int, pairs: bool, beside: bool = False):
+        """Read the settings.
+
+        pairs: rows must be pairs. Otherwise each side counts by itself, and a row may be one labelled response.
+        beside: add this row's prompt with the responses of the row before it, which are not trained (KTO).
+
+        Raises:
+            TemplateError: the chat template does not show the message of a user.
+        """
+        self.encoder, self.system, self.pairs, self.beside = (
+            Encoder(data, tokenizer, longest),
+            data.system,
+            pairs,
+            beside,
+        )
+        self.columns = PreferenceColumns(
+            prompt=data.prompt_column,
+            completion=data.completion_column,
+            tools=data.tools_column,
+            chosen=data.chosen_column,
+            rejected=data.rejected_column,
+            label=data.label_column,
+            margin=data.margin_column,
+        )
+
+    def __call__(self, row: dict, before: dict | None = None) -> Encoded:
+        """Encode a row.
+
+        Raises:
+            RowError: the row cannot be used.
+            TemplateError: the template refuses it, or a turn of it cannot be proved.
+        """
+        found = preference_of(row, self.columns, self.system)
+        if self.pairs and len(found.sides) < 2:
+            raise RowError("it holds one labelled response, and this loss compares two: take kto or bco, or pairs")
+        out = Encoded(samples=list(found.sides))
+        for side, example in found.sides.items():
+            one = self._side(SIDES[side], example)
+            out.notes += one.notes
+            out.sequences += one.sequences
+        if len(out.sequences) < len(found.sides):
+            # One side was too long, so that the row is left out.
+            return Encoded(notes=out.notes)
+        if len(out.sequences) == 2 and torch.equal(out.sequences[CHOSEN].tokens, out.sequences[REJECTED].tokens):
+            raise RowError("its chosen and rejected sides are the same tokens")
+        if found.margin is not None:
+            for sequence in out.sequences:
+                sequence.numbers["margin"] = found.margin
+        for example in self._mismatched(found, before) if before else []:
+            with suppress(ValueError):  # such as one that is too long: the mean is of the others
+                out.sequences += self.encoder.encode(example).sequences[:1]
+        more = len(out.sequences) - len(out.samples)
+        out.samples += range(MISMATCHED, MISMATCHED + more)
+        return out
+
+    def _mismatched(self, found: Preference, before: dict) -> list[Example]:
+        """This row's prompt with each response of another row."""
+        try:
+            others = preference_of(before, self.columns, self.system).sides.values()
+        except RowError:
+            return []
+        return [answered(next(iter(found.sides.values())), other) for other in others]
+
+    def _side(self, side: str, example: Example) -> Encoded:
+        try:
+            out = self.encoder.encode(example)
+        except ValueError as e:
+            raise type(e)(f"its {side} side: {e}") from e
+        if len(out.sequences) > 1:
+            raise RowError(
+                f"its {side} side: the chat template rewrites earlier turns, so that its turns have no sequence in "
+                "common; give rows whose response is one turn"
+            )
+        return out
+
+
+def answered(asked: Example, said: Example) -> Example:
+    """Return the prompt of one example with the response of another."""
+    if not asked.dialogue and not said.dialogue:
+        return Example(prompt=asked.prompt, text=said.text)
+    asked, said = (each if each.dialogue else as_dialogue(each) for each in (asked, said))
+    assert asked.dialogue and said.dialogue
+    turn, other = (_response(each) for each in (asked, said))
+    messages = asked.dialogue.messages[:turn] + said.dialogue.messages[other:]
+    dialogue = Dialogue(messages, asked.dialogue.tools, asked.dialogue.more)
+    return Example(dialogue, [False] * turn + said.trained[other:])
+
+
+def _response(example: Example) -> int:
+    """Index of the message with which the response begins."""
+    assert example.dialogue
+    roles = [message["role"] for message in example.dialogue.messages]
+    answers = zip(roles, example.trained, strict=True)
+    return next(i for i, (role, said) in enumerate(answers) if role == "assistant" and said is not False)
+
+
+def pack_sides(
+    sequences: list[tuple[int, int, Masked]], pairs: bool, share: bool, numbers: dict[str, float] | None = None
+) -> Batch:
+    """Pack sides into a batch of one optimizer step.
+
+    pairs: the sides of a row stay together. share: their prompt runs once. numbers: name -> value where a row has none,
+    columns to take over.
+    """
+    batch = pack(sequences)
+    ordered = sorted(sequences, key=lambda each: each[:2])
+    if pairs:
+        batch.seq["unit"] = batch.seq["position"]
+    if share:
+        batch.seq["common"] = prompt_lengths(batch.lengths, batch.token["mask"])
+    for name, default in (numbers or {}).items():
+        values = [sequence.numbers.get(name, default) for *_, sequence in ordered]
+        batch.seq[name] = torch.tensor(values, dtype=torch.float64)
+    return batch
