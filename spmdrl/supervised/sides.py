@@ -64,7 +64,8 @@ class SideEncoder:
             # One side was too long, so that the row is left out.
             return Encoded(notes=out.notes)
         if len(out.sequences) == 2 and torch.equal(out.sequences[CHOSEN].tokens, out.sequences[REJECTED].tokens):
-            raise RowError("its chosen and rejected sides are the same tokens")
+            within = f" within {self.encoder.longest} (--data.max-tokens)" if out.notes["truncated"] else ""
+            raise RowError(f"its chosen and rejected sides are the same tokens{within}")
         if found.margin is not None:
             for sequence in out.sequences:
                 sequence.numbers["margin"] = found.margin
