@@ -19,6 +19,7 @@ filters.py            chooses the groups that a step learns from
 resample.py           learns more from samples whose reward is likely right
 shaping.py            turns a score into the reward that advantages use
 supervised.py         losses of given tokens
+preference.py         losses of pairs of responses, and of labelled responses
 value.py              critic, implicit process rewards, imitation of good samples
 notebook.py           the same functions on padded tensors
 """

@@ -66,6 +66,8 @@ FIXED = (
     *("reward.model", "reward.model_coef"),
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
     *("data.rows_per_step", "data.epochs", "data.max_tokens", "data.too_long"),
+    *("data.chosen_column", "data.rejected_column", "data.label_column", "data.margin_column"),
+    *("preference.*", "reference.mix"),
     *("sft.train_on", "sft.loss", "sft.neftune", "sft.add_tokens"),
 )
 """Settings, or whole sections, that change the answer."""

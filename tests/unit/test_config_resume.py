@@ -16,6 +16,7 @@ from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.resume import FIXED, FREE, differences, file_digests, listed, may_change, settled
 from spmdrl.config.schema import Config
+from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import unlike
 
@@ -42,11 +43,13 @@ def lines(folder: Path, *flags: str) -> list[str]:
 
 def test_resume_every_setting_is_classified_once():
     groups = [*FREE.values(), FIXED]
-    every = {*leaves(Config), *leaves(SFTConfig)}
+    every = {*leaves(Config), *leaves(SFTConfig), *leaves(PreferenceConfig)}
     for name in every:
         homes = sum(listed(name, names) for names in groups)
         assert homes == 1, f"{name} stands {homes} times in FREE and FIXED of config/resume.py: say once what it does"
-    known = every | {f"{field.name}.*" for each in (Config, SFTConfig) for field in dataclasses.fields(each)}
+    known = every | {
+        f"{field.name}.*" for each in (Config, SFTConfig, PreferenceConfig) for field in dataclasses.fields(each)
+    }
     assert {name for names in groups for name in names} <= known
 
 

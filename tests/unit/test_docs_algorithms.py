@@ -21,6 +21,8 @@ from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
+from spmdrl.config import preference
+from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.sft import SFTConfig
 from spmdrl.rl.rehearsal import check_use
 
@@ -33,6 +35,7 @@ ELSEWHERE = (
     "megatron",
     "performance",
     "placement",
+    "preference",
     "reliability",
     "programs",
     "rewards",
@@ -336,7 +339,7 @@ def test_pages_are_short(name):
     assert len(lines) <= 350
     long = [line for line in lines if len(line) > 130]
     # A row of a table cannot be broken.
-    wide = ("growth", "reliability", "programs", "rewards", "sandbox", "scale", "sft", "slurm")
+    wide = ("growth", "preference", "reliability", "programs", "rewards", "sandbox", "scale", "sft", "slurm")
     tables = name in wide or name in METHOD_PAGES
     assert [line for line in long if not tables or not line.startswith("| ")] == []
 
@@ -373,12 +376,19 @@ def test_the_overview_links_every_page_of_the_algorithms(name):
     assert name == "algorithms" or f"({name}.md)" in DOCS["algorithms"]
 
 
+def test_the_page_of_preferences_has_every_method_and_loss():
+    rows = table(chapter("preference", "Losses").split("Further losses")[0])
+    assert {named(row[0]): tuple(re.findall(r"`([^`]+)`", row[1])) for row in rows} == preference.METHODS
+    told = set(re.findall(r"`([a-z_]+)(?:=[0-9.]+)?`", chapter("preference", "Losses")))
+    assert {*preference.PAIRED, *preference.UNPAIRED, "sft"} <= told
+
+
 # ── what pages name exists ───────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("page", sorted({*PAGES, *YAMLS}), ids=name_of)
 def test_named_flags_exist(page):
-    known = {*leaves(Config), *leaves(SFTConfig)}
+    known = {*leaves(Config), *leaves(SFTConfig), *leaves(PreferenceConfig)}
     for flag in re.findall(r"--([a-z_]+(?:-[a-z]+)*\.[a-z][a-z0-9_-]*[a-z0-9])", page.read_text(encoding="utf-8")):
         name = flag.replace("-", "_")
         assert name in known or re.sub(r"\.no_", ".", name) in known, f"--{flag}"

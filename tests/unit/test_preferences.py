@@ -1,0 +1,213 @@
+"""Rows of preference data: their forms, what is refused of them, and the sequences that they give."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from spmdrl.config.fields import ConfigError, leaves
+from spmdrl.config.load import from_command_line
+from spmdrl.config.preference import PreferenceConfig, PreferenceDataConfig, check_preference
+from spmdrl.config.resume import FIXED, FREE, listed
+from spmdrl.data.builtin import builtin_rows
+from spmdrl.data.dialogues import RowError
+from spmdrl.data.preferences import CHOSEN, REJECTED, PreferenceColumns, preference_of
+from spmdrl.supervised.preview import shown
+from spmdrl.supervised.sides import SideEncoder, pack_sides
+from tests.unit.dialogues import tokenizer_for
+from tests.unit.test_sft_rows import CHATML
+
+ASKED = [{"role": "user", "content": "one"}]
+MORE = [*ASKED, {"role": "assistant", "content": "and?"}, {"role": "user", "content": "two"}]
+GOOD, BAD = {"role": "assistant", "content": "right"}, {"role": "assistant", "content": "wrong"}
+SIDED, NAMES = {"chosen": GOOD, "rejected": BAD}, {"user": "human", "assistant": "gpt"}
+
+
+def encoder(pairs: bool = True, beside: bool = False, **values) -> SideEncoder:
+    data = dataclasses.replace(PreferenceDataConfig(), **values)
+    return SideEncoder(data, tokenizer_for(CHATML), data.max_tokens, pairs, beside)
+
+
+def told(encode: SideEncoder, row: dict, before: dict | None = None) -> dict[int, str]:
+    """The sequences of a row by sample, the trained text in [[ ]]."""
+    found = encode(row, before)
+    return {i: shown(s, encode.encoder.tokenizer, False) for i, s in zip(found.samples, found.sequences, strict=True)}
+
+
+def chatml(*messages: dict, said: str) -> str:
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return f"{text}<|im_start|>assistant\n[[{said}<|im_end|>]]"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [*MORE, GOOD], "rejected": [*MORE, BAD]},
+        {"prompt": MORE, "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": MORE, "chosen": "right", "rejected": "wrong"},
+        {"prompt": "two", "chosen": [*MORE, GOOD], "rejected": [*MORE, BAD], "score_chosen": 8.0},
+        {
+            "chosen": [
+                {"from": "human" if m["role"] == "user" else "gpt", "value": m["content"]} for m in [*MORE, GOOD]
+            ],
+            "rejected": [
+                {"from": "human" if m["role"] == "user" else "gpt", "value": m["content"]} for m in [*MORE, BAD]
+            ],
+        },
+    ],
+)
+def test_pairs_of_dialogues_train_what_differs(row):
+    want = {CHOSEN: chatml(*MORE, said="right"), REJECTED: chatml(*MORE, said="wrong")}
+    assert told(encoder(), row) == want
+
+
+def test_responses_of_several_turns_are_trained_whole():
+    longer = [GOOD, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
+    sides = told(encoder(), {"prompt": ASKED, "chosen": longer, "rejected": [BAD]})
+    assert sides[CHOSEN].count("[[") == 2 and "[[right<|im_end|>]]" in sides[CHOSEN]
+    assert sides[REJECTED] == chatml(*ASKED, said="wrong")
+
+
+def test_text_goes_through_the_template_or_not():
+    row = {"prompt": "one", "chosen": "right", "rejected": "wrong"}
+    assert told(encoder(), row) == {CHOSEN: chatml(*ASKED, said="right"), REJECTED: chatml(*ASKED, said="wrong")}
+    encode = encoder(chat="off")
+    end = encode.encoder.tokenizer.eos_token
+    assert told(encode, row) == {CHOSEN: f"one[[right{end}]]", REJECTED: f"one[[wrong{end}]]"}
+
+
+def test_texts_without_a_prompt_part_before_a_word():
+    row = {"chosen": "Human: one Assistant: right it is", "rejected": "Human: one Assistant: rather not"}
+    sides = told(encoder(chat="off"), row)
+    assert sides[CHOSEN].startswith("Human: one Assistant: [[right it is")
+    assert sides[REJECTED].startswith("Human: one Assistant: [[rather not")
+
+
+def test_labelled_responses_and_responses_to_other_prompts():
+    row = {"prompt": ASKED, "completion": [GOOD], "label": True}
+    before = {"prompt": "zero", "completion": "nought", "label": 0}
+    assert told(encoder(pairs=False), row) == {CHOSEN: chatml(*ASKED, said="right")}
+    assert list(told(encoder(pairs=False), row | {"label": False})) == [REJECTED]
+    found = told(encoder(pairs=False, beside=True), row, before)
+    assert found == {CHOSEN: chatml(*ASKED, said="right"), 2: chatml(*ASKED, said="nought")}
+    pair = {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}
+    assert list(told(encoder(pairs=False, beside=True), pair, pair)) == [CHOSEN, REJECTED, 2, 3]
+    # A row before it that cannot be used gives nothing.
+    assert list(told(encoder(pairs=False, beside=True), row, {"odd": 1})) == [CHOSEN]
+    # The response of a dialogue, to a prompt of several turns.
+    assert told(encoder(pairs=False, beside=True), {"prompt": MORE, "completion": [BAD], "label": 0}, row)[2] == chatml(
+        *MORE, said="right"
+    )
+
+
+WHOLE = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+EMPTY = BAD | {"content": ""}
+BAD_ROWS = {
+    "its chosen and rejected sides are equal": {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, GOOD]},
+    r"its sides answer different prompts: message 1 \(user\) differs": {
+        "chosen": [*ASKED, GOOD],
+        "rejected": [{"role": "user", "content": "else"}, BAD],
+    },
+    "its rejected side ends where the other goes on": {"chosen": [*ASKED, GOOD], "rejected": ASKED},
+    "its sides do not answer its prompt 'else'": {
+        "prompt": "else",
+        "chosen": [*ASKED, GOOD],
+        "rejected": [*ASKED, BAD],
+    },
+    "its sides do not begin with its prompt": {"prompt": MORE, **WHOLE},
+    r"its rejected side: message 2 \(assistant\) is empty": {"prompt": "one", "chosen": [GOOD], "rejected": [EMPTY]},
+    "its rejected side: its completion is empty": {"prompt": "one", "chosen": "right", "rejected": ""},
+    "has the role 'wizard'": {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, {"role": "wizard", "content": "x"}]},
+    "its chosen side is list": {"chosen": [*ASKED, GOOD], "rejected": "wrong"},
+    "it needs chosen and rejected, or a prompt": {"chosen": "right"},
+    "its label is str": {"prompt": "one", "completion": "two", "label": "yes"},
+    "its margin is str": {"prompt": "one", "chosen": "right", "rejected": "wrong", "margin": "much"},
+    "its sides have no beginning in common": {"chosen": "right", "rejected": "wrong"},
+}
+
+
+@pytest.mark.parametrize("why", BAD_ROWS)
+def test_bad_rows_are_refused_by_name(why):
+    with pytest.raises(RowError, match=why):
+        preference_of(BAD_ROWS[why], PreferenceColumns())
+
+
+def test_pairs_that_cannot_be_compared_are_refused():
+    with pytest.raises(RowError, match="it holds one labelled response, and this loss compares two"):
+        encoder()({"prompt": "one", "completion": "two", "label": 1})
+    row = {"prompt": "one", "chosen": "right " * 50 + "a", "rejected": "right " * 50 + "b"}
+    with pytest.raises(RowError, match=r"are the same tokens within 40 \(--data.max-tokens\)"):
+        encoder(max_tokens=40)(row)
+    found = encoder(max_tokens=60, too_long="drop")(row | {"rejected": "no"})
+    assert not found.sequences and found.notes["dropped"] == 1
+
+
+def test_packed_sides_stay_together_and_share_their_prompt():
+    encode = encoder()
+    placed = []
+    for place, text in enumerate(("right", "better")):
+        found = encode({"prompt": MORE, "chosen": text, "rejected": "wrong", "margin": place + 0.5})
+        placed += [(place, i, s) for i, s in zip(found.samples, found.sequences, strict=True)]
+    batch = pack_sides(placed[::-1], pairs=True, share=True, numbers={"margin": 0.0})
+    assert batch.seq["unit"].tolist() == [0, 0, 1, 1] and batch.seq["sample"].tolist() == [0, 1, 0, 1]
+    assert batch.seq["margin"].tolist() == [0.5, 0.5, 1.5, 1.5]
+    prompt = len(encode.encoder.tokenizer(chatml(*MORE, said="").split("[[")[0], add_special_tokens=False).input_ids)
+    assert batch.seq["common"].tolist() == [prompt] * 4
+    assert torch.equal(batch.seq["work"], batch.lengths)
+
+
+def test_the_task_that_ships_here_has_one_right_side():
+    for held_out in (False, True):
+        rows = builtin_rows("reverse-pairs", held_out)
+        assert len(rows) > 450 and all(row["chosen"] == row["prompt"][:-1][::-1] for row in rows)
+        assert all(
+            sorted(row["chosen"]) == sorted(row["rejected"]) and row["chosen"] != row["rejected"] for row in rows
+        )
+    held, train = ({row["prompt"] for row in builtin_rows("reverse-pairs", side)} for side in (True, False))
+    assert not held & train
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--preference.loss sigmod", "there is no such loss; there are sigmoid"),
+        ("--preference.loss sigmoid=-1", "--preference.loss sigmoid=-1: the weight after = must be a number above 0"),
+        ("--preference.loss kto sigmoid", "kto stands alone"),
+        ("--preference.loss exo_pair", "exo_pair needs one above 0, such as 0.1"),
+        ("--data.max-tokens 5000", "the 10000 tokens of a row must fit --policy.max-tokens-per-microbatch 8192"),
+        ("--preference.method simpo --preference.divergence js", "these losses have no reference"),
+        ("--preference.method kto --preference.weighted", "are of pairs; leave them out"),
+        ("--preference.method orpo --reference.refresh-every 4", "these losses have no reference"),
+        ("--reference.refresh-every 4 --lora.rank 2", "give a copy of the model by --reference.path"),
+        ("--preference.label-smoothing 0.5", "must lie in [0, 0.5)"),
+        ("--reference.mix 0", "must lie in (0, 1]"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(words, why):
+    config = from_command_line(words.split(), "python -m spmdrl.preference", PreferenceConfig).config
+    with pytest.raises(ConfigError) as error:
+        check_preference(config, 1)
+    assert why in str(error.value) and "1 setting to change" in str(error.value)
+
+
+def test_every_setting_may_change_at_a_resume_or_not():
+    for name in leaves(PreferenceConfig):
+        free = any(listed(name, names) for names in FREE.values())
+        assert free != listed(name, FIXED), name
+
+
+def test_rows_of_published_sets():
+    """The columns of UltraFeedback (binarized) and of Orca's pairs."""
+    dialogue = lambda said: [{"role": "user", "content": "why?"}, {"role": "assistant", "content": said}]  # noqa: E731
+    ultra = {
+        "prompt": "why?",
+        "prompt_id": "x",
+        "chosen": dialogue("a"),
+        "rejected": dialogue("b"),
+        "messages": dialogue("a"),
+    }
+    orca = {"system": "", "question": "why?", "chosen": "a", "rejected": "b"}
+    for row in (ultra, orca):
+        got = told(encoder(), json.loads(json.dumps(row)))
+        assert got[CHOSEN].endswith("[[a<|im_end|>]]") and got[REJECTED].endswith("[[b<|im_end|>]]")
