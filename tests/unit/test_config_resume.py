@@ -14,9 +14,9 @@ from spmdrl.config.dump import to_yaml
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
+from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.resume import FIXED, FREE, differences, file_digests, listed, may_change, settled
 from spmdrl.config.schema import Config
-from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import unlike
 

@@ -16,13 +16,13 @@ from spmdrl.algos import ADVANTAGES, AGGREGATION_OF, AGGREGATIONS, CORRECTIONS, 
 from spmdrl.algos.estimators import settings_of
 from spmdrl.algos.filters import FILTERS
 from spmdrl.algos.resample import METHODS
+from spmdrl.config import preference
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
+from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
-from spmdrl.config import preference
-from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.sft import SFTConfig
 from spmdrl.rl.rehearsal import check_use
 
