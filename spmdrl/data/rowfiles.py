@@ -1,7 +1,7 @@
 """Rows of supervised data that need not fit in memory: files read by index, data sets of the hub, streams.
 
 An indexed source (`Indexed`) gives row i when it is asked for: a .jsonl file through the places of its lines, a
-.parquet file through its row groups, a data set of Hugging Face through its memory map. A stream (`Streamed`) only goes
+.parquet file through its row groups, a data set of a hub through its memory map. A stream (`Streamed`) only goes
 forward: a compressed .jsonl.gz file, or a data set that is read from the hub while it trains.
 """
 
@@ -15,12 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.data.sources import hf_data, read_source
+from spmdrl.data.sources import HUBS, read_source
 
 FORMS = (
     "a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, `stream:<name>[:config[:split]]` "
-    "(read from the hub while it trains), `modelscope:<name>[:config[:split]]`, `builtin:<task>[:eval]` or "
-    "`reasoning-gym:<task>`"
+    "(read from the hub while it trains), `ms:<owner>/<name>[:config[:split]]` (ModelScope), `builtin:<task>[:eval]` "
+    "or `reasoning-gym:<task>`"
 )
 
 
@@ -182,8 +182,8 @@ def open_rows(spec: str) -> Indexed | Streamed:
     kind, _, rest = spec.partition(":")
     if kind == "stream":
         return Hub(spec, rest)
-    if kind == "hf":
-        return Table(rest.split(":")[0], hf_data(rest))
+    if kind in HUBS:
+        return Table(rest.split(":")[0], HUBS[kind](rest))
     if kind in ("builtin", "reasoning-gym"):
         found = read_source(spec, "prompt", "answer")
         return Table(found.name, found.rows, found.unit)
