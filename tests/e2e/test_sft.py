@@ -19,7 +19,7 @@ SHORT = argv(
 
 
 def test_sft_by_the_command_of_its_page_learns(tmp_path):
-    """Share of held-out letters that are the likeliest: 0.84 at the start; 0.95 to 0.98 after 40 steps, by the seed."""
+    """Held-out letters that are the likeliest: 0.85 before, and after 40 steps 0.966 to 0.971 on three seeds."""
     (line,) = re.findall(r"^torchrun .*$", (ROOT / "docs" / "sft.md").read_text(), re.MULTILINE)
     words = shlex.split(line)
     at = words.index("spmdrl.sft")

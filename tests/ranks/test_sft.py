@@ -113,14 +113,27 @@ def test_layout_does_not_change_the_gradient_of_sft(loss, data, tmp_path):
 
 def test_parity_the_loss_is_that_of_hugging_face(data, tmp_path):
     """ChatML, cross-entropy of the assistant's tokens and its end token, by plain transformers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    (got,) = run_ranks(first_gradient, 1, str(tmp_path / "run"), data, DOUBLE)
+    model = AutoModelForCausalLM.from_pretrained(resolve("tiny", False), dtype=torch.float64).eval()
+    loss, accuracy = plain_loss(model)
+    loss.backward()
+    assert got["loss"].item() == pytest.approx(loss.item(), rel=1e-9)
+    assert got["accuracy/mean"].item() == pytest.approx(accuracy, rel=1e-12)
+    for name, p in model.named_parameters():
+        mine = got.get(f"hf.{name}")
+        if mine is not None:
+            torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def plain_loss(model) -> tuple[torch.Tensor, float]:
+    """Loss and accuracy of a transformers model on the rows of the first step."""
+    from transformers import AutoTokenizer
 
     from spmdrl.data.order import drawn_indices
 
-    (got,) = run_ranks(first_gradient, 1, str(tmp_path / "run"), data, DOUBLE)
-    folder = resolve("tiny", False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(resolve("tiny", False))
     total, right, count = torch.zeros((), dtype=torch.float64), 0, 0
     for index in drawn_indices(48, 0, 12, 3):
         ids, labels = [], []
@@ -137,13 +150,7 @@ def test_parity_the_loss_is_that_of_hugging_face(data, tmp_path):
         total = total + torch.nn.functional.cross_entropy(logits, aim, ignore_index=-100, reduction="sum")
         right += int(((logits.argmax(-1) == aim) & (aim != -100)).sum())
         count += int((aim != -100).sum())
-    (total / count).backward()
-    assert got["loss"].item() == pytest.approx((total / count).item(), rel=1e-9)
-    assert got["accuracy/mean"].item() == pytest.approx(right / count, rel=1e-12)
-    for name, p in model.named_parameters():
-        mine = got.get(f"hf.{name}")
-        if mine is not None:
-            torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    return total / count, right / count
 
 
 def test_layout_noise_on_embeddings_belongs_to_the_row(data, tmp_path):
