@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from contextlib import suppress
 from pathlib import Path
 
@@ -186,6 +187,29 @@ def test_added_tokens_are_trained_and_saved_and_answers_are_sampled(data, tmp_pa
     said = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in said] == [1] * 3 + [4] * 3 + [6] * 3
     assert said[0]["prompt"].endswith("<|im_start|>assistant\n") or "assistant" in said[0]["prompt"]
+
+
+def loads(world, folder: str, data: str, sections: dict) -> list[int]:
+    """Returns this rank's tokens of each step."""
+    run = opened(world, folder, data, sections)
+    found = [balance(run.rows(step), world).n_tokens for step in range(6)]
+    run.close()
+    return found
+
+
+def test_layout_two_ranks_wait_less_than_2_percent(tmp_path):
+    """Lengths spread as those of GSM8K's answers, a fifth as long for the context of this model."""
+    spread = [20 + int(random.Random(i).lognormvariate(3.5, 0.358)) for i in range(192)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"text": "a" * min(n, 120)}) + "\n" for n in spread))
+    more = {"sft": {"rows_per_step": 32}, "eval": {"every": 0}, "policy": {"max_tokens_per_microbatch": 256}}
+    run_ranks(trained, 2, str(tmp_path / "run"), str(file), more)
+    ranks = run_ranks(loads, 2, str(tmp_path / "loads"), str(file), more)
+    rows = metrics(tmp_path / "run")
+    for row, *mine in zip(rows, *ranks, strict=True):
+        assert row["packing/waste"] == pytest.approx(1 - sum(mine) / (2 * max(mine)), abs=1e-9)
+        assert row["packing/waste"] <= 0.02 and row["microbatches"] <= -(-max(mine) // 256) + 1
+    assert len({row["tokens/all"] for row in rows}) > 3
 
 
 def test_layout_same_rows_and_weights_on_two_ranks(data, tmp_path):
