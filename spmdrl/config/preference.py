@@ -47,7 +47,8 @@ class PreferenceDataConfig(SupervisedDataConfig):
 
     train: tuple[str, ...] = ("builtin:reverse-pairs",)
     """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
-    `hf:<dataset>[:config[:split]]`, `stream:<dataset>[:config[:split]]` (read while it trains), `builtin:<task>`."""
+    `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
+    (read while it trains), `builtin:<task>`."""
     messages_column: Suppress[str] = ""
     text_column: Suppress[str] = ""
     chosen_column: str = "chosen"

@@ -56,7 +56,8 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = "tiny"
-    """HF folder, hub name, a `.gguf` file, `package:<name>` (GGUF in an installed package), or `tiny` (ships here)."""
+    """HF folder, hub name, `ms:<name>` (ModelScope), a `.gguf` file, `package:<name>` (GGUF in an installed package),
+    or `tiny` (ships here)."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (or float64)."""
     trust_remote_code: bool = False
@@ -280,7 +281,8 @@ class DataConfig:
     """Prompts."""
 
     train: str = "builtin:reverse"
-    """`builtin:<task>`, a .jsonl or verl .parquet path, `hf:<dataset>[:config[:split]]`, or `reasoning-gym:<task>`."""
+    """`builtin:<task>`, a .jsonl or verl .parquet path, `hf:<dataset>[:config[:split]]`, `ms:<dataset>` (ModelScope),
+    or `reasoning-gym:<task>`."""
     eval: str = "builtin:reverse:eval"
     """The same, for evaluation. Empty: none."""
     prompt_column: str = "prompt"

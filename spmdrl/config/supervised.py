@@ -46,7 +46,8 @@ class SupervisedDataConfig:
 
     train: tuple[str, ...] = ("builtin:reverse",)
     """Sources, each as `source` or, for a mixture, `source=weight`: a .jsonl, .jsonl.gz or .parquet file,
-    `hf:<dataset>[:config[:split]]`, `stream:<dataset>[:config[:split]]` (read while it trains), `builtin:<task>`."""
+    `hf:<dataset>[:config[:split]]`, `ms:<dataset>[:config[:split]]` (ModelScope), `stream:<dataset>[:config[:split]]`
+    (read while it trains), `builtin:<task>`."""
     eval: str = ""
     """A source whose loss is measured. Empty: none."""
     messages_column: str = ""

@@ -1,7 +1,7 @@
 """Rows of supervised data that need not fit in memory: files read by index, data sets of the hub, streams.
 
 An indexed source (`Indexed`) gives row i when it is asked for: a .jsonl file through the places of its lines, a
-.parquet file through its row groups, a data set of Hugging Face through its memory map. A stream (`Streamed`) only goes
+.parquet file through its row groups, a data set of a hub through its memory map. A stream (`Streamed`) only goes
 forward: a compressed .jsonl.gz file, or a data set that is read from the hub while it trains.
 """
 
@@ -15,12 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.data.sources import hf_data, read_source
+from spmdrl.data.sources import HUBS, read_source
 
 FORMS = (
     "a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, `stream:<name>[:config[:split]]` "
-    "(read from the hub while it trains), `modelscope:<name>[:config[:split]]`, `builtin:<task>[:eval]` or "
-    "`reasoning-gym:<task>`"
+    "(read from the hub while it trains), `ms:<owner>/<name>[:config[:split]]` (ModelScope), `builtin:<task>[:eval]` "
+    "or `reasoning-gym:<task>`"
 )
 
 
@@ -61,12 +61,15 @@ class Table:
     name: str
     held: Any
     unit: str = "row"
+    columnar: bool = False
+    """It holds columns, in which None stands for a key that only other rows have."""
 
     def __len__(self) -> int:
         return len(self.held)
 
     def __getitem__(self, index: int) -> dict:
-        return dict(self.held[index])
+        row = dict(self.held[index])
+        return without_gaps(row) if self.columnar else row
 
     def where(self, index: int) -> str:
         """See `Indexed`."""
@@ -129,7 +132,7 @@ class Parquet:
 
         group = bisect_right(self.ends, index)
         first = self.ends[group - 1] if group else 0
-        return self.group(group).slice(index - first, 1).to_pylist()[0]
+        return without_gaps(self.group(group).slice(index - first, 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
         """See `Indexed`."""
@@ -171,7 +174,7 @@ class Hub:
         try:
             found: Any = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
             for row in found.skip(start) if start else found:
-                yield dict(row)
+                yield without_gaps(dict(row))
                 number += 1
         except Exception as e:  # the hub, the network and file systems each raise their own
             raise ValueError(f"{self.name} ends early, at row {number} ({type(e).__name__}: {e})") from e
@@ -182,8 +185,8 @@ def open_rows(spec: str) -> Indexed | Streamed:
     kind, _, rest = spec.partition(":")
     if kind == "stream":
         return Hub(spec, rest)
-    if kind == "hf":
-        return Table(rest.split(":")[0], hf_data(rest))
+    if kind in HUBS:
+        return Table(rest.split(":")[0], HUBS[kind](rest), columnar=True)
     if kind in ("builtin", "reasoning-gym"):
         found = read_source(spec, "prompt", "answer")
         return Table(found.name, found.rows, found.unit)
@@ -197,6 +200,16 @@ def open_rows(spec: str) -> Indexed | Streamed:
     if path.suffix == ".parquet":
         return Parquet(path)
     raise ValueError(f"{spec!r} is not a kind of file that is read here (--data.train, --data.eval): {FORMS}")
+
+
+def without_gaps(value: Any) -> Any:
+    """Return a row of a table without its keys that are None, at any depth.
+
+    Every row of a table has the keys of all: an argument of one tool would be shown as null with each call of another.
+    """
+    if isinstance(value, dict):
+        return {k: without_gaps(v) for k, v in value.items() if v is not None}
+    return [without_gaps(v) for v in value] if isinstance(value, list) else value
 
 
 def json_row(line: bytes) -> dict:

@@ -1,4 +1,4 @@
-"""Sources of rows: built-in tasks, files, HF datasets, reasoning-gym. A row is a dict of columns."""
+"""Sources of rows: built-in tasks, files, data sets of two hubs, reasoning-gym. A row is a dict of columns."""
 
 import gzip
 import itertools
@@ -27,7 +27,7 @@ HASH_ORDER_TASKS = (
 """reasoning-gym 0.1.25 draws these from the order of Python sets, which differs between processes."""
 FORMS = (
     "`builtin:<task>[:eval]`, a .jsonl, .jsonl.gz or .parquet file, `hf:<name or folder>[:config[:split]]`, "
-    "`reasoning-gym:<task>[:eval][?size=..&seed=..]`"
+    "`ms:<owner>/<name>[:config[:split]]` (ModelScope), `reasoning-gym:<task>[:eval][?size=..&seed=..]`"
 )
 
 
@@ -62,9 +62,9 @@ def read_source(spec: str, prompt_column: str, answer_column: str, limit: int = 
         return Source(builtin_rows(task, held_out)[:stop], f"builtin:{task}", raw=task in RAW)
     if kind == "reasoning-gym":
         return _reasoning_gym(rest, limit)
-    if kind == "hf":
-        name, rows = _hf(rest, stop)
-        return Source(rows, name, prompt_column, answer_column)
+    if kind in HUBS:
+        rows = [dict(row) for row in itertools.islice(HUBS[kind](rest), stop)]
+        return Source(rows, rest.split(":")[0], prompt_column, answer_column)
     path = Path(spec).expanduser()
     if not path.is_file():
         raise ValueError(f"no data file {spec!r} (--data.train, --data.eval): a source is {FORMS}")
@@ -117,11 +117,6 @@ def _parquet(path: Path, stop: int | None) -> list[dict]:
         raise ValueError(f"cannot read {path} as parquet ({type(e).__name__}: {e})") from e
 
 
-def _hf(rest: str, stop: int | None) -> tuple[str, list[dict]]:
-    """Return name and rows."""
-    return rest.split(":")[0], [dict(row) for row in itertools.islice(hf_data(rest), stop)]
-
-
 def hf_data(rest: str) -> Any:
     """Return a data set of Hugging Face behind its memory map. rest: `<name or folder>[:config[:split]]`.
 
@@ -130,12 +125,50 @@ def hf_data(rest: str) -> Any:
     Raises:
         ValueError: it cannot be loaded.
     """
+    name, config, split = _named(rest, "hf", "name or folder")
+    return _loaded(f"hf:{rest}", name, config, split)
+
+
+def ms_data(rest: str) -> Any:
+    """Return a data set of ModelScope behind its memory map. rest: `<owner>/<name>[:config[:split]]`.
+
+    Its files are downloaded by the package `modelscope`, and read as those of Hugging Face: `MsDataset` of that package
+    needs an older release of `datasets`, whose functions it replaces while it loads.
+
+    Raises:
+        ValueError: it cannot be loaded, or the package is not installed.
+    """
+    name, config, split = _named(rest, "ms", "owner>/<name")
+    try:
+        from modelscope import dataset_snapshot_download  # type: ignore[import-not-found]
+    except ImportError as e:
+        raise ValueError(f"'ms:{rest}' needs the package: pip install modelscope ({e})") from e
+    try:
+        folder = dataset_snapshot_download(name, ignore_patterns=["*.py"])
+    except Exception as e:  # the client raises its own, requests' and OSError
+        raise ValueError(
+            f"could not download the dataset 'ms:{rest}' (--data.train, --data.eval): {type(e).__name__}: {e}. Check "
+            "the name and the network (MODELSCOPE_API_TOKEN for a gated one); offline, give its folder: hf:<folder>"
+        ) from e
+    return _loaded(f"ms:{rest}", str(folder), config, split)
+
+
+HUBS = {"hf": hf_data, "ms": ms_data}
+"""Kind of source -> loads a data set of that hub."""
+
+
+def _named(rest: str, kind: str, form: str) -> tuple[str, str, str]:
+    """Return name, config and split."""
+    name, config, split = (*rest.split(":"), "", "")[:3]
+    if not name or rest.count(":") > 2:
+        raise ValueError(f"'{kind}:{rest}' (--data.train, --data.eval): the form is {kind}:<{form}>[:config[:split]]")
+    return name, config, split or "train"
+
+
+def _loaded(spec: str, name: str, config: str, split: str) -> Any:
+    """Load a data set by name or from a folder."""
     import datasets
 
-    name, config, split = (*rest.split(":"), "", "")[:3]
-    split = split or "train"
-    if not name or rest.count(":") > 2:
-        raise ValueError(f"'hf:{rest}' (--data.train, --data.eval): the form is hf:<name or folder>[:config[:split]]")
     folder = Path(name).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
@@ -144,7 +177,7 @@ def hf_data(rest: str) -> Any:
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, config or None, split=split)
     except Exception as e:  # the hub, the network, builders and file systems each raise their own
         raise ValueError(
-            f"could not load the dataset 'hf:{rest}' (--data.train, --data.eval; name {name!r}, config {config!r}, "
+            f"could not load the dataset {spec!r} (--data.train, --data.eval; name {name!r}, config {config!r}, "
             f"split {split!r}): {type(e).__name__}: {e}"
         ) from e
 

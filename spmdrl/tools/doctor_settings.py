@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from spmdrl.config.classifier import model_path
@@ -88,11 +89,13 @@ def model(name: str, path: str, config: Config, ask: Ask | None) -> Finding:
     """
     from spmdrl.hub.folder import TINY, check_folder
     from spmdrl.hub.gguf import find_package_gguf
-    from spmdrl.hub.resolve import is_hub_name
+    from spmdrl.hub.resolve import MODELSCOPE, is_hub_name
 
     trust, local = config.model.trust_remote_code, Path(path).expanduser()
     fix = f"give {name} a folder with config.json and safetensors, or a hub name that can be downloaded"
     try:
+        if path.startswith(MODELSCOPE):
+            return on_modelscope(name, path, fix)
         if path.startswith("package:"):
             return ok(name, f"{path}: {find_package_gguf(path.removeprefix('package:'))}")
         if local.suffix == ".gguf" and local.is_file():
@@ -113,6 +116,8 @@ def data(name: str, spec: str, config: Config, ask: Ask | None) -> Finding:
 
     fix = f"give {name} a file, folder or data set that can be read (docs/usage.md names the forms)"
     kind, _, rest = spec.partition(":")
+    if kind == "ms":
+        return on_modelscope(name, spec, fix)
     if kind == "hf":
         place = rest.split(":")[0]
         if Path(place).expanduser().is_dir():
@@ -143,6 +148,13 @@ def on_hub(name: str, kind: str, repository: str, ask: Ask | None, fix: str) -> 
         if why
         else ok(name, f"{repository}: the hub has it, and the first start downloads it")
     )
+
+
+def on_modelscope(name: str, spec: str, fix: str) -> Finding:
+    """Checks that ModelScope's package is installed. spec: `ms:...`, of a model or a data set."""
+    if find_spec("modelscope") is None:
+        return fail(name, f"{spec} needs the package modelscope", "pip install modelscope")
+    return warn(name, f"{spec}: a run downloads it from ModelScope, which is not asked here", fix)
 
 
 def functions(config: Config) -> list[Finding]:

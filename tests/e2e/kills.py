@@ -2,8 +2,9 @@
 
 `python -m tests.e2e.kills` is `spmdrl.train`; SPMDRL_KILL holds {"rank", "phase", "time", "seconds", "note"}: which
 rank dies, in which phase, at its how-manieth time in this process, how many seconds after the phase begins (at the
-latest when it ends), and the file that is told so. Nothing of the program knows of it: the clock of the phases, which
-every phase passes through, is wrapped. A job that torchrun has restarted kills nobody.
+latest when it ends), and the file that is told so; "job" names another entry point. Nothing of the program knows of
+it: the clock of the phases, which every phase passes through, is wrapped. A job that torchrun has restarted kills
+nobody.
 """
 
 import json
@@ -13,6 +14,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 
@@ -59,14 +61,13 @@ def plant(kill: dict) -> None:
 
 
 def main() -> None:
-    """Runs `spmdrl.train` with the kill of SPMDRL_KILL."""
-    from spmdrl.train import main as train
-
+    """Runs a job with the kill of SPMDRL_KILL."""
     kill = json.loads(os.environ.get(VARIABLE, "null"))
+    job = import_module((kill or {}).get("job", "spmdrl.train"))
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if kill and first and os.environ["RANK"] == str(kill["rank"]):
         plant(kill)
-    train()
+    job.main()
 
 
 # ── the story ────────────────────────────────────────────────────────────────

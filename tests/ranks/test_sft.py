@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from contextlib import suppress
 from pathlib import Path
 
@@ -113,14 +114,27 @@ def test_layout_does_not_change_the_gradient_of_sft(loss, data, tmp_path):
 
 def test_parity_the_loss_is_that_of_hugging_face(data, tmp_path):
     """ChatML, cross-entropy of the assistant's tokens and its end token, by plain transformers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    (got,) = run_ranks(first_gradient, 1, str(tmp_path / "run"), data, DOUBLE)
+    model = AutoModelForCausalLM.from_pretrained(resolve("tiny", False), dtype=torch.float64).eval()
+    loss, accuracy = plain_loss(model)
+    loss.backward()
+    assert got["loss"].item() == pytest.approx(loss.item(), rel=1e-9)
+    assert got["accuracy/mean"].item() == pytest.approx(accuracy, rel=1e-12)
+    for name, p in model.named_parameters():
+        mine = got.get(f"hf.{name}")
+        if mine is not None:
+            torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def plain_loss(model) -> tuple[torch.Tensor, float]:
+    """Loss and accuracy of a transformers model on the rows of the first step."""
+    from transformers import AutoTokenizer
 
     from spmdrl.data.order import drawn_indices
 
-    (got,) = run_ranks(first_gradient, 1, str(tmp_path / "run"), data, DOUBLE)
-    folder = resolve("tiny", False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(resolve("tiny", False))
     total, right, count = torch.zeros((), dtype=torch.float64), 0, 0
     for index in drawn_indices(48, 0, 12, 3):
         ids, labels = [], []
@@ -137,13 +151,7 @@ def test_parity_the_loss_is_that_of_hugging_face(data, tmp_path):
         total = total + torch.nn.functional.cross_entropy(logits, aim, ignore_index=-100, reduction="sum")
         right += int(((logits.argmax(-1) == aim) & (aim != -100)).sum())
         count += int((aim != -100).sum())
-    (total / count).backward()
-    assert got["loss"].item() == pytest.approx((total / count).item(), rel=1e-9)
-    assert got["accuracy/mean"].item() == pytest.approx(right / count, rel=1e-12)
-    for name, p in model.named_parameters():
-        mine = got.get(f"hf.{name}")
-        if mine is not None:
-            torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    return total / count, right / count
 
 
 def test_layout_noise_on_embeddings_belongs_to_the_row(data, tmp_path):
@@ -179,6 +187,29 @@ def test_added_tokens_are_trained_and_saved_and_answers_are_sampled(data, tmp_pa
     said = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in said] == [1] * 3 + [4] * 3 + [6] * 3
     assert said[0]["prompt"].endswith("<|im_start|>assistant\n") or "assistant" in said[0]["prompt"]
+
+
+def loads(world, folder: str, data: str, sections: dict) -> list[int]:
+    """Returns this rank's tokens of each step."""
+    run = opened(world, folder, data, sections)
+    found = [balance(run.rows(step), world).n_tokens for step in range(6)]
+    run.close()
+    return found
+
+
+def test_layout_two_ranks_wait_less_than_2_percent(tmp_path):
+    """Lengths spread as those of GSM8K's answers, a fifth as long for the context of this model."""
+    spread = [20 + int(random.Random(i).lognormvariate(3.5, 0.358)) for i in range(192)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"text": "a" * min(n, 120)}) + "\n" for n in spread))
+    more = {"data": {"rows_per_step": 32}, "eval": {"every": 0}, "policy": {"max_tokens_per_microbatch": 256}}
+    run_ranks(trained, 2, str(tmp_path / "run"), str(file), more)
+    ranks = run_ranks(loads, 2, str(tmp_path / "loads"), str(file), more)
+    rows = metrics(tmp_path / "run")
+    for row, *mine in zip(rows, *ranks, strict=True):
+        assert row["packing/waste"] == pytest.approx(1 - sum(mine) / (2 * max(mine)), abs=1e-9)
+        assert row["packing/waste"] <= 0.02 and row["microbatches"] <= -(-max(mine) // 256) + 1
+    assert len({row["tokens/all"] for row in rows}) > 3
 
 
 def test_layout_same_rows_and_weights_on_two_ranks(data, tmp_path):

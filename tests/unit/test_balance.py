@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from spmdrl.data.batch import Batch
 from spmdrl.data.packing import first_fit_decreasing, microbatch_count, microbatches
-from spmdrl.spmd.balance import assign_balanced, karmarkar_karp
+from spmdrl.spmd.balance import assign_balanced, karmarkar_karp, with_swaps
 from spmdrl.spmd.seeds import generator_for
 
 DAPO = 512 * 16
@@ -18,6 +18,12 @@ def heavy_tail(n: int, seed: int, longest: int = 20480) -> list[int]:
     """Draws response lengths as DAPO's: median about 3,000 tokens, a tail that is cut at the limit."""
     rng = generator_for(0xDA90, seed)
     return [min(longest, 80 + int(rng.lognormvariate(8.0, 0.9))) for _ in range(n)]
+
+
+def gsm8k_like(n: int, seed: int) -> list[int]:
+    """Draws lengths as of GSM8K's answers under SmolLM2's tokenizer and template: mean 225, 105 to 578 tokens."""
+    rng = generator_for(0x65E8, seed)
+    return [40 + min(538, max(65, int(rng.lognormvariate(5.155, 0.358)))) for _ in range(n)]
 
 
 def batch_of(lengths: list[int]) -> Batch:
@@ -50,6 +56,50 @@ def test_layout_balance_holds_for_each_share_and_odd_counts():
         assert sums.max() / sums.double().mean() <= 1.02
         counts = torch.bincount(target[share == s], minlength=7)
         assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "budget"), [(64, 2, 1024), (64, 2, 2048), (64, 8, 2048), (128, 16, 2048), (256, 32, 2048)]
+)
+def test_layout_ranks_wait_less_than_2_percent_for_rows_of_gsm8k(rows, ranks, budget):
+    """Steps of SFT: `packing/waste`, the same where ranks meet at every micro-batch, and the budget that is in use."""
+    waste, meeting, used, extra = [], [], [], []
+    for seed in range(20):
+        lengths = gsm8k_like(rows, seed)
+        split = karmarkar_karp(lengths, ranks)
+        assert {len(part) for part in split} == {rows // ranks}
+        sums = [sum(lengths[i] for i in part) for part in split]
+        waste.append(1 - sum(sums) / (ranks * max(sums)))
+        counts = [microbatch_count(torch.tensor([lengths[i] for i in part]), budget) for part in split]
+        count = max(counts)
+        micros = [microbatches(batch_of([lengths[i] for i in part]), count, budget) for part in split]
+        most = [max(rank[k].n_tokens for rank in micros) for k in range(count)]
+        assert max(most) <= budget
+        meeting.append(1 - sum(sums) / (ranks * sum(most)))
+        used.append(sum(sums) / (ranks * count * budget))
+        # No packing at all can do with fewer than the tokens of the fullest rank need.
+        extra.append(count - -(-max(sums) // budget))
+    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    print(f"waste {mean(waste):.4f} {max(waste):.4f} meeting {mean(meeting):.4f} used {mean(used):.3f} {mean(extra)}")
+    assert max(waste) <= 0.005 and max(meeting) <= 0.02
+    assert not any(extra)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=2, max_size=24), st.integers(2, 6))
+def test_swaps_keep_counts_and_items_and_never_raise_the_largest_sum(costs, parts):
+    before = [list(range(len(costs)))[k::parts] for k in range(parts)]
+    after = with_swaps(before, costs)
+    assert [len(part) for part in after] == [len(part) for part in before]
+    assert sorted(i for part in after for i in part) == list(range(len(costs)))
+    largest = [max(sum(costs[i] for i in part) for part in split) for split in (before, after)]
+    assert largest[1] <= largest[0]
+    assert before == [list(range(len(costs)))[k::parts] for k in range(parts)], "the input stays"
+
+
+def test_a_swap_evens_out_what_is_uneven():
+    assert with_swaps([[0, 1], [2, 3]], [5, 4, 2, 1]) == [[2, 1], [0, 3]]
+    assert with_swaps([[0], [1], [2]], [9, 3, 3]) == [[0], [1], [2]], "no swap helps"
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from spmdrl.config import preference
 from spmdrl.config.checks import check
 from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
-from spmdrl.config.preference import PreferenceConfig
+from spmdrl.config.preference import PreferenceConfig, check_preference
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config
-from spmdrl.config.sft import SFTConfig
+from spmdrl.config.sft import SFTConfig, check_sft
 from spmdrl.rl.rehearsal import check_use
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,12 @@ PAGES = sorted(
     ]
 )
 PUBLIC = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
+JOBS: dict[str, tuple[type, Callable]] = {
+    "train": (Config, check),
+    "sft": (SFTConfig, check_sft),
+    "preference": (PreferenceConfig, check_preference),
+}
+"""Entry point -> its settings and their rules."""
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 512)
 
 
@@ -88,14 +95,20 @@ def evidence(page: str) -> dict[str, str]:
 
 
 @cache
-def load(*flags: str) -> Config:
+def load(job: str, *flags: str) -> Any:
     """Loads the settings that flags ask for in the project's folder."""
     with contextlib.chdir(ROOT):
-        return from_command_line(flags).config
+        return from_command_line(flags, schema=JOBS[job][0]).config
 
 
-def run_of(path: Path) -> Config:
-    return load("--config", name_of(path))
+def job_of(path: Path) -> str:
+    """Returns the entry point that a file of settings is for: of the first command in it."""
+    found = re.search(rf"-m spmdrl\.({'|'.join(JOBS)})\b", path.read_text(encoding="utf-8"))
+    return found[1] if found else "train"
+
+
+def run_of(path: Path) -> Any:
+    return load(job_of(path), "--config", name_of(path))
 
 
 def table(text: str) -> list[list[str]]:
@@ -145,7 +158,7 @@ def test_preset_table_is_the_presets():
 def test_presets_with_a_recipe_point_to_it():
     linked = {named(row[0]): row[6] for row in table(chapter("algorithms", "Presets"))}
     for path in YAMLS:
-        if path.parent in RECIPES and not path.name.startswith("demo"):
+        if path.parent in RECIPES and not path.name.startswith("demo") and job_of(path) == "train":
             preset = run_of(path).algo.preset
             assert f"(../{name_of(path.parent)}/README.md)" in linked[preset], (path, preset)
 
@@ -219,6 +232,10 @@ def test_settings_of_learning_are_all_explained():
             assert flag in words or leaf in words or f"{section}.{leaf}" in words, f"--{flag} is on none of them"
 
 
+def paper_of(path: Path) -> str:
+    return PRESETS[run_of(path).algo.preset].paper
+
+
 # ── recipes and their commands ───────────────────────────────────────────────
 
 
@@ -230,8 +247,9 @@ def test_a_recipe_says_what_it_is(recipe):
     for path in [path for path in YAMLS if path.parent == recipe]:
         assert name_of(path) in page, f"{path.name} is not in the README"
     for path in runs:
-        preset = run_of(path).algo.preset
-        assert PRESETS[preset].paper in page and PRESETS[preset].paper in path.read_text(), preset
+        settings = path.read_text(encoding="utf-8")
+        (address,) = re.findall(r"https://github\.com/\S+\w", settings) if job_of(path) != "train" else [paper_of(path)]
+        assert address in page and address in settings, path
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=name_of)
@@ -240,37 +258,38 @@ def test_config_loads_and_passes_the_checks(path, monkeypatch):
     said = []
     for ranks in WORLDS:
         try:
-            return check(run_of(path), ranks)
+            return JOBS[job_of(path)][1](run_of(path), ranks)
         except ConfigError as error:
             said.append(f"{ranks} ranks: {error}")
     pytest.fail("\n".join(said))
 
 
-def commands(text: str) -> list[tuple[int, list[str]]]:
-    """Returns ranks and flags of every `torchrun ... -m spmdrl.train` line."""
+def commands(text: str) -> list[tuple[str, int, list[str]]]:
+    """Returns entry point, ranks and flags of every `torchrun ... -m spmdrl.train` line, and of other jobs'."""
     found = []
-    for line in re.findall(r"^#?\s*(torchrun .*-m spmdrl\.train.*)$", text, re.MULTILINE):
+    for line, job in re.findall(rf"^#?\s*(torchrun .*-m spmdrl\.({'|'.join(JOBS)})\b.*)$", text, re.MULTILINE):
         words = shlex.split(line, comments=True)
-        at = words.index("spmdrl.train")
+        at = words.index(f"spmdrl.{job}")
         given = dict(zip(words[1:at:2], words[2:at:2], strict=False))
-        found.append((int(given.get("--nnodes", 1)) * int(given["--nproc-per-node"]), words[at + 1 :]))
+        found.append((job, int(given.get("--nnodes", 1)) * int(given["--nproc-per-node"]), words[at + 1 :]))
     return found
 
 
 COMMANDS = [
-    pytest.param(ranks, flags, id=f"{name_of(path)}:{index}")
+    pytest.param(job, ranks, flags, id=f"{name_of(path)}:{index}")
     for path in [*YAMLS, *PAGES]
-    if path.stem not in ELSEWHERE
-    for index, (ranks, flags) in enumerate(commands(path.read_text(encoding="utf-8")))
+    if path.stem not in ELSEWHERE or path.stem in JOBS
+    for index, (job, ranks, flags) in enumerate(commands(path.read_text(encoding="utf-8")))
     if not any(word.startswith("my") for word in flags)
 ]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), COMMANDS)
-def test_command_passes_the_checks_on_its_number_of_ranks(ranks, flags, monkeypatch):
+@pytest.mark.parametrize(("job", "ranks", "flags"), COMMANDS)
+def test_command_passes_the_checks_on_its_number_of_ranks(job, ranks, flags, monkeypatch):
     monkeypatch.chdir(ROOT)
-    check(load(*flags), ranks)
-    check_use(from_command_line(flags))
+    JOBS[job][1](load(job, *flags), ranks)
+    if job == "train":
+        check_use(from_command_line(flags))
 
 
 # ── code on the page ─────────────────────────────────────────────────────────
