@@ -66,7 +66,7 @@ FIXED = (
     *("reward.model", "reward.model_coef"),
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
     *("sft.rows_per_step", "sft.epochs", "sft.train_on", "sft.max_tokens", "sft.too_long", "sft.loss", "sft.neftune"),
-    "sft.add_tokens",
+    *("sft.add_tokens", "distill.*"),
 )
 """Settings, or whole sections, that change the answer."""
 
@@ -150,7 +150,7 @@ def differences(path: Path, cfg: TrainingConfig) -> Differences:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, AttributeError, TypeError) as error:
         what = " ".join(str(error).split())
         out.notes.append(f"{path} cannot be read ({what}): its settings are taken to be the defaults")
-    plain = with_preset(Config(), cfg.algo.preset) if isinstance(cfg, Config) else type(cfg)()
+    plain = with_preset(type(cfg)(), cfg.algo.preset) if isinstance(cfg, Config) else type(cfg)()
     defaults = flat(to_dict(plain))
     for name, here in settled(cfg).items():
         then = there.get(name, defaults.get(name))

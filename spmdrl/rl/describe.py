@@ -82,7 +82,9 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
     stats.add_max("response_length/max", sampled.max() if n else 0.0)
     cut = (batch.seq["finish"] == FINISH_REASONS.index("length")).double()
     stats.add("response_length/cut", cut.mean() if n else 0.0, n)
-    stats.add("advantage/nonzero", (batch.seq["advantage"] != 0).double().mean() if n else 0.0, n)
+    if "advantage" in batch.seq:
+        nonzero = (batch.seq["advantage"] != 0).double()
+        stats.add("advantage/nonzero", nonzero.mean() if n else 0.0, n)
     stats.add_sum("tokens", batch.n_tokens)
 
 

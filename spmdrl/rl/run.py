@@ -2,9 +2,10 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -121,16 +122,20 @@ class Run:
         later = self.models.reading.names if self.models.reading else ()
         return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share, later)
 
-    def stand_by(self, step: int, batch: Batch) -> Metrics:
+    def stand_by(self, step: int, batch: Batch, answer: Callable[..., Any] | None = None) -> Metrics:
         """Work of a rank that does not train, while others do. Collective over ranks of its kind.
 
-        It samples the steps to come, or answers for the frozen models; `log` adds its numbers.
+        It samples the steps to come, or answers for the frozen models; `log` adds its numbers. answer: what those who
+        train call with (batch, models, settings) to ask them; None: `score`.
         """
         if self.world.samples:
             with suppress(AbandonedError):
                 self.prefetcher.look_ahead(step, self.memory.version)
         else:
             with self.timer("logp"):
+                if answer is not None:
+                    answer(batch, self.models, self.cfg)
+                    return Metrics()
                 serve(batch, self.models, self.algo, self.cfg.rollout.temperature)
         return Metrics()
 

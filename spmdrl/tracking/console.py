@@ -43,6 +43,13 @@ SUPERVISED: Columns = [
     ("epoch", "data/epoch"),
     ("eval", "eval/loss"),
 ]
+DISTILLED: Columns = [
+    ("divergence", "divergence/mean"),
+    ("entropy", "entropy/mean"),
+    ("reward", "reward/mean"),
+    ("tok/s", "tokens/s"),
+    ("eval", "eval/accuracy"),
+]
 PHASES = ["rollout", "rows", "reward", "exchange", "logp", "update", "push"]
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"

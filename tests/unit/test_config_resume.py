@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from spmdrl import checkpoint
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import leaves
@@ -42,11 +43,13 @@ def lines(folder: Path, *flags: str) -> list[str]:
 
 def test_resume_every_setting_is_classified_once():
     groups = [*FREE.values(), FIXED]
-    every = {*leaves(Config), *leaves(SFTConfig)}
+    every = {*leaves(Config), *leaves(SFTConfig), *leaves(DistillationConfig)}
     for name in every:
         homes = sum(listed(name, names) for names in groups)
         assert homes == 1, f"{name} stands {homes} times in FREE and FIXED of config/resume.py: say once what it does"
-    known = every | {f"{field.name}.*" for each in (Config, SFTConfig) for field in dataclasses.fields(each)}
+    known = every | {
+        f"{field.name}.*" for each in (Config, SFTConfig, DistillationConfig) for field in dataclasses.fields(each)
+    }
     assert {name for names in groups for name in names} <= known
 
 

@@ -1,0 +1,122 @@
+"""Settings of on-policy distillation, and the rules for them."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from tyro.conf import Suppress
+
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError, refuse
+from spmdrl.config.learning import (
+    AlgoConfig,
+    CorrectionConfig,
+    CriticConfig,
+    FilterConfig,
+    ProcessRewardConfig,
+    SafetyConfig,
+    ShapingConfig,
+)
+from spmdrl.config.plan import plan_lines
+from spmdrl.config.presets import PRESETS
+from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
+
+
+@dataclass
+class DistillRunConfig(RunConfig):
+    """The run as a whole."""
+
+    name: str = "distill"
+    """Name shown in trackers and used for the default run folder."""
+
+
+@dataclass
+class TeacherConfig(ReferenceConfig):
+    """The teacher: a frozen model."""
+
+    enabled: Suppress[Literal["auto", "on", "off"]] = "on"
+    path: str = ""
+    """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
+    refresh_every: Suppress[int] = 0
+
+
+@dataclass
+class DistillSection:
+    """The divergence that the student learns by. The teacher is `--reference.path`."""
+
+    beta: float = 1.0
+    """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
+    divergence of GKD (https://arxiv.org/abs/2306.13649)."""
+    top_k: int = 0
+    """Compare the teacher's K likeliest tokens of each place. 0: all tokens of the vocabulary."""
+    tail: Literal["bucket", "renormalize"] = "bucket"
+    """All tokens that are not among the K: `bucket` counts them as one; `renormalize` leaves them out, and compares
+    the distributions over the K tokens."""
+
+
+def _values(section: str) -> dict:
+    """The preset `distill`'s values of a section."""
+    named = PRESETS["distill"].settings.items()
+    return {name.partition(".")[2]: value for name, value in named if name.startswith(f"{section}.")}
+
+
+@dataclass
+class DistillationConfig(Config):
+    """On-policy distillation of a language model. Every rank runs this same program."""
+
+    run: DistillRunConfig = field(default_factory=DistillRunConfig)
+    reference: TeacherConfig = field(default_factory=TeacherConfig)
+    distill: DistillSection = field(default_factory=DistillSection)
+    algo: Suppress[AlgoConfig] = field(default_factory=partial(AlgoConfig, preset="distill", **_values("algo")))
+    correction: Suppress[CorrectionConfig] = field(default_factory=CorrectionConfig)
+    shaping: Suppress[ShapingConfig] = field(default_factory=partial(ShapingConfig, **_values("shaping")))
+    filter: Suppress[FilterConfig] = field(default_factory=FilterConfig)
+    critic: Suppress[CriticConfig] = field(default_factory=CriticConfig)
+    process_reward: Suppress[ProcessRewardConfig] = field(default_factory=ProcessRewardConfig)
+    safety: Suppress[SafetyConfig] = field(default_factory=SafetyConfig)
+
+
+def check_distillation(config: DistillationConfig, world_size: int) -> None:
+    """Check all values together.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    problems = _problems(config)
+    try:
+        check(config, world_size)
+    except ConfigError as error:
+        problems += str(error).split("\n  ")[1:]
+    refuse(problems)
+
+
+def _problems(config: DistillationConfig) -> list[str]:
+    distill, problems = config.distill, []
+    if not 0 <= distill.beta <= 1:
+        problems.append(f"--distill.beta {distill.beta}: must lie in [0, 1]")
+    if distill.top_k < 0:
+        problems.append(f"--distill.top-k {distill.top_k}: must be at least 0")
+    if distill.tail == "renormalize" and not distill.top_k:
+        problems.append("--distill.tail renormalize: leaves out what is not among --distill.top-k, which is 0: set it")
+    if distill.tail == "renormalize" and distill.top_k == 1:
+        problems.append("--distill.tail renormalize: over --distill.top-k 1 both give it probability 1; take bucket")
+    if config.policy.backend == "megatron":
+        problems.append(
+            "--policy.backend megatron: its ranks divide the vocabulary, and no divergence is computed over them; "
+            "take fsdp"
+        )
+    if config.parallel.scoring_ranks and not distill.top_k:
+        problems.append(
+            f"--parallel.scoring-ranks {config.parallel.scoring_ranks}: a teacher on ranks of its own sends its "
+            "likeliest tokens; set --distill.top-k, or take 0"
+        )
+    return problems
+
+
+def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
+    """How the counts multiply out, printed at the start and by `--dry-run`."""
+    distill = config.distill
+    kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(distill.beta, f"Jensen-Shannon divergence, beta {distill.beta:g}")
+    over = f"the teacher's {distill.top_k:,} likeliest tokens" if distill.top_k else "all tokens"
+    line = f"teacher  {config.reference.path}: {kind} over {over}, temperature {config.rollout.temperature:g}"
+    return [*plan_lines(config, world_size), line]
