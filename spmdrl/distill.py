@@ -13,8 +13,9 @@ from spmdrl.session.environ import postpone_collections, prepare
 def train(run) -> None:
     """The student's samples, what the teacher says of them, then the update, until the last step."""
     from spmdrl.data.batch import balance
-    from spmdrl.rl.distillation import learn, teach
+    from spmdrl.rl.distillation import Distillation
 
+    lesson = Distillation(run)
     for step in run.steps():
         with run.memory.rollout_phase():
             run.evaluate(step)
@@ -22,14 +23,14 @@ def train(run) -> None:
         with run.memory.training_phase():
             run.judge()
             with run.timer("exchange"):
-                batch = balance(run.pack(done.episodes, step), run.world)
+                batch = balance(run.pack(done.episodes + lesson.given(step), step), run.world)
             if run.world.trains:
                 with run.timer("logp"):
-                    stats = teach(batch, run.models, run.cfg)
+                    stats = lesson.teach(batch)
                 with run.timer("update"):
-                    stats.merge(learn(batch, run.models, run.cfg, run.peers))
+                    stats.merge(lesson.learn(batch, step))
             else:
-                stats = run.stand_by(step, batch, teach)
+                stats = run.stand_by(step, batch, lesson.teach)
         run.log(step, batch, done, stats)
         run.checkpoint(step)
     run.finish()

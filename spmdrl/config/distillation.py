@@ -37,7 +37,6 @@ class TeacherConfig(ReferenceConfig):
     enabled: Suppress[Literal["auto", "on", "off"]] = "on"
     path: str = ""
     """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
-    refresh_every: Suppress[int] = 0
 
 
 @dataclass
@@ -52,6 +51,14 @@ class DistillSection:
     tail: Literal["bucket", "renormalize"] = "bucket"
     """All tokens that are not among the K: `bucket` counts them as one; `renormalize` leaves them out, and compares
     the distributions over the K tokens."""
+    given_per_step: int = 0
+    """Prompts of a step, beside `--rollout.prompts-per-step`, whose response is the data set's and not the student's.
+    GKD's lambda, the share of the student's own, is then the one over the sum of both."""
+    given_column: str = ""
+    """Column with those responses, text. Empty: `--data.answer-column`."""
+    teacher_template: str = ""
+    """Text around the prompt that the teacher alone reads, in place of `--data.template`: what only it is told stands
+    there as `{column}` (SDFT, https://arxiv.org/abs/2601.19897). Empty: it reads what the student reads."""
 
 
 def _values(section: str) -> dict:
@@ -94,6 +101,10 @@ def _problems(config: DistillationConfig) -> list[str]:
     distill, problems = config.distill, []
     if not 0 <= distill.beta <= 1:
         problems.append(f"--distill.beta {distill.beta}: must lie in [0, 1]")
+    if distill.given_per_step < 0:
+        problems.append(f"--distill.given-per-step {distill.given_per_step}: must be at least 0")
+    if distill.given_column and not distill.given_per_step:
+        problems.append(f"--distill.given-column {distill.given_column}: is read with --distill.given-per-step above 0")
     if distill.top_k < 0:
         problems.append(f"--distill.top-k {distill.top_k}: must be at least 0")
     if distill.tail == "renormalize" and not distill.top_k:
@@ -119,4 +130,6 @@ def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]
     kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(distill.beta, f"Jensen-Shannon divergence, beta {distill.beta:g}")
     over = f"the teacher's {distill.top_k:,} likeliest tokens" if distill.top_k else "all tokens"
     line = f"teacher  {config.reference.path}: {kind} over {over}, temperature {config.rollout.temperature:g}"
-    return [*plan_lines(config, world_size), line]
+    given, sampled = distill.given_per_step, config.rollout.prompts_per_step
+    mixed = [f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled"]
+    return [*plan_lines(config, world_size), line, *(mixed if given else [])]

@@ -1,154 +1,146 @@
-"""Distillation: what a teacher says of a batch, and the objective by which the student learns it.
+"""Distillation beside a run: answers of the data set, what the teacher says of a batch, and the student's update.
 
-The teacher is the run's frozen `reference`. It leaves columns: its K likeliest tokens of each place, from wherever it
-lies, or its hidden states, of which the student's head makes logits chunk by chunk. Logits [T, V] never exist.
+The teacher is the run's frozen `reference`. It may read another prompt than the student, with something in it that the
+student does not see; the response is the same.
 """
 
-from dataclasses import dataclass
+import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from spmdrl.algos.aggregate import token_weights
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.data.batch import Batch
-from spmdrl.hub.build import DTYPES
-from spmdrl.hub.folder import read_config
+from spmdrl.data.episode import Episode, episode_of
+from spmdrl.data.order import drawn_indices
+from spmdrl.data.prompts import Prompt, load_prompts
+from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.resolve import resolve
-from spmdrl.policy.contract import HeadFunction, LossResult, Objective, OutputHead, Shared
-from spmdrl.policy.models import Models
-from spmdrl.rl.algorithm import mean
-from spmdrl.rl.objectives import totals
-from spmdrl.spmd.peers import Peers
+from spmdrl.rl.distill_objective import DistillObjective, reader_of
+from spmdrl.rl.run import Run
+from spmdrl.rollout.build import context_length
+from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
-from spmdrl_kernels.distill import distillation_loss, top_logprobs
-from spmdrl_kernels.divergence import StatesTeacher, Teacher, TopTeacher
+
+GIVEN = 0x617E  # keeps these draws apart from those of prompts that are sampled
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Reads off a teacher what the student learns from; a `HeadFunction`."""
+class Distillation:
+    """The parts of a distillation that a run of reinforcement learning lacks."""
 
-    top_k: int
-    """Tokens of each place; 0: the hidden states, for all logits."""
-    vocab: int
-    """Tokens that student and teacher share."""
-    dtype: torch.dtype
-    """Type that the models compute in."""
+    def __init__(self, run: Run):
+        """Read what the teacher is told beside the student's prompts.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the columns."""
-        return ("teacher_ids", "teacher_logp", "teacher_rest") if self.top_k else ("teacher_states",)
+        Raises:
+            ValueError: a setting that does not fit the models or the data; the message names it.
+        """
+        assert isinstance(run.cfg, DistillationConfig)
+        self.run, self.cfg = run, run.cfg
+        self.reader = reader_of(self.cfg)
+        self.prompts = teacher_prompts(self.cfg, run.tokenizer) if self.cfg.distill.teacher_template else {}
+        if self.cfg.distill.given_per_step and run.sampler:
+            answer(run.sampler.prompts.prompts[0], self.cfg)
 
-    @property
-    def none(self) -> tuple[torch.Tensor, ...]:
-        """The columns of no tokens."""
-        if not self.top_k:
-            return (torch.zeros(0, 1, dtype=self.dtype),)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        ids = torch.zeros(0, self.top_k, dtype=torch.int32)
-        return ids, torch.zeros(0, self.top_k, dtype=wide), torch.zeros(0, dtype=wide)
+    def given(self, step: int) -> list[Episode]:
+        """This rank's share of a step's prompts whose response is the data set's own."""
+        run, count, seed = self.run, self.cfg.distill.given_per_step, self.cfg.run.seed
+        if not count or run.sampler is None or run.world.engine_tp_rank:
+            return []
+        prompts, world, out = run.sampler.prompts.prompts, run.world, []
+        drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN))
+        # Behind the places of the prompts that are sampled.
+        first = self.cfg.rollout.prompts_per_step
+        for place in range(world.engine_index, count, world.engine_count):
+            prompt = prompts[drawn[place]]
+            tokens = self._response(answer(prompt, self.cfg))
+            whole = torch.tensor(prompt.tokens + tokens, dtype=torch.int64)
+            mask = torch.arange(len(whole)) >= len(prompt.tokens)
+            columns = whole, mask, torch.zeros(len(whole)), run.memory.version
+            out.append(episode_of(prompt.index, 0, first + place, *columns, reward=float("nan")))
+        return out
 
-    def __call__(
-        self,
-        states_nD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        rows_n: torch.Tensor,
-        divisor: float,
-        softcap: float | None,
-    ) -> tuple[None, tuple[torch.Tensor, ...]]:
-        """See the contract."""
-        if not self.top_k:
-            return None, (states_nD,)
-        found = top_logprobs(states_nD, weight_VD, self.top_k, divisor, softcap=softcap, valid_vocab=self.vocab)
-        return None, (found[0].int(), *found[1:])
+    def _response(self, text: str) -> list[int]:
+        tokenizer: Any = self.run.tokenizer
+        tokens = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        return tokens[: self.cfg.rollout.max_new_tokens]
+
+    def teach(self, batch: Batch) -> Metrics:
+        """Add the teacher's columns to a batch. Collective over the ranks that train and those that score."""
+        teacher = self.run.models.reference
+        assert teacher is not None, "a distillation has a teacher"
+        read = told(batch, self.prompts) if self.prompts else batch
+        found = teacher.read(read, self.cfg.rollout.temperature, self.reader) or self.reader.none
+        for name, x_T in zip(self.reader.names, found, strict=True):
+            if read is not batch:
+                # Both have the same tokens under their masks, in the same order.
+                there = x_T[read.token["mask"]]
+                x_T = x_T.new_zeros(batch.n_tokens, *x_T.shape[1:])
+                x_T[batch.token["mask"]] = there
+            batch.token[name] = x_T
+        return Metrics()
+
+    def learn(self, batch: Batch, step: int) -> Metrics:
+        """Update the student on a batch with the teacher's columns. Collective over the ranks that train.
+
+        step: counted from 0.
+        """
+        cfg, models = self.cfg, self.run.models
+        assert models.reference is not None, "a distillation has a teacher"
+        head = None if cfg.distill.top_k else models.reference.output_head()
+        objective = DistillObjective(cfg, self.reader, head, self.run.peers)
+        stats = models.policy.update(batch, objective, cfg.algo.updates_per_step)
+        if cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
+            models.reference.take_over(models.policy)
+        return stats
 
 
-def reader_of(cfg: DistillationConfig) -> Reader:
-    """The reader of a run.
+def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
+    """The data set's own response to a prompt.
 
     Raises:
-        ValueError: `--distill.top-k` is not below the number of tokens.
+        ValueError: it has none.
+    """
+    name = cfg.distill.given_column or cfg.data.answer_column
+    value = prompt.ground_truth if name == cfg.data.answer_column else prompt.extra.get(name)
+    if not isinstance(value, str):
+        raise ValueError(
+            f"--distill.given-column {name}: row {prompt.index} of --data.train has no text there but {value!r:.60}; "
+            "name the column of its responses, or take --distill.given-per-step 0"
+        )
+    return value
+
+
+def teacher_prompts(cfg: DistillationConfig, tokenizer: Any) -> dict[int, list[int]]:
+    """Tokens of the prompts as `--distill.teacher-template` has them, by the index of their row.
+
+    Raises:
+        ValueError: the template does not fit the rows, or a prompt is longer than there is room for.
     """
     trust = cfg.model.trust_remote_code
-    folders = [resolve(path, trust) for path in (cfg.model.path, cfg.reference.path or cfg.model.path)]
-    vocab = min(read_config(folder, trust).get_text_config().vocab_size for folder in folders)
-    if cfg.distill.top_k >= vocab:
+    longest = min(context_length(resolve(cfg.reference.path, trust), trust), cfg.policy.max_tokens_per_microbatch)
+    room = longest - cfg.rollout.max_new_tokens
+    data = replace(cfg.data, template=cfg.distill.teacher_template)
+    found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit)
+    tokens = {prompt.index: prompt.tokens for prompt in found.prompts}
+    if long := sum(len(each) > room for each in tokens.values()):
         raise ValueError(
-            f"--distill.top-k {cfg.distill.top_k}: student and teacher share {vocab} tokens; take fewer, or 0 for all"
+            f"--distill.teacher-template: with it {long} of {len(tokens)} prompts of --data.train are longer than the "
+            f"{room} tokens for which the teacher's context and --policy.max-tokens-per-microbatch leave room; shorten "
+            "it, or leave those rows out"
         )
-    return Reader(cfg.distill.top_k, vocab, DTYPES[cfg.model.dtype])
+    return tokens
 
 
-def teach(batch: Batch, models: Models, cfg: DistillationConfig) -> Metrics:
-    """Add the teacher's columns to a batch. Collective, on ranks that train and on ranks that score alike."""
-    assert models.reference is not None, "a distillation has a teacher"
-    reader = reader_of(cfg)
-    found = models.reference.read(batch, cfg.rollout.temperature, reader) or reader.none
-    batch.token |= dict(zip(reader.names, found, strict=True))
-    return Metrics()
-
-
-def learn(batch: Batch, models: Models, cfg: DistillationConfig, peers: Peers) -> Metrics:
-    """Update the student on a batch with the teacher's columns. Collective over the ranks that train."""
-    assert models.reference is not None, "a distillation has a teacher"
-    head = None if cfg.distill.top_k else models.reference.output_head()
-    objective = DistillObjective(cfg, reader_of(cfg), head, peers)
-    return models.policy.update(batch, objective, cfg.algo.updates_per_step)
-
-
-class DistillObjective(Objective):
-    """The divergence of the student from its teacher, as a mean over the sampled tokens of an optimizer step."""
-
-    second = "entropy"
-
-    def __init__(self, cfg: DistillationConfig, reader: Reader, head: OutputHead | None, peers: Peers):
-        """head: the teacher's, where all logits are compared."""
-        self.cfg, self.reader, self.head, self.peers = cfg.distill, reader, head, peers
-        # One temperature for both, by which the student samples, too.
-        self.temperature = cfg.rollout.temperature
-        self.columns = frozenset(f"token/{name}" for name in reader.names)
-
-    def prepare(self, share: Batch, index: int) -> Shared:
-        """Implements `prepare` of the contract."""
-        return Shared(totals(share, self.peers))
-
-    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
-        """Implements `loss` of the contract, from divergence and entropy."""
-        mask, metrics = micro.token["mask"].to(first_T.device), Metrics()
-        loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
-        metrics.add_sum("loss", loss)
-        for name, value_T in (("divergence/mean", first_T), ("entropy/mean", second_T)):
-            metrics.add(name, mean(value_T.detach(), mask), mask.sum())
-        return LossResult(loss, metrics)
-
-    def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
-        """Implements `token_loss` of the contract."""
-        columns = {name: micro.token[name].to(device) for name in self.reader.names}
-        weight_T = self.weights(micro, shared, device)
-
-        def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-            teacher = self.teacher({name: column[rows_n] for name, column in columns.items()})
-            total, divergence_n1, entropy_n = distillation_loss(
-                *(states_nD, weight_VD, [(teacher, weight_T[rows_n])], self.cfg.beta, divisor),
-                softcap=softcap,
-                valid_vocab=self.reader.vocab,
-            )
-            return total, (divergence_n1[:, 0], entropy_n)
-
-        return head
-
-    def teacher(self, columns: dict[str, torch.Tensor]) -> Teacher:
-        """The teacher of some rows, from its columns."""
-        if self.head is not None:
-            divisor = self.temperature * self.head.divisor
-            return StatesTeacher(columns["teacher_states"], self.head.weight_VD, divisor, self.head.softcap)
-        ids, logp, rest = (columns[name] for name in self.reader.names)
-        return TopTeacher(ids.long(), logp, rest, self.cfg.tail == "renormalize")
-
-    def weights(self, micro: Batch, shared: Shared, device: torch.device) -> torch.Tensor:
-        """The final weight of each token, [T] on the device; 0 outside the mask."""
-        mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
-        weight_T: Any = token_weights("token-mean", mask, seq, shared.totals)
-        return weight_T
+def told(batch: Batch, prompts: dict[int, list[int]]) -> Batch:
+    """The batch as the teacher reads it: every response after the teacher's prompt."""
+    lengths, mask_T = batch.lengths.tolist(), batch.token["mask"]
+    starts = prompt_lengths(batch.lengths, mask_T).tolist()
+    tokens, masks = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)]
+    rows = zip(batch.token["tokens"].split(lengths), mask_T.split(lengths), strict=True)
+    for (tokens_L, mask_L), start, prompt in zip(rows, starts, batch.seq["prompt"].tolist(), strict=True):
+        lead = torch.tensor(prompts[prompt], dtype=torch.int64)
+        tokens.append(torch.cat([lead, tokens_L[start:]]))
+        masks.append(torch.cat([torch.zeros(len(lead), dtype=torch.bool), mask_L[start:]]))
+    read = torch.tensor([len(x) for x in tokens[1:]], dtype=torch.int64)
+    return Batch(read, {"tokens": torch.cat(tokens), "mask": torch.cat(masks)}, dict(batch.seq))

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -122,11 +121,11 @@ class Run:
         later = self.models.reading.names if self.models.reading else ()
         return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share, later)
 
-    def stand_by(self, step: int, batch: Batch, answer: Callable[..., Any] | None = None) -> Metrics:
+    def stand_by(self, step: int, batch: Batch, answer: Callable[[Batch], Metrics] | None = None) -> Metrics:
         """Work of a rank that does not train, while others do. Collective over ranks of its kind.
 
         It samples the steps to come, or answers for the frozen models; `log` adds its numbers. answer: what those who
-        train call with (batch, models, settings) to ask them; None: `score`.
+        train call with the batch to ask them; None: `score`.
         """
         if self.world.samples:
             with suppress(AbandonedError):
@@ -134,8 +133,7 @@ class Run:
         else:
             with self.timer("logp"):
                 if answer is not None:
-                    answer(batch, self.models, self.cfg)
-                    return Metrics()
+                    return answer(batch)
                 serve(batch, self.models, self.algo, self.cfg.rollout.temperature)
         return Metrics()
 

@@ -14,13 +14,14 @@ from spmdrl.data.batch import balance
 from spmdrl.distill import train
 from spmdrl.hub.resolve import resolve
 from spmdrl.rl.build import build_run
-from spmdrl.rl.distillation import DistillObjective, reader_of, teach
+from spmdrl.rl.distill_objective import DistillObjective
+from spmdrl.rl.distillation import Distillation
 from spmdrl.session.session import Session
 from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
 from tests.ranks.cases import small_model
 from tests.ranks.demo import Interrupted, dying, metrics, untimed
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import RankError, run_ranks
 from tests.unit.test_kernel_distill import definition
 
 
@@ -78,24 +79,38 @@ def trained(world, folder: str, teacher: str, sections: dict, stop_after: int = 
     return {name: p.full_tensor().detach().clone() for name, p in policy.named_weights()} if policy else {}
 
 
+def how_far_the_teacher_is(world, folder: str, teacher: str, sections: dict) -> float:
+    """Trains; returns the largest difference between a weight of the teacher and of the student."""
+    run = opened(world, folder, teacher, sections)
+    train(run)
+    run.close()
+    both = (dict(model.named_weights()) for model in (run.models.reference, run.models.policy))
+    left, right = ({name: p.full_tensor() for name, p in named.items()} for named in both)
+    return max((left[name] - right[name]).abs().max().item() for name in left)
+
+
 def first_gradient(world, folder: str, teacher: str, sections: dict) -> dict[str, torch.Tensor]:
     """Returns the gradient of the first step, whole, what it says of itself, and the sequences of this rank."""
     run = opened(world, folder, teacher, sections)
+    lesson = Distillation(run)
     with run.memory.rollout_phase():
         done = run.experience(0)
     with run.memory.training_phase():
-        batch = balance(run.pack(done.episodes, 0), run.world)
-        teach(batch, run.models, run.cfg)
-    policy, reader = run.models.policy, reader_of(run.cfg)
+        batch = balance(run.pack(done.episodes + lesson.given(0), 0), run.world)
+        lesson.teach(batch)
+    policy = run.models.policy
     head = None if run.cfg.distill.top_k else run.models.reference.output_head()
-    objective = DistillObjective(run.cfg, reader, head, run.peers)
+    objective = DistillObjective(run.cfg, lesson.reader, head, run.peers)
     stats = policy.gradient(policy.microbatches(batch), objective, objective.prepare(batch, 0))
     found = {name: p.grad.full_tensor().detach().clone() for name, p in policy.model.named_parameters()}
     run.close()
     sums = stats.reduce(lambda x, op: run.world.data_peers.sum(x) if op == "sum" else x)
     found |= {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
     lengths = batch.lengths.tolist()
-    return found | {"rows": list(zip(*(batch.token[k].split(lengths) for k in ("tokens", "mask")), strict=True))}
+    asked = {prompt.index: prompt for prompt in run.sampler.prompts.prompts}
+    prompts = [asked[i] for i in batch.seq["prompt"].tolist()]
+    columns = (batch.token[name].split(lengths) for name in ("tokens", "mask"))
+    return found | {"rows": list(zip(*columns, prompts, batch.seq["position"].tolist(), strict=True))}
 
 
 LAYOUTS = [
@@ -106,6 +121,10 @@ LAYOUTS = [
 CASES = {
     "reverse KL": ({"beta": 1.0}, LAYOUTS),
     "JSD of the likeliest": ({"beta": 0.3, "top_k": 8}, LAYOUTS[2:]),
+    "told and given": (
+        {"beta": 0.5, "given_per_step": 5, "teacher_template": "{prompt} {answer} {prompt}"},
+        LAYOUTS[1:],
+    ),
 }
 
 
@@ -115,31 +134,49 @@ def test_layout_does_not_change_the_gradient_of_distillation(case, teacher, tmp_
     sections = {"distill": distill}
     (want,) = run_ranks(first_gradient, 1, str(tmp_path / "one"), teacher, sections)
     rows = want.pop("rows")
-    assert len(rows) == 16 and all(value.abs().max() > 0 for value in want.values())
+    assert len(rows) == 16 + distill.get("given_per_step", 0) and all(value.abs().max() > 0 for value in want.values())
     for number, (size, more) in enumerate(layouts):
         for got in run_ranks(first_gradient, size, str(tmp_path / str(number)), teacher, sections | more):
             for name, value in want.items():
                 torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("distill", [{"beta": 0.0}, {"beta": 0.5}, {"beta": 1.0, "top_k": 46}], ids=str)
+PARITY = [
+    {"beta": 0.0},
+    {"beta": 0.5},
+    # All tokens but one, and that one as the bucket of the others, are all tokens.
+    {"beta": 1.0, "top_k": 46},
+    {"beta": 1.0, "given_per_step": 6, "teacher_template": "{prompt} {answer} {prompt}"},
+]
+
+
+@pytest.mark.parametrize("distill", PARITY, ids=str)
 def test_parity_the_divergence_is_that_of_full_logits_in_transformers(distill, teacher, tmp_path):
-    """All tokens but one, and that one as the bucket of the others, are all tokens."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (got,) = run_ranks(first_gradient, 1, str(tmp_path / "run"), teacher, {"distill": distill})
     student, theirs = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
         for folder in (resolve("tiny"), teacher)
     )
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for tokens, mask in got["rows"]:
-        logp = [
-            torch.log_softmax(model(tokens[None]).logits[0, :-1, :47] / 0.8, -1)[mask[1:]]
-            for model in (student, theirs)
-        ]
+    tokenizer = AutoTokenizer.from_pretrained(resolve("tiny"))
+    total, count, given = torch.zeros((), dtype=torch.float64), 0, 0
+    for tokens, mask, prompt, position in got["rows"]:
+        response = tokens[mask]
+        asked = [tokens[~mask].tolist()] * 2
+        if "teacher_template" in distill:
+            asked[1] = tokenizer(f"{prompt.asked} {prompt.ground_truth} {prompt.asked}").input_ids
+        if position >= 8:
+            said = [*tokenizer(prompt.ground_truth, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+            assert response.tolist() == said[:8]
+            given += 1
+        logp = []
+        for model, lead in zip((student, theirs), asked, strict=True):
+            logits = model(torch.cat([torch.tensor(lead), response])[None]).logits[0, len(lead) - 1 : -1, :47]
+            logp.append(torch.log_softmax(logits / 0.8, -1))
         total = total + definition(logp[0], logp[1].detach(), distill["beta"]).sum()
-        count += int(mask.sum())
+        count += len(response)
+    assert given == distill.get("given_per_step", 0)
     (total / count).backward()
     assert got["loss"].item() == pytest.approx((total / count).item(), rel=1e-9)
     assert got["divergence/mean"].item() == pytest.approx((total / count).item(), rel=1e-9)
@@ -188,3 +225,30 @@ def test_resume_of_a_distillation_is_exact(teacher, tmp_path):
     for name, value in whole.items():
         assert torch.equal(cut[name], value), name
     assert untimed(metrics(tmp_path / "cut")) == untimed(metrics(tmp_path / "whole"))
+
+
+TOLD = {"teacher_template": "{prompt} {answer} {prompt}"}
+
+
+def test_a_student_teaches_itself_what_only_its_teacher_is_told(tmp_path):
+    """Its own weights, the answer in the prompt: there is something to learn. The teacher follows every two steps."""
+    more = {"distill": TOLD, "run": {"steps": 3}, "optimizer": {"lr": 1e-3}}
+    stays = run_ranks(how_far_the_teacher_is, 1, str(tmp_path / "stays"), "tiny", more)
+    follows = more | {"reference": {"path": "tiny", "refresh_every": 2}, "run": {"steps": 4}}
+    gaps = run_ranks(how_far_the_teacher_is, 1, str(tmp_path / "follows"), "tiny", follows)
+    assert stays[0] > 1e-4 and gaps == [0.0]
+    assert all(row["divergence/mean"] > 1e-3 for row in metrics(tmp_path / "follows"))
+
+
+@pytest.mark.parametrize(
+    "distill, said",
+    [
+        ({"given_per_step": 1, "given_column": "said"}, "--distill.given-column said: row"),
+        ({"teacher_template": "{prompt}" * 40}, "--distill.teacher-template: with it"),
+        ({"top_k": 47}, "--distill.top-k 47: student and teacher share 47 tokens"),
+    ],
+)
+def test_distillation_is_refused_where_models_or_data_do_not_fit(distill, said, teacher, tmp_path):
+    with pytest.raises(RankError) as error:
+        run_ranks(trained, 1, str(tmp_path / "run"), teacher, {"distill": distill})
+    assert said in str(error.value)

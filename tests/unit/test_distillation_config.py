@@ -33,6 +33,8 @@ def read(words: str) -> DistillationConfig:
             "--parallel.placement split --parallel.rollout-ranks 1 --parallel.scoring-ranks 1",
             "sends its likeliest tokens; set --distill.top-k, or take 0",
         ),
+        ("--distill.given-per-step -1", "--distill.given-per-step -1: must be at least 0"),
+        ("--distill.given-column said", "is read with --distill.given-per-step above 0"),
         ("--run.steps -1", "--run.steps -1"),
     ],
 )
@@ -44,7 +46,7 @@ def test_distillation_is_refused_where_settings_do_not_fit(words, said):
 
 
 def test_sections_that_distillation_does_not_read_are_no_settings_of_it():
-    for word in ("--algo.kl-coef", "--critic.lr", "--filter.replay-steps", "--reference.refresh-every"):
+    for word in ("--algo.kl-coef", "--critic.lr", "--filter.replay-steps", "--reference.enabled"):
         with pytest.raises(ConfigError, match="unknown"):
             read(f"{word} 1")
     assert not [name for name in leaves(DistillationConfig) if name.startswith(("algo.", "shaping.", "safety."))]
