@@ -1,5 +1,6 @@
 """Settings of on-policy distillation, and the rules for them."""
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -51,6 +52,9 @@ class DistillSection:
     tail: Literal["bucket", "renormalize"] = "bucket"
     """All tokens that are not among the K: `bucket` counts them as one; `renormalize` leaves them out, and compares
     the distributions over the K tokens."""
+    more_teachers: tuple[str, ...] = ()
+    """Further teachers. `path=weight`: its divergence counts that much, and the first teacher's 1, in a weighted mean.
+    `path@source`: it alone teaches the rows whose `data_source` is that."""
     given_per_step: int = 0
     """Prompts of a step, beside `--rollout.prompts-per-step`, whose response is the data set's and not the student's.
     GKD's lambda, the share of the student's own, is then the one over the sum of both."""
@@ -59,6 +63,41 @@ class DistillSection:
     teacher_template: str = ""
     """Text around the prompt that the teacher alone reads, in place of `--data.template`: what only it is told stands
     there as `{column}` (SDFT, https://arxiv.org/abs/2601.19897). Empty: it reads what the student reads."""
+
+
+@dataclass(frozen=True)
+class FurtherTeacher:
+    """One of `--distill.more-teachers`."""
+
+    path: str
+    weight: float
+    """Beside the first teacher's 1."""
+    source: str
+    """The `data_source` that it alone teaches; empty: it is mixed in everywhere else."""
+
+
+def further_teachers(config: Config) -> dict[str, FurtherTeacher]:
+    """The teachers beside the first one by name: none but in a distillation.
+
+    Raises:
+        ValueError: an entry that is neither `path=weight` nor `path@source`.
+    """
+    specs = config.distill.more_teachers if isinstance(config, DistillationConfig) else ()
+    found = {}
+    for number, spec in enumerate(specs, 2):
+        path, _, source = spec.rpartition("@")
+        weight = "1"
+        if not path:
+            path, _, weight = spec.rpartition("=")
+            source = ""
+        try:
+            value = float(weight)
+        except ValueError:
+            value = math.nan
+        if not path or not 0 < value < math.inf:
+            raise ValueError(f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source")
+        found[f"teacher_{number}"] = FurtherTeacher(path, value, source)
+    return found
 
 
 def _values(section: str) -> dict:
@@ -101,6 +140,15 @@ def _problems(config: DistillationConfig) -> list[str]:
     distill, problems = config.distill, []
     if not 0 <= distill.beta <= 1:
         problems.append(f"--distill.beta {distill.beta}: must lie in [0, 1]")
+    try:
+        further_teachers(config)
+    except ValueError as error:
+        problems.append(str(error))
+    if distill.more_teachers and config.reference.refresh_every:
+        problems.append(
+            f"--reference.refresh-every {config.reference.refresh_every}: a teacher that follows the student stands "
+            "alone; take 0, or no --distill.more-teachers"
+        )
     if distill.given_per_step < 0:
         problems.append(f"--distill.given-per-step {distill.given_per_step}: must be at least 0")
     if distill.given_column and not distill.given_per_step:
@@ -132,4 +180,8 @@ def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]
     line = f"teacher  {config.reference.path}: {kind} over {over}, temperature {config.rollout.temperature:g}"
     given, sampled = distill.given_per_step, config.rollout.prompts_per_step
     mixed = [f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled"]
-    return [*plan_lines(config, world_size), line, *(mixed if given else [])]
+    more = [
+        f"teacher  {each.path}: " + (f"alone for {each.source}" if each.source else f"weight {each.weight:g}")
+        for each in further_teachers(config).values()
+    ]
+    return [*plan_lines(config, world_size), line, *more, *(mixed if given else [])]

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from spmdrl.config.distillation import DistillationConfig
+from spmdrl.config.distillation import DistillationConfig, further_teachers
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.resolve import resolve
-from spmdrl.rl.distill_objective import DistillObjective, reader_of
+from spmdrl.rl.distill_objective import DistillObjective, reader_of, share_name
 from spmdrl.rl.run import Run
 from spmdrl.rollout.build import context_length
 from spmdrl.spmd.seeds import seed_for
@@ -39,15 +39,22 @@ class Distillation:
         self.run, self.cfg = run, run.cfg
         self.reader = reader_of(self.cfg)
         self.prompts = teacher_prompts(self.cfg, run.tokenizer) if self.cfg.distill.teacher_template else {}
-        if self.cfg.distill.given_per_step and run.sampler:
-            answer(run.sampler.prompts.prompts[0], self.cfg)
+        prompts = run.prompts.prompts
+        self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
+        if unknown := sorted(self.shares_of.keys() - {"", *self.sources.values()}):
+            raise ValueError(
+                f"--distill.more-teachers: no row of --data.train has the data_source {', '.join(unknown)}; it has "
+                f"{', '.join(sorted(set(self.sources.values())))}"
+            )
+        if self.cfg.distill.given_per_step:
+            answer(prompts[0], self.cfg)
 
     def given(self, step: int) -> list[Episode]:
         """This rank's share of a step's prompts whose response is the data set's own."""
         run, count, seed = self.run, self.cfg.distill.given_per_step, self.cfg.run.seed
         if not count or run.sampler is None or run.world.engine_tp_rank:
             return []
-        prompts, world, out = run.sampler.prompts.prompts, run.world, []
+        prompts, world, out = run.prompts.prompts, run.world, []
         drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN))
         # Behind the places of the prompts that are sampled.
         first = self.cfg.rollout.prompts_per_step
@@ -66,33 +73,58 @@ class Distillation:
         return tokens[: self.cfg.rollout.max_new_tokens]
 
     def teach(self, batch: Batch) -> Metrics:
-        """Add the teacher's columns to a batch. Collective over the ranks that train and those that score."""
-        teacher = self.run.models.reference
-        assert teacher is not None, "a distillation has a teacher"
-        read = told(batch, self.prompts) if self.prompts else batch
-        found = teacher.read(read, self.cfg.rollout.temperature, self.reader) or self.reader.none
-        for name, x_T in zip(self.reader.names, found, strict=True):
-            if read is not batch:
-                # Both have the same tokens under their masks, in the same order.
-                there = x_T[read.token["mask"]]
-                x_T = x_T.new_zeros(batch.n_tokens, *x_T.shape[1:])
-                x_T[batch.token["mask"]] = there
-            batch.token[name] = x_T
+        """Add the teachers' columns to a batch. Collective over the ranks that train and those that score."""
+        for name, share_B in self.shares(batch).items():
+            batch.seq[share_name(name)] = share_B
+            # The rank that asks and the rank that answers select alike.
+            taught = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
+            read = told(taught, self.prompts) if self.prompts else taught
+            found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.none
+            # All have the same tokens under their masks, in the same order.
+            here_T = batch.token["mask"] & batch.per_token(share_B > 0)
+            for column, x_T in zip(self.reader.names(name), found, strict=True):
+                batch.token[column] = x_T.new_zeros(batch.n_tokens, *x_T.shape[1:])
+                batch.token[column][here_T] = x_T[read.token["mask"]]
         return Metrics()
 
+    @property
+    def teachers(self) -> dict[str, Any]:
+        """All teachers by name, the first one first."""
+        return {"reference": self.run.models.reference} | self.run.models.teachers
+
+    def shares(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The weight of each teacher in each sequence, [B], by name; those of a sequence sum to 1."""
+        sources = [self.sources[prompt] for prompt in batch.seq["prompt"].tolist()]
+        rows = [self.shares_of.get(source, self.shares_of[""]) for source in sources]
+        table_BK = torch.tensor(rows, dtype=torch.float64).view(len(batch), len(self.teachers))
+        return dict(zip(self.teachers, table_BK.unbind(1), strict=True))
+
     def learn(self, batch: Batch, step: int) -> Metrics:
-        """Update the student on a batch with the teacher's columns. Collective over the ranks that train.
+        """Update the student on a batch with the teachers' columns. Collective over the ranks that train.
 
         step: counted from 0.
         """
         cfg, models = self.cfg, self.run.models
-        assert models.reference is not None, "a distillation has a teacher"
-        head = None if cfg.distill.top_k else models.reference.output_head()
-        objective = DistillObjective(cfg, self.reader, head, self.run.peers)
-        stats = models.policy.update(batch, objective, cfg.algo.updates_per_step)
-        if cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
+        stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)
+        if models.reference and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
             models.reference.take_over(models.policy)
         return stats
+
+    def objective(self) -> DistillObjective:
+        """The objective of an update, with the teachers' output heads. Collective over the ranks that train."""
+        heads = {name: None if self.reader.top_k else each.output_head() for name, each in self.teachers.items()}
+        return DistillObjective(self.cfg, self.reader, heads, self.run.peers)
+
+
+def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
+    """Weight of each teacher, the first one first, by `data_source`; under "" those of all other sources."""
+    further = list(further_teachers(cfg).values())
+    mixed = [1.0, *(0.0 if each.source else each.weight for each in further)]
+    out = {"": [weight / sum(mixed) for weight in mixed]}
+    for source in {each.source for each in further} - {""}:
+        alone = [0.0, *(float(each.source == source) for each in further)]
+        out[source] = [weight / sum(alone) for weight in alone]
+    return out
 
 
 def answer(prompt: Prompt, cfg: DistillationConfig) -> str:

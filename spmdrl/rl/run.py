@@ -11,6 +11,7 @@ import torch
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, to_episodes
 from spmdrl.data.episode import Episode
+from spmdrl.data.prompts import PromptSet
 from spmdrl.health.preempt import AbandonedError, PreemptedError, agreed
 from spmdrl.health.status import rank_status
 from spmdrl.policy.backends import shares_prompts
@@ -53,6 +54,7 @@ class Run:
     memory: Memory
     journal: Journal
     tokenizer: object
+    prompts: PromptSet
     experts_width: int
     """Columns of routing that a batch replays; 0: none."""
     timeouts_seen: int = 0

@@ -1,6 +1,7 @@
 """Distillation over ranks: the divergence of transformers, the same on any layout, none from itself."""
 
 import dataclasses
+import json
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,6 @@ from spmdrl.data.batch import balance
 from spmdrl.distill import train
 from spmdrl.hub.resolve import resolve
 from spmdrl.rl.build import build_run
-from spmdrl.rl.distill_objective import DistillObjective
 from spmdrl.rl.distillation import Distillation
 from spmdrl.session.session import Session
 from spmdrl.spmd.mesh import world_from_group
@@ -99,15 +99,14 @@ def first_gradient(world, folder: str, teacher: str, sections: dict) -> dict[str
         batch = balance(run.pack(done.episodes + lesson.given(0), 0), run.world)
         lesson.teach(batch)
     policy = run.models.policy
-    head = None if run.cfg.distill.top_k else run.models.reference.output_head()
-    objective = DistillObjective(run.cfg, lesson.reader, head, run.peers)
+    objective = lesson.objective()
     stats = policy.gradient(policy.microbatches(batch), objective, objective.prepare(batch, 0))
     found = {name: p.grad.full_tensor().detach().clone() for name, p in policy.model.named_parameters()}
     run.close()
     sums = stats.reduce(lambda x, op: run.world.data_peers.sum(x) if op == "sum" else x)
     found |= {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
     lengths = batch.lengths.tolist()
-    asked = {prompt.index: prompt for prompt in run.sampler.prompts.prompts}
+    asked = {prompt.index: prompt for prompt in run.prompts.prompts}
     prompts = [asked[i] for i in batch.seq["prompt"].tolist()]
     columns = (batch.token[name].split(lengths) for name in ("tokens", "mask"))
     return found | {"rows": list(zip(*columns, prompts, batch.seq["position"].tolist(), strict=True))}
@@ -141,6 +140,50 @@ def test_layout_does_not_change_the_gradient_of_distillation(case, teacher, tmp_
                 torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def expected(rows: list, teachers: list, distill: dict):
+    """The student in transformers, the sum of its divergences with their weights, by full logits, and the tokens.
+
+    rows: tokens, mask, prompt and position of each sequence. teachers: folder, and weight as a function of the source.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve("tiny"))
+    folders = [resolve("tiny"), *(folder for folder, _ in teachers)]
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval() for folder in folders]
+    total, count, given = torch.zeros((), dtype=torch.float64), 0, 0
+    for tokens, mask, prompt, position in rows:
+        response, own = tokens[mask], tokens[~mask].tolist()
+        told = own
+        if "teacher_template" in distill:
+            told = tokenizer(f"{prompt.asked} {prompt.ground_truth} {prompt.asked}").input_ids
+        if position >= 8:
+            said = [*tokenizer(prompt.ground_truth, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+            assert response.tolist() == said[:8]
+            given += 1
+        logp = []
+        for model in models:
+            lead = told if logp else own
+            logits = model(torch.cat([torch.tensor(lead), response])[None]).logits[0, len(lead) - 1 : -1, :47]
+            logp.append(torch.log_softmax(logits / 0.8, -1))
+        for (_, weight), theirs in zip(teachers, logp[1:], strict=True):
+            divergence = definition(logp[0], theirs.detach(), distill["beta"]).sum()
+            total = total + weight(prompt.data_source) * divergence
+        count += len(response)
+    assert given == distill.get("given_per_step", 0)
+    return models[0], total, count
+
+
+def alike(got: dict, student, want: torch.Tensor) -> None:
+    """The loss and the gradient of the student are those of `want`."""
+    want.backward()
+    assert got["loss"].item() == pytest.approx(want.item(), rel=1e-9)
+    assert got["divergence/mean"].item() == pytest.approx(want.item(), rel=1e-9)
+    for name, p in student.named_parameters():
+        mine = got.get(f"hf.{name}")
+        if mine is not None:
+            torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
 PARITY = [
     {"beta": 0.0},
     {"beta": 0.5},
@@ -152,38 +195,9 @@ PARITY = [
 
 @pytest.mark.parametrize("distill", PARITY, ids=str)
 def test_parity_the_divergence_is_that_of_full_logits_in_transformers(distill, teacher, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     (got,) = run_ranks(first_gradient, 1, str(tmp_path / "run"), teacher, {"distill": distill})
-    student, theirs = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-        for folder in (resolve("tiny"), teacher)
-    )
-    tokenizer = AutoTokenizer.from_pretrained(resolve("tiny"))
-    total, count, given = torch.zeros((), dtype=torch.float64), 0, 0
-    for tokens, mask, prompt, position in got["rows"]:
-        response = tokens[mask]
-        asked = [tokens[~mask].tolist()] * 2
-        if "teacher_template" in distill:
-            asked[1] = tokenizer(f"{prompt.asked} {prompt.ground_truth} {prompt.asked}").input_ids
-        if position >= 8:
-            said = [*tokenizer(prompt.ground_truth, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-            assert response.tolist() == said[:8]
-            given += 1
-        logp = []
-        for model, lead in zip((student, theirs), asked, strict=True):
-            logits = model(torch.cat([torch.tensor(lead), response])[None]).logits[0, len(lead) - 1 : -1, :47]
-            logp.append(torch.log_softmax(logits / 0.8, -1))
-        total = total + definition(logp[0], logp[1].detach(), distill["beta"]).sum()
-        count += len(response)
-    assert given == distill.get("given_per_step", 0)
-    (total / count).backward()
-    assert got["loss"].item() == pytest.approx((total / count).item(), rel=1e-9)
-    assert got["divergence/mean"].item() == pytest.approx((total / count).item(), rel=1e-9)
-    for name, p in student.named_parameters():
-        mine = got.get(f"hf.{name}")
-        if mine is not None:
-            torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    student, total, count = expected(got["rows"], [(teacher, lambda source: 1.0)], distill)
+    alike(got, student, total / count)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -252,3 +266,30 @@ def test_distillation_is_refused_where_models_or_data_do_not_fit(distill, said, 
     with pytest.raises(RankError) as error:
         run_ranks(trained, 1, str(tmp_path / "run"), teacher, {"distill": distill})
     assert said in str(error.value)
+
+
+def test_parity_several_teachers_are_mixed_or_teach_a_source_alone(teacher, tmp_path):
+    """Rows of source a: the first teacher with weight 1, the second with 3. Rows of source b: the third alone."""
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "abcdefgh"[i % 5 :], "answer": "x", "data_source": "ab"[i % 2]} for i in range(16)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    second, third = small_model(tmp_path / "second", seed=6), small_model(tmp_path / "third", seed=7)
+    distill = {"beta": 0.5, "more_teachers": (f"{second}=3", f"{third}@b")}
+    more = {"data": {"train": str(data)}, "distill": distill}
+    (got,) = run_ranks(first_gradient, 1, str(tmp_path / "one"), teacher, more)
+    shares = [(teacher, 0.25, 0.0), (second, 0.75, 0.0), (third, 0.0, 1.0)]
+    teachers = [(folder, lambda source, a=a, b=b: {"a": a, "b": b}[source]) for folder, a, b in shares]
+    assert {prompt.data_source for *_, prompt, _ in got["rows"]} == {"a", "b"}
+    student, total, count = expected(got.pop("rows"), teachers, distill)
+    alike(got, student, total / count)
+    for other in run_ranks(first_gradient, 4, str(tmp_path / "four"), teacher, more | LAYOUTS[2][1]):
+        for name, value in got.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    more["distill"] = distill | {"top_k": 8}
+    (one,) = run_ranks(trained, 1, str(tmp_path / "top"), teacher, more)
+    apart = {"parallel": {"placement": "split", "rollout_ranks": 1, "scoring_ranks": 1}}
+    weights = run_ranks(trained, 3, str(tmp_path / "apart"), teacher, more | apart)
+    for name, value in one.items():
+        torch.testing.assert_close(next(filter(None, weights))[name], value, rtol=1e-6, atol=1e-8)
+    with pytest.raises(RankError, match="no row of --data.train has the data_source c; it has a, b"):
+        run_ranks(trained, 1, str(tmp_path / "no"), teacher, more | {"distill": {"more_teachers": (f"{third}@c",)}})
