@@ -1,6 +1,7 @@
 """Settings of distillation: what is refused and why, what a run folder keeps, and which tokenizers are the same."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,6 +15,8 @@ from spmdrl.config.resume import differences, may_change
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.rl.compose import compose
+
+ROOT = Path(__file__).parents[2]
 
 
 def read(words: str) -> DistillationConfig:
@@ -66,6 +69,16 @@ def test_the_run_is_that_of_the_preset_with_its_teacher():
         line
         == "teacher  teacher: Jensen-Shannon divergence, beta 0.5 over the teacher's 8 likeliest tokens, temperature 1"
     )
+
+
+@pytest.mark.parametrize("name", ["config", "demo"])
+def test_the_recipe_is_taken_and_says_what_it_is(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    folder = ROOT / "recipes" / "opd"
+    config, page = read(f"--config recipes/opd/{name}.yaml"), (folder / "README.md").read_text()
+    check_distillation(config, 8)
+    assert f"recipes/opd/{name}.yaml" in page and "Nothing of this size was run by us" in page
+    assert PRESETS["distill"].paper in page and PRESETS["distill"].paper in (folder / "config.yaml").read_text()
 
 
 def test_resume_keeps_the_divergence(tmp_path):

@@ -17,6 +17,7 @@ from spmdrl.algos.estimators import settings_of
 from spmdrl.algos.filters import FILTERS
 from spmdrl.algos.resample import METHODS
 from spmdrl.config.checks import check
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = (
+    "distill",
     "engines",
     "growth",
     "megatron",
@@ -46,9 +48,12 @@ METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "u
 """Pages of the algorithms."""
 DOC = "\n".join(DOCS[name] for name in METHOD_PAGES)
 GOLDEN = ROOT / "tests" / "golden" / "verl_0.9.1.json"
-RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/config.yaml")) + [ROOT / "recipes" / "entropy"]
+DISTILLED = ROOT / "recipes" / "opd"
+"""Its files are settings of spmdrl.distill: test_distillation_config.py."""
+RECIPES = sorted({path.parent for path in (ROOT / "recipes").glob("*/config.yaml")} - {DISTILLED})
+RECIPES += [ROOT / "recipes" / "entropy"]
 OWN = sorted((ROOT / "recipes" / "own").glob("*.py"))
-YAMLS = sorted([*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob("**/*.yaml")])
+YAMLS = sorted({*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob("**/*.yaml")} - {*DISTILLED.iterdir()})
 PAGES = sorted(
     [
         ROOT / "README.md",
@@ -336,7 +341,7 @@ def test_pages_are_short(name):
     assert len(lines) <= 350
     long = [line for line in lines if len(line) > 130]
     # A row of a table cannot be broken.
-    wide = ("growth", "reliability", "programs", "rewards", "sandbox", "scale", "sft", "slurm")
+    wide = ("distill", "growth", "reliability", "programs", "rewards", "sandbox", "scale", "sft", "slurm")
     tables = name in wide or name in METHOD_PAGES
     assert [line for line in long if not tables or not line.startswith("| ")] == []
 
@@ -378,7 +383,7 @@ def test_the_overview_links_every_page_of_the_algorithms(name):
 
 @pytest.mark.parametrize("page", sorted({*PAGES, *YAMLS}), ids=name_of)
 def test_named_flags_exist(page):
-    known = {*leaves(Config), *leaves(SFTConfig)}
+    known = {*leaves(Config), *leaves(SFTConfig), *leaves(DistillationConfig)}
     for flag in re.findall(r"--([a-z_]+(?:-[a-z]+)*\.[a-z][a-z0-9_-]*[a-z0-9])", page.read_text(encoding="utf-8")):
         name = flag.replace("-", "_")
         assert name in known or re.sub(r"\.no_", ".", name) in known, f"--{flag}"
