@@ -67,7 +67,7 @@ FIXED = (
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
     *("data.rows_per_step", "data.epochs", "data.max_tokens", "data.too_long"),
     *("data.chosen_column", "data.rejected_column", "data.label_column", "data.margin_column"),
-    *("preference.*", "reference.mix"),
+    *("preference.*", "reference.mix", "distill.*"),
     *("sft.train_on", "sft.loss", "sft.neftune", "sft.add_tokens"),
 )
 """Settings, or whole sections, that change the answer."""
@@ -152,7 +152,7 @@ def differences(path: Path, cfg: TrainingConfig) -> Differences:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, AttributeError, TypeError) as error:
         what = " ".join(str(error).split())
         out.notes.append(f"{path} cannot be read ({what}): its settings are taken to be the defaults")
-    plain = with_preset(Config(), cfg.algo.preset) if isinstance(cfg, Config) else type(cfg)()
+    plain = with_preset(type(cfg)(), cfg.algo.preset) if isinstance(cfg, Config) else type(cfg)()
     defaults = flat(to_dict(plain))
     for name, here in settled(cfg).items():
         then = there.get(name, defaults.get(name))

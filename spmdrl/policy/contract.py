@@ -28,6 +28,34 @@ TokenLoss = tuple[Callable[..., tuple[torch.Tensor, dict]], dict[str, torch.Tens
 final weight, stats), and the columns [T]. The entropy is None where `second` is another number."""
 
 
+class HeadFunction(Protocol):
+    """Takes the place of a language model's head, for numbers that logp and entropy are not enough for."""
+
+    def __call__(
+        self,
+        states_nD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        rows_n: torch.Tensor,
+        divisor: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """Return a loss, a scalar with gradient, or None, and numbers [n, ...] without gradient.
+
+        states_nD: the states before the tokens under the mask, of which rows_n are the places in [T]. divisor: logits
+        are divided by it, the temperature times the family's own divisor. softcap: the cap on logits, or None.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """What a language model makes logits of states with."""
+
+    weight_VD: torch.Tensor
+    divisor: float
+    softcap: float | None
+
+
 @dataclass
 class Shared:
     """Facts of one optimizer step that all of its micro-batches share, the same on every rank but for `active`."""
@@ -79,8 +107,11 @@ class Objective(Protocol):
         """
         ...
 
-    def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | None:
-        """Return the same loss for a head that computes logp in chunks; None where tokens depend on each other."""
+    def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | HeadFunction | None:
+        """Return the same loss for a head that computes logp in chunks; None where tokens depend on each other.
+
+        A `HeadFunction` gives the loss and the two numbers that `loss` then gets.
+        """
         return None
 
 
@@ -109,6 +140,17 @@ class Policy(Protocol):
         self, batch: Batch, temperature: float, second: Second = "entropy"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """logp and `second` [T] of a batch on the host, without gradient; 0 outside the loss mask."""
+        ...
+
+    def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
+        """The numbers [T, ...] of a batch on the host that a function of the head gives; zeros outside the mask.
+
+        An empty tuple where no rank has a sequence. No backend but fsdp has it.
+        """
+        ...
+
+    def output_head(self) -> OutputHead:
+        """The whole output head on the device, in the type that the model computes in. No backend but fsdp has it."""
         ...
 
     def values(self, batch: Batch) -> torch.Tensor:

@@ -14,7 +14,7 @@ from spmdrl.data.tree import plan_tree
 from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.packing import plan_packing, plan_tree_packing
 from spmdrl.policy.attention.ulysses import TokenSlice
-from spmdrl.policy.contract import Second, TokenLoss
+from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
 from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 
@@ -131,7 +131,7 @@ class PackedLM(nn.Module):
         temperature: float,
         second: Second = "entropy",
         experts_TLK: torch.Tensor | None = None,
-        token_loss: TokenLoss | None = None,
+        token_loss: TokenLoss | HeadFunction | None = None,
         noise: Noise | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
@@ -139,12 +139,18 @@ class PackedLM(nn.Module):
         tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: what the
         second tensor holds. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1) where they are free to
         choose. token_loss: see the contract; logp and entropy then have no gradient, and a third element is added: the
-        loss of this rank's rows (a scalar), which has one. noise: see `Trunk`.
+        loss of this rank's rows (a scalar), which has one. A `HeadFunction` gives all of them itself. noise: see
+        `Trunk`.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
         rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise)
         targets = tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
+        if callable(token_loss):
+            loss, told = token_loss(states, weight, rows, divisor, self.softcap)
+            # One by one: they differ in type and width.
+            numbers = tuple(part.total(at_rows(rows, number, len(tokens_T)))[0] for number in told)
+            return numbers if loss is None else (*numbers, loss)
         if token_loss is not None:
             function, columns = token_loss
             mine = {name: column[rows] for name, column in columns.items()}

@@ -13,7 +13,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
 from spmdrl.hub.build import DTYPES
 from spmdrl.policy.attention.ulysses import check_same
-from spmdrl.policy.contract import Head, LossResult, Objective, Second, Shared, TokenLoss, Write
+from spmdrl.policy.contract import Head, HeadFunction, LossResult, Objective, Second, Shared, TokenLoss, Write
 from spmdrl.policy.grad_guard import AnomalousStep, Guard
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
@@ -37,7 +37,7 @@ class Watched:
         self.total = self.total + result.loss.detach().double()
         return result
 
-    def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | None:
+    def token_loss(self, micro: Batch, shared: Any, device: torch.device) -> TokenLoss | HeadFunction | None:
         """See the contract."""
         return self.objective.token_loss(micro, shared, device)
 
@@ -92,6 +92,17 @@ class Learner:
             if len(micro):
                 out[:, micro.token["place"]] = torch.stack(list(numbers)).to("cpu", self.master)
         return out[0], out[1]
+
+    @torch.no_grad()
+    def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
+        """See the contract."""
+        token = dict(batch.token, place=torch.arange(batch.n_tokens))
+        micros, out = self.microbatches(Batch(batch.lengths, token, batch.seq)), []
+        for micro, numbers in zip(micros, self.readings(micros, temperature, function), strict=True):
+            out = out or [torch.zeros(batch.n_tokens, *x.shape[1:], dtype=x.dtype) for x in numbers]
+            for into, x in zip(out, numbers if len(micro) else (), strict=len(micro) > 0):
+                into[micro.token["place"]] = x.cpu()
+        return tuple(out)
 
     def values(self, batch: Batch) -> torch.Tensor:
         """See the contract."""
@@ -187,6 +198,10 @@ class Learner:
 
     def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Any:
         """Yield the head's two tensors [T] for each micro-batch in turn, without gradient. Collective."""
+        raise NotImplementedError
+
+    def readings(self, micros: list[Batch], temperature: float, function: HeadFunction) -> Any:
+        """Yield the numbers [T, ...] of a head function for each micro-batch in turn, without gradient. Collective."""
         raise NotImplementedError
 
     def gradient(self, micros: list[Batch], objective: Objective, shared: Shared) -> Metrics:

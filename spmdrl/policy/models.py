@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from spmdrl.config.classifier import is_classifier, model_path
+from spmdrl.config.distillation import further_teachers
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens
@@ -35,6 +36,8 @@ class Models:
     """The Policy that learns; None on a rank that does not train."""
     reference: Policy | None = None
     """The reference of the KL term; in distillation, the teacher."""
+    teachers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further teachers of a distillation, by name."""
     critic: Policy | None = None
     cost_critic: Policy | None = None
     process: Policy | None = None
@@ -52,13 +55,13 @@ class Models:
     def named(self) -> Iterator[tuple[str, Policy]]:
         """Yield the models of this rank with their names; a model with two roles once."""
         seen = []
-        for field in dataclasses.fields(self):
-            model = getattr(self, field.name)
-            if field.name in ("labels", "reading", "cost_reading") or model is None:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, model in (fields | self.teachers).items():
+            if name in ("labels", "reading", "cost_reading", "teachers") or model is None:
                 continue
             if not any(model is other for other in seen):
                 seen.append(model)
-                yield field.name, model
+                yield name, model
 
     keep_reference = False
     """Checkpoints include the reference, because it is refreshed during the run."""
@@ -99,6 +102,8 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
     scorer = model_path(cfg.reward.model)
     if "reference" in needs:
         wanted["reference"] = Wanted("--reference.path", cfg.reference.path, "lm")
+    for name, teacher in further_teachers(cfg).items():
+        wanted[name] = Wanted("--distill.more-teachers", teacher.path, "lm")
     for name in ("critic", "cost_critic"):
         if name in needs:
             wanted[name] = Wanted("--critic.path", cfg.critic.path, "value", cfg.critic.lr)
@@ -180,7 +185,10 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
             model = models.reference
         else:
             model = frozen(each.path, each.head, labels.outputs if labels and name == "reward_model" else 1)
-        setattr(models, name, model)
+        if each.flag == "--distill.more-teachers":
+            models.teachers[name] = model
+        else:
+            setattr(models, name, model)
     return models
 
 

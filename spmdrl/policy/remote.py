@@ -4,11 +4,13 @@ Tokens go to the scorers by exchange, every sequence once, balanced by length; t
 hold the sequence. Both sides make the same calls in the same order (`learn.score`, `learn.serve`).
 """
 
+from typing import Any
+
 import torch
 
 from spmdrl.data.batch import KEYS, Batch, deal
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.policy.contract import Policy, Second
+from spmdrl.policy.contract import HeadFunction, Policy, Second
 from spmdrl.spmd.exchange import Table, exchange, select
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.world import World
@@ -57,6 +59,14 @@ class RemotePolicy:
             answers = self.model.logprobs(asked, temperature, second)
         logp_T, second_T = self._answer(asked, [x_T.to(self.dtype) for x_T in answers])
         return logp_T, second_T
+
+    def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
+        """See the contract. `function.none` are the numbers of no tokens."""
+        asked = deal(self._question(batch), self.scorers, Peers(self.world.rollout_group, HOST))
+        answers: Any = function.none  # type: ignore[attr-defined]
+        if self.model is not None:
+            answers = self.model.read(asked, temperature, function) or answers
+        return tuple(self._answer(asked, list(answers)))
 
     def values(self, batch: Batch) -> torch.Tensor:
         """See the contract."""

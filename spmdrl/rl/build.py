@@ -108,6 +108,7 @@ def build_run(session: Session[Config]) -> Run:
         memory=memory,
         journal=Journal(session, first),
         tokenizer=tokenizer,
+        prompts=prompts,
         experts_width=experts_width,
     )
     checkpoints.begin(RankState(cfg, world, prompts, prefetcher, replay, greedy))

@@ -1,5 +1,7 @@
 """Numbers that a step tells of itself, and a few of its samples as text."""
 
+import math
+
 import torch
 
 from spmdrl.algos.correction import finish_monitors
@@ -51,7 +53,7 @@ def sample_row(step: int, episode: Episode, decode) -> dict:
         "step": step,
         "prompt": decode(begin.tokens.tolist()),
         "completion": decode([t for s in rest for t in s.tokens.tolist()], skip_special_tokens=True),
-        "reward": episode.reward,
+        "reward": episode.reward if math.isfinite(episode.reward) else None,
         "finish": episode.finish,
         "index": episode.prompt,
         "sample": episode.sample,
@@ -69,9 +71,11 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
 
     reward_model: its rewards are known here alone, so `reward/mean` is of the batch, and not of all that was graded.
     """
-    reward, n = batch.seq["reward"], len(batch)
+    n = len(batch)
+    # nan: a response that was given and not graded.
+    reward = batch.seq["reward"][~batch.seq["reward"].isnan()]
     for name in ("reward/trained", *(["reward/mean"] if reward_model else [])):
-        stats.add(name, reward.mean() if n else 0.0, n)
+        stats.add(name, reward.mean() if len(reward) else 0.0, len(reward))
     for name in batch.seq:
         if name.startswith("part/"):
             # nan: a sample without it.
@@ -82,7 +86,9 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
     stats.add_max("response_length/max", sampled.max() if n else 0.0)
     cut = (batch.seq["finish"] == FINISH_REASONS.index("length")).double()
     stats.add("response_length/cut", cut.mean() if n else 0.0, n)
-    stats.add("advantage/nonzero", (batch.seq["advantage"] != 0).double().mean() if n else 0.0, n)
+    if "advantage" in batch.seq:
+        nonzero = (batch.seq["advantage"] != 0).double()
+        stats.add("advantage/nonzero", nonzero.mean() if n else 0.0, n)
     stats.add_sum("tokens", batch.n_tokens)
 
 

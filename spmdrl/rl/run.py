@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import torch
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, to_episodes
 from spmdrl.data.episode import Episode
+from spmdrl.data.prompts import PromptSet
 from spmdrl.health.preempt import AbandonedError, PreemptedError, agreed
 from spmdrl.health.status import rank_status
 from spmdrl.policy.backends import shares_prompts
@@ -53,6 +54,7 @@ class Run:
     memory: Memory
     journal: Journal
     tokenizer: object
+    prompts: PromptSet
     experts_width: int
     """Columns of routing that a batch replays; 0: none."""
     timeouts_seen: int = 0
@@ -121,16 +123,19 @@ class Run:
         later = self.models.reading.names if self.models.reading else ()
         return pack(episodes, step, cfg, self.world, self.algo, self.replay, self.experts_width, share, later)
 
-    def stand_by(self, step: int, batch: Batch) -> Metrics:
+    def stand_by(self, step: int, batch: Batch, answer: Callable[[Batch], Metrics] | None = None) -> Metrics:
         """Work of a rank that does not train, while others do. Collective over ranks of its kind.
 
-        It samples the steps to come, or answers for the frozen models; `log` adds its numbers.
+        It samples the steps to come, or answers for the frozen models; `log` adds its numbers. answer: what those who
+        train call with the batch to ask them; None: `score`.
         """
         if self.world.samples:
             with suppress(AbandonedError):
                 self.prefetcher.look_ahead(step, self.memory.version)
         else:
             with self.timer("logp"):
+                if answer is not None:
+                    return answer(batch)
                 serve(batch, self.models, self.algo, self.cfg.rollout.temperature)
         return Metrics()
 

@@ -52,6 +52,13 @@ PREFERRED: Columns = [
     ("epoch", "data/epoch"),
     ("eval", "eval/accuracy"),
 ]
+DISTILLED: Columns = [
+    ("divergence", "divergence/mean"),
+    ("entropy", "entropy/mean"),
+    ("reward", "reward/mean"),
+    ("tok/s", "tokens/s"),
+    ("eval", "eval/accuracy"),
+]
 PHASES = ["rollout", "rows", "reward", "exchange", "logp", "update", "push"]
 SAMPLES_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"

@@ -54,6 +54,10 @@ OWN: dict[str, str] = {
 
 TEACHER = argv("--algo.updates_per_step 4 --run.steps 16 --eval.every 16 --checkpoint.at_end")
 """Flags of the teacher, as recipes/distill/README.md has them."""
+DISTILLED = "opd"
+"""The recipe of `spmdrl.distill`."""
+TAUGHT = ("distill", DISTILLED)
+"""Runs that have a teacher."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -103,9 +107,12 @@ class Reached(Exception):  # noqa: N818 (nothing went wrong)
 
 
 def demos() -> dict[str, Path]:
-    """Preset -> the demo of its recipe, where it has one; a demo without a preset goes by the name of its folder."""
+    """Preset -> the demo of its recipe, where it has one; a demo without a preset goes by the name of its folder.
+
+    So does that of `spmdrl.distill`.
+    """
     files = sorted((ROOT / "recipes").glob("*/demo*.yaml"))
-    return {yaml.safe_load(file.read_text())["algo"].get("preset", file.parent.name): file for file in files}
+    return {yaml.safe_load(file.read_text()).get("algo", {}).get("preset", file.parent.name): file for file in files}
 
 
 def settings(preset: str) -> list[str]:
@@ -132,7 +139,8 @@ def learn(preset: str, seed: int, folder: Path, more: Sequence[str] = (), target
     """
     bounds = ["--run.steps", str(STEPS), "--eval.every", str(EVERY), "--run.seed", str(seed)]
     began = time.monotonic()
-    _process([*settings(preset), *QUICK, *bounds, *map(str, more), "--run.dir", str(folder)], folder, target)
+    words = [*settings(preset), *QUICK, *bounds, *map(str, more), "--run.dir", str(folder)]
+    _process(words, folder, target, "distill" if preset == DISTILLED else "train")
     seen = json.loads((folder / "evaluations.json").read_text())
     return Curve(
         preset,
@@ -144,11 +152,11 @@ def learn(preset: str, seed: int, folder: Path, more: Sequence[str] = (), target
     )
 
 
-def _process(words: list[str], folder: Path, target: float) -> None:
+def _process(words: list[str], folder: Path, target: float, program: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_child, args=(words, str(folder), target))
+    process = context.Process(target=_child, args=(words, str(folder), target, program))
     process.start()
     process.join(LIMIT)
     late = process.exitcode is None
@@ -158,10 +166,10 @@ def _process(words: list[str], folder: Path, target: float) -> None:
     if late or process.exitcode:
         how = f"took more than {LIMIT:.0f} s" if late else f"ended with exit code {process.exitcode}"
         said = (folder / "console.txt").read_text(errors="replace")[-4000:]
-        raise RuntimeError(f"spmdrl.train {' '.join(words)}\n{how}\n{said}")
+        raise RuntimeError(f"spmdrl.{program} {' '.join(words)}\n{how}\n{said}")
 
 
-def _child(words: list[str], folder: str, target: float) -> None:
+def _child(words: list[str], folder: str, target: float, program: str) -> None:
     # The server ends with the test process, and its runs with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(ROOT)
@@ -170,15 +178,20 @@ def _child(words: list[str], folder: str, target: float) -> None:
     os.dup2(console, 2)
     import torch
 
+    from spmdrl import distill, train
+    from spmdrl.config.distillation import DistillationConfig, check_distillation
     from spmdrl.config.load import load_or_exit
     from spmdrl.config.plan import plan_lines
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
-    from spmdrl.train import train
 
+    if program == "distill":
+        loaded = load_or_exit(words, "spmdrl.distill", DistillationConfig, check_distillation)
+    else:
+        loaded = load_or_exit(words)
     torch.set_num_threads(1)
     seen: list[tuple[int, float]] = []
-    with open_run(load_or_exit(words), build_run, plan_lines) as run:
+    with open_run(loaded, build_run, plan_lines) as run:
         assert run is not None
         evaluate = run.evaluate
 
@@ -192,7 +205,7 @@ def _child(words: list[str], folder: str, target: float) -> None:
 
         run.evaluate = watched
         with contextlib.suppress(Reached):
-            train(run)
+            (distill if program == "distill" else train).train(run)
 
 
 # ── many runs ────────────────────────────────────────────────────────────────
@@ -213,11 +226,11 @@ def learning(runs: Mapping[str, Run], folder: Path, target: float = TARGET) -> I
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         # This run is first in the queue, so that a wait for it in the pool is a wait for a run under way.
-        wanted = any(run.preset == "distill" for run in runs.values())
+        wanted = any(run.preset in TAUGHT for run in runs.values())
         teacher = pool.submit(teach, folder / "teacher") if wanted else None
 
         def start(name: str, run: Run) -> Curve:
-            from_teacher = ["--reference.path", str(teacher.result())] if run.preset == "distill" and teacher else []
+            from_teacher = ["--reference.path", str(teacher.result())] if run.preset in TAUGHT and teacher else []
             return learn(run.preset, run.seed, folder / name, [*from_teacher, *run.more], target)
 
         futures: dict[str, Future[Curve]] = {name: pool.submit(start, name, run) for name, run in runs.items()}

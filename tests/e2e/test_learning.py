@@ -1,16 +1,16 @@
 """Every preset learns the demo task, and a wrong sign does not: held-out accuracy from 0.35 to 0.85 in 30 steps.
 
-So do a user's own functions (recipes/own). One seed here, and a run ends as soon as it is there;
-tests/long/test_learning.py has three seeds and goes on to 0.95.
+So do distillation (recipes/opd) and a user's own functions (recipes/own). One seed here, and a run ends as soon as it
+is there; tests/long/test_learning.py has three seeds and goes on to 0.95.
 """
 
 import pytest
 
 from spmdrl.config.presets import PRESETS
-from tests.e2e.learning import Run, has_learned, learning, wrong_sign
+from tests.e2e.learning import DISTILLED, Run, has_learned, learning, wrong_sign
 
 pytestmark = pytest.mark.timeout(600)
-NAMES = [*PRESETS, "own", "wrong sign"]
+NAMES = [*PRESETS, DISTILLED, "own", "wrong sign"]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from spmdrl import checkpoint
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import leaves
@@ -20,6 +21,7 @@ from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import unlike
 
+SCHEMAS = (Config, SFTConfig, PreferenceConfig, DistillationConfig)
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 FLAGS = ["--optimizer.lr", "0.001", "--algo.preset", "dapo", "--lora.targets", "q_proj", "v_proj"]
 
@@ -43,13 +45,11 @@ def lines(folder: Path, *flags: str) -> list[str]:
 
 def test_resume_every_setting_is_classified_once():
     groups = [*FREE.values(), FIXED]
-    every = {*leaves(Config), *leaves(SFTConfig), *leaves(PreferenceConfig)}
+    every = {name for schema in SCHEMAS for name in leaves(schema)}
     for name in every:
         homes = sum(listed(name, names) for names in groups)
         assert homes == 1, f"{name} stands {homes} times in FREE and FIXED of config/resume.py: say once what it does"
-    known = every | {
-        f"{field.name}.*" for each in (Config, SFTConfig, PreferenceConfig) for field in dataclasses.fields(each)
-    }
+    known = every | {f"{field.name}.*" for each in SCHEMAS for field in dataclasses.fields(each)}
     assert {name for names in groups for name in names} <= known
 
 

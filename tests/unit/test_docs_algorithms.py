@@ -19,6 +19,7 @@ from spmdrl.algos.filters import FILTERS
 from spmdrl.algos.resample import METHODS
 from spmdrl.config import preference
 from spmdrl.config.checks import check
+from spmdrl.config.distillation import DistillationConfig, check_distillation
 from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig, check_preference
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = (
+    "distill",
     "engines",
     "growth",
     "megatron",
@@ -66,6 +68,7 @@ JOBS: dict[str, tuple[type, Callable]] = {
     "train": (Config, check),
     "sft": (SFTConfig, check_sft),
     "preference": (PreferenceConfig, check_preference),
+    "distill": (DistillationConfig, check_distillation),
 }
 """Entry point -> its settings and their rules."""
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 512)
@@ -102,9 +105,8 @@ def load(job: str, *flags: str) -> Any:
 
 
 def job_of(path: Path) -> str:
-    """Returns the entry point that a file of settings is for: of the first command in it."""
-    found = re.search(rf"-m spmdrl\.({'|'.join(JOBS)})\b", path.read_text(encoding="utf-8"))
-    return found[1] if found else "train"
+    """Returns the entry point that a file of settings is for: of the last command in it."""
+    return (re.findall(rf"-m spmdrl\.({'|'.join(JOBS)})\b", path.read_text(encoding="utf-8")) or ["train"])[-1]
 
 
 def run_of(path: Path) -> Any:
@@ -267,6 +269,7 @@ def test_config_loads_and_passes_the_checks(path, monkeypatch):
 def commands(text: str) -> list[tuple[str, int, list[str]]]:
     """Returns entry point, ranks and flags of every `torchrun ... -m spmdrl.train` line, and of other jobs'."""
     found = []
+    text = text.replace("\\\n", " ")
     for line, job in re.findall(rf"^#?\s*(torchrun .*-m spmdrl\.({'|'.join(JOBS)})\b.*)$", text, re.MULTILINE):
         words = shlex.split(line, comments=True)
         at = words.index(f"spmdrl.{job}")
@@ -358,7 +361,7 @@ def test_pages_are_short(name):
     assert len(lines) <= 350
     long = [line for line in lines if len(line) > 130]
     # A row of a table cannot be broken.
-    wide = ("growth", "preference", "reliability", "programs", "rewards", "sandbox", "scale", "sft", "slurm")
+    wide = ("distill", "growth", "preference", "reliability", "programs", "rewards", "sandbox", "scale", "sft", "slurm")
     tables = name in wide or name in METHOD_PAGES
     assert [line for line in long if not tables or not line.startswith("| ")] == []
 
@@ -407,7 +410,7 @@ def test_the_page_of_preferences_has_every_method_and_loss():
 
 @pytest.mark.parametrize("page", sorted({*PAGES, *YAMLS}), ids=name_of)
 def test_named_flags_exist(page):
-    known = {*leaves(Config), *leaves(SFTConfig), *leaves(PreferenceConfig)}
+    known = {name for schema, _ in JOBS.values() for name in leaves(schema)}
     for flag in re.findall(r"--([a-z_]+(?:-[a-z]+)*\.[a-z][a-z0-9_-]*[a-z0-9])", page.read_text(encoding="utf-8")):
         name = flag.replace("-", "_")
         assert name in known or re.sub(r"\.no_", ".", name) in known, f"--{flag}"

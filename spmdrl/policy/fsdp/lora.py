@@ -15,7 +15,7 @@ import torch
 
 from spmdrl.data.batch import Batch
 from spmdrl.hub.lora import PREFIX, partner
-from spmdrl.policy.contract import Second
+from spmdrl.policy.contract import HeadFunction, OutputHead, Second
 from spmdrl.spmd.exchange import all_gather_rows
 from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout, Slot
@@ -42,6 +42,15 @@ class BaseOf:
         """See the contract."""
         with self.policy.base():
             return self.policy.logprobs(batch, temperature, second)
+
+    def read(self, batch: Batch, temperature: float, function: HeadFunction) -> tuple[torch.Tensor, ...]:
+        """See the contract."""
+        with self.policy.base():
+            return self.policy.read(batch, temperature, function)
+
+    def output_head(self) -> OutputHead:
+        """See the contract."""
+        return self.policy.output_head()
 
     def bytes_by_owner(self) -> dict[str, int]:
         """See the contract: empty, because the policy counts these weights."""

@@ -27,7 +27,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
 from spmdrl.policy.attention import packed
 from spmdrl.policy.attention.ulysses import check_model
-from spmdrl.policy.contract import Head, Objective, Second, Shared, TokenLoss, Write
+from spmdrl.policy.contract import Head, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
 from spmdrl.policy.fsdp.checkpoint import load, saving
 from spmdrl.policy.fsdp.liger import use_liger
@@ -133,7 +133,11 @@ class FsdpPolicy(Learner):
     # ── forward ──────────────────────────────────────────────────────────────
 
     def _forward(
-        self, batch: Batch, temperature: float, second: Second = "entropy", token_loss: TokenLoss | None = None
+        self,
+        batch: Batch,
+        temperature: float,
+        second: Second = "entropy",
+        token_loss: TokenLoss | HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the head's tensors; a rank without sequences runs a stand-in, because others gather its shards."""
         assert not self.away, "offloaded: memory.training_phase brings it back"
@@ -150,11 +154,22 @@ class FsdpPolicy(Learner):
         # One line for both: ranks that run it together stand at the same place for the lockstep recorder.
         found = self.model(tokens_T.to(device), lengths_B, mask_T.to(device), temperature, second, **more)
         # Zero times the sum keeps the graph, and with it FSDP's backward.
-        return found if real else tuple(x.sum() * x.new_zeros(0) for x in found)
+        return found if real else tuple(x.sum() * x.new_zeros(0, *x.shape[1:]) for x in found)
 
     def numbers(self, micros: list[Batch], temperature: float, second: Second) -> Iterator[tuple]:
         """See `Learner`."""
         return (self._forward(micro, temperature, second) for micro in micros)
+
+    def readings(self, micros: list[Batch], temperature: float, function: HeadFunction) -> Iterator[tuple]:
+        """See `Learner`."""
+        return (self._forward(micro, temperature, token_loss=function) for micro in micros)
+
+    def output_head(self) -> OutputHead:
+        """See the contract."""
+        assert not self.parameters_away, "offloaded: memory.training_phase brings it back"
+        self._reshard()
+        weight: Any = self.model.hf.get_output_embeddings().weight
+        return OutputHead(weight.full_tensor().detach().to(self.compute), self.model.logit_divisor, self.model.softcap)
 
     @contextmanager
     def base(self) -> Iterator[None]:

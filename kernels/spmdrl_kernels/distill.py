@@ -1,0 +1,165 @@
+"""Distillation: a student's hidden states and output weight learn a teacher's distributions, chunk by chunk.
+
+Logits of student and teacher exist for one chunk of rows at a time, and the gradient is taken in the forward while they
+do, as in `chunked.py`. Plain torch on every device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from spmdrl_kernels.blocks import Blocks, even, place_of
+from spmdrl_kernels.checks import DTYPES, check_settings, usable
+from spmdrl_kernels.divergence import Teacher, log_probabilities, outside
+from spmdrl_kernels.gradients import Gradients
+from spmdrl_kernels.linear import wide
+from spmdrl_kernels.vocabulary import Vocabulary
+
+HELD = 6
+"""Tensors of a chunk's rows and all columns that exist at a time, of one teacher."""
+BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
+"""Of all of them together."""
+
+
+def distillation_loss(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    teachers: Sequence[tuple[Teacher, torch.Tensor]],
+    beta: float,
+    divisor: float = 1.0,
+    *,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum over tokens and teachers of weight times divergence (`generalized_jsd`), with gradients taken in forward.
+
+    Args:
+        hidden_TD: of the student: float16, bfloat16, float32 or float64.
+        weight_VD: same dtype and device.
+        teachers: each with the weight of its divergence in each row [T], which holds 1 / global count, say.
+        beta: 0 is forward KL, 1 reverse KL.
+        divisor: the student's logits are divided by it: the temperature times what the family divides them by.
+        softcap: logits stay within +-softcap, before the divisor; None for no cap.
+        valid_vocab: the first so many tokens count. Vocabularies of different lengths are cut to the shortest.
+        chunk_tokens: rows of logits held at a time. It changes speed, memory and rounding only.
+
+    Returns:
+        The sum (a scalar in fp64), and detached, in fp32 or for fp64 inputs fp64: the divergence from each teacher
+        [T, teachers] and the student's entropy [T]. Backward through the sum works once.
+
+    Raises:
+        ValueError: shapes that do not fit, or a setting out of its range.
+    """
+    tokens, sizes = len(hidden_TD), [len(weight_VD), *filter(None, (t.vocab for t, _ in teachers))]
+    if hidden_TD.ndim != 2 or weight_VD.ndim != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
+        raise ValueError(
+            f"expected hidden [T, D] and weight [V, D], got {tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}"
+        )
+    if hidden_TD.dtype not in DTYPES or weight_VD.dtype != hidden_TD.dtype:
+        raise ValueError(f"hidden and weight must share one float dtype, got {hidden_TD.dtype} and {weight_VD.dtype}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must lie in [0, 1], got {beta}")
+    if not usable(divisor):
+        raise ValueError(f"divisor must be positive and finite, got {divisor}")
+    check_settings(softcap, {"chunk_tokens": chunk_tokens, "valid_vocab": valid_vocab})
+    if any(weight_T.shape != (tokens,) for _, weight_T in teachers):
+        raise ValueError(f"each teacher needs a weight for each of the {tokens} rows")
+    vocab = min(sizes if valid_vocab is None else [*sizes, valid_vocab])
+    job = _Job(list(teachers), beta, divisor, softcap, plan(tokens, vocab, hidden_TD, chunk_tokens))
+    return _Distillation.apply(hidden_TD, weight_VD, job, torch.is_grad_enabled())
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    k: int,
+    divisor: float = 1.0,
+    *,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The k likeliest tokens of each row: ids [T, k], log-probabilities [T, k], log of the others' sum [T].
+
+    Arguments as in `distillation_loss`. A student with the same states and weight, and the same `valid_vocab` and
+    number of rows, finds the same numbers to the bit.
+
+    Raises:
+        ValueError: k is not below the number of tokens.
+    """
+    vocab = min(len(weight_VD), valid_vocab or len(weight_VD))
+    if not 1 <= k < vocab:
+        raise ValueError(f"k must lie in [1, {vocab}), below the number of tokens, got {k}")
+    dtype, device = wide(hidden_TD), hidden_TD.device
+    ids_TK = torch.empty(len(hidden_TD), k, dtype=torch.int64, device=device)
+    logp_TK = torch.empty(len(hidden_TD), k, dtype=dtype, device=device)
+    rest_T = torch.empty(len(hidden_TD), dtype=dtype, device=device)
+    blocks = plan(len(hidden_TD), vocab, hidden_TD, chunk_tokens)
+    for rows, _, logits_CV in blocks.products(hidden_TD, weight_VD):
+        logp_CV, _ = log_probabilities(logits_CV, divisor, softcap, dtype)
+        logp_TK[rows], ids_TK[rows] = torch.topk(logp_CV, k, 1)
+        rest_T[rows] = outside(logp_CV, ids_TK[rows])[1]
+    return ids_TK, logp_TK, rest_T
+
+
+def plan(tokens: int, vocab: int, like: torch.Tensor, rows: int | None) -> Blocks:
+    """Blocks of whole rows, of the number given or as many as suit the device."""
+    most = BYTES[place_of(like.device)] // (HELD * wide(like).itemsize * max(1, vocab))
+    return Blocks(tokens, vocab, rows or even(tokens, most), vocab)
+
+
+class _Job:
+    """The settings of one call, and its blocks."""
+
+    def __init__(self, teachers: list, beta: float, divisor: float, softcap: float | None, blocks: Blocks):
+        self.teachers, self.beta, self.divisor, self.softcap, self.blocks = teachers, beta, divisor, softcap, blocks
+
+    def chunk(self, rows: slice, given: tuple, logp_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Divergences [C, teachers], and the gradient [C, V] of the weighted sum by the logits over the divisor."""
+        divergences, total_CV = [], None
+        for (teacher, weight_T), one in zip(self.teachers, given, strict=True):
+            divergence_C, gradient_CV = teacher.compare(one, logp_CV, self.beta)
+            divergences.append(divergence_C)
+            gradient_CV.mul_(weight_T[rows].to(gradient_CV.dtype)[:, None])
+            total_CV = gradient_CV if total_CV is None else total_CV.add_(gradient_CV)
+        assert total_CV is not None, "there is a teacher"
+        return torch.stack(divergences, 1), total_CV
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TD, weight_VD, job: _Job, needed: bool):
+        """The sum, the divergences [T, teachers] and the entropy [T]; gradients are kept for backward."""
+        need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
+        dtype, blocks, tokens = wide(hidden_TD), job.blocks, len(hidden_TD)
+        sums = Gradients(blocks, hidden_TD, weight_VD, need, Vocabulary(0, blocks.vocab, blocks.vocab, None), dtype)
+        divergence_TK = torch.zeros(tokens, len(job.teachers), dtype=dtype, device=hidden_TD.device)
+        entropy_T = torch.zeros(tokens, dtype=dtype, device=hidden_TD.device)
+        theirs = [teacher.blocks(blocks, dtype) for teacher, _ in job.teachers]
+        for (rows, columns, logits_CV), *given in zip(blocks.products(hidden_TD, weight_VD), *theirs, strict=True):
+            spare_CV = sums.room(logits_CV) if any(need) else logits_CV
+            logp_CV, slope_CV = log_probabilities(logits_CV, job.divisor, job.softcap, dtype)
+            entropy_T[rows] = -(logp_CV.exp() * logp_CV).sum(1)
+            divergence_TK[rows], gradient_CV = job.chunk(rows, tuple(given), logp_CV)
+            if any(need):
+                if job.divisor != 1.0:
+                    gradient_CV.div_(job.divisor)
+                if slope_CV is not None:
+                    gradient_CV.mul_(slope_CV)
+                sums.add(rows, columns, gradient_CV, spare_CV)
+        ctx.gradients = sums.finish() if any(need) else (None, None)
+        weight_TK = torch.stack([weight_T.double() for _, weight_T in job.teachers], 1)
+        ctx.mark_non_differentiable(divergence_TK, entropy_T)
+        return (divergence_TK.double() * weight_TK).sum(), divergence_TK, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total, *_):
+        """Hands out the gradients [T, D] and [V, D] times that of the sum."""
+        if ctx.gradients is None:
+            raise RuntimeError("backward through distillation_loss works once: its gradients were handed out")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(None if x is None else x.mul_(grad_total) for x in gradients), None, None

@@ -1,0 +1,142 @@
+"""Divergences between a student's and a teacher's next-token distributions, with their gradient by the logits.
+
+C rows; N outcomes: the V tokens of the vocabulary, or K of them and one more that stands for all others.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl_kernels.blocks import Blocks
+from spmdrl_kernels.reference import LOWEST
+
+LEAST_REST = -1e-7
+"""Largest log of the sum of K probabilities: a teacher's rounded ones may sum to 1 and more (as trl 1.16)."""
+
+
+def generalized_jsd(s_CN: torch.Tensor, t_CN: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized Jensen-Shannon divergence of each row [C], and its gradient by the student's logits [C, N].
+
+    s, t: log-probabilities of student and teacher, finite. beta 0: KL(t || s), the forward one. beta 1: KL(s || t), the
+    reverse one. Between: beta KL(t || m) + (1 - beta) KL(s || m) with m = (1 - beta) s + beta t, as GKD
+    (https://arxiv.org/abs/2306.13649) and trl's `generalized_jsd_loss` have it.
+
+    Each gradient is a product or difference that is exactly 0 where s and t are the same to the bit.
+    """
+    p_CN = s_CN.exp()
+    if beta == 0:
+        q_CN = t_CN.exp()
+        return (q_CN * (t_CN - s_CN)).sum(1), p_CN.sub_(q_CN)
+    if beta == 1:
+        gap_CN = s_CN - t_CN
+        kl_C = (p_CN * gap_CN).sum(1)
+        return kl_C, p_CN.mul_(gap_CN.sub_(kl_C[:, None]))
+    gap_CN = t_CN - s_CN
+    # log(m / s) from the gap, by the branch whose exponential is at most 1: no overflow, and 0 for a gap of 0.
+    share_CN = torch.full_like(gap_CN, beta).masked_fill_(gap_CN > 0, 1 - beta)
+    mixed_CN = torch.expm1(-gap_CN.abs()).mul_(share_CN).log1p_().add_(gap_CN.clamp(min=0))
+    kl_s_C = -(p_CN * mixed_CN).sum(1)
+    kl_t_C = (t_CN.exp() * gap_CN.sub_(mixed_CN)).sum(1)
+    gradient_CN = p_CN.mul_(mixed_CN.add_(kl_s_C[:, None])).mul_(beta - 1)
+    return beta * kl_t_C + (1 - beta) * kl_s_C, gradient_CN
+
+
+def log_probabilities(
+    logits_CV: torch.Tensor, divisor: float, softcap: float | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities [C, V] of a block of whole rows, and the slope of the cap (None: there is none).
+
+    The logits may be overwritten.
+    """
+    z_CV, slope_CV = logits_CV.to(dtype).clamp_(min=LOWEST), None
+    if softcap is not None:
+        t_CV = z_CV.div_(softcap).tanh_()
+        slope_CV = t_CV.square().neg_().add_(1)
+        z_CV = t_CV.mul_(softcap)
+    if divisor != 1.0:
+        z_CV = z_CV.div_(divisor)
+    return z_CV.sub_(torch.logsumexp(z_CV, 1, keepdim=True)), slope_CV
+
+
+def outside(logp_CV: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities without those of some tokens (-inf), [C, V], and the log of their sum, [C]."""
+    others_CV = logp_CV.scatter(1, ids_CK, -torch.inf)
+    return others_CV, torch.logsumexp(others_CV, 1)
+
+
+@dataclass(frozen=True)
+class StatesTeacher:
+    """A teacher given by its hidden states and its output weight: all of its logits are compared."""
+
+    states_TE: torch.Tensor
+    weight_UE: torch.Tensor
+    divisor: float = 1.0
+    """Logits are divided by it: the temperature times what the family divides them by."""
+    softcap: float | None = None
+
+    @property
+    def vocab(self) -> int:
+        """Tokens that it knows."""
+        return len(self.weight_UE)
+
+    def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Log-probabilities [C, V] of each block of whole rows."""
+        for _, _, logits_CV in blocks.products(self.states_TE, self.weight_UE):
+            yield log_probabilities(logits_CV, self.divisor, self.softcap, dtype)[0]
+
+    def compare(self, given: torch.Tensor, logp_CV: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Divergence [C] and gradient [C, V] of a block of the student's. given: an item of `blocks`."""
+        return generalized_jsd(logp_CV, given, beta)
+
+
+@dataclass(frozen=True)
+class TopTeacher:
+    """A teacher given by log-probabilities of K tokens in each row.
+
+    All other tokens count as one outcome, or, `renormalized`, both distributions are conditional on the K tokens.
+    """
+
+    ids_TK: torch.Tensor
+    """int64, distinct in each row."""
+    logp_TK: torch.Tensor
+    rest_T: torch.Tensor | None = None
+    """Log of the probability of all other tokens. None: 1 less those of the K tokens."""
+    renormalized: bool = False
+
+    @property
+    def vocab(self) -> None:
+        """It does not say how many tokens it knows."""
+        return None
+
+    def blocks(self, blocks: Blocks, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids [C, K] and log-probabilities of the outcomes [C, K] or [C, K + 1] of each block of rows."""
+        for start in range(0, blocks.tokens, blocks.rows):
+            rows = slice(start, min(start + blocks.rows, blocks.tokens))
+            logp_CK = self.logp_TK[rows].to(dtype)
+            if self.renormalized:
+                yield self.ids_TK[rows], torch.log_softmax(logp_CK, 1)
+                continue
+            if self.rest_T is None:
+                rest_C = torch.logsumexp(logp_CK, 1).clamp(max=LEAST_REST).expm1().neg().log()
+            else:
+                rest_C = self.rest_T[rows].to(dtype)
+            yield self.ids_TK[rows], torch.cat([logp_CK, rest_C[:, None]], 1)
+
+    def compare(
+        self, given: tuple[torch.Tensor, torch.Tensor], logp_CV: torch.Tensor, beta: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StatesTeacher`."""
+        ids_CK, t_CN = given
+        s_CK = logp_CV.gather(1, ids_CK)
+        if self.renormalized:
+            divergence_C, gradient_CK = generalized_jsd(torch.log_softmax(s_CK, 1), t_CN, beta)
+            return divergence_C, torch.zeros_like(logp_CV).scatter_(1, ids_CK, gradient_CK)
+        others_CV, rest_C = outside(logp_CV, ids_CK)
+        divergence_C, gradient_CN = generalized_jsd(torch.cat([s_CK, rest_C[:, None]], 1), t_CN, beta)
+        # The gradient by the logit of "all others" is shared out by each one's part in them.
+        spread_CV = others_CV.sub_(rest_C[:, None]).exp_().mul_(gradient_CN[:, -1:])
+        return divergence_C, spread_CV.scatter_(1, ids_CK, gradient_CN[:, :-1])
+
+
+Teacher = StatesTeacher | TopTeacher

@@ -1,0 +1,187 @@
+"""Settings of on-policy distillation, and the rules for them."""
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from tyro.conf import Suppress
+
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError, refuse
+from spmdrl.config.learning import (
+    AlgoConfig,
+    CorrectionConfig,
+    CriticConfig,
+    FilterConfig,
+    ProcessRewardConfig,
+    SafetyConfig,
+    ShapingConfig,
+)
+from spmdrl.config.plan import plan_lines
+from spmdrl.config.presets import PRESETS
+from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
+
+
+@dataclass
+class DistillRunConfig(RunConfig):
+    """The run as a whole."""
+
+    name: str = "distill"
+    """Name shown in trackers and used for the default run folder."""
+
+
+@dataclass
+class TeacherConfig(ReferenceConfig):
+    """The teacher: a frozen model."""
+
+    enabled: Suppress[Literal["auto", "on", "off"]] = "on"
+    path: str = ""
+    """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
+
+
+@dataclass
+class DistillSection:
+    """The divergence that the student learns by. The teacher is `--reference.path`."""
+
+    beta: float = 1.0
+    """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
+    divergence of GKD (https://arxiv.org/abs/2306.13649)."""
+    top_k: int = 0
+    """Compare the teacher's K likeliest tokens of each place. 0: all tokens of the vocabulary."""
+    tail: Literal["bucket", "renormalize"] = "bucket"
+    """All tokens that are not among the K: `bucket` counts them as one; `renormalize` leaves them out, and compares
+    the distributions over the K tokens."""
+    more_teachers: tuple[str, ...] = ()
+    """Further teachers. `path=weight`: its divergence counts that much, and the first teacher's 1, in a weighted mean.
+    `path@source`: it alone teaches the rows whose `data_source` is that."""
+    given_per_step: int = 0
+    """Prompts of a step, beside `--rollout.prompts-per-step`, whose response is the data set's and not the student's.
+    GKD's lambda, the share of the student's own, is then the one over the sum of both."""
+    given_column: str = ""
+    """Column with those responses, text. Empty: `--data.answer-column`."""
+    teacher_template: str = ""
+    """Text around the prompt that the teacher alone reads, in place of `--data.template`: what only it is told stands
+    there as `{column}` (SDFT, https://arxiv.org/abs/2601.19897). Empty: it reads what the student reads."""
+
+
+@dataclass(frozen=True)
+class FurtherTeacher:
+    """One of `--distill.more-teachers`."""
+
+    path: str
+    weight: float
+    """Beside the first teacher's 1."""
+    source: str
+    """The `data_source` that it alone teaches; empty: it is mixed in everywhere else."""
+
+
+def further_teachers(config: Config) -> dict[str, FurtherTeacher]:
+    """The teachers beside the first one by name: none but in a distillation.
+
+    Raises:
+        ValueError: an entry that is neither `path=weight` nor `path@source`.
+    """
+    specs = config.distill.more_teachers if isinstance(config, DistillationConfig) else ()
+    found = {}
+    for number, spec in enumerate(specs, 2):
+        path, _, source = spec.rpartition("@")
+        weight = "1"
+        if not path:
+            path, _, weight = spec.rpartition("=")
+            source = ""
+        try:
+            value = float(weight)
+        except ValueError:
+            value = math.nan
+        if not path or not 0 < value < math.inf:
+            raise ValueError(f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source")
+        found[f"teacher_{number}"] = FurtherTeacher(path, value, source)
+    return found
+
+
+def _values(section: str) -> dict:
+    """The preset `distill`'s values of a section."""
+    named = PRESETS["distill"].settings.items()
+    return {name.partition(".")[2]: value for name, value in named if name.startswith(f"{section}.")}
+
+
+@dataclass
+class DistillationConfig(Config):
+    """On-policy distillation of a language model. Every rank runs this same program."""
+
+    run: DistillRunConfig = field(default_factory=DistillRunConfig)
+    reference: TeacherConfig = field(default_factory=TeacherConfig)
+    distill: DistillSection = field(default_factory=DistillSection)
+    algo: Suppress[AlgoConfig] = field(default_factory=partial(AlgoConfig, preset="distill", **_values("algo")))
+    correction: Suppress[CorrectionConfig] = field(default_factory=CorrectionConfig)
+    shaping: Suppress[ShapingConfig] = field(default_factory=partial(ShapingConfig, **_values("shaping")))
+    filter: Suppress[FilterConfig] = field(default_factory=FilterConfig)
+    critic: Suppress[CriticConfig] = field(default_factory=CriticConfig)
+    process_reward: Suppress[ProcessRewardConfig] = field(default_factory=ProcessRewardConfig)
+    safety: Suppress[SafetyConfig] = field(default_factory=SafetyConfig)
+
+
+def check_distillation(config: DistillationConfig, world_size: int) -> None:
+    """Check all values together.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    problems = _problems(config)
+    try:
+        check(config, world_size)
+    except ConfigError as error:
+        problems += str(error).split("\n  ")[1:]
+    refuse(problems)
+
+
+def _problems(config: DistillationConfig) -> list[str]:
+    distill, problems = config.distill, []
+    if not 0 <= distill.beta <= 1:
+        problems.append(f"--distill.beta {distill.beta}: must lie in [0, 1]")
+    try:
+        further_teachers(config)
+    except ValueError as error:
+        problems.append(str(error))
+    if distill.more_teachers and config.reference.refresh_every:
+        problems.append(
+            f"--reference.refresh-every {config.reference.refresh_every}: a teacher that follows the student stands "
+            "alone; take 0, or no --distill.more-teachers"
+        )
+    if distill.given_per_step < 0:
+        problems.append(f"--distill.given-per-step {distill.given_per_step}: must be at least 0")
+    if distill.given_column and not distill.given_per_step:
+        problems.append(f"--distill.given-column {distill.given_column}: is read with --distill.given-per-step above 0")
+    if distill.top_k < 0:
+        problems.append(f"--distill.top-k {distill.top_k}: must be at least 0")
+    if distill.tail == "renormalize" and not distill.top_k:
+        problems.append("--distill.tail renormalize: leaves out what is not among --distill.top-k, which is 0: set it")
+    if distill.tail == "renormalize" and distill.top_k == 1:
+        problems.append("--distill.tail renormalize: over --distill.top-k 1 both give it probability 1; take bucket")
+    if config.policy.backend == "megatron":
+        problems.append(
+            "--policy.backend megatron: its ranks divide the vocabulary, and no divergence is computed over them; "
+            "take fsdp"
+        )
+    if config.parallel.scoring_ranks and not distill.top_k:
+        problems.append(
+            f"--parallel.scoring-ranks {config.parallel.scoring_ranks}: a teacher on ranks of its own sends its "
+            "likeliest tokens; set --distill.top-k, or take 0"
+        )
+    return problems
+
+
+def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
+    """How the counts multiply out, printed at the start and by `--dry-run`."""
+    distill = config.distill
+    kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(distill.beta, f"Jensen-Shannon divergence, beta {distill.beta:g}")
+    over = f"the teacher's {distill.top_k:,} likeliest tokens" if distill.top_k else "all tokens"
+    line = f"teacher  {config.reference.path}: {kind} over {over}, temperature {config.rollout.temperature:g}"
+    given, sampled = distill.given_per_step, config.rollout.prompts_per_step
+    mixed = [f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled"]
+    more = [
+        f"teacher  {each.path}: " + (f"alone for {each.source}" if each.source else f"weight {each.weight:g}")
+        for each in further_teachers(config).values()
+    ]
+    return [*plan_lines(config, world_size), line, *more, *(mixed if given else [])]

@@ -1,0 +1,157 @@
+"""The objective of distillation: a divergence from a teacher, over all logits or over the teacher's likeliest tokens.
+
+The teacher leaves columns in a batch: its K likeliest tokens of each place, from wherever it lies, or its hidden
+states, of which the student's head makes logits chunk by chunk. Logits [T, V] never exist.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.algos.aggregate import token_weights
+from spmdrl.config.distillation import DistillationConfig, further_teachers
+from spmdrl.data.batch import Batch
+from spmdrl.hub.build import DTYPES
+from spmdrl.hub.folder import read_config
+from spmdrl.hub.resolve import resolve
+from spmdrl.policy.contract import HeadFunction, LossResult, Objective, OutputHead, Shared
+from spmdrl.rl.algorithm import mean
+from spmdrl.rl.objectives import totals
+from spmdrl.spmd.peers import Peers
+from spmdrl.tracking.metrics import Metrics
+from spmdrl_kernels.distill import distillation_loss, top_logprobs
+from spmdrl_kernels.divergence import StatesTeacher, Teacher, TopTeacher
+from spmdrl_kernels.linear import wide
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads off a teacher what the student learns from; a `HeadFunction`."""
+
+    top_k: int
+    """Tokens of each place; 0: the hidden states, for all logits."""
+    vocab: int
+    """Tokens that student and teacher share."""
+    dtype: torch.dtype
+    """Type that the models compute in."""
+
+    def names(self, teacher: str) -> tuple[str, ...]:
+        """Names of a teacher's columns."""
+        return tuple(f"{teacher}/{name}" for name in (("ids", "logp", "rest") if self.top_k else ("states",)))
+
+    @property
+    def none(self) -> tuple[torch.Tensor, ...]:
+        """The columns of no tokens."""
+        if not self.top_k:
+            return (torch.zeros(0, 1, dtype=self.dtype),)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        ids = torch.zeros(0, self.top_k, dtype=torch.int32)
+        return ids, torch.zeros(0, self.top_k, dtype=wide), torch.zeros(0, dtype=wide)
+
+    def __call__(
+        self,
+        states_nD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        rows_n: torch.Tensor,
+        divisor: float,
+        softcap: float | None,
+    ) -> tuple[None, tuple[torch.Tensor, ...]]:
+        """See the contract."""
+        if not self.top_k:
+            return None, (states_nD,)
+        found = top_logprobs(states_nD, weight_VD, self.top_k, divisor, softcap=softcap, valid_vocab=self.vocab)
+        return None, (found[0].int(), *found[1:])
+
+
+def reader_of(cfg: DistillationConfig) -> Reader:
+    """The reader of a run.
+
+    Raises:
+        ValueError: `--distill.top-k` is not below the number of tokens.
+    """
+    trust = cfg.model.trust_remote_code
+    others = (teacher.path for teacher in further_teachers(cfg).values())
+    folders = [resolve(path, trust) for path in (cfg.model.path, cfg.reference.path, *others)]
+    vocab = min(read_config(folder, trust).get_text_config().vocab_size for folder in folders)
+    if cfg.distill.top_k >= vocab:
+        raise ValueError(
+            f"--distill.top-k {cfg.distill.top_k}: student and teacher share {vocab} tokens; take fewer, or 0 for all"
+        )
+    return Reader(cfg.distill.top_k, vocab, DTYPES[cfg.model.dtype])
+
+
+def share_name(teacher: str) -> str:
+    """Name of the column [B] with the weight of a teacher's divergence in a sequence; those of one sum to 1."""
+    return f"{teacher}/share"
+
+
+class DistillObjective(Objective):
+    """The divergence of the student from its teachers, as a mean over the sampled tokens of an optimizer step."""
+
+    second = "entropy"
+
+    def __init__(self, cfg: DistillationConfig, reader: Reader, teachers: dict[str, OutputHead | None], peers: Peers):
+        """teachers: by name, each with its output head where all logits are compared."""
+        self.cfg, self.reader, self.teachers, self.peers = cfg.distill, reader, teachers, peers
+        # One temperature for all, at which the student samples, too.
+        self.temperature = cfg.rollout.temperature
+        columns = {f"token/{column}" for name in teachers for column in reader.names(name)}
+        self.columns = frozenset(columns | {f"seq/{share_name(name)}" for name in teachers})
+
+    def prepare(self, share: Batch, index: int) -> Shared:
+        """Implements `prepare` of the contract."""
+        return Shared(totals(share, self.peers))
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
+        """Implements `loss` of the contract, from divergence and entropy."""
+        mask, metrics = micro.token["mask"].to(first_T.device), Metrics()
+        loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
+        metrics.add_sum("loss", loss)
+        for name, value_T in (("divergence/mean", first_T), ("entropy/mean", second_T)):
+            metrics.add(name, mean(value_T.detach(), mask), mask.sum())
+        return LossResult(loss, metrics)
+
+    def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
+        """Implements `token_loss` of the contract."""
+        names = [column for name in self.teachers for column in self.reader.names(name)]
+        columns = {name: micro.token[name].to(device) for name in names}
+        weight_T = self.weights(micro, shared, device)
+        share_TK = torch.stack([micro.per_token(micro.seq[share_name(name)]) for name in self.teachers], 1).to(device)
+
+        def head(states_nD, weight_VD, rows_n, divisor, softcap) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            divergence_n, entropy_n = torch.zeros(2, len(rows_n), dtype=wide(states_nD), device=device)
+            total = torch.zeros((), dtype=torch.float64, device=device)
+            # Rows that have the same teachers go together, so that no logits are computed for a weight of 0.
+            kinds, kind_n = torch.unique(share_TK[rows_n] > 0, dim=0, return_inverse=True)
+            # No rows have a gradient of zeros all the same, for which other ranks may wait.
+            for number, present in enumerate(kinds.tolist() or [[True] * len(self.teachers)]):
+                at = torch.nonzero(kind_n == number).flatten()
+                rows, pairs = rows_n[at], []
+                for place, name in enumerate(self.teachers):
+                    if present[place]:
+                        taken = {column: columns[column][rows] for column in self.reader.names(name)}
+                        pairs.append((self.teacher(name, taken), (weight_T * share_TK[:, place])[rows]))
+                part, divergence_mK, entropy_n[at] = distillation_loss(
+                    *(states_nD if len(at) == len(rows_n) else states_nD[at], weight_VD, pairs, self.cfg.beta, divisor),
+                    softcap=softcap,
+                    valid_vocab=self.reader.vocab,
+                )
+                shares_mK = share_TK[rows][:, present].to(divergence_mK.dtype)
+                divergence_n[at] = (divergence_mK * shares_mK).sum(1)
+                total = total + part
+            return total, (divergence_n, entropy_n)
+
+        return head
+
+    def teacher(self, name: str, columns: dict[str, torch.Tensor]) -> Teacher:
+        """A teacher of some rows, from its columns."""
+        found, head = [columns[column] for column in self.reader.names(name)], self.teachers[name]
+        if head is not None:
+            return StatesTeacher(found[0], head.weight_VD, self.temperature * head.divisor, head.softcap)
+        ids, logp, rest = found
+        return TopTeacher(ids.long(), logp, rest, self.cfg.tail == "renormalize")
+
+    def weights(self, micro: Batch, shared: Shared, device: torch.device) -> torch.Tensor:
+        """The final weight of each token, [T] on the device; 0 outside the mask."""
+        mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
+        return token_weights("token-mean", mask, seq, shared.totals)

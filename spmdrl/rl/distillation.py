@@ -1,0 +1,178 @@
+"""Distillation beside a run: answers of the data set, what the teacher says of a batch, and the student's update.
+
+The teacher is the run's frozen `reference`. It may read another prompt than the student, with something in it that the
+student does not see; the response is the same.
+"""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from spmdrl.config.distillation import DistillationConfig, further_teachers
+from spmdrl.data.batch import Batch
+from spmdrl.data.episode import Episode, episode_of
+from spmdrl.data.order import drawn_indices
+from spmdrl.data.prompts import Prompt, load_prompts
+from spmdrl.data.tree import prompt_lengths
+from spmdrl.hub.resolve import resolve
+from spmdrl.rl.distill_objective import DistillObjective, reader_of, share_name
+from spmdrl.rl.run import Run
+from spmdrl.rollout.build import context_length
+from spmdrl.spmd.seeds import seed_for
+from spmdrl.tracking.metrics import Metrics
+
+GIVEN = 0x617E  # keeps these draws apart from those of prompts that are sampled
+
+
+class Distillation:
+    """The parts of a distillation that a run of reinforcement learning lacks."""
+
+    def __init__(self, run: Run):
+        """Read what the teacher is told beside the student's prompts.
+
+        Raises:
+            ValueError: a setting that does not fit the models or the data; the message names it.
+        """
+        assert isinstance(run.cfg, DistillationConfig)
+        self.run, self.cfg = run, run.cfg
+        self.reader = reader_of(self.cfg)
+        self.prompts = teacher_prompts(self.cfg, run.tokenizer) if self.cfg.distill.teacher_template else {}
+        prompts = run.prompts.prompts
+        self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
+        if unknown := sorted(self.shares_of.keys() - {"", *self.sources.values()}):
+            raise ValueError(
+                f"--distill.more-teachers: no row of --data.train has the data_source {', '.join(unknown)}; it has "
+                f"{', '.join(sorted(set(self.sources.values())))}"
+            )
+        if self.cfg.distill.given_per_step:
+            answer(prompts[0], self.cfg)
+
+    def given(self, step: int) -> list[Episode]:
+        """This rank's share of a step's prompts whose response is the data set's own."""
+        run, count, seed = self.run, self.cfg.distill.given_per_step, self.cfg.run.seed
+        if not count or run.sampler is None or run.world.engine_tp_rank:
+            return []
+        prompts, world, out = run.prompts.prompts, run.world, []
+        drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN))
+        # Behind the places of the prompts that are sampled.
+        first = self.cfg.rollout.prompts_per_step
+        for place in range(world.engine_index, count, world.engine_count):
+            prompt = prompts[drawn[place]]
+            tokens = self._response(answer(prompt, self.cfg))
+            whole = torch.tensor(prompt.tokens + tokens, dtype=torch.int64)
+            mask = torch.arange(len(whole)) >= len(prompt.tokens)
+            columns = whole, mask, torch.zeros(len(whole)), run.memory.version
+            out.append(episode_of(prompt.index, 0, first + place, *columns, reward=float("nan")))
+        return out
+
+    def _response(self, text: str) -> list[int]:
+        tokenizer: Any = self.run.tokenizer
+        tokens = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        return tokens[: self.cfg.rollout.max_new_tokens]
+
+    def teach(self, batch: Batch) -> Metrics:
+        """Add the teachers' columns to a batch. Collective over the ranks that train and those that score."""
+        for name, share_B in self.shares(batch).items():
+            batch.seq[share_name(name)] = share_B
+            # The rank that asks and the rank that answers select alike.
+            taught = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
+            read = told(taught, self.prompts) if self.prompts else taught
+            found = self.teachers[name].read(read, self.cfg.rollout.temperature, self.reader) or self.reader.none
+            # All have the same tokens under their masks, in the same order.
+            here_T = batch.token["mask"] & batch.per_token(share_B > 0)
+            for column, x_T in zip(self.reader.names(name), found, strict=True):
+                batch.token[column] = x_T.new_zeros(batch.n_tokens, *x_T.shape[1:])
+                batch.token[column][here_T] = x_T[read.token["mask"]]
+        return Metrics()
+
+    @property
+    def teachers(self) -> dict[str, Any]:
+        """All teachers by name, the first one first."""
+        return {"reference": self.run.models.reference} | self.run.models.teachers
+
+    def shares(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The weight of each teacher in each sequence, [B], by name; those of a sequence sum to 1."""
+        sources = [self.sources[prompt] for prompt in batch.seq["prompt"].tolist()]
+        rows = [self.shares_of.get(source, self.shares_of[""]) for source in sources]
+        table_BK = torch.tensor(rows, dtype=torch.float64).view(len(batch), len(self.teachers))
+        return dict(zip(self.teachers, table_BK.unbind(1), strict=True))
+
+    def learn(self, batch: Batch, step: int) -> Metrics:
+        """Update the student on a batch with the teachers' columns. Collective over the ranks that train.
+
+        step: counted from 0.
+        """
+        cfg, models = self.cfg, self.run.models
+        stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)
+        if models.reference and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
+            models.reference.take_over(models.policy)
+        return stats
+
+    def objective(self) -> DistillObjective:
+        """The objective of an update, with the teachers' output heads. Collective over the ranks that train."""
+        heads = {name: None if self.reader.top_k else each.output_head() for name, each in self.teachers.items()}
+        return DistillObjective(self.cfg, self.reader, heads, self.run.peers)
+
+
+def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:
+    """Weight of each teacher, the first one first, by `data_source`; under "" those of all other sources."""
+    further = list(further_teachers(cfg).values())
+    mixed = [1.0, *(0.0 if each.source else each.weight for each in further)]
+    out = {"": [weight / sum(mixed) for weight in mixed]}
+    for source in {each.source for each in further} - {""}:
+        alone = [0.0, *(float(each.source == source) for each in further)]
+        out[source] = [weight / sum(alone) for weight in alone]
+    return out
+
+
+def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
+    """The data set's own response to a prompt.
+
+    Raises:
+        ValueError: it has none.
+    """
+    name = cfg.distill.given_column or cfg.data.answer_column
+    value = prompt.ground_truth if name == cfg.data.answer_column else prompt.extra.get(name)
+    if not isinstance(value, str):
+        raise ValueError(
+            f"--distill.given-column {name}: row {prompt.index} of --data.train has no text there but {value!r:.60}; "
+            "name the column of its responses, or take --distill.given-per-step 0"
+        )
+    return value
+
+
+def teacher_prompts(cfg: DistillationConfig, tokenizer: Any) -> dict[int, list[int]]:
+    """Tokens of the prompts as `--distill.teacher-template` has them, by the index of their row.
+
+    Raises:
+        ValueError: the template does not fit the rows, or a prompt is longer than there is room for.
+    """
+    trust = cfg.model.trust_remote_code
+    longest = min(context_length(resolve(cfg.reference.path, trust), trust), cfg.policy.max_tokens_per_microbatch)
+    room = longest - cfg.rollout.max_new_tokens
+    data = replace(cfg.data, template=cfg.distill.teacher_template)
+    found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit)
+    tokens = {prompt.index: prompt.tokens for prompt in found.prompts}
+    if long := sum(len(each) > room for each in tokens.values()):
+        raise ValueError(
+            f"--distill.teacher-template: with it {long} of {len(tokens)} prompts of --data.train are longer than the "
+            f"{room} tokens for which the teacher's context and --policy.max-tokens-per-microbatch leave room; shorten "
+            "it, or leave those rows out"
+        )
+    return tokens
+
+
+def told(batch: Batch, prompts: dict[int, list[int]]) -> Batch:
+    """The batch as the teacher reads it: every response after the teacher's prompt."""
+    lengths, mask_T = batch.lengths.tolist(), batch.token["mask"]
+    starts = prompt_lengths(batch.lengths, mask_T).tolist()
+    tokens, masks = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)]
+    rows = zip(batch.token["tokens"].split(lengths), mask_T.split(lengths), strict=True)
+    for (tokens_L, mask_L), start, prompt in zip(rows, starts, batch.seq["prompt"].tolist(), strict=True):
+        lead = torch.tensor(prompts[prompt], dtype=torch.int64)
+        tokens.append(torch.cat([lead, tokens_L[start:]]))
+        masks.append(torch.cat([torch.zeros(len(lead), dtype=torch.bool), mask_L[start:]]))
+    read = torch.tensor([len(x) for x in tokens[1:]], dtype=torch.int64)
+    return Batch(read, {"tokens": torch.cat(tokens), "mask": torch.cat(masks)}, dict(batch.seq))

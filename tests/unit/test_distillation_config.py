@@ -1,0 +1,116 @@
+"""Settings of distillation: what is refused and why, what a run folder keeps, and which tokenizers are the same."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from spmdrl.config.distillation import DistillationConfig, check_distillation, distillation_lines
+from spmdrl.config.dump import to_yaml
+from spmdrl.config.fields import ConfigError, leaves
+from spmdrl.config.load import from_command_line
+from spmdrl.config.presets import PRESETS
+from spmdrl.config.resume import differences, may_change
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import check_same_tokens
+from spmdrl.rl.compose import compose
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(words: str) -> DistillationConfig:
+    return from_command_line(words.split(), "python -m spmdrl.distill", DistillationConfig).config
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("", "--reference.path '': distill learns from a teacher; name its model"),
+        ("--distill.beta 1.5", "--distill.beta 1.5: must lie in [0, 1]"),
+        ("--distill.top-k -1", "--distill.top-k -1: must be at least 0"),
+        ("--distill.tail renormalize", "leaves out what is not among --distill.top-k, which is 0"),
+        ("--distill.tail renormalize --distill.top-k 1", "both give it probability 1; take bucket"),
+        ("--policy.backend megatron", "its ranks divide the vocabulary"),
+        (
+            "--parallel.placement split --parallel.rollout-ranks 1 --parallel.scoring-ranks 1",
+            "sends its likeliest tokens; set --distill.top-k, or take 0",
+        ),
+        ("--distill.more-teachers here", "--distill.more-teachers here: write path=weight"),
+        ("--distill.more-teachers here=0", "--distill.more-teachers here=0: write path=weight"),
+        ("--distill.more-teachers a=1 --reference.refresh-every 2", "a teacher that follows the student stands alone"),
+        ("--distill.given-per-step -1", "--distill.given-per-step -1: must be at least 0"),
+        ("--distill.given-column said", "is read with --distill.given-per-step above 0"),
+        ("--run.steps -1", "--run.steps -1"),
+    ],
+)
+def test_distillation_is_refused_where_settings_do_not_fit(words, said):
+    teacher = "" if "''" in said else "--reference.path tiny "
+    with pytest.raises(ConfigError) as error:
+        check_distillation(read(teacher + words), 4)
+    assert said in str(error.value)
+
+
+def test_sections_that_distillation_does_not_read_are_no_settings_of_it():
+    for word in ("--algo.kl-coef", "--critic.lr", "--filter.replay-steps", "--reference.enabled"):
+        with pytest.raises(ConfigError, match="unknown"):
+            read(f"{word} 1")
+    assert not [name for name in leaves(DistillationConfig) if name.startswith(("algo.", "shaping.", "safety."))]
+
+
+def test_the_run_is_that_of_the_preset_with_its_teacher():
+    config = read("--reference.path teacher --distill.beta 0.5 --distill.top-k 8")
+    for name, value in PRESETS["distill"].settings.items():
+        section, _, leaf = name.partition(".")
+        assert getattr(getattr(config, section), leaf) == value, name
+    assert compose(config).needs == {"reference"} and config.run.name == "distill"
+    line = distillation_lines(config, 1)[-1]
+    assert (
+        line
+        == "teacher  teacher: Jensen-Shannon divergence, beta 0.5 over the teacher's 8 likeliest tokens, temperature 1"
+    )
+
+
+@pytest.mark.parametrize("name", ["config", "demo"])
+def test_the_recipe_is_taken_and_says_what_it_is(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    folder = ROOT / "recipes" / "opd"
+    config, page = read(f"--config recipes/opd/{name}.yaml"), (folder / "README.md").read_text()
+    check_distillation(config, 8)
+    assert f"recipes/opd/{name}.yaml" in page and "Nothing of this size was run by us" in page
+    assert PRESETS["distill"].paper in page and PRESETS["distill"].paper in (folder / "config.yaml").read_text()
+
+
+def test_resume_keeps_the_divergence(tmp_path):
+    path, config = tmp_path / "config.yaml", read("--reference.path tiny --distill.beta 0.5")
+    path.write_text(to_yaml(config))
+    assert read(f"--config {path}") == config and differences(path, config).lines == []
+    assert not may_change("distill.beta", "constant")
+    assert differences(path, read("--reference.path tiny")).lines == ["--distill.beta: 0.5 there, 1.0 here"]
+
+
+def grown(folder, change) -> str:
+    """The demo's tokenizer, with its vocabulary changed."""
+    import json
+
+    shutil.copytree(resolve("tiny"), folder)
+    path = folder / "tokenizer.json"
+    told = json.loads(path.read_text())
+    change(told["model"]["vocab"])
+    path.write_text(json.dumps(told))
+    Tokenizer.from_file(str(path))
+    return str(folder)
+
+
+def test_a_teacher_of_more_tokens_reads_the_same_and_another_numbering_is_refused_with_the_reason(tmp_path):
+    def more(vocab):
+        vocab |= {f"<extra_{i}>": len(vocab) + i for i in range(128)}
+
+    def swapped(vocab):
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+    check_same_tokens(grown(tmp_path / "more", more), "tiny", "--reference.path")
+    with pytest.raises(
+        ValueError, match=r"--reference.path .*numbers 2 of \d+ tokens of tiny otherwise \(such as 'a'\)"
+    ):
+        check_same_tokens(grown(tmp_path / "swapped", swapped), "tiny", "--reference.path")
