@@ -20,7 +20,7 @@ from spmdrl.rl.rehearsal import ELSEWHERE, check_use, is_judged, read_after, set
 
 ROOT = Path(__file__).resolve().parents[2]
 YAMLS = sorted([*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob("**/*.yaml")])
-# Settings of spmdrl.distill.
+# Those of other entry points are read by tests/unit/test_docs_algorithms.py.
 YAMLS = [path for path in YAMLS if path.parent.name not in ("opd", "sft_gsm8k")]
 
 
