@@ -219,6 +219,15 @@ def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return others.sort().values[rank]
 
 
+def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, centre: float) -> torch.Tensor:
+    """Loss of a reward model, per pair [P]: minus log p that the chosen response wins (Bradley and Terry, 1952).
+
+    chosen, rejected: scores. margin: by which the chosen one should lead (Llama 2, https://arxiv.org/abs/2307.09288).
+    centre: weight of the squared sum of both scores, which keeps their mean at 0 (https://arxiv.org/abs/2312.09244).
+    """
+    return -logsigmoid(chosen - rejected - margin) + centre * (chosen + rejected) ** 2
+
+
 @dataclass
 class Labelled:
     """N responses with a label. Tensors [N]; `ratio` has a gradient."""

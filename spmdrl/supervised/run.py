@@ -47,6 +47,8 @@ class SupervisedRun:
     """Numbers of an evaluation that the next line of the log takes."""
     moves: FixedModelConfig | None = None
     """When the reference moves; None: never."""
+    report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
+    """Turns the reduced numbers of a step into those that are logged."""
     samples: list[dict] = field(default_factory=list)
     """Answers that go with that line."""
 
@@ -110,7 +112,7 @@ class SupervisedRun:
             first_T, second_T = self.policy.logprobs(held_out, 1.0, objective.second)
             stats = objective.loss(held_out, first_T, second_T, shared).stats
             values = stats.reduce(lambda x, op: all_reduce(x, op, world.data_group), world.device)
-            self.numbers = {f"eval/{name.removesuffix('/mean')}": value for name, value in values.items()}
+            self.numbers = self.report({f"eval/{name.removesuffix('/mean')}": x for name, x in values.items()})
 
     def sample(self, step: int, force: bool = False) -> None:
         """Let the model answer the held-out prompts if that is due before this step. Collective."""
@@ -133,7 +135,7 @@ class SupervisedRun:
             for name, seconds in self.timer.flush().items():
                 stats.add(name, seconds)
             stats.add_max("time/step", time.perf_counter() - self.step_began)
-            values = stats.reduce(lambda x, op: all_reduce(x, op, world.data_group), world.device)
+            values = self.report(stats.reduce(lambda x, op: all_reduce(x, op, world.data_group), world.device))
             most = values.pop("tokens/most_on_a_rank") * world.data_size
             values["packing/waste"] = 1 - values["tokens/all"] / most if most else 0.0
             values["tokens/s"] = values["tokens/all"] / values["time/step"]

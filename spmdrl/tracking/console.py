@@ -43,6 +43,16 @@ SUPERVISED: Columns = [
     ("epoch", "data/epoch"),
     ("eval", "eval/loss"),
 ]
+SCORED: Columns = [
+    ("loss", "loss"),
+    ("accuracy", "accuracy/mean"),
+    ("calib", "calibration/error"),
+    ("length", "length/correlation"),
+    ("grad", "grad_norm"),
+    ("tok/s", "tokens/s"),
+    ("epoch", "data/epoch"),
+    ("eval", "eval/accuracy"),
+]
 PREFERRED: Columns = [
     ("loss", "loss"),
     ("accuracy", "accuracy/mean"),

@@ -70,7 +70,7 @@ def filled(folder: Path, dtype=torch.float32, head: str = "lm"):
     assert all(p.is_meta for p in hf.parameters())
     wrapped = torch.nn.Module()
     wrapped.hf = hf
-    fill_model(wrapped, folder, torch.device("cpu"), head, 0, fp8_blocks(folder))
+    fill_model(wrapped, folder, torch.device("cpu"), head == "value", 0, fp8_blocks(folder))
     return wrapped.hf
 
 

@@ -8,7 +8,6 @@ import torch
 from spmdrl.hub.build import give_memory
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.lora import initial_values, is_adapter, plain_name
-from spmdrl.policy.contract import Head
 from spmdrl.weights.folder import Tensors
 from spmdrl.weights.shards import local, shard_box
 from spmdrl.weights.sources import Sources
@@ -27,8 +26,8 @@ def names_of(hf: Any) -> Names:
     return found
 
 
-def check_folder_fits(names: Names, sources: Sources, head: Head) -> None:
-    """Check that a folder holds every parameter in its shape.
+def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
+    """Check that a folder holds every parameter in its shape. new_head: it may lack the head `score`.
 
     Raises:
         ValueError: tensors that are missing or misshapen, or fp8 weights without scales.
@@ -38,7 +37,7 @@ def check_folder_fits(names: Names, sources: Sources, head: Head) -> None:
         present = [name for name in known if name in sources]
         wrong += [name for name in present if not sources.fits(name)]
         lacking = not present and not sources.may_lack(known[0]) and not is_adapter(known[0])
-        if lacking and not (head == "value" and known == ["score.weight"]):
+        if lacking and not (new_head and known == ["score.weight"]):
             wrong.append(known[0])
         for name in present:
             for tensor in sources.read_from(name):
@@ -55,20 +54,20 @@ def fill_model(
     model: Any,
     folder: Path,
     device: torch.device,
-    head: Head,
+    new_head: bool,
     seed: int,
     blocks: tuple[int, int] | None = None,
 ) -> None:
     """Give a sharded model memory on this rank's device, and the values of a HF folder.
 
     A rank reads only its own shards, into the tensors that it keeps. Adapters, which no folder holds, get their initial
-    values; so does a `value` head that the folder lacks (0).
+    values; so does a new head `score` that the folder lacks (0).
 
     Args:
         model: as `sharded` returns it, with parameters on the meta device.
         folder: config.json and safetensors.
         device: this rank's device.
-        head: as in the contract.
+        new_head: the folder may lack the head `score`.
         seed: the run's, for adapters.
         blocks: as `fp8_blocks` returns them.
 
@@ -79,7 +78,7 @@ def fill_model(
     shapes = {n: tuple(t.shape) for t, known in names.values() for n in known if not is_adapter(n)}
     with plain_errors(folder):
         sources = Sources(model.hf, shapes, Tensors(folder, blocks))
-        check_folder_fits(names, sources, head)
+        check_folder_fits(names, sources, new_head)
 
     give_memory(model, device)
     with plain_errors(folder):

@@ -100,6 +100,9 @@ class FsdpPolicy(Learner):
         if cfg.policy.liger:
             use_liger(hf, world.device)
         self.routers = Routers(hf) if routing_replay else None
+        # A reward model may start as a language model; a folder that says it is a classifier must have its head.
+        speaks = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
+        self.new_head = head == "value" or (head == "score" and trainable and speaks)
         self.layout, self.hf_config = Layout(hf), hf.config
         # PEFT's settings of the adapters; None without adapters.
         self.adapters: Any = None
@@ -128,7 +131,7 @@ class FsdpPolicy(Learner):
 
         Everything else in the constructor works on parameters without values, so that a subclass may leave this out.
         """
-        fill_model(self.model, self.folder, self.world.device, self.head, self.cfg.run.seed, self.blocks)
+        fill_model(self.model, self.folder, self.world.device, self.new_head, self.cfg.run.seed, self.blocks)
 
     # ── forward ──────────────────────────────────────────────────────────────
 

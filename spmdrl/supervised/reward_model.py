@@ -1,0 +1,109 @@
+"""Parts of the training of a reward model: its rows, model and loss."""
+
+from typing import Any
+
+from spmdrl.config.reward_model import RewardModelConfig
+from spmdrl.data.batch import Batch
+from spmdrl.data.dialogues import RowError
+from spmdrl.hub.folder import read_config
+from spmdrl.hub.resolve import named, resolve
+from spmdrl.policy.backends import backend
+from spmdrl.policy.labels import check_head
+from spmdrl.policy.models import Models
+from spmdrl.session.session import Session
+from spmdrl.supervised.build import Placed, Start, assemble, begin
+from spmdrl.supervised.encoder import Encoded
+from spmdrl.supervised.run import SupervisedRun
+from spmdrl.supervised.scores import ScoreObjective, report
+from spmdrl.supervised.sides import SideEncoder, pack_sides
+
+
+class ScoredEncoder:
+    """Encodes pairs, each with the number of the score that its preference is of."""
+
+    beside = False
+
+    def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
+        """longest: tokens of the longest sequence."""
+        self.sides = SideEncoder(cfg.data, tokenizer, longest, pairs=True)
+        self.outputs, self.column = cfg.reward_model.outputs, cfg.data.output_column
+
+    def __call__(self, row: dict, before: dict | None = None) -> Encoded:
+        """Encode a row. Raises ValueError where it cannot be used."""
+        out, number = self.sides(row), 0
+        if len(self.outputs) > 1:
+            name = row.get(self.column)
+            if name not in self.outputs:
+                known = ", ".join(self.outputs)
+                raise RowError(f"its {self.column} is {name!r}; it must name one of --reward-model.outputs {known}")
+            number = self.outputs.index(name)
+        for sequence in out.sequences:
+            sequence.numbers["output"] = float(number)
+        return out
+
+
+def begin_reward_model(cfg: RewardModelConfig) -> Start:
+    """Read the tokenizer, and find the encoder of the rows."""
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    return begin(cfg, folder, lambda tokenizer, longest: ScoredEncoder(cfg, tokenizer, longest))
+
+
+def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
+    """Everything that a job is made of. Collective over all ranks."""
+    cfg, begun = session.cfg, begin_reward_model(session.cfg)
+    outputs = cfg.reward_model.outputs
+
+    run = assemble(
+        session,
+        begun,
+        lambda: Models(scorer(session, begun)),
+        lambda models: ScoreObjective(outputs, cfg.reward_model.centre, session.world.data_peers),
+        pack_pairs,
+    )
+    run.report = report
+    return run
+
+
+def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
+    """Build the model that learns: a classifier as it is, or a language model with a new head. Collective.
+
+    Raises:
+        ValueError: a classifier whose head is not in its folder, or has another number of scores.
+    """
+    cfg, count = session.cfg, max(1, len(session.cfg.reward_model.outputs))
+    config = read_config(begun.folder, cfg.model.trust_remote_code)
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+        with named(f"--model.path {cfg.model.path}"):
+            check_head(begun.folder, f"--model.path {cfg.model.path}", count, f"--reward-model.outputs has {count}")
+        session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype})")
+    else:
+        session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype}), a language model with a new head")
+    model = backend(cfg.policy.backend)(
+        cfg, session.world, cfg.run.steps, trainable=True, path=str(begun.folder), head="score", labels=count
+    )
+    describe(model.hf_config, begun.tokenizer, cfg.reward_model.outputs)
+    return model
+
+
+def describe(config: Any, tokenizer: Any, outputs: tuple[str, ...]) -> None:
+    """Write into a config (transformers) what a reader of the saved model needs: class, labels, padding token."""
+    kind = next(iter(config.architectures or ["ForCausalLM"]))
+    config.architectures = [kind.replace("ForCausalLM", "ForSequenceClassification")]
+    names = outputs or ("reward",)
+    config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+    config.problem_type = None
+    # transformers reads the score at the last token that is not this one: it must not end a turn.
+    ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])}
+    known = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
+    config.pad_token_id = next((i for i in known if i is not None and i not in ends), tokenizer.eos_token_id)
+
+
+def pack_pairs(sequences: Placed, step: int) -> Batch:
+    """Pack the sides of pairs, of which only the last trained token is read."""
+    batch = pack_sides(sequences, pairs=True, share=False, numbers={"margin": 0.0, "output": 0.0})
+    mask_T = batch.token["mask"]
+    places_T = mask_T.nonzero().flatten()
+    seq_T = batch.seq_index[places_T]
+    last = places_T.new_zeros(len(batch)).scatter_reduce(0, seq_T, places_T, "amax")
+    batch.token["mask"] = mask_T.new_zeros(len(mask_T)).index_fill(0, last, True) if len(batch) else mask_T
+    return batch

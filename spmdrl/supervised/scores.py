@@ -1,0 +1,115 @@
+"""The objective of a reward model: the Bradley-Terry loss of pairs, and numbers that tell how good its scores are."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.algos.aggregate import Totals, sum_per_sequence
+from spmdrl.algos.preference import bradley_terry
+from spmdrl.data.batch import Batch
+from spmdrl.data.preferences import CHOSEN
+from spmdrl.policy.contract import LossResult, Objective, Shared
+from spmdrl.spmd.peers import Peers
+from spmdrl.tracking.metrics import Metrics
+
+BINS = 5
+"""Stretches of the probability that the chosen response wins, from 0.5 to 1, whose pairs are looked at together."""
+MOMENTS = ("m", "l", "mm", "ll", "ml")
+"""Means of the lead of the chosen response's score, of its lead in length, of their squares and product."""
+
+
+@dataclass
+class PairCount(Shared):
+    """Counts of a whole optimizer step, over all ranks."""
+
+    pairs: float = 0.0
+
+
+@dataclass
+class ScoreObjective(Objective):
+    """Mean over the pairs of a step.
+
+    The sides of a pair are neighbours in every micro-batch (`seq["unit"]`), the chosen one first. A response's score is
+    that at its last trained token.
+    """
+
+    outputs: tuple[str, ...]
+    """Names of the scores; a pair is of that with the number `seq["output"]`."""
+    centre: float
+    peers: Peers
+    temperature: float = 1.0
+    columns = frozenset({"token/mask", "seq/unit", "seq/margin", "seq/output"})
+    second = "entropy"
+
+    def prepare(self, share: Batch, index: int) -> PairCount:
+        """Implements `prepare` of the contract."""
+        pairs = float((share.seq["sample"] == CHOSEN).sum())
+        (pairs,) = self.peers.sum(torch.tensor([pairs], dtype=torch.float64)).tolist()
+        return PairCount(Totals(2 * pairs, 2 * pairs), pairs=pairs)
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PairCount) -> LossResult:
+        """Implements `loss` of the contract, from scores."""
+        device, metrics = first_T.device, Metrics()
+        output_B = micro.seq["output"].to(device).long()
+        if first_T.dim() == 2:
+            first_T = first_T.gather(1, torch.repeat_interleave(output_B, micro.lengths.to(device))[:, None])[:, 0]
+        mask = micro.token["mask"].to(device)
+        scores_B = sum_per_sequence(
+            torch.where(mask, first_T, torch.zeros_like(first_T)), micro.seq_index.to(device), len(micro)
+        )
+        chosen, rejected = scores_B[0::2], scores_B[1::2]
+        margin = micro.seq["margin"].to(device)[0::2]
+        loss = bradley_terry(chosen, rejected, margin, self.centre).sum() / max(1.0, shared.pairs)
+        metrics.add_sum("loss", loss.detach())
+        lead = (chosen - rejected).detach()
+        self._describe(metrics, micro, lead, output_B[0::2])
+        count = len(lead)
+        for name, value in (("chosen", chosen), ("rejected", rejected)):
+            metrics.add(f"score/{name}", value.detach().mean() if count else 0.0, count)
+        return LossResult(loss, metrics)
+
+    def _describe(self, metrics: Metrics, micro: Batch, lead: torch.Tensor, output_P: torch.Tensor) -> None:
+        """Add accuracy, by output too; what `report` makes calibration and the correlation with length of."""
+        right = (lead > 0).double() + 0.5 * (lead == 0)
+        add = lambda name, x: metrics.add(name, x.mean() if len(x) else 0.0, len(x))  # noqa: E731
+        add("accuracy/mean", right)
+        for i, name in enumerate(self.outputs if len(self.outputs) > 1 else ()):
+            add(f"accuracy/{name}", right[output_P == i])
+        sure = lead.abs().sigmoid()
+        bin_P = ((sure - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
+        for i in range(BINS):
+            metrics.add_sum(f"calibration/{i}", (sure - right)[bin_P == i].sum())
+        metrics.add_sum("calibration/pairs", len(lead))
+        longer = micro.lengths.to(lead.device).double()
+        longer = longer[0::2] - longer[1::2]
+        for name, x in zip(MOMENTS, (lead, longer, lead**2, longer**2, lead * longer), strict=True):
+            add(f"moment/{name}", x)
+
+
+def report(values: dict[str, float]) -> dict[str, float]:
+    """Replace the sums in a step's numbers, whose names may have a prefix, by what they say.
+
+    `calibration/error`: mean distance of the probability that the higher score wins from how often it does, over
+    stretches of that probability (https://arxiv.org/abs/1706.04599). `length/correlation`: of the lead in score with
+    the lead in length, over pairs.
+    """
+    out, sums, moments, pairs = {}, [], {}, 0.0
+    prefix = "eval/" if any(name.startswith("eval/") for name in values) else ""
+    for name, value in values.items():
+        kind, _, rest = name.removeprefix(prefix).partition("/")
+        if kind == "moment":
+            moments[rest] = value
+        elif kind == "calibration" and rest == "pairs":
+            pairs = value
+        elif kind == "calibration":
+            sums.append(abs(value))
+        else:
+            out[name] = value
+    if pairs:
+        out[f"{prefix}calibration/error"] = sum(sums) / pairs
+    if len(moments) == len(MOMENTS):
+        spread = (moments["mm"] - moments["m"] ** 2) * (moments["ll"] - moments["l"] ** 2)
+        if spread > 0:
+            out[f"{prefix}length/correlation"] = (moments["ml"] - moments["m"] * moments["l"]) / math.sqrt(spread)
+    return out
