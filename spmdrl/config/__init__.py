@@ -3,7 +3,7 @@
 schema.py      every setting of a run, one dataclass for each section; the text under a field is its --help
 learning.py    the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
 evaluation.py  settings of an evaluation
-supervised.py  settings that jobs on given rows share; sft.py, preference.py: those of each kind
+supervised.py  settings that jobs on given rows share; sft.py, preference.py, reward_model.py: each kind's
 presets.py     published methods by name, as settings
 load.py        makes one Config from files and flags
 given.py       the user's text for settings: words of the command line, entries of YAML files

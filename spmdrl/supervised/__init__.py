@@ -1,16 +1,18 @@
-"""Jobs that learn from given data: supervised fine-tuning and preference learning.
+"""Jobs that learn from given data: supervised fine-tuning, preference learning, reward models.
 
 run.py           runs the steps of one job
 entry.py         starts a job: rows are read before ranks meet
 build.py         builds a job: rows, model, checkpoints, engine
 sft.py           the parts of supervised fine-tuning
 preference.py    the parts of preference learning
+reward_model.py  the parts of the training of a reward model
 rows.py          draws and encodes the rows of each step
 encoder.py       turns a row into tokens with a loss mask
 objective.py     the loss of supervised fine-tuning
 sides.py         turns a row of preference data into sequences
 pairs.py         the loss of pairs
 labelled.py      the loss of labelled responses
+scores.py        the loss of a reward model
 generations.py   answers of the model during the job
 preview.py       a look at the first rows, for a dry run
 """

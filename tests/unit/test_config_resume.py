@@ -17,11 +17,12 @@ from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.resume import FIXED, FREE, differences, file_digests, listed, may_change, settled
+from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import unlike
 
-SCHEMAS = (Config, SFTConfig, PreferenceConfig, DistillationConfig)
+SCHEMAS = (Config, SFTConfig, PreferenceConfig, RewardModelConfig, DistillationConfig)
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 FLAGS = ["--optimizer.lr", "0.001", "--algo.preset", "dapo", "--lora.targets", "q_proj", "v_proj"]
 
