@@ -1,0 +1,36 @@
+"""Preference learning and reward models as a user starts them: the commands of their pages learn."""
+
+import re
+import shlex
+
+import pytest
+
+from tests.e2e.runner import ROOT, metrics
+from tests.e2e.warm import succeed
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def by_page(page: str, folder) -> list[dict]:
+    """Runs the first command of a page of docs on two ranks; returns the lines of its log that have an evaluation."""
+    text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
+    words = shlex.split(re.findall(r"^torchrun .*$", text, re.MULTILINE)[0])
+    at = words.index(f"spmdrl.{page}")
+    assert words[:at] == ["torchrun", "--nproc-per-node", "2", "-m"]
+    succeed([*words[at + 1 :], "--run.dir", folder], module=f"spmdrl.{page}", ranks=2)
+    return [row for row in metrics(folder) if "eval/accuracy" in row]
+
+
+def test_preference_by_the_command_of_its_page_learns(tmp_path):
+    """Pairs that the policy prefers rightly beside its start: 0.984, 0.934 and 0.953 after 40 steps on seeds 0 to 2."""
+    rows = by_page("preference", tmp_path / "run")
+    assert rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4), "log 2: the policy is the reference"
+    assert rows[-1]["eval/accuracy"] > 0.88 and rows[-1]["eval/loss"] < 0.57, rows
+    assert rows[-1]["eval/rewards/margin"] > 0.3
+
+
+def test_reward_model_by_the_command_of_its_page_learns(tmp_path):
+    """Pairs that are ranked rightly: 0.918, 0.973 and 0.969 after 100 steps on seeds 0 to 2."""
+    rows = by_page("reward_model", tmp_path / "run")
+    assert rows[0]["eval/accuracy"] == 0.5, "the new head gives 0 to everything"
+    assert rows[-1]["eval/accuracy"] > 0.86 and rows[-1]["eval/loss"] < 0.3, rows
