@@ -23,6 +23,7 @@ def train(run) -> None:
         rows = run.rows(step)
         with run.timer("exchange"):
             batch = balance(rows, run.world)
+        run.teach(batch)
         with run.timer("update"):
             stats = run.policy.update(batch, run.objective)
         run.log(step, batch, stats)

@@ -66,7 +66,7 @@ FIXED = (
     *("reward.model", "reward.model_coef"),
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
     *("sft.rows_per_step", "sft.epochs", "sft.train_on", "sft.max_tokens", "sft.too_long", "sft.loss", "sft.neftune"),
-    *("sft.add_tokens", "distill.*"),
+    *("sft.add_tokens", "distill.*", "teacher.*"),
 )
 """Settings, or whole sections, that change the answer."""
 

@@ -8,6 +8,7 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from spmdrl.config.backends import backend_problems
+from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.fields import leaves, refuse, shown
 from spmdrl.config.plan import count, ranks
 from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule, rule_problems
@@ -126,6 +127,19 @@ class GenerateConfig:
 
 
 @dataclass
+class SftTeacherConfig(DivergenceConfig):
+    """A teacher whose distributions are learnt at the trained tokens, in place of the tokens themselves."""
+
+    path: str = ""
+    """The teacher, as `--model.path`. Empty: none."""
+    beta: float = 0.0
+    """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
+    divergence of GKD (https://arxiv.org/abs/2306.13649)."""
+    temperature: float = 1.0
+    """Logits of both are divided by it."""
+
+
+@dataclass
 class SFTConfig(TrainingConfig):
     """Supervised fine-tuning of a language model. Every rank runs this same program."""
 
@@ -134,6 +148,7 @@ class SFTConfig(TrainingConfig):
     optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=2e-5))
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)  # type: ignore[assignment]
     sft: SftConfig = field(default_factory=SftConfig)
+    teacher: SftTeacherConfig = field(default_factory=SftTeacherConfig)
     eval: SftEvalConfig = field(default_factory=SftEvalConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 
@@ -145,6 +160,7 @@ OWN_RULES: dict[str, _Rule] = {
     "sft.max_tokens": (lambda x: x >= 2, "must be at least 2"),
     "sft.neftune": _at_least_0,
     "sft.max_refused": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
+    "teacher.temperature": _positive,
     "eval.rows": _at_least_0,
     "generate.every": _at_least_0,
     "generate.prompts": _at_least_1,
@@ -209,6 +225,7 @@ def _together(config: SFTConfig) -> list[str]:
             f"--sft.add-tokens {shown(config.sft.add_tokens)}: with --lora.rank the rows of new tokens would not be "
             "trained; take one of the two"
         )
+    problems += _teaching(config)
     if config.generate.every and not (config.eval.every and data.eval):
         problems.append(
             f"--generate.every {config.generate.every}: its prompts come from --data.eval, which is missing"
@@ -217,6 +234,20 @@ def _together(config: SFTConfig) -> list[str]:
         problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
     if "eval/" in config.checkpoint.best and not (config.eval.every and data.eval):
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured without --data.eval")
+    return problems
+
+
+def _teaching(config: SFTConfig) -> list[str]:
+    teacher = config.teacher
+    if not teacher.path:
+        plain = SftTeacherConfig()
+        given = [each.name for each in fields(teacher) if getattr(teacher, each.name) != getattr(plain, each.name)]
+        return [f"--teacher.{name.replace('_', '-')}: is read with --teacher.path" for name in given]
+    problems = divergence_problems(teacher, "teacher", config.policy.backend)
+    if config.sft.loss != "nll":
+        problems.append(f"--sft.loss {config.sft.loss}: the loss is the divergence from --teacher.path; leave one out")
+    if config.sft.add_tokens:
+        problems.append(f"--sft.add-tokens {shown(config.sft.add_tokens)}: --teacher.path lacks them; take none")
     return problems
 
 
@@ -250,10 +281,13 @@ def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
     """How the counts multiply out, printed at the start and by `--dry-run`."""
     sft, budget = config.sft, config.policy.max_tokens_per_microbatch
     length = f"{config.run.steps:,} steps" if config.run.steps else f"{sft.epochs:g} times through the rows"
+    teacher = config.teacher
+    taught = [f"teacher  {teacher.path}: {divergence_words(teacher, teacher.temperature)}"] if teacher.path else []
     return [
         f"ranks    {ranks(config, world_size)}",  # type: ignore[arg-type]
         f"data     {', '.join(config.data.train)}",
         f"update   {count(sft.rows_per_step, 'row')} a step, at most {sft.max_tokens:,} tokens a sequence, in "
         f"micro-batches of {budget:,} tokens on a rank",
         f"run      {length}; seed {config.run.seed}",
+        *taught,
     ]

@@ -16,10 +16,12 @@ from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.data.tokens import Masked
 from spmdrl.hub.grown import with_tokens
-from spmdrl.hub.resolve import resolve
-from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.hub.resolve import named, resolve
+from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.backends import backend
+from spmdrl.policy.contract import Objective
+from spmdrl.policy.distillation import DistillObjective, reader_of
 from spmdrl.policy.models import Models
 from spmdrl.rollout.build import context_length
 from spmdrl.session.checkpoints import Checkpoints
@@ -69,6 +71,9 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     share = cfg.policy.share_prompts and not cfg.sft.neftune
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
     models = Models(make(built, world, cfg.run.steps, trainable=True, adapt=True))
+    objective: Objective = SftObjective(cfg.sft.loss, world.data_peers)
+    if cfg.teacher.path:
+        objective = taught(session, models)
     checkpoints = Checkpoints(session, models, data, digest(cfg))
     generations = None
     if cfg.generate.every and held_out:
@@ -76,7 +81,7 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     run = SupervisedRun(
         session=session,
         models=models,
-        objective=SftObjective(cfg.sft.loss, world.data_peers),
+        objective=objective,
         data=data,
         held_out=balance(pack(dealt(held_out, world)), world) if held_out else None,
         generations=generations,
@@ -86,6 +91,22 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
     )
     checkpoints.begin(Generators(world))
     return run
+
+
+def taught(session: Session[SFTConfig], models: Models) -> DistillObjective:
+    """Build the teacher, and return the objective of learning from it. Collective.
+
+    Raises:
+        ValueError: it does not read the student's tokens.
+    """
+    cfg, world, told = session.cfg, session.world, session.cfg.teacher
+    session.note(f"building teacher {told.path}")
+    with named("--teacher.path"):
+        check_same_tokens(told.path, cfg.model.path, "--teacher.path", cfg.model.trust_remote_code)
+        teacher = models.reference = backend(cfg.policy.backend)(cfg, world, 0, trainable=False, path=told.path)
+    reader = reader_of(told, "teacher", [cfg.model.path, told.path], cfg.model)
+    head = None if told.top_k else teacher.output_head()
+    return DistillObjective(told, reader, {"reference": head}, told.temperature, world.data_peers)
 
 
 def model_folder(cfg: SFTConfig) -> Path:

@@ -13,6 +13,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
 from spmdrl.policy.contract import Objective
+from spmdrl.policy.distillation import DistillObjective
 from spmdrl.policy.models import Models
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.journal import Journal
@@ -76,6 +77,13 @@ class SupervisedRun:
         with self.timer("rows"):
             mine, self.counts = self.data.take(step, last=step + 1 == self.cfg.run.steps)
             return pack(mine.sequences, self.cfg.sft.neftune, (self.cfg.run.seed, step))
+
+    def teach(self, batch: Batch) -> None:
+        """Add what the teacher says of the trained tokens, where there is one. Collective."""
+        if isinstance(self.objective, DistillObjective):
+            assert self.models.reference is not None
+            with self.timer("logp"):
+                self.objective.ask(batch, "reference", self.models.reference)
 
     def evaluate(self, step: int, force: bool = False) -> None:
         """Measure the loss on the held-out rows if that is due before this step. Collective."""
