@@ -7,7 +7,7 @@ order in which they come (`data/mixture.py`), the loss (`supervised/objective.py
 """
 
 from spmdrl.config.load import load_or_exit
-from spmdrl.config.sft import SFTConfig, check_sft
+from spmdrl.config.sft import SFTConfig, check_sft, sft_lines
 from spmdrl.session.environ import postpone_collections, prepare
 
 
@@ -21,6 +21,7 @@ def train(run) -> None:
         rows = run.rows(step)
         with run.timer("exchange"):
             batch = balance(rows, run.world)
+        run.score(batch)
         with run.timer("update"):
             stats = run.policy.update(batch, run.objective)
         run.log(step, batch, stats)
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     from spmdrl.supervised.sft import begin_sft, build_sft
     from spmdrl.tracking.console import SUPERVISED
 
-    launch(loaded, Kind(prog, begin_sft, build_sft, SUPERVISED), train)
+    launch(loaded, Kind(prog, begin_sft, build_sft, SUPERVISED, sft_lines), train)
 
 
 if __name__ == "__main__":

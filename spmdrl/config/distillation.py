@@ -8,6 +8,7 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from spmdrl.config.checks import check
+from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.fields import ConfigError, refuse
 from spmdrl.config.learning import (
     AlgoConfig,
@@ -41,17 +42,9 @@ class TeacherConfig(ReferenceConfig):
 
 
 @dataclass
-class DistillSection:
-    """The divergence that the student learns by. The teacher is `--reference.path`."""
+class DistillSection(DivergenceConfig):
+    """The divergence that the student learns by, further teachers, and what they and the student read."""
 
-    beta: float = 1.0
-    """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
-    divergence of GKD (https://arxiv.org/abs/2306.13649)."""
-    top_k: int = 0
-    """Compare the teacher's K likeliest tokens of each place. 0: all tokens of the vocabulary."""
-    tail: Literal["bucket", "renormalize"] = "bucket"
-    """All tokens that are not among the K: `bucket` counts them as one; `renormalize` leaves them out, and compares
-    the distributions over the K tokens."""
     more_teachers: tuple[str, ...] = ()
     """Further teachers. `path=weight`: its divergence counts that much, and the first teacher's 1, in a weighted mean.
     `path@source`: it alone teaches the rows whose `data_source` is that."""
@@ -137,9 +130,8 @@ def check_distillation(config: DistillationConfig, world_size: int) -> None:
 
 
 def _problems(config: DistillationConfig) -> list[str]:
-    distill, problems = config.distill, []
-    if not 0 <= distill.beta <= 1:
-        problems.append(f"--distill.beta {distill.beta}: must lie in [0, 1]")
+    distill = config.distill
+    problems = divergence_problems(distill, "distill", config.policy.backend)
     try:
         further_teachers(config)
     except ValueError as error:
@@ -153,17 +145,6 @@ def _problems(config: DistillationConfig) -> list[str]:
         problems.append(f"--distill.given-per-step {distill.given_per_step}: must be at least 0")
     if distill.given_column and not distill.given_per_step:
         problems.append(f"--distill.given-column {distill.given_column}: is read with --distill.given-per-step above 0")
-    if distill.top_k < 0:
-        problems.append(f"--distill.top-k {distill.top_k}: must be at least 0")
-    if distill.tail == "renormalize" and not distill.top_k:
-        problems.append("--distill.tail renormalize: leaves out what is not among --distill.top-k, which is 0: set it")
-    if distill.tail == "renormalize" and distill.top_k == 1:
-        problems.append("--distill.tail renormalize: over --distill.top-k 1 both give it probability 1; take bucket")
-    if config.policy.backend == "megatron":
-        problems.append(
-            "--policy.backend megatron: its ranks divide the vocabulary, and no divergence is computed over them; "
-            "take fsdp"
-        )
     if config.parallel.scoring_ranks and not distill.top_k:
         problems.append(
             f"--parallel.scoring-ranks {config.parallel.scoring_ranks}: a teacher on ranks of its own sends its "
@@ -175,9 +156,7 @@ def _problems(config: DistillationConfig) -> list[str]:
 def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
     """How the counts multiply out, printed at the start and by `--dry-run`."""
     distill = config.distill
-    kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(distill.beta, f"Jensen-Shannon divergence, beta {distill.beta:g}")
-    over = f"the teacher's {distill.top_k:,} likeliest tokens" if distill.top_k else "all tokens"
-    line = f"teacher  {config.reference.path}: {kind} over {over}, temperature {config.rollout.temperature:g}"
+    line = f"teacher  {config.reference.path}: {divergence_words(distill, config.rollout.temperature)}"
     given, sampled = distill.given_per_step, config.rollout.prompts_per_step
     mixed = [f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled"]
     more = [

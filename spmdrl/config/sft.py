@@ -1,12 +1,13 @@
 """Settings of supervised fine-tuning, and the rules for them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Literal
 
+from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.fields import refuse, shown
-from spmdrl.config.rules import _at_least_0, _Rule
-from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supervised_problems
+from spmdrl.config.rules import _at_least_0, _positive, _Rule
+from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supervised_lines, supervised_problems
 
 
 @dataclass
@@ -26,14 +27,28 @@ class SFTMethod:
 
 
 @dataclass
+class SFTTeacher(DivergenceConfig):
+    """A teacher whose distributions are learnt at the trained tokens, in place of the tokens themselves."""
+
+    path: str = ""
+    """The teacher, as `--model.path`. Empty: none."""
+    beta: float = 0.0
+    """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between: the generalised Jensen-Shannon
+    divergence of GKD (https://arxiv.org/abs/2306.13649)."""
+    temperature: float = 1.0
+    """Logits of both are divided by it."""
+
+
+@dataclass
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning of a language model. Every rank runs this same program."""
 
     run: SupervisedRunConfig = field(default_factory=partial(SupervisedRunConfig, name="sft"))
     sft: SFTMethod = field(default_factory=SFTMethod)
+    teacher: SFTTeacher = field(default_factory=SFTTeacher)
 
 
-OWN_RULES: dict[str, _Rule] = {"sft.neftune": _at_least_0}
+OWN_RULES: dict[str, _Rule] = {"sft.neftune": _at_least_0, "teacher.temperature": _positive}
 
 
 def check_sft(config: SFTConfig, world_size: int) -> None:
@@ -50,4 +65,25 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
             f"--sft.add-tokens {shown(config.sft.add_tokens)}: with --lora.rank the rows of new tokens would not be "
             "trained; take one of the two"
         )
-    refuse(problems)
+    refuse(problems + _teaching(config))
+
+
+def _teaching(config: SFTConfig) -> list[str]:
+    teacher = config.teacher
+    if not teacher.path:
+        plain = SFTTeacher()
+        given = [each.name for each in fields(teacher) if getattr(teacher, each.name) != getattr(plain, each.name)]
+        return [f"--teacher.{name.replace('_', '-')}: is read with --teacher.path" for name in given]
+    problems = divergence_problems(teacher, "teacher", config.policy.backend)
+    if config.sft.loss != "nll":
+        problems.append(f"--sft.loss {config.sft.loss}: the loss is the divergence from --teacher.path; leave one out")
+    if config.sft.add_tokens:
+        problems.append(f"--sft.add-tokens {shown(config.sft.add_tokens)}: --teacher.path lacks them; take none")
+    return problems
+
+
+def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
+    """How the counts multiply out, printed at the start and by `--dry-run`."""
+    teacher = config.teacher
+    taught = [f"teacher  {teacher.path}: {divergence_words(teacher, teacher.temperature)}"] if teacher.path else []
+    return supervised_lines(config, world_size) + taught

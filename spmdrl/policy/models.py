@@ -36,8 +36,6 @@ class Models:
     """The Policy that learns; None on a rank that does not train."""
     reference: Policy | None = None
     """The reference of the KL term; in distillation, the teacher."""
-    teachers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further teachers of a distillation, by name."""
     critic: Policy | None = None
     cost_critic: Policy | None = None
     process: Policy | None = None
@@ -51,6 +49,8 @@ class Models:
     """How the reward model reads responses (`rl/reading.py`); None: its score is that of the last token."""
     cost_reading: Any = None
     """How the cost model does, alike."""
+    teachers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further teachers of a distillation, by name; the first one is the reference."""
 
     def named(self) -> Iterator[tuple[str, Policy]]:
         """Yield the models of this rank with their names; a model with two roles once."""

@@ -19,7 +19,6 @@ retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
 objectives.py    losses of the policy, a critic, a process reward model
 distillation.py  what teachers say of a batch, responses of the data set
-distill_objective.py  the divergence that a student learns by
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       makes an Algorithm from settings
 spikes.py        keeps the batch of an anomalous optimizer step

@@ -17,7 +17,7 @@ from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.resolve import resolve
-from spmdrl.rl.distill_objective import DistillObjective, reader_of, share_name
+from spmdrl.policy.distillation import DistillObjective, reader_of, share_name
 from spmdrl.rl.run import Run
 from spmdrl.rollout.build import context_length
 from spmdrl.spmd.seeds import seed_for
@@ -37,7 +37,8 @@ class Distillation:
         """
         assert isinstance(run.cfg, DistillationConfig)
         self.run, self.cfg = run, run.cfg
-        self.reader = reader_of(self.cfg)
+        paths = [self.cfg.model.path, self.cfg.reference.path, *(t.path for t in further_teachers(self.cfg).values())]
+        self.reader = reader_of(self.cfg.distill, "distill", paths, self.cfg.model)
         self.prompts = teacher_prompts(self.cfg, run.tokenizer) if self.cfg.distill.teacher_template else {}
         prompts = run.prompts.prompts
         self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
@@ -113,7 +114,8 @@ class Distillation:
     def objective(self) -> DistillObjective:
         """The objective of an update, with the teachers' output heads. Collective over the ranks that train."""
         heads = {name: None if self.reader.top_k else each.output_head() for name, each in self.teachers.items()}
-        return DistillObjective(self.cfg, self.reader, heads, self.run.peers)
+        # One temperature for all, at which the student samples, too.
+        return DistillObjective(self.cfg.distill, self.reader, heads, self.cfg.rollout.temperature, self.run.peers)
 
 
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:

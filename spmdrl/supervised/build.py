@@ -80,21 +80,22 @@ def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any
     return backend(cfg.policy.backend)(built, session.world, cfg.run.steps, trainable=True, adapt=True)
 
 
-def frozen(session: Session[SupervisedConfig], path: str, flag: str, learning: Any) -> Any:
+def frozen(session: Session[SupervisedConfig], path: str, flag: str, learning: Any = None) -> Any:
     """Build a frozen language model. Collective.
 
-    path: as `--model.path`, which empty means; then adapters are left out of the policy instead of a second copy of it.
+    path: as `--model.path`, which empty means. learning: the policy; with adapters, the model that it began as is the
+    policy without them instead of a second copy.
 
     Raises:
         ValueError: its tokenizer is not the policy's.
     """
     cfg = session.cfg
-    if cfg.lora.rank and path in ("", cfg.model.path):
+    if learning and cfg.lora.rank and path in ("", cfg.model.path):
         return BaseOf(learning)
     if path:
         with named(flag):
             check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
-    session.note(f"building reference {path or cfg.model.path}")
+    session.note(f"building {flag.split('.')[0].strip('-')} {path or cfg.model.path}")
     return backend(cfg.policy.backend)(cfg, session.world, 0, trainable=False, path=path)
 
 

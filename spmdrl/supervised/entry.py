@@ -26,6 +26,8 @@ class Kind:
     build: Callable[[Session[Any]], SupervisedRun]
     columns: Columns
     """Metrics on the console."""
+    lines: Callable[[Any, int], list[str]] = supervised_lines
+    """How the counts of the settings multiply out on so many ranks."""
 
 
 def launch(loaded: Loaded[Any], kind: Kind, train: Callable[[SupervisedRun], None]) -> None:
@@ -36,7 +38,7 @@ def launch(loaded: Loaded[Any], kind: Kind, train: Callable[[SupervisedRun], Non
         seen = preview(kind.begin(loaded.config), mixture) if loaded.dry_run else []
     except ValueError as error:
         exit_with(f"{kind.prog}: {error}")
-    plan = lambda cfg, size: supervised_lines(cfg, size) + seen  # noqa: E731
+    plan = lambda cfg, size: kind.lines(cfg, size) + seen  # noqa: E731
     with open_run(loaded, kind.build, plan, columns=kind.columns) as run:
         if run is not None:
             train(run)

@@ -14,6 +14,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
 from spmdrl.policy.contract import MEASURE, Objective
+from spmdrl.policy.distillation import DistillObjective
 from spmdrl.policy.models import Models
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.journal import Journal
@@ -45,6 +46,8 @@ class SupervisedRun:
     step_began: float = 0.0
     numbers: dict[str, float] | None = None
     """Numbers of an evaluation that the next line of the log takes."""
+    measured: Objective | None = None
+    """The loss of an evaluation; None: that which is trained."""
     moves: FixedModelConfig | None = None
     """When the reference moves; None: never."""
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
@@ -85,10 +88,18 @@ class SupervisedRun:
             return self.pack(mine.sequences, step)
 
     def score(self, batch: Batch) -> None:
-        """Add the reference's log p of each token, if there is a reference. Collective."""
-        if self.models.reference is not None and "ref_logp" not in batch.token:
-            with self.timer("logp"):
-                batch.token["ref_logp"], _ = self.models.reference.logprobs(batch, 1.0, self.objective.second)
+        """Add what the objective needs of the frozen model, if there is one. Collective.
+
+        Of a teacher its distributions, of a reference log p of each token.
+        """
+        objective, model = self.objective, self.models.reference
+        if model is None:
+            return
+        with self.timer("logp"):
+            if isinstance(objective, DistillObjective):
+                objective.ask(batch, "reference", model)
+            elif "ref_logp" not in batch.token:
+                batch.token["ref_logp"], _ = model.logprobs(batch, 1.0, objective.second)
 
     def move_reference(self, step: int) -> None:
         """Move the reference to the policy if that is due after this step. Collective."""
@@ -105,9 +116,10 @@ class SupervisedRun:
         every = self.cfg.eval.every
         if self.held_out is None or not every or (step % every and not force):
             return
-        held_out, objective, world = self.held_out, self.objective, self.world
+        held_out, objective, world = self.held_out, self.measured or self.objective, self.world
         with self.timer("eval"), torch.no_grad():
-            self.score(held_out)
+            if self.measured is None:
+                self.score(held_out)
             shared = objective.prepare(held_out, MEASURE)
             first_T, second_T = self.policy.logprobs(held_out, 1.0, objective.second)
             stats = objective.loss(held_out, first_T, second_T, shared).stats

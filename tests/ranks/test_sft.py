@@ -18,8 +18,10 @@ from spmdrl.supervised.build import with_steps
 from spmdrl.supervised.rows import open_mixture
 from spmdrl.supervised.sft import build_sft
 from spmdrl.tracking.metrics import Timer
+from tests.ranks.cases import small_model
 from tests.ranks.demo import Interrupted, dying, metrics, untimed
 from tests.ranks.harness import RankError, run_ranks
+from tests.unit.test_kernel_distill import definition
 
 ASKED = ["reverse abc", "say it twice", "what is 2 + 3", "the capital of France", "count to five"]
 SAID = ["cba", "it it", "5", "Paris, which lies on the Seine", "1 2 3 4 5"]
@@ -83,6 +85,7 @@ def first_gradient(world, folder: str, data: str, sections: dict) -> dict[str, t
     """Returns the gradient of the first step, whole, and what it says of itself."""
     run = opened(world, folder, data, sections)
     batch = balance(run.rows(0), world)
+    run.score(batch)
     shared = run.objective.prepare(batch, 0)
     stats = run.policy.gradient(run.policy.microbatches(batch), run.objective, shared)
     found = {name: p.grad.full_tensor().detach().clone() for name, p in run.policy.model.named_parameters()}
@@ -255,3 +258,44 @@ def test_refused_rows_are_named_counted_and_end_the_job(data, tmp_path):
     why = {21: "message 1 has the role 'wizard'", 22: "not a list of messages", 23: "it needs messages", 24: "not JSON"}
     told = [line for line, said in why.items() if said in str(error.value) and f"{bad}:{line}: " in str(error.value)]
     assert len(told) == 3
+
+
+def first_rows(world, folder: str, data: str, sections: dict) -> list:
+    """Returns tokens and mask of the sequences of the first step."""
+    run = opened(world, folder, data, sections)
+    batch = run.rows(0)
+    run.close()
+    lengths = batch.lengths.tolist()
+    return list(zip(*(batch.token[name].split(lengths) for name in ("tokens", "mask")), strict=True))
+
+
+@pytest.mark.parametrize("teacher", [{"beta": 0.5, "temperature": 2.0}, {"top_k": 46, "temperature": 2.0}], ids=str)
+def test_parity_a_teacher_of_given_rows_is_that_of_transformers_on_any_layout(teacher, data, tmp_path):
+    """By full logits over the 47 tokens; 46 of them and the bucket of the last one are all."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = small_model(tmp_path / "teacher", seed=5, hidden_size=48, vocab_size=64)
+    sections = DOUBLE | {"teacher": {"path": theirs} | teacher}
+    (got,) = run_ranks(first_gradient, 1, str(tmp_path / "one"), data, sections)
+    (rows,) = run_ranks(first_rows, 1, str(tmp_path / "rows"), data, sections)
+    paths = (resolve("tiny"), theirs)
+    student, frozen = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in paths)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for tokens, mask in rows:
+        at = mask[1:].nonzero().flatten()
+        s, t = (torch.log_softmax(m(tokens[None]).logits[0, at, :47] / 2, -1) for m in (student, frozen))
+        total = total + definition(s, t.detach(), teacher.get("beta", 0.0)).sum()
+        count += len(at)
+    (total / count).backward()
+    assert got["loss"].item() == pytest.approx((total / count).item(), rel=1e-9)
+    for name, p in student.named_parameters():
+        if f"hf.{name}" in got:
+            torch.testing.assert_close(got[f"hf.{name}"], p.grad, rtol=1e-7, atol=1e-10)
+    if not teacher.get("top_k"):
+        for other in run_ranks(first_gradient, 2, str(tmp_path / "two"), data, sections):
+            for name, value in got.items():
+                torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-12)
+    more = {"teacher": sections["teacher"], "sft": {"neftune": 5.0}}
+    run_ranks(trained, 2, str(tmp_path / "learns"), data, more)
+    losses = [row["divergence/mean"] for row in metrics(tmp_path / "learns")]
+    assert losses[-1] < 0.9 * losses[0]

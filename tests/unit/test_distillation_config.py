@@ -12,6 +12,7 @@ from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.resume import differences, may_change
+from spmdrl.config.sft import SFTConfig, check_sft
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.rl.compose import compose
@@ -29,8 +30,11 @@ def read(words: str) -> DistillationConfig:
         ("", "--reference.path '': distill learns from a teacher; name its model"),
         ("--distill.beta 1.5", "--distill.beta 1.5: must lie in [0, 1]"),
         ("--distill.top-k -1", "--distill.top-k -1: must be at least 0"),
-        ("--distill.tail renormalize", "leaves out what is not among --distill.top-k, which is 0"),
-        ("--distill.tail renormalize --distill.top-k 1", "both give it probability 1; take bucket"),
+        ("--distill.tail renormalize", "with --distill.top-k 0 no token is left out; take bucket"),
+        (
+            "--distill.tail renormalize --distill.top-k 1",
+            "with --distill.top-k 1 over one token both give it probability 1; take bucket",
+        ),
         ("--policy.backend megatron", "its ranks divide the vocabulary"),
         (
             "--parallel.placement split --parallel.rollout-ranks 1 --parallel.scoring-ranks 1",
@@ -48,6 +52,24 @@ def test_distillation_is_refused_where_settings_do_not_fit(words, said):
     teacher = "" if "''" in said else "--reference.path tiny "
     with pytest.raises(ConfigError) as error:
         check_distillation(read(teacher + words), 4)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--teacher.beta 0.5", "--teacher.beta: is read with --teacher.path"),
+        ("--teacher.path tiny --teacher.beta 2", "--teacher.beta 2.0: must lie in [0, 1]"),
+        ("--teacher.path tiny --teacher.temperature 0", "--teacher.temperature"),
+        ("--teacher.path tiny --sft.loss dft", "--sft.loss dft: the loss is the divergence from --teacher.path"),
+        ("--teacher.path tiny --sft.add-tokens <a>", "--teacher.path lacks them"),
+        ("--teacher.path tiny --policy.backend megatron", "its ranks divide the vocabulary"),
+    ],
+)
+def test_a_teacher_of_given_rows_is_refused_where_settings_do_not_fit(words, said):
+    config = from_command_line(words.split(), "python -m spmdrl.sft", SFTConfig).config
+    with pytest.raises(ConfigError) as error:
+        check_sft(config, 2)
     assert said in str(error.value)
 
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.algos.aggregate import token_weights
-from spmdrl.config.distillation import DistillationConfig, further_teachers
+from spmdrl.algos.aggregate import Totals, count_totals, token_weights
+from spmdrl.config.divergence import DivergenceConfig
+from spmdrl.config.schema import ModelConfig
 from spmdrl.data.batch import Batch
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
-from spmdrl.policy.contract import HeadFunction, LossResult, Objective, OutputHead, Shared
-from spmdrl.rl.algorithm import mean
-from spmdrl.rl.objectives import totals
+from spmdrl.policy.contract import HeadFunction, LossResult, Objective, OutputHead, Policy, Shared
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 from spmdrl_kernels.distill import distillation_loss, top_logprobs
@@ -44,9 +43,8 @@ class Reader:
         """The columns of no tokens."""
         if not self.top_k:
             return (torch.zeros(0, 1, dtype=self.dtype),)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        ids = torch.zeros(0, self.top_k, dtype=torch.int32)
-        return ids, torch.zeros(0, self.top_k, dtype=wide), torch.zeros(0, dtype=wide)
+        ids, like = torch.zeros(0, self.top_k, dtype=torch.int32), torch.zeros(0, dtype=self.dtype)
+        return ids, torch.zeros(0, self.top_k, dtype=wide(like)), torch.zeros(0, dtype=wide(like))
 
     def __call__(
         self,
@@ -63,21 +61,22 @@ class Reader:
         return None, (found[0].int(), *found[1:])
 
 
-def reader_of(cfg: DistillationConfig) -> Reader:
-    """The reader of a run.
+def reader_of(told: DivergenceConfig, section: str, paths: list[str], model: ModelConfig) -> Reader:
+    """The reader for a student and its teachers.
+
+    section: of the settings, for messages. paths: student and teachers, as `--model.path`. model: settings of all.
 
     Raises:
-        ValueError: `--distill.top-k` is not below the number of tokens.
+        ValueError: top_k is not below the number of tokens.
     """
-    trust = cfg.model.trust_remote_code
-    others = (teacher.path for teacher in further_teachers(cfg).values())
-    folders = [resolve(path, trust) for path in (cfg.model.path, cfg.reference.path, *others)]
-    vocab = min(read_config(folder, trust).get_text_config().vocab_size for folder in folders)
-    if cfg.distill.top_k >= vocab:
+    trust = model.trust_remote_code
+    configs = [read_config(resolve(path, trust), trust).get_text_config() for path in paths]
+    vocab = min(config.vocab_size for config in configs)
+    if told.top_k >= vocab:
         raise ValueError(
-            f"--distill.top-k {cfg.distill.top_k}: student and teacher share {vocab} tokens; take fewer, or 0 for all"
+            f"--{section}.top-k {told.top_k}: student and teacher share {vocab} tokens; take fewer, or 0 for all"
         )
-    return Reader(cfg.distill.top_k, vocab, DTYPES[cfg.model.dtype])
+    return Reader(told.top_k, vocab, DTYPES[model.dtype])
 
 
 def share_name(teacher: str) -> str:
@@ -90,17 +89,33 @@ class DistillObjective(Objective):
 
     second = "entropy"
 
-    def __init__(self, cfg: DistillationConfig, reader: Reader, teachers: dict[str, OutputHead | None], peers: Peers):
-        """teachers: by name, each with its output head where all logits are compared."""
-        self.cfg, self.reader, self.teachers, self.peers = cfg.distill, reader, teachers, peers
-        # One temperature for all, at which the student samples, too.
-        self.temperature = cfg.rollout.temperature
+    def __init__(
+        self,
+        cfg: DivergenceConfig,
+        reader: Reader,
+        teachers: dict[str, OutputHead | None],
+        temperature: float,
+        peers: Peers,
+    ):
+        """teachers: by name, each with its output head where all logits are compared. temperature: of all models."""
+        self.cfg, self.reader, self.teachers, self.peers = cfg, reader, teachers, peers
+        self.temperature = temperature
         columns = {f"token/{column}" for name in teachers for column in reader.names(name)}
         self.columns = frozenset(columns | {f"seq/{share_name(name)}" for name in teachers})
 
+    def ask(self, batch: Batch, name: str, teacher: Policy) -> None:
+        """Add the columns of a teacher that teaches every sequence. Collective."""
+        # It reads the tokens as they are, whatever noise the student learns with.
+        token = {column: batch.token[column] for column in ("tokens", "mask")}
+        found = teacher.read(Batch(batch.lengths, token, batch.seq), self.temperature, self.reader) or self.reader.none
+        batch.token |= dict(zip(self.reader.names(name), found, strict=True))
+        batch.seq[share_name(name)] = torch.ones(len(batch), dtype=torch.float64)
+
     def prepare(self, share: Batch, index: int) -> Shared:
         """Implements `prepare` of the contract."""
-        return Shared(totals(share, self.peers))
+        local = count_totals(share.token["mask"], share.seq_index)
+        counts = torch.tensor([local.tokens, local.sequences], dtype=torch.float64)
+        return Shared(Totals(*self.peers.sum(counts).tolist()))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `loss` of the contract, from divergence and entropy."""
@@ -108,7 +123,8 @@ class DistillObjective(Objective):
         loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
         metrics.add_sum("loss", loss)
         for name, value_T in (("divergence/mean", first_T), ("entropy/mean", second_T)):
-            metrics.add(name, mean(value_T.detach(), mask), mask.sum())
+            total = torch.where(mask, value_T.detach(), torch.zeros_like(value_T)).double().sum()
+            metrics.add(name, total / mask.sum().clamp(min=1), mask.sum())
         return LossResult(loss, metrics)
 
     def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
