@@ -74,7 +74,7 @@ class SupervisedDataConfig:
 
 
 @dataclass
-class SftConfig:
+class SFTMethodConfig:
     """Rows of a step, and the tokens of them that are trained."""
 
     rows_per_step: int = 64
@@ -134,7 +134,7 @@ class SFTConfig(TrainingConfig):
     parallel: SupervisedParallelConfig = field(default_factory=SupervisedParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=2e-5))
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)  # type: ignore[assignment]
-    sft: SftConfig = field(default_factory=SftConfig)
+    sft: SFTMethodConfig = field(default_factory=SFTMethodConfig)
     eval: SftEvalConfig = field(default_factory=SftEvalConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 

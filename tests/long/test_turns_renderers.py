@@ -34,7 +34,7 @@ PAIRS = {
 DIALOGUES, LIMIT = 30, 20
 """Dialogues for each template, and seconds for each renderer."""
 OPENED = ("", "<think>", "<think>\n")
-"""Beginnings of an empty thought. The generation prompt of these models holds them, so that no model generates them; the
+"""Beginnings of an empty thought. The generation prompt of these models holds them, so that none generates them; the
 package trains them."""
 TOKEN = re.compile(r'"(<[^"\s<>]{1,40}>|<\|[^"\s]{1,40}\|>)"')
 """Control tokens in the sources of the package, which its renderers look for."""
