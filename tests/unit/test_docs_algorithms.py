@@ -101,7 +101,7 @@ def evidence(page: str) -> dict[str, str]:
 
 
 @cache
-def load(job: str, *flags: str) -> Any:
+def load(*flags: str, job: str = "train") -> Any:
     """Loads the settings that flags ask for in the project's folder."""
     with contextlib.chdir(ROOT):
         return from_command_line(flags, schema=JOBS[job][0]).config
@@ -113,7 +113,7 @@ def job_of(path: Path) -> str:
 
 
 def run_of(path: Path) -> Any:
-    return load(job_of(path), "--config", name_of(path))
+    return load("--config", name_of(path), job=job_of(path))
 
 
 def table(text: str) -> list[list[str]]:
@@ -293,7 +293,7 @@ COMMANDS = [
 @pytest.mark.parametrize(("job", "ranks", "flags"), COMMANDS)
 def test_command_passes_the_checks_on_its_number_of_ranks(job, ranks, flags, monkeypatch):
     monkeypatch.chdir(ROOT)
-    JOBS[job][1](load(job, *flags), ranks)
+    JOBS[job][1](load(*flags, job=job), ranks)
     if job == "train":
         check_use(from_command_line(flags))
 
