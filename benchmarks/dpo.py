@@ -103,6 +103,10 @@ def trl(job: Job, folder: Path) -> None:
         def on_train_end(self, *args, **kwargs):
             turns.arrive()
 
+    class Encoded(DPOTrainer):
+        def _prepare_dataset(self, dataset, *args, **kwargs):
+            return dataset
+
     config = DPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
@@ -122,7 +126,7 @@ def trl(job: Job, folder: Path) -> None:
     )
     held = Dataset.from_dict(json.loads((folder / "encoded.json").read_text()))
     model = (folder / "model").read_text()
-    trainer = DPOTrainer(model=model, args=config, train_dataset=held, callbacks=[Clock()])
+    trainer = Encoded(model=model, args=config, train_dataset=held, callbacks=[Clock()])
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     told = {"losses": [losses[0], losses[-1]], "peak_mib": peak_mib(), "dtype": str(trainer.model.dtype)}
