@@ -17,11 +17,11 @@ from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
 from spmdrl.rl.compose import compose
 from spmdrl.rl.rehearsal import ELSEWHERE, check_use, is_judged, read_after, settings_read, single_changes
+from tests.unit.test_docs_algorithms import YAMLS, job_of
 
 ROOT = Path(__file__).resolve().parents[2]
-YAMLS = sorted([*(ROOT / "recipes").glob("**/*.yaml"), *(ROOT / "configs").glob("**/*.yaml")])
-# Those of other entry points are read by tests/unit/test_docs_algorithms.py.
-YAMLS = [path for path in YAMLS if path.parent.name not in ("opd", "sft_gsm8k")]
+TRAINED = [path for path in YAMLS if job_of(path) == "train"]
+"""Those of other entry points are loaded by test_docs_algorithms.py alone."""
 
 
 def refusal(*words: str) -> str:
