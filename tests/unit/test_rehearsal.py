@@ -101,7 +101,7 @@ def test_every_preset_is_taken_and_rehearsed(preset):
     assert unread == ({"algo.aggregation"} if config.algo.loss in SEQUENCE_LOSSES else set())
 
 
-@pytest.mark.parametrize("file", YAMLS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("file", TRAINED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_configs_and_recipes_have_no_setting_without_effect(file):
     with contextlib.chdir(ROOT):
         check_use(from_command_line(["--config", str(file)]))
