@@ -12,6 +12,8 @@ from spmdrl.tracking.console import clean
 
 ROWS = 200
 """Rows that are looked at."""
+SHOWN = 2
+"""Sequences of the example that are shown: both sides of a pair."""
 LONGEST = 1500
 """Characters of the example that are shown."""
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -27,7 +29,7 @@ def preview(begun: Start, mixture: Mixture, colour: bool | None = None) -> list[
     """
     notes, refused = Counter(), []
     sequences: list[Masked] = []
-    example = ""
+    example, pieces = "", list[Masked]()
     for drawn in mixture.draw(min(ROWS, mixture.rows or ROWS)):
         try:
             found = begun.encode(drawn.read())
@@ -36,7 +38,8 @@ def preview(begun: Start, mixture: Mixture, colour: bool | None = None) -> list[
             continue
         notes += found.notes
         sequences += found.sequences
-        example = example or (drawn.where if found.sequences else "")
+        if found.sequences and not pieces:
+            example, pieces = drawn.where, found.sequences[:SHOWN]
     if not sequences:
         raise ValueError("none of the first rows can be trained, such as:\n  " + "\n  ".join(refused[:5]))
     tokens, trained = sum(map(len, sequences)), sum(int(s.mask.sum()) for s in sequences)
@@ -49,7 +52,11 @@ def preview(begun: Start, mixture: Mixture, colour: bool | None = None) -> list[
     ]
     coloured = sys.stdout.isatty() if colour is None else colour
     lines.append(f"example  {example}, the trained text {'in green' if coloured else 'in [[ ]]'}:")
-    return lines + [f"  {line}" for line in shown(sequences[0], begun.tokenizer, coloured).split("\n")]
+    for number, piece in enumerate(pieces):
+        lines += ["  ---"] * (number > 0) + [
+            f"  {line}" for line in shown(piece, begun.tokenizer, coloured).split("\n")
+        ]
+    return lines
 
 
 def shown(sequence: Masked, tokenizer: Any, colour: bool) -> str:

@@ -13,7 +13,9 @@ from spmdrl.config.resume import FIXED, FREE, listed
 from spmdrl.data.builtin import builtin_rows
 from spmdrl.data.dialogues import RowError
 from spmdrl.data.preferences import CHOSEN, REJECTED, PreferenceColumns, preference_of
-from spmdrl.supervised.preview import shown
+from spmdrl.supervised.build import Start
+from spmdrl.supervised.preview import preview, shown
+from spmdrl.supervised.rows import open_mixture
 from spmdrl.supervised.sides import SideEncoder, pack_sides
 from tests.unit.dialogues import tokenizer_for
 from tests.unit.test_sft_rows import CHATML
@@ -211,3 +213,14 @@ def test_rows_of_published_sets():
     for row in (ultra, orca):
         got = told(encoder(), json.loads(json.dumps(row)))
         assert got[CHOSEN].endswith("[[a<|im_end|>]]") and got[REJECTED].endswith("[[b<|im_end|>]]")
+
+
+def test_dry_run_shows_both_sides_of_a_pair(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "one", "chosen": "right", "rejected": "wrong"}) + "\n")
+    cfg = dataclasses.replace(PreferenceConfig(), data=dataclasses.replace(PreferenceDataConfig(), train=(str(file),)))
+    encode = encoder()
+    begun = Start(tmp_path, encode.encoder.tokenizer, cfg.data.max_tokens, encode)
+    lines = preview(begun, open_mixture(cfg), colour=False)
+    asked = [f"  {line}" for line in chatml(*ASKED, said="right").split("\n")]
+    assert lines[-2 * len(asked) - 1 :] == [*asked, "  ---", *asked[:-1], asked[-1].replace("right", "wrong")]
