@@ -71,6 +71,9 @@ class FixedModelConfig:
     """Move it to the policy every N steps (TR-DPO, https://arxiv.org/abs/2404.09656). 0: never."""
     mix: float = 1.0
     """Share of the policy in it at such a move; 1 takes the policy's weights."""
+    precompute: bool = False
+    """Let it read all rows before the first step, and keep what it says of them in the run folder instead of the model
+    in memory."""
 
 
 @dataclass
@@ -178,9 +181,25 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
         problems.append("--preference.weighted, --preference.tail: are of pairs; leave them out")
     if config.reference.refresh_every and not has_reference(chosen):
         problems.append("--reference.refresh-every: these losses have no reference; leave it out")
+    if config.reference.precompute:
+        problems += _precomputing(config, unpaired)
     if config.reference.refresh_every and config.lora.rank and not config.reference.path:
         problems.append(
             "--reference.refresh-every: with --lora.rank the reference is the policy without its adapters; give a copy "
             "of the model by --reference.path"
         )
     refuse(problems)
+
+
+def _precomputing(config: PreferenceConfig, unpaired: frozenset[str] | set[str]) -> list[str]:
+    flag, problems = "--reference.precompute", []
+    streams = [spec for spec in config.data.train if spec.startswith("stream:") or ".jsonl.gz" in spec]
+    if streams:
+        problems.append(f"{flag}: the rows of a stream are not known before ({streams[0]}); leave it out")
+    if "kto" in unpaired:
+        problems.append(f"{flag}: kto asks the reference for responses to other rows' prompts; leave it out")
+    if not has_reference(config.preference):
+        problems.append(f"{flag}: these losses have no reference; leave it out")
+    if config.reference.refresh_every:
+        problems.append(f"{flag}: the reference moves (--reference.refresh-every); leave one of the two out")
+    return problems

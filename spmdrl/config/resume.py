@@ -67,7 +67,15 @@ FIXED = (
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
     *("data.rows_per_step", "data.epochs", "data.max_tokens", "data.too_long"),
     *("data.chosen_column", "data.rejected_column", "data.label_column", "data.margin_column"),
-    *("preference.*", "reference.mix", "distill.*", "teacher.*", "reward_model.*", "data.output_column"),
+    *(
+        "preference.*",
+        "reference.mix",
+        "reference.precompute",
+        "distill.*",
+        "teacher.*",
+        "reward_model.*",
+        "data.output_column",
+    ),
     *("sft.train_on", "sft.loss", "sft.neftune", "sft.add_tokens"),
 )
 """Settings, or whole sections, that change the answer."""

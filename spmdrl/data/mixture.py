@@ -21,6 +21,10 @@ BLOCK = 10_000
 _STREAM = 0x57EA  # keeps the permutations of blocks apart from other draws
 
 
+Key = tuple[str, int]
+"""Name of an indexed source, and a row of it."""
+
+
 @dataclass
 class Drawn:
     """One row that is due."""
@@ -29,6 +33,8 @@ class Drawn:
     """Its place, for messages."""
     read: Callable[[], dict]
     """Gives the row; raises ValueError if it cannot be read."""
+    key: Key | None = None
+    """None: of a stream."""
 
 
 class Permuted:
@@ -47,7 +53,7 @@ class Permuted:
         self.drawn += 1
         number = bisect_right(self.ends, index)
         source, row = self.sources[number], index - (self.ends[number - 1] if number else 0)
-        return Drawn(source.where(row), lambda: source[row])
+        return Drawn(source.where(row), lambda: source[row], (source.name, row))
 
     def state(self) -> dict[str, Any]:
         """Return the place in the order, for `restore`; JSON-able."""

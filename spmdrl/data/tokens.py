@@ -25,6 +25,8 @@ class Masked:
     """bool [L]: True for tokens that are trained. The first token never is: nothing predicts it."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Further columns of the sequence."""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further columns of its tokens, [L]."""
 
     def __len__(self) -> int:
         return len(self.tokens)

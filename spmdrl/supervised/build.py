@@ -29,7 +29,7 @@ from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
-from spmdrl.supervised.rows import Encode, Rows, encoded, open_mixture
+from spmdrl.supervised.rows import Encode, Precomputed, Rows, encoded, open_mixture
 from spmdrl.supervised.run import SupervisedRun
 
 C = TypeVar("C", bound=SupervisedConfig)
@@ -123,8 +123,12 @@ def assemble(
     build_models: Callable[[], Models],
     build_objective: Callable[[Models], Objective],
     pack: Callable[[Placed, int], Batch],
+    known: Precomputed | None = None,
 ) -> SupervisedRun:
-    """Put a job together from what is its own: rows, models, loss. Collective over all ranks."""
+    """Put a job together from what is its own: rows, models, loss. Collective over all ranks.
+
+    known: log p of the reference that is computed before the models are built.
+    """
     cfg, world = session.cfg, session.world
     check_attention(cfg, world.device)
     if cfg.data.max_tokens > begun.longest:
@@ -134,8 +138,13 @@ def assemble(
         )
     mixture = open_mixture(cfg)
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
-    data = Rows(cfg, world, mixture, begun.encode)
+    data = Rows(cfg, world, mixture, begun.encode, known)
     held_out = evaluation_rows(session, begun.encode)
+    if known:
+        source: Any = open_rows(cfg.data.eval) if held_out else None
+        known.fill(mixture, source)
+        for place, number, sequence in held_out:
+            known.attach((source.name, place), [number], [sequence])
     models = build_models()
     objective = build_objective(models)
     checkpoints = Checkpoints(session, models, Progress(data, objective), digest(cfg))

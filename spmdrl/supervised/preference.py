@@ -1,5 +1,9 @@
 """Parts of preference learning: its rows, models and loss."""
 
+from functools import partial
+
+import torch
+
 from spmdrl.algos.preference import Terms
 from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of
 from spmdrl.hub.resolve import resolve
@@ -10,6 +14,7 @@ from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
 from spmdrl.supervised.labelled import LabelledObjective
 from spmdrl.supervised.pairs import PairObjective
+from spmdrl.supervised.precomputed import Known
 from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.sides import SideEncoder, pack_sides
 
@@ -26,10 +31,14 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
     cfg = session.cfg
     begun, pairs, share = begin_preference(cfg), has_pairs(cfg.preference), shares_prompts(cfg.policy)
 
+    ahead = cfg.reference.precompute
+    reference = partial(frozen, session, cfg.reference.path, "--reference.path")
+    columns = {"ref_logp": torch.float64 if cfg.model.dtype == "float64" else torch.float32} if ahead else None
+
     def models() -> Models:
         out = Models(policy(session, begun.folder, cfg.policy.share_prompts))
-        if has_reference(cfg.preference):
-            out.reference = frozen(session, cfg.reference.path, "--reference.path", out.policy)
+        if has_reference(cfg.preference) and not ahead:
+            out.reference = reference(out.policy)
             out.keep_reference = cfg.reference.refresh_every > 0
         return out
 
@@ -38,7 +47,8 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
         begun,
         models,
         lambda models: objective(cfg, session, models),
-        lambda sequences, step: pack_sides(sequences, pairs, share),
+        lambda sequences, step: pack_sides(sequences, pairs, share, columns=columns),
+        Known(session, begun, partial(pack_sides, pairs=pairs, share=share), reference) if ahead else None,
     )
     run.moves = cfg.reference
     return run

@@ -74,6 +74,18 @@ class Encode(Protocol):
         ...
 
 
+class Precomputed(Protocol):
+    """Columns of tokens that are computed before the models are built."""
+
+    def fill(self, mixture: Mixture, held_out: Any) -> None:
+        """Compute what is not there yet. Collective. held_out: the source of the evaluation, or None."""
+        ...
+
+    def attach(self, key: Any, samples: list[int], sequences: list[Masked]) -> None:
+        """Give the sequences of a row their columns. Raises ValueError where there are none for it."""
+        ...
+
+
 @dataclass
 class Step:
     """Encoded rows of one step on this rank."""
@@ -88,8 +100,11 @@ class Step:
 class Rows:
     """Draws and encodes the rows of each step, one step ahead in a thread."""
 
-    def __init__(self, cfg: SupervisedConfig, world: World, mixture: Mixture, encoder: Encode):
-        self.cfg, self.world, self.mixture, self.encoder = cfg, world, mixture, encoder
+    def __init__(
+        self, cfg: SupervisedConfig, world: World, mixture: Mixture, encoder: Encode, known: Precomputed | None = None
+    ):
+        """known: columns that were computed before."""
+        self.cfg, self.world, self.mixture, self.encoder, self.known = cfg, world, mixture, encoder, known
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self.ahead: tuple[int, Future[Step], dict] | None = None
         self.held = mixture.state()
@@ -139,7 +154,7 @@ class Rows:
         """Draw a step's rows, and encode those of this rank in the thread."""
         drawn = self.mixture.draw(self.cfg.data.rows_per_step)
         mine = range(self.world.rank, len(drawn), self.world.size)
-        self.ahead = (step, self.thread.submit(encoded, drawn, mine, self.encoder), self.mixture.state())
+        self.ahead = (step, self.thread.submit(encoded, drawn, mine, self.encoder, self.known), self.mixture.state())
 
     def state(self) -> dict[str, Any]:
         """State after the last step that was taken; JSON-able, alike on all ranks."""
@@ -151,7 +166,7 @@ class Rows:
         self.held, self.totals = state["mixture"], Counter(state["totals"])
 
 
-def encoded(drawn: list[Drawn], places: range, encode: Encode) -> Step:
+def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precomputed | None = None) -> Step:
     """Encode the rows at some places of a step."""
     out = Step()
     for place in places:
@@ -159,12 +174,14 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode) -> Step:
         out.counts["rows"] += 1
         try:
             found = encode(each.read(), _read(drawn[place - 1]) if encode.beside else None)
+            samples = found.samples or list(range(len(found.sequences)))
+            if known:
+                known.attach(each.key, samples, found.sequences)
         except ValueError as e:
             out.counts["refused"] += 1
             out.refused.append(f"{each.where}: {e}")
             continue
         out.counts += found.notes
-        samples = found.samples or range(len(found.sequences))
         out.sequences += [(place, i, sequence) for i, sequence in zip(samples, found.sequences, strict=True)]
     return out
 
@@ -176,16 +193,25 @@ def _read(drawn: Drawn) -> dict | None:
         return None
 
 
-def pack(sequences: list[tuple[int, int, Masked]], noise: float = 0.0, key: tuple[int, ...] = ()) -> Batch:
+def pack(
+    sequences: list[tuple[int, int, Masked]],
+    noise: float = 0.0,
+    key: tuple[int, ...] = (),
+    columns: dict[str, torch.dtype] | None = None,
+) -> Batch:
     """Pack sequences into a batch of one optimizer step, in the order of their places.
 
-    noise: as `--sft.neftune`. key: with the place of a sequence, the seed of its noise (law 3).
+    noise: as `--sft.neftune`. key: with the place of a sequence, the seed of its noise (law 3). columns: further ones
+    of tokens, with their types.
     """
     ordered = sorted(sequences, key=lambda each: each[:2])
     none = Masked(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
     all_of = [none, *(sequence for *_, sequence in ordered)]
     lengths = torch.tensor([len(sequence) for *_, sequence in ordered], dtype=torch.int64)
     token = {"tokens": torch.cat([s.tokens for s in all_of]), "mask": torch.cat([s.mask for s in all_of])}
+    for name, dtype in (columns or {}).items():
+        held = [sequence.columns[name].to(dtype) for sequence in all_of[1:]]
+        token[name] = torch.cat([torch.zeros(0, dtype=dtype), *held])
     seq = {
         "position": torch.tensor([place for place, *_ in ordered], dtype=torch.int64),
         "sample": torch.tensor([i for _, i, _ in ordered], dtype=torch.int64),

@@ -118,14 +118,18 @@ def _response(example: Example) -> int:
 
 
 def pack_sides(
-    sequences: list[tuple[int, int, Masked]], pairs: bool, share: bool, numbers: dict[str, float] | None = None
+    sequences: list[tuple[int, int, Masked]],
+    pairs: bool,
+    share: bool,
+    numbers: dict[str, float] | None = None,
+    columns: dict[str, torch.dtype] | None = None,
 ) -> Batch:
     """Pack sides into a batch of one optimizer step.
 
     pairs: the sides of a row stay together. share: their prompt runs once. numbers: name -> value where a row has none,
-    columns to take over.
+    columns to take over. columns: as of `pack`.
     """
-    batch = pack(sequences)
+    batch = pack(sequences, columns=columns)
     ordered = sorted(sequences, key=lambda each: each[:2])
     if pairs:
         batch.seq["unit"] = batch.seq["position"]

@@ -228,6 +228,28 @@ def test_moving_reference_takes_its_share_of_the_policy(data, tmp_path):
     assert moved > 10
 
 
+def test_layout_a_reference_that_is_computed_ahead_teaches_the_same(data, tmp_path):
+    """On one rank, two, and two that divide sequences; and in a run that is killed and goes on."""
+    more = {"reference": {"precompute": True}, "checkpoint": {"at_end": False, "every": 2}}
+    (want,) = run_ranks(trained, 1, str(tmp_path / "beside"), data, {})
+    for number, (size, axes) in enumerate([(1, {}), (2, {}), (2, {"parallel": {"sp": 2}})]):
+        for got in run_ranks(trained, size, str(tmp_path / str(number)), data, more | axes):
+            for k, value in want.items():
+                torch.testing.assert_close(got[k], value, rtol=1e-9, atol=1e-12)
+    beside, ahead = (untimed(metrics(tmp_path / name)) for name in ("beside", "0"))
+    for left, right in zip(beside, ahead, strict=True):
+        assert left.keys() == right.keys()
+        for k in left:
+            assert left[k] == pytest.approx(right[k], rel=1e-9, abs=1e-12), k
+    run_ranks(trained, 1, str(tmp_path / "cut"), data, more, 3)
+    kept = tmp_path / "cut" / "reference_logp" / "0.safetensors"
+    before = kept.stat().st_mtime_ns
+    (cut, _) = run_ranks(trained, 2, str(tmp_path / "cut"), data, more)
+    assert kept.stat().st_mtime_ns == before, "the reference does not read the rows again, on two ranks instead of one"
+    for k, value in want.items():
+        torch.testing.assert_close(cut[k], value, rtol=1e-9, atol=1e-12)
+
+
 def test_bad_pairs_are_named_counted_and_end_the_job(data, tmp_path):
     good, bad = rows(20), tmp_path / "bad.jsonl"
     same = good[0] | {"rejected": good[0]["chosen"]}

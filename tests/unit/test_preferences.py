@@ -184,6 +184,10 @@ def test_the_task_that_ships_here_has_one_right_side():
         ("--reference.refresh-every 4 --lora.rank 2", "give a copy of the model by --reference.path"),
         ("--preference.label-smoothing 0.5", "must lie in [0, 0.5)"),
         ("--reference.mix 0", "must lie in (0, 1]"),
+        ("--reference.precompute --data.train stream:a/b", "the rows of a stream are not known before (stream:a/b)"),
+        ("--reference.precompute --preference.method kto", "kto asks the reference for responses to other rows'"),
+        ("--reference.precompute --preference.method simpo", "these losses have no reference; leave it out"),
+        ("--reference.precompute --reference.refresh-every 4", "the reference moves"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(words, why):
