@@ -6,7 +6,7 @@ from typing import Literal
 
 from tyro.conf import Suppress
 
-from spmdrl.config.fields import refuse, shown
+from spmdrl.config.fields import flag, refuse, shown
 from spmdrl.config.rules import _at_least_0, _positive, _Rule
 from spmdrl.config.schema import OptimizerConfig
 from spmdrl.config.supervised import (
@@ -37,6 +37,22 @@ PAIRED = (
 """Names in `algos.preference.LOSSES`."""
 UNPAIRED = frozenset({"kto", "bco", "apo_zero_unpaired"})
 """Names in `algos.preference.UNPAIRED`."""
+_SCORES = ("sigmoid", "robust", "hinge", "ipo", "exo_pair", "discopop", "sigmoid_norm")
+READERS: dict[str, frozenset[str]] = {
+    "beta": frozenset({*PAIRED, *UNPAIRED} - {"orpo"}),
+    "label_smoothing": frozenset(
+        {"sigmoid", "robust", "exo_pair", "sigmoid_norm", "aot", "aot_unpaired", "simpo", "cpo"}
+    ),
+    "divergence": frozenset(_SCORES),
+    "alpha": frozenset(_SCORES),
+    "tau": frozenset({"discopop"}),
+    "margin": frozenset({"simpo"}),
+    "tail": frozenset(PAIRED),
+    "weighted": frozenset({*PAIRED} - {"aot", "aot_unpaired"}),
+    "wanted_weight": UNPAIRED,
+    "unwanted_weight": UNPAIRED,
+}
+"""Setting -> losses that read it. AOT compares responses of different pairs, which have no weight in common."""
 WITHOUT_REFERENCE = frozenset({"simpo", "cpo", "orpo", "sft"})
 """Losses without a reference; `sft` is the cross-entropy of the chosen responses."""
 
@@ -57,8 +73,6 @@ class PreferenceDataConfig(SupervisedDataConfig):
     """Column with the worse response."""
     label_column: str = "label"
     """Column that says of a completion without a counterpart whether it is wanted: true or false (kto, bco)."""
-    margin_column: str = "margin"
-    """Column with the number by which the better response is better, if there is one."""
 
 
 @dataclass
@@ -142,6 +156,8 @@ def losses_of(method: PreferenceMethod) -> dict[str, float]:
         if name not in PAIRED and name not in UNPAIRED and name != "sft":
             known = ", ".join([*PAIRED, *sorted(UNPAIRED), "sft"])
             raise ValueError(f"--preference.loss {spec}: there is no such loss; there are {known}")
+        if name in found:
+            raise ValueError(f"--preference.loss {spec}: {name} is there twice; give it one weight")
         found[name] = 1.0 if weight is None else weight
     return found
 
@@ -175,31 +191,49 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
     needs = {"robust", "exo_pair"} & losses.keys()
     if needs and not chosen.label_smoothing:
         problems.append(f"--preference.label-smoothing 0: {sorted(needs)[0]} needs one above 0, such as 0.1")
-    if chosen.divergence != "reverse_kl" and not has_reference(chosen):
-        problems.append(f"--preference.divergence {chosen.divergence}: these losses have no reference; leave it out")
-    if unpaired and (chosen.weighted or chosen.tail != 1):
-        problems.append("--preference.weighted, --preference.tail: are of pairs; leave them out")
-    if config.reference.refresh_every and not has_reference(chosen):
-        problems.append("--reference.refresh-every: these losses have no reference; leave it out")
+    problems += _unread(chosen, losses)
+    if "kto" in losses and data.rows_per_step < 2:
+        problems.append("--data.rows-per-step 1: kto takes responses to other rows of the step; take more")
+    given = [name for name in ("path", "refresh_every") if getattr(config.reference, name)]
+    if given and not has_reference(chosen):
+        problems.append(f"{flag('reference.' + given[0])}: these losses have no reference; leave it out")
+    if config.reference.mix != 1 and not config.reference.refresh_every:
+        problems.append("--reference.mix: is of a reference that moves (--reference.refresh-every)")
     if config.reference.precompute:
         problems += _precomputing(config, unpaired)
-    if config.reference.refresh_every and config.lora.rank and not config.reference.path:
+    if config.reference.refresh_every and config.lora.rank:
         problems.append(
-            "--reference.refresh-every: with --lora.rank the reference is the policy without its adapters; give a copy "
-            "of the model by --reference.path"
+            "--reference.refresh-every: the reference has no adapters, and cannot move to a policy with --lora.rank; "
+            "leave one of the two out"
         )
     refuse(problems)
 
 
+def _unread(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
+    """One line for each setting that none of the losses reads."""
+    plain, problems = PreferenceMethod(), []
+    for name, readers in READERS.items():
+        if getattr(chosen, name) == getattr(plain, name):
+            continue
+        if name == "weighted" and {"aot", "aot_unpaired"} & losses.keys():
+            problems.append("--preference.weighted: aot compares responses of different pairs; leave one of them out")
+        elif not readers & losses.keys():
+            told = ", ".join(losses)
+            problems.append(f"{flag('preference.' + name)}: is read by none of the losses ({told}); leave it out")
+    if chosen.alpha != plain.alpha and chosen.divergence != "alpha":
+        problems.append("--preference.alpha: is of --preference.divergence alpha")
+    return problems
+
+
 def _precomputing(config: PreferenceConfig, unpaired: frozenset[str] | set[str]) -> list[str]:
-    flag, problems = "--reference.precompute", []
+    name, problems = "--reference.precompute", []
     streams = [spec for spec in config.data.train if spec.startswith("stream:") or ".jsonl.gz" in spec]
     if streams:
-        problems.append(f"{flag}: the rows of a stream are not known before ({streams[0]}); leave it out")
+        problems.append(f"{name}: the rows of a stream are not known before ({streams[0]}); leave it out")
     if "kto" in unpaired:
-        problems.append(f"{flag}: kto asks the reference for responses to other rows' prompts; leave it out")
+        problems.append(f"{name}: kto asks the reference for responses to other rows' prompts; leave it out")
     if not has_reference(config.preference):
-        problems.append(f"{flag}: these losses have no reference; leave it out")
+        problems.append(f"{name}: these losses have no reference; leave it out")
     if config.reference.refresh_every:
-        problems.append(f"{flag}: the reference moves (--reference.refresh-every); leave one of the two out")
+        problems.append(f"{name}: the reference moves (--reference.refresh-every); leave one of the two out")
     return problems

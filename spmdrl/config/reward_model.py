@@ -17,6 +17,8 @@ class ScoredDataConfig(PreferenceDataConfig):
     """Rows: pairs of responses."""
 
     label_column: Suppress[str] = "label"
+    margin_column: str = "margin"
+    """Column with the number by which the better response is better, if there is one."""
     output_column: str = "output"
     """With several `--reward-model.outputs`: column with the name of the one that a row's preference is of."""
 
@@ -54,8 +56,8 @@ def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
     """
     names = config.reward_model.outputs
     problems = supervised_problems(config, world_size, OWN_RULES, 2 * config.data.max_tokens)
-    if len(set(names)) < len(names) or any(not name or name.startswith("LABEL_") for name in names):
-        problems.append(f"--reward-model.outputs {shown(names)}: give each score a name of its own")
+    if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
+        problems.append(f"--reward-model.outputs {shown(names)}: give each score a name of its own, and not mean")
     if config.policy.backend == "megatron":
         problems.append("--policy.backend megatron: a new head is of the fsdp backend; take fsdp")
     if config.lora.rank:

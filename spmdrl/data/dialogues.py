@@ -52,6 +52,8 @@ class Example:
     prompt: str = ""
     text: str = ""
     """Plain text; the prompt is not part of it."""
+    plain: bool = False
+    """The text is a transcript as it stands, which no template renders unless that is asked for."""
 
 
 class RowError(ValueError):

@@ -29,17 +29,18 @@ def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
     trunk_of, sizes = list(range(len(batch))), lengths
     if share:
         trunk_of, sizes = trunks(batch.token["tokens"], batch.lengths, batch.token["mask"], batch.token.get("experts"))
-    together = batch.seq["unit"].tolist() if "unit" in batch.seq else range(len(batch))
+    together = batch.seq["unit"].tolist() if "unit" in batch.seq else list(range(len(batch)))
+    starts = [i for i in range(len(batch)) if i == 0 or together[i] != together[i - 1]]
+    shares = [i > 0 and trunk_of[i] == trunk_of[i - 1] for i in range(len(batch))]
     units: list[Unit] = []
-    for i, (trunk, size, length) in enumerate(zip(trunk_of, sizes, lengths, strict=True)):
-        shares = i > 0 and trunk == trunk_of[i - 1]
-        more = length - size if shares else length
-        bound = i > 0 and together[i] == together[i - 1]
-        if bound or (shares and units[-1].tokens + more <= budget):
-            units[-1].members.append(i)
-            units[-1].tokens += more
+    for start, end in zip(starts, [*starts[1:], len(batch)], strict=True):
+        inside = sum(lengths[i] - (sizes[i] if shares[i] else 0) for i in range(start + 1, end))
+        alone, joined = lengths[start] + inside, lengths[start] - sizes[start] + inside
+        if shares[start] and units[-1].tokens + joined <= budget:
+            units[-1].members += range(start, end)
+            units[-1].tokens += joined
         else:
-            units.append(Unit([i], length))
+            units.append(Unit(list(range(start, end)), alone))
     return units
 
 

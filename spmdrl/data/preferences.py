@@ -7,6 +7,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from spmdrl.data.dialogues import (
@@ -79,7 +80,8 @@ def _wanted(label: Any) -> bool:
 
 def _margin(row: dict, column: str) -> float | None:
     margin = row.get(column)
-    if margin is not None and (isinstance(margin, bool | str) or not math.isfinite(margin)):
+    number = isinstance(margin, int | float) and not isinstance(margin, bool) and math.isfinite(margin)
+    if margin is not None and not number:
         raise RowError(f"its {column} is {kind_of(margin)}, not a number")
     return None if margin is None else float(margin)
 
@@ -89,15 +91,20 @@ def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Examp
     prompt = _listed(column_of(row, columns.prompt, PROMPTS))
     if isinstance(given[0], list) != isinstance(given[1], list):
         raise RowError(f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}")
+    if not isinstance(given[0], list | str):
+        raise RowError(f"its sides are {kind_of(given[0])}: they must be text or messages")
     if given[0] == given[1]:
         raise RowError("its chosen and rejected sides are equal")
     if isinstance(given[0], list) and (prompt is None or _whole(given)):
         return _dialogues(row, prompt, given, columns, system)
-    if prompt is None:
+    plain = prompt is None
+    if plain:
         prompt, given = _split(given)
-    return {
-        i: _named(side, lambda one=one: pair_of(row, prompt, one, columns, system)) for i, side, one in _sides(given)
-    }
+    read = lambda text: pair_of(row, prompt, text, columns, system)  # noqa: E731
+    out = {i: _named(side, partial(read, text)) for i, side, text in _sides(given)}
+    for example in out.values():
+        example.plain = plain
+    return out
 
 
 def _sides(given: list) -> list[tuple[int, str, Any]]:
@@ -128,6 +135,8 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
+    if not common and chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        raise RowError("it has no prompt: there is no column of it, and its sides have no message in common")
     for side, messages in zip(SIDES, (chosen, rejected), strict=True):
         if common == len(messages):
             raise RowError(f"its {side} side ends where the other goes on")

@@ -48,7 +48,8 @@ class Distillation:
                 f"{', '.join(sorted(set(self.sources.values())))}"
             )
         if self.cfg.distill.given_per_step:
-            answer(prompts[0], self.cfg)
+            for prompt in prompts:
+                answer(prompt, self.cfg)
 
     def given(self, step: int) -> list[Episode]:
         """This rank's share of a step's prompts whose response is the data set's own."""
@@ -138,8 +139,9 @@ def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
     name = cfg.distill.given_column or cfg.data.answer_column
     value = prompt.ground_truth if name == cfg.data.answer_column else prompt.extra.get(name)
     if not isinstance(value, str):
+        flag = "--distill.given-column" if cfg.distill.given_column else "--data.answer-column"
         raise ValueError(
-            f"--distill.given-column {name}: row {prompt.index} of --data.train has no text there but {value!r:.60}; "
+            f"{flag} {name}: row {prompt.index} of --data.train has no text there but {value!r:.60}; "
             "name the column of its responses, or take --distill.given-per-step 0"
         )
     return value
@@ -152,15 +154,16 @@ def teacher_prompts(cfg: DistillationConfig, tokenizer: Any) -> dict[int, list[i
         ValueError: the template does not fit the rows, or a prompt is longer than there is room for.
     """
     trust = cfg.model.trust_remote_code
-    longest = min(context_length(resolve(cfg.reference.path, trust), trust), cfg.policy.max_tokens_per_microbatch)
-    room = longest - cfg.rollout.max_new_tokens
+    paths = [cfg.reference.path, *(each.path for each in further_teachers(cfg).values())]
+    contexts = [context_length(resolve(path, trust), trust) for path in paths]
+    room = min(*contexts, cfg.policy.max_tokens_per_microbatch) - cfg.rollout.max_new_tokens
     data = replace(cfg.data, template=cfg.distill.teacher_template)
     found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit)
     tokens = {prompt.index: prompt.tokens for prompt in found.prompts}
     if long := sum(len(each) > room for each in tokens.values()):
         raise ValueError(
             f"--distill.teacher-template: with it {long} of {len(tokens)} prompts of --data.train are longer than the "
-            f"{room} tokens for which the teacher's context and --policy.max-tokens-per-microbatch leave room; shorten "
+            f"{room} tokens that the teachers' contexts and --policy.max-tokens-per-microbatch leave room for; shorten "
             "it, or leave those rows out"
         )
     return tokens

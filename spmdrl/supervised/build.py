@@ -19,7 +19,7 @@ from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens, load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
 from spmdrl.policy.backends import backend
-from spmdrl.policy.contract import Objective
+from spmdrl.policy.contract import MEASURE, Objective
 from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models
 from spmdrl.rollout.build import context_length
@@ -99,6 +99,11 @@ def frozen(session: Session[SupervisedConfig], path: str, flag: str, learning: A
     return backend(cfg.policy.backend)(cfg, session.world, 0, trainable=False, path=path)
 
 
+def last_of_rows(held_out: Placed) -> list[Any]:
+    """The last sequence of each row."""
+    return list({place: piece for place, _, piece in held_out}.values())
+
+
 @dataclass
 class Progress:
     """State of a job beside its models; a `session.checkpoints.Kept`."""
@@ -124,9 +129,12 @@ def assemble(
     build_objective: Callable[[Models], Objective],
     pack: Callable[[Placed, int], Batch],
     known: Precomputed | None = None,
+    asked: Callable[[Placed], list[Any]] | None = None,
 ) -> SupervisedRun:
     """Put a job together from what is its own: rows, models, loss. Collective over all ranks.
 
+    pack: (sequences of this rank, step or MEASURE) -> batch. asked: the held-out sequences whose last context is a
+    prompt for `--generate`: by default the last one of each row.
     known: log p of the reference that is computed before the models are built.
     """
     cfg, world = session.cfg, session.world
@@ -150,9 +158,7 @@ def assemble(
     checkpoints = Checkpoints(session, models, Progress(data, objective), digest(cfg))
     generations = None
     if cfg.generate.every and held_out:
-        # The better side of a pair is its first.
-        first = [sequence for _, number, sequence in held_out if number == 0]
-        generations = Generations(session, models, begun.tokenizer, begun.folder, first)
+        generations = Generations(session, models, begun.tokenizer, begun.folder, (asked or last_of_rows)(held_out))
     mine = [each for each in held_out if each[0] % world.size == world.rank]
     run = SupervisedRun(
         session=session,
@@ -160,7 +166,7 @@ def assemble(
         objective=objective,
         data=data,
         pack=pack,
-        held_out=balance(pack(mine, 0), world) if held_out else None,
+        held_out=balance(pack(mine, MEASURE), world) if held_out else None,
         generations=generations,
         checkpoints=checkpoints,
         journal=Journal(session, checkpoints.start_step),

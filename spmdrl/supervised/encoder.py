@@ -61,7 +61,8 @@ class Encoder:
             TemplateError: the template refuses it, or a turn of it cannot be proved.
         """
         data = self.data
-        if not example.dialogue and example.prompt and data.chat != "off" and (self.has_template or data.chat == "on"):
+        wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
+        if not example.dialogue and example.prompt and wanted:
             example = as_dialogue(example, data.system)
         out = self._dialogue(example) if example.dialogue else self._plain(example)
         return self._fitted(out)

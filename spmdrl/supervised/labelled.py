@@ -1,5 +1,6 @@
 """The objective of losses of single responses that are wanted or not: KTO, BCO and their like."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -36,8 +37,8 @@ class LabelledObjective(Objective):
     """Of responses that are wanted, and of those that are not."""
     policy: Policy
     peers: Peers
-    moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """BCO: the mean of its shift over the steps so far, and their number."""
+    moved: list[float] = field(default_factory=lambda: [0.0] * 4)
+    """BCO: sum and number of the log-ratios so far of wanted responses, and of the others."""
     temperature: float = 1.0
     columns = frozenset({"token/mask", "token/ref_logp"})
     second = "top"
@@ -67,14 +68,13 @@ class LabelledObjective(Objective):
             ).tolist()
             return max(0.0, total / count) if count else 0.0
         sums = [x for side in (CHOSEN, REJECTED) for x in _sum_and_count(ratio_B[asked.seq["sample"] == side])]
-        won, wons, lost, losts = self.peers.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-        means = [total / count for total, count in ((won, wons), (lost, losts)) if count]
-        here = self.terms.beta * sum(means) / len(means) if means else 0.0
+        here = self.peers.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
         if index == MEASURE:
-            return self.moved[0] if self.moved[1] else here
-        mean, steps = self.moved
-        self.moved[:] = [mean + (here - mean) / (steps + 1), steps + 1]
-        return self.moved[0]
+            return self.terms.beta * _half_of_each(self.moved if any(self.moved) else here)
+        if all(map(math.isfinite, here)):
+            # A step that is not finite is left out, and must not stay in the mean.
+            self.moved[:] = [before + more for before, more in zip(self.moved, here, strict=True)]
+        return self.terms.beta * _half_of_each(self.moved)
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: LabelledShared) -> LossResult:
         """Implements `loss` of the contract, from logp."""
@@ -86,7 +86,7 @@ class LabelledObjective(Objective):
         )
         trained_B = (micro.seq["sample"] < MISMATCHED).to(device)
         x = Labelled(ratio_B[trained_B], (micro.seq["sample"].to(device) == CHOSEN)[trained_B])
-        weight = torch.where(x.wanted, *self.weights)
+        weight = torch.where(x.wanted, *(torch.tensor(w, dtype=torch.float64, device=device) for w in self.weights))
         loss = (UNPAIRED[self.loss_name](x, self.terms, shared.shift) * weight).sum() / max(1.0, shared.responses)
         metrics.add_sum("loss", loss.detach())
         rewards = self.terms.beta * x.ratio.detach()
@@ -99,3 +99,10 @@ class LabelledObjective(Objective):
 
 def _sum_and_count(x: torch.Tensor) -> tuple[float, float]:
     return float(x.sum()), float(len(x))
+
+
+def _half_of_each(sums: list[float]) -> float:
+    """Mean of the means of both labels, or of the one that there is."""
+    won, wons, lost, losts = sums
+    means = [total / count for total, count in ((won, wons), (lost, losts)) if count]
+    return sum(means) / len(means) if means else 0.0

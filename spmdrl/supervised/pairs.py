@@ -7,6 +7,7 @@ import torch
 
 from spmdrl.algos.aggregate import Totals, count_totals, sum_per_sequence
 from spmdrl.algos.preference import LOSSES, SORTED, Pairs, Terms, matched_margins
+from spmdrl.config.preference import WITHOUT_REFERENCE
 from spmdrl.data.batch import Batch, gather_rows
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.policy.contract import LossResult, Objective, Policy, Second, Shared
@@ -39,7 +40,12 @@ class PairObjective(Objective):
     weighted: bool = False
     """As `--preference.weighted`."""
     temperature: float = 1.0
-    columns = frozenset({"token/mask", "seq/unit"})
+
+    @property
+    def columns(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See the contract."""
+        reference = () if self.losses.keys() <= WITHOUT_REFERENCE else ("token/ref_logp",)
+        return frozenset({"token/mask", "seq/unit", *reference})
 
     @property
     def second(self) -> Second:  # pyright: ignore[reportIncompatibleVariableOverride]

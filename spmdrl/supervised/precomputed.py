@@ -1,5 +1,6 @@
 """The reference's log p of every row, computed before the first step, so that no reference is there while it learns."""
 
+import gc
 import hashlib
 import json
 import shutil
@@ -17,7 +18,7 @@ from spmdrl.data.batch import Batch, balance
 from spmdrl.data.mixture import Drawn, Key, Mixture, Permuted
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
-from spmdrl.supervised.build import Placed, Start
+from spmdrl.supervised.build import Placed, Start, digest
 from spmdrl.supervised.rows import encoded
 
 FOLDER, DONE = "reference_logp", "DONE"
@@ -40,7 +41,8 @@ class Known:
         """See the contract."""
         parts = [part for part in mixture.parts if isinstance(part, Permuted)]
         sources = [source for part in parts for source in part.sources] + ([held_out] if held_out is not None else [])
-        told = hashlib.sha256(json.dumps(settled(self.session.cfg), default=str, sort_keys=True).encode()).hexdigest()
+        of = [digest(self.session.cfg), [(source.name, len(source)) for source in sources], settled(self.session.cfg)]
+        told = hashlib.sha256(json.dumps(of, default=str, sort_keys=True).encode()).hexdigest()
         done = self.folder / DONE
         stale = torch.tensor([not done.exists() or done.read_text() != told], dtype=torch.int32)
         if all_reduce(stale, "max", self.session.world.host_group).item():
@@ -49,6 +51,8 @@ class Known:
                 self.folder.mkdir(parents=True)
             _wait(self.session)
             self._compute(sources, self.build())
+            # Sharded models hold cycles.
+            gc.collect()
             _wait(self.session)
             if self.session.world.is_first:
                 done.write_text(told)
@@ -68,9 +72,11 @@ class Known:
             batch = balance(self.pack(mine.sequences), world)
             with self.session.timer("logp"):
                 found_T, _ = model.logprobs(batch, 1.0, "top")
-            keys = zip(*(x.tolist() for x in (batch.seq["position"], batch.seq["sample"], batch.lengths)), strict=True)
-            rows += [(*part[position], sample, length) for position, sample, length in keys]
-            logp.append(found_T)
+            mask_T = batch.token["mask"]
+            count_B = batch.sum_tokens(torch.ones_like(found_T)).long()
+            keys = zip(*(x.tolist() for x in (batch.seq["position"], batch.seq["sample"], count_B)), strict=True)
+            rows += [(*part[position], sample, trained) for position, sample, trained in keys]
+            logp.append(found_T[mask_T])
         position = (world.holders == world.rank).nonzero()
         if len(position) and int(position[0, 1]) == 0:
             tensors = {"rows": torch.tensor(rows, dtype=torch.int64).view(-1, 4), "logp": torch.cat(logp)}
@@ -101,11 +107,14 @@ class Known:
         known = table[row].tolist() if table is not None and row < len(table) else [(-1, 0, 0)] * 2
         for sample, sequence in zip(samples, sequences, strict=True):
             number, start, count = known[sample]
-            if number < 0 or count != len(sequence):
+            if number < 0 or count != int(sequence.mask.sum()):
                 raise ValueError(
                     f"row {row} of {name} has changed since the reference read it (--reference.precompute)"
                 )
-            sequence.columns["ref_logp"] = self.logp[number][start : start + count]
+            logp_T = torch.zeros(len(sequence), dtype=self.logp[number].dtype)
+            sequence.columns["ref_logp"] = logp_T.masked_scatter(
+                sequence.mask, self.logp[number][start : start + count]
+            )
 
 
 def _wait(session: Session[Any]) -> None:

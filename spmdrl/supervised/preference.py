@@ -1,6 +1,8 @@
 """Parts of preference learning: its rows, models and loss."""
 
 from functools import partial
+from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -40,6 +42,8 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
         if has_reference(cfg.preference) and not ahead:
             out.reference = reference(out.policy)
             out.keep_reference = cfg.reference.refresh_every > 0
+            if out.keep_reference:
+                check_alike(out.policy, out.reference)
         return out
 
     run = assemble(
@@ -52,6 +56,21 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
     )
     run.moves = cfg.reference
     return run
+
+
+def check_alike(model: Any, reference: Any) -> None:
+    """Check that a reference can move to the policy.
+
+    Raises:
+        ValueError: it has another architecture.
+    """
+    mine, theirs = ([(piece.name, piece.shape) for piece in each.pieces()] for each in (model, reference))
+    if mine != theirs:
+        odd = next((a or b for a, b in zip_longest(mine, theirs) if a != b), ("", ()))
+        raise ValueError(
+            f"--reference.refresh-every: --reference.path must have the policy's architecture, and differs in {odd[0]} "
+            f"{tuple(odd[1])}"
+        )
 
 
 def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models: Models) -> Objective:

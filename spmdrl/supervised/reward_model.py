@@ -76,6 +76,11 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
         with named(f"--model.path {cfg.model.path}"):
             check_head(begun.folder, f"--model.path {cfg.model.path}", count, f"--reward-model.outputs has {count}")
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype})")
+    elif not any(name.endswith("ForCausalLM") for name in config.architectures or []):
+        raise ValueError(
+            f"--model.path {cfg.model.path}: its config.json names the class {', '.join(config.architectures or [])}; "
+            "a reward model starts from a ...ForCausalLM or a ...ForSequenceClassification"
+        )
     else:
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype}), a language model with a new head")
     model = backend(cfg.policy.backend)(

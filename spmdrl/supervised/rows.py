@@ -173,7 +173,7 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
         each = drawn[place]
         out.counts["rows"] += 1
         try:
-            found = encode(each.read(), _read(drawn[place - 1]) if encode.beside else None)
+            found = encode(each.read(), _read(drawn[place - 1]) if encode.beside and len(drawn) > 1 else None)
             samples = found.samples or list(range(len(found.sequences)))
             if known:
                 known.attach(each.key, samples, found.sequences)

@@ -99,7 +99,7 @@ class SupervisedRun:
             if isinstance(objective, DistillObjective):
                 objective.ask(batch, "reference", model)
             elif "ref_logp" not in batch.token:
-                batch.token["ref_logp"], _ = model.logprobs(batch, 1.0, objective.second)
+                batch.token["ref_logp"], _ = model.logprobs(batch, 1.0, "top")
 
     def move_reference(self, step: int) -> None:
         """Move the reference to the policy if that is due after this step. Collective."""

@@ -3,6 +3,7 @@
 from spmdrl.config.sft import SFTConfig
 from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import named, resolve
+from spmdrl.policy.contract import MEASURE
 from spmdrl.policy.distillation import DistillObjective, reader_of
 from spmdrl.policy.models import Models
 from spmdrl.session.session import Session
@@ -32,7 +33,7 @@ def build_sft(session: Session[SFTConfig]) -> SupervisedRun:
         begun,
         lambda: Models(policy(session, begun.folder, share)),
         lambda models: taught(session, models) if cfg.teacher.path else plain,
-        lambda sequences, step: pack(sequences, cfg.sft.neftune, (cfg.run.seed, step)),
+        lambda sequences, step: pack(sequences, cfg.sft.neftune * (step != MEASURE), (cfg.run.seed, step)),
     )
     run.measured = plain if cfg.teacher.path else None
     return run

@@ -9,7 +9,7 @@ from spmdrl.config.preference import PreferenceDataConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.dialogues import Example, RowError, as_dialogue
 from spmdrl.data.preferences import CHOSEN, REJECTED, SIDES, Preference, PreferenceColumns, preference_of
-from spmdrl.data.rendering import Dialogue
+from spmdrl.data.rendering import Dialogue, TemplateError
 from spmdrl.data.tokens import Masked
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.supervised.encoder import Encoded, Encoder
@@ -42,7 +42,7 @@ class SideEncoder:
             chosen=data.chosen_column,
             rejected=data.rejected_column,
             label=data.label_column,
-            margin=data.margin_column,
+            margin=getattr(data, "margin_column", ""),
         )
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
@@ -82,13 +82,17 @@ class SideEncoder:
             others = preference_of(before, self.columns, self.system).sides.values()
         except RowError:
             return []
-        return [answered(next(iter(found.sides.values())), other) for other in others]
+        out = []
+        for other in others:
+            with suppress(RowError):
+                out.append(answered(next(iter(found.sides.values())), other, self.system))
+        return out
 
     def _side(self, side: str, example: Example) -> Encoded:
         try:
             out = self.encoder.encode(example)
-        except ValueError as e:
-            raise type(e)(f"its {side} side: {e}") from e
+        except (RowError, TemplateError) as e:
+            raise RowError(f"its {side} side: {e}") from e
         if len(out.sequences) > 1:
             raise RowError(
                 f"its {side} side: the chat template rewrites earlier turns, so that its turns have no sequence in "
@@ -97,11 +101,17 @@ class SideEncoder:
         return out
 
 
-def answered(asked: Example, said: Example) -> Example:
-    """Return the prompt of one example with the response of another."""
+def answered(asked: Example, said: Example, system: str = "") -> Example:
+    """Return the prompt of one example with the response of another.
+
+    system: as `as_dialogue` takes it.
+
+    Raises:
+        RowError: one of them has no response.
+    """
     if not asked.dialogue and not said.dialogue:
         return Example(prompt=asked.prompt, text=said.text)
-    asked, said = (each if each.dialogue else as_dialogue(each) for each in (asked, said))
+    asked, said = (each if each.dialogue else as_dialogue(each, system) for each in (asked, said))
     assert asked.dialogue and said.dialogue
     turn, other = (_response(each) for each in (asked, said))
     messages = asked.dialogue.messages[:turn] + said.dialogue.messages[other:]
@@ -114,7 +124,10 @@ def _response(example: Example) -> int:
     assert example.dialogue
     roles = [message["role"] for message in example.dialogue.messages]
     answers = zip(roles, example.trained, strict=True)
-    return next(i for i, (role, said) in enumerate(answers) if role == "assistant" and said is not False)
+    found = [i for i, (role, said) in enumerate(answers) if role == "assistant" and said is not False]
+    if not found:
+        raise RowError("none of its messages is a response")
+    return found[0]
 
 
 def pack_sides(

@@ -126,7 +126,8 @@ def second_gradient(world, folder: str, source: str, sections: dict) -> dict[str
 
 LOSSES = {
     "list": {"preference": {"loss": ("sigmoid", "aot", "sft=0.5"), "tail": 0.5, "label_smoothing": 0.1}},
-    "weighted": {"preference": {"loss": ("aot_unpaired", "ipo"), "weighted": True}},
+    "weighted": {"preference": {"loss": ("sigmoid", "ipo"), "weighted": True}},
+    "sorted": {"preference": {"loss": ("aot_unpaired",)}},
     "kto": {"preference": {"method": "kto", "wanted_weight": 1.5}},
     "bco": {"preference": {"method": "bco"}},
     "orpo": {"preference": {"method": "orpo"}},

@@ -169,6 +169,15 @@ def test_layout_noise_on_embeddings_belongs_to_the_row(data, tmp_path):
                 torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_evaluation_has_no_noise(data, tmp_path):
+    losses = []
+    for noise in (0.0, 5.0):
+        more = {"sft": {"neftune": noise}, "run": {"steps": 1}}
+        run_ranks(trained, 1, str(tmp_path / str(noise)), data, more)
+        losses.append(metrics(tmp_path / str(noise))[0])
+    assert losses[0]["eval/loss"] == losses[1]["eval/loss"] and losses[0]["loss"] != losses[1]["loss"]
+
+
 def test_added_tokens_are_trained_and_saved_and_answers_are_sampled(data, tmp_path):
     """ChatML's control tokens on the tiny model, and what it says to held-out prompts."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 from spmdrl.algos.preference import LOSSES, UNPAIRED, Labelled, Pairs, Terms, bco, simpo
 from spmdrl.config import preference as settings
 from spmdrl.data.batch import Batch
+from spmdrl.policy.contract import MEASURE
 from spmdrl.spmd.peers import Peers
 from spmdrl.supervised.labelled import LabelledObjective
 from spmdrl.supervised.pairs import PairObjective
@@ -288,6 +289,23 @@ def test_bco_by_its_formula():
     wanted = torch.tensor([True, False, True])
     want = -logsigmoid(torch.tensor([0.3 * 0.5 - 0.2, 0.3 + 0.2, 0.3 * 2 - 0.2], dtype=torch.float64))
     torch.testing.assert_close(bco(Labelled(ratio, wanted), Terms(beta=0.3), 0.2), want)
+
+
+def test_bco_keeps_half_of_each_label_and_no_step_that_is_not_finite():
+    """Three steps: both labels, wanted ones alone, a nan. Log-ratios are 1 a token of a response."""
+    batch, ones = Case().batch(), torch.ones(sum(map(sum, zip(ASKED, ASKED, strict=True))) + sum(map(sum, SAID)))
+    batch.token["ref_logp"] = torch.zeros_like(ones, dtype=torch.float64)
+    said = [n for pair in SAID for n in pair]
+    numbers = iter([1.0, 2.0, math.nan, 5.0])
+    policy = SimpleNamespace(logprobs=lambda share, *_: (torch.full_like(share.token["ref_logp"], next(numbers)), None))
+    objective = LabelledObjective("bco", Terms(beta=0.5), (1.0, 1.0), policy, ALONE)  # type: ignore[arg-type]
+    won, lost = sum(said[0::2]), sum(said[1::2])
+    assert objective.prepare(batch, 0).shift == pytest.approx(0.5 * (won / 5 + lost / 5) / 2)
+    wanted = batch.select(torch.tensor([0, 2, 4, 6, 8]))
+    want = 0.5 * ((won + 2 * won) / 10 + lost / 5) / 2
+    assert objective.prepare(wanted, 0).shift == pytest.approx(want)
+    assert objective.prepare(batch, 0).shift == pytest.approx(want), "a nan is left out"
+    assert objective.prepare(batch, MEASURE).shift == pytest.approx(want), "an evaluation moves nothing"
 
 
 def test_settings_know_the_losses():

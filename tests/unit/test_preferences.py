@@ -10,9 +10,12 @@ from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig, PreferenceDataConfig, check_preference
 from spmdrl.config.resume import FIXED, FREE, listed
+from spmdrl.config.reward_model import ScoredDataConfig
 from spmdrl.data.builtin import builtin_rows
 from spmdrl.data.dialogues import RowError
+from spmdrl.data.packing import units_of
 from spmdrl.data.preferences import CHOSEN, REJECTED, PreferenceColumns, preference_of
+from spmdrl.data.tokens import Masked
 from spmdrl.supervised.build import Start
 from spmdrl.supervised.preview import preview, shown
 from spmdrl.supervised.rows import open_mixture
@@ -79,9 +82,10 @@ def test_text_goes_through_the_template_or_not():
     assert told(encode, row) == {CHOSEN: f"one[[right{end}]]", REJECTED: f"one[[wrong{end}]]"}
 
 
-def test_texts_without_a_prompt_part_before_a_word():
+def test_texts_without_a_prompt_part_before_a_word_and_stay_as_they_are():
     row = {"chosen": "Human: one Assistant: right it is", "rejected": "Human: one Assistant: rather not"}
-    sides = told(encoder(chat="off"), row)
+    sides = told(encoder(), row)
+    assert sides == told(encoder(chat="off"), row)
     assert sides[CHOSEN].startswith("Human: one Assistant: [[right it is")
     assert sides[REJECTED].startswith("Human: one Assistant: [[rather not")
 
@@ -97,6 +101,8 @@ def test_labelled_responses_and_responses_to_other_prompts():
     assert list(told(encoder(pairs=False, beside=True), pair, pair)) == [CHOSEN, REJECTED, 2, 3]
     # A row before it that cannot be used gives nothing.
     assert list(told(encoder(pairs=False, beside=True), row, {"odd": 1})) == [CHOSEN]
+    silent = {"prompt": ASKED, "completion": [GOOD | {"weight": 0}], "label": 1}
+    assert list(told(encoder(pairs=False, beside=True), row, silent)) == [CHOSEN]
     # The response of a dialogue, to a prompt of several turns.
     assert told(encoder(pairs=False, beside=True), {"prompt": MORE, "completion": [BAD], "label": 0}, row)[2] == chatml(
         *MORE, said="right"
@@ -126,6 +132,11 @@ BAD_ROWS = {
     "its label is str": {"prompt": "one", "completion": "two", "label": "yes"},
     "its margin is str": {"prompt": "one", "chosen": "right", "rejected": "wrong", "margin": "much"},
     "its sides have no beginning in common": {"chosen": "right", "rejected": "wrong"},
+    "its sides have no message in common": {"chosen": [GOOD], "rejected": [BAD]},
+    "its sides are int": {"prompt": "one", "chosen": 3, "rejected": 5},
+    "its sides are dict": {"chosen": {"a": 1}, "rejected": {"b": 2}},
+    "its margin is list": {"prompt": "one", "chosen": "right", "rejected": "wrong", "margin": [0.3]},
+    "its margin is bool": {"prompt": "one", "chosen": "right", "rejected": "wrong", "margin": True},
 }
 
 
@@ -146,7 +157,8 @@ def test_pairs_that_cannot_be_compared_are_refused():
 
 
 def test_packed_sides_stay_together_and_share_their_prompt():
-    encode = encoder()
+    data = ScoredDataConfig()
+    encode = SideEncoder(data, tokenizer_for(CHATML), data.max_tokens, True)
     placed = []
     for place, text in enumerate(("right", "better")):
         found = encode({"prompt": MORE, "chosen": text, "rejected": "wrong", "margin": place + 0.5})
@@ -157,6 +169,19 @@ def test_packed_sides_stay_together_and_share_their_prompt():
     prompt = len(encode.encoder.tokenizer(chatml(*MORE, said="").split("[[")[0], add_special_tokens=False).input_ids)
     assert batch.seq["common"].tolist() == [prompt] * 4
     assert torch.equal(batch.seq["work"], batch.lengths)
+
+
+def test_pairs_of_one_prompt_fill_a_micro_batch_and_no_more():
+    """Three pairs that share their prompt: 10 tokens and two sides of 30 each; a budget holds two of them."""
+    placed = []
+    for place in range(3):
+        for side in (0, 1):
+            tokens = torch.cat([torch.arange(10), torch.full((30,), 10 + 2 * place + side)])
+            placed.append((place, side, Masked(tokens, torch.arange(40) >= 10)))
+    batch = pack_sides(placed, pairs=True, share=True)
+    assert [(u.members, u.tokens) for u in units_of(batch, 130, True)] == [([0, 1, 2, 3], 130), ([4, 5], 70)]
+    assert [(u.members, u.tokens) for u in units_of(batch, 129, True)] == [([0, 1], 70), ([2, 3], 70), ([4, 5], 70)]
+    assert [u.tokens for u in units_of(batch, 80, False)] == [80, 80, 80]
 
 
 def test_the_task_that_ships_here_has_one_right_side():
@@ -178,12 +203,18 @@ def test_the_task_that_ships_here_has_one_right_side():
         ("--preference.loss kto sigmoid", "kto stands alone"),
         ("--preference.loss exo_pair", "exo_pair needs one above 0, such as 0.1"),
         ("--data.max-tokens 5000", "the 10000 tokens of a row must fit --policy.max-tokens-per-microbatch 8192"),
-        ("--preference.method simpo --preference.divergence js", "these losses have no reference"),
-        ("--preference.method kto --preference.weighted", "are of pairs; leave them out"),
+        ("--preference.method simpo --preference.divergence js", "is read by none of the losses (simpo)"),
+        ("--preference.method kto --preference.weighted", "is read by none of the losses (kto)"),
+        ("--preference.weighted --preference.loss aot", "aot compares responses of different pairs"),
+        ("--preference.loss sigmoid sigmoid=0.5", "sigmoid is there twice"),
+        ("--preference.loss kto --data.rows-per-step 1", "kto takes responses to other rows of the step"),
+        ("--preference.method cpo --reference.path tiny", "these losses have no reference"),
+        ("--reference.mix 0.5", "is of a reference that moves"),
+        ("--preference.wanted-weight 2", "is read by none of the losses (sigmoid)"),
         ("--preference.method orpo --reference.refresh-every 4", "these losses have no reference"),
-        ("--reference.refresh-every 4 --lora.rank 2", "give a copy of the model by --reference.path"),
+        ("--reference.refresh-every 4 --lora.rank 2", "the reference has no adapters"),
         ("--preference.label-smoothing 0.5", "must lie in [0, 0.5)"),
-        ("--reference.mix 0", "must lie in (0, 1]"),
+        ("--reference.mix 0 --reference.refresh-every 4", "must lie in (0, 1]"),
         ("--reference.precompute --data.train stream:a/b", "the rows of a stream are not known before (stream:a/b)"),
         ("--reference.precompute --preference.method kto", "kto asks the reference for responses to other rows'"),
         ("--reference.precompute --preference.method simpo", "these losses have no reference; leave it out"),
