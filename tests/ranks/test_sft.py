@@ -172,7 +172,7 @@ def test_layout_noise_on_embeddings_belongs_to_the_row(data, tmp_path):
 def test_evaluation_has_no_noise(data, tmp_path):
     losses = []
     for noise in (0.0, 5.0):
-        more = {"sft": {"neftune": noise}, "run": {"steps": 1}}
+        more = {"sft": {"neftune": noise}, "run": {"steps": 2}}
         run_ranks(trained, 1, str(tmp_path / str(noise)), data, more)
         losses.append(metrics(tmp_path / str(noise))[0])
     assert losses[0]["eval/loss"] == losses[1]["eval/loss"] and losses[0]["loss"] != losses[1]["loss"]
