@@ -214,7 +214,7 @@ def matched_margins(logp_P2: torch.Tensor, ref_P2: torch.Tensor) -> dict[str, to
 
 
 def _at_rank_of(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """For each number the one of the others that has its rank; ties by place."""
+    """Return, for each number, the one of the others that has its rank; ties go by place."""
     rank = torch.argsort(torch.argsort(mine, stable=True), stable=True)
     return others.sort().values[rank]
 

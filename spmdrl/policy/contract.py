@@ -49,7 +49,7 @@ class HeadFunction(Protocol):
 
 @dataclass(frozen=True)
 class OutputHead:
-    """What a language model makes logits of states with."""
+    """The output layer by which a language model turns hidden states into logits."""
 
     weight_VD: torch.Tensor
     divisor: float

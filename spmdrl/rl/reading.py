@@ -41,7 +41,7 @@ class Scores:
 
 @dataclass
 class Places:
-    """Where the steps of a batch end, on this rank; a response that is scored as a whole is one step."""
+    """The ends of the steps of this rank's batch; a response that is scored as a whole is one step."""
 
     seq_n: torch.Tensor
     """int64, ascending: the sequence."""

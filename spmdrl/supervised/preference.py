@@ -8,6 +8,7 @@ import torch
 
 from spmdrl.algos.preference import Terms
 from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of
+from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.contract import Objective
@@ -53,6 +54,7 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
         lambda models: objective(cfg, session, models),
         lambda sequences, step: pack_sides(sequences, pairs, share, columns=columns),
         Known(session, begun, partial(pack_sides, pairs=pairs, share=share), reference) if ahead else None,
+        lambda held_out: [piece for _, number, piece in held_out if number == CHOSEN],
     )
     run.moves = cfg.reference
     return run

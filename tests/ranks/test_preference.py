@@ -12,6 +12,7 @@ from spmdrl.config.preference import PreferenceConfig
 from spmdrl.data.batch import balance
 from spmdrl.data.order import drawn_indices
 from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.preference import train
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import with_steps
@@ -249,6 +250,21 @@ def test_layout_a_reference_that_is_computed_ahead_teaches_the_same(data, tmp_pa
     assert kept.stat().st_mtime_ns == before, "the reference does not read the rows again, on two ranks instead of one"
     for k, value in want.items():
         torch.testing.assert_close(cut[k], value, rtol=1e-9, atol=1e-12)
+
+
+def test_answers_during_the_job_stand_beside_the_chosen_responses(data, tmp_path):
+    """With KTO, whose held-out rows also have responses to other prompts."""
+    asked = {"every": 2, "prompts": 2, "max_new_tokens": 3, "engine": "hf"}
+    more = {"generate": asked, "preference": {"method": "kto"}, "run": {"steps": 2}}
+    run_ranks(trained, 2, str(tmp_path / "run"), data, more | {"model": {"path": "tiny", "dtype": "float32"}})
+    said = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(said) == 4 and {row["step"] for row in said} == {1, 2}
+    chosen = [row["chosen"][-1]["content"] for row in rows(2)]
+    tokens = load_tokenizer(resolve("tiny"))
+    want = [
+        tokens.decode(tokens(text, add_special_tokens=False).input_ids, skip_special_tokens=True) for text in chosen
+    ]
+    assert [row["reference"] for row in said[:2]] == want
 
 
 def test_bad_pairs_are_named_counted_and_end_the_job(data, tmp_path):
