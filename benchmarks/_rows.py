@@ -1,0 +1,195 @@
+"""The parts that benchmarks of jobs on given rows share: one side in turns, both sides measured, table and targets."""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks._trl import ROOT, Turns, about, seconds_of, take_turns, trl_python
+
+Side = Callable[[Any, Path], None]
+"""(job, folder) -> runs one side of a job, on one rank."""
+
+
+def peak_mib() -> float:
+    """Largest resident set of this process, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def gsm8k(data: Path | None, count: int) -> list[dict]:
+    """The first rows of GSM8K, for real jobs."""
+    if data is None:
+        sys.exit("--data: real jobs need GSM8K's train.jsonl (columns question, answer)")
+    return [json.loads(line) for line in data.read_text().splitlines()[:count]]
+
+
+def write_rows(rows: list[dict], file: Path) -> None:
+    """Writes rows as JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_trl(make: Callable[..., Any], folder: Path) -> None:
+    """Trains on TRL's side. make: gives the trainer, with the callbacks that it is called with."""
+    from transformers import TrainerCallback
+
+    turns = Turns(folder, "trl")
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            turns.wait()
+
+        def on_train_end(self, *args, **kwargs):
+            turns.arrive()
+
+    trainer = make([Clock()])
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    told = {"losses": [losses[0], losses[-1]], "peak_mib": peak_mib(), "dtype": str(trainer.model.dtype)}
+    told |= {"rows": len(trainer.train_dataset)}
+    (folder / f"trl.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told))
+
+
+def trl_settings(job: Any, folder: Path) -> dict[str, Any]:
+    """TRL's settings of every job."""
+    return dict(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=job.dtype == "bfloat16",
+        max_steps=job.warm + job.steps,
+        learning_rate=1e-6,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+
+
+def run_ours(job: Any, folder: Path, schema: type, build: Any, train: Any, more: dict[str, Any]) -> None:
+    """Trains on spmdrl's side. more: flags beside those of every job."""
+    from spmdrl.config.load import Loaded, from_command_line
+    from spmdrl.config.supervised import supervised_lines
+    from spmdrl.session.open import open_run
+
+    flags = {
+        "run.dir": folder / "run",
+        "run.steps": job.warm + job.steps,
+        "model.path": job.model,
+        "model.dtype": job.dtype,
+        "optimizer.lr": 1e-6,
+        "policy.max_tokens_per_microbatch": job.length,
+        "data.train": folder / "rows.jsonl",
+        "checkpoint.at_end": "false",
+        "tracking.console": "plain",
+    } | more
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    config = from_command_line(words, "a benchmark", schema).config
+    with open_run(Loaded(config), build, supervised_lines) as run:
+        assert run is not None, "no dry run was asked for"
+        turns, steps = Turns(folder, "spmdrl"), run.steps()
+
+        def in_turns():
+            for _ in range(config.run.steps):
+                turns.wait()
+                yield next(steps)
+            turns.arrive()
+
+        run.steps = in_turns
+        train(run)
+        (folder / f"spmdrl.{run.world.rank}.json").write_text(json.dumps({"peak_mib": peak_mib()}))
+
+
+def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path], dict], python: Path) -> dict:
+    """Measures one job: both sides in turns, the medians and their ratio.
+
+    encode: (job, folder with rows.jsonl) -> columns of tokens by which TRL trains on exactly ours. python: of TRL.
+    """
+    from spmdrl.hub.resolve import resolve
+
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        (folder / "model").write_text(str(resolve(job.model)))
+        (folder / "job.json").write_text(json.dumps(asdict(job)))
+        write_rows(rows, folder / "rows.jsonl")
+        held = encode(job, folder)
+        (folder / "encoded.json").write_text(json.dumps(held))
+        sides = {"trl": python, "spmdrl": Path(sys.executable)}
+        take_turns(Path(script), sides, job.ranks, job.warm + job.steps, folder)
+        seconds = {side: seconds_of(folder, side, job.ranks)[1 + job.warm :] for side in sides}
+        log = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        told = {
+            side: [json.loads((folder / f"{side}.{rank}.json").read_text()) for rank in range(job.ranks)]
+            for side in sides
+        }
+    theirs, mine = (statistics.median(seconds[side]) for side in ("trl", "spmdrl"))
+    return {
+        **asdict(job),
+        "encoded": held,
+        "ratio": theirs / mine,
+        "medians": {"trl": theirs, "spmdrl": mine},
+        "losses": {"trl": told["trl"][0]["losses"], "spmdrl": [log[0]["loss"], log[-1]["loss"]]},
+        "peak_mib": {side: max(each["peak_mib"] for each in told[side]) for side in sides},
+        "seconds": seconds,
+        "trl_weights": told["trl"][0]["dtype"],
+        "trl_rows": told["trl"][0]["rows"],
+        "phases": {k: statistics.median(r[k] for r in log[job.warm :]) for k in log[-1] if k.startswith("time/")},
+        "about": about(),
+    }
+
+
+def finish(row: dict, tokens: int, same: dict[str, float]) -> dict:
+    """Return a job's row with tokens a second, once the losses agree. same: largest relative difference by dtype.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    for theirs, mine in zip(*row["losses"].values(), strict=True):
+        if abs(theirs - mine) > same[row["dtype"]] * theirs:
+            raise RuntimeError(f"the sides have different losses: {row['losses']}")
+    medians = row.pop("medians")
+    return row | {"tokens": tokens} | {f"{side}_tokens_s": tokens / taken for side, taken in medians.items()}
+
+
+def command(doc: str | None, name: str, jobs: dict[str, Any], sides: dict[str, Side], run: Callable[..., dict]) -> None:
+    """Runs the jobs that the command line asks for: prints a table and one line per target, and writes JSON.
+
+    doc: of the script. name: begins the names of targets. run: (job, GSM8K's file, TRL's Python) -> row.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny-fp32-1 alone unless --only names others; 4 steps")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=jobs, help="default: all of them")
+    parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl, for real jobs")
+    parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
+    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        side, folder = args.side
+        kind = type(next(iter(jobs.values())))
+        return sides[side](kind(**json.loads((Path(folder) / "job.json").read_text())), Path(folder))
+    python, rows = trl_python(args.trl_venv), {}
+    print(f"{'job':<14}{'tokens':>8}{'ours/s':>9}{'TRL/s':>9}{'ratio':>7}{'ours MiB':>10}{'TRL MiB':>9}")
+    for each in args.only or (["tiny-fp32-1"] if args.quick else list(jobs)):
+        job = jobs[each]
+        job.steps = min(job.steps, 4) if args.quick else job.steps
+        row = rows[each] = run(job, args.data, python)
+        peaks = row["peak_mib"]
+        print(
+            f"{each:<14}{row['tokens']:>8}{row['spmdrl_tokens_s']:>9.0f}{row['trl_tokens_s']:>9.0f}{row['ratio']:>7.2f}"
+            f"{peaks['spmdrl']:>10.0f}{peaks['trl']:>9.0f}",
+            flush=True,
+        )
+        if args.json:
+            before = json.loads(args.json.read_text()) if args.json.exists() else {}
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps({"jobs": before.get("jobs", {}) | rows}, indent=1) + "\n")
+    for each, row in rows.items():
+        word = "ok" if row["ratio"] >= row["goal"] else "miss"
+        print(f"target {name}_{each.replace('-', '_')} {row['ratio']:.2f} {row['goal']} {word}")
