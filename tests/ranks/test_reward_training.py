@@ -1,28 +1,22 @@
 """Training of reward models over ranks: loss and scores of transformers, the same on any layout, resumed exactly."""
 
-import dataclasses
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from spmdrl.config.reward_model import RewardModelConfig
-from spmdrl.data.batch import balance
 from spmdrl.data.order import drawn_indices
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.models import build_models
 from spmdrl.reward_model import train
 from spmdrl.rl.compose import compose
 from spmdrl.rl.reading import AtLast
-from spmdrl.session.session import Session
-from spmdrl.supervised.build import with_steps
 from spmdrl.supervised.reward_model import build_reward_model
-from spmdrl.supervised.rows import open_mixture
-from spmdrl.tracking.metrics import Timer
+from tests.ranks import given
 from tests.ranks.cases import config
-from tests.ranks.demo import Interrupted, dying, metrics, untimed
+from tests.ranks.demo import metrics, untimed
 from tests.ranks.harness import RankError, run_ranks
 from tests.ranks.test_preference import TEMPLATE, rows
 from tests.ranks.test_shared_prompts import float64_norm
@@ -42,58 +36,28 @@ def data(tmp_path_factory) -> str:
     return str(path)
 
 
-def settings(folder, source: str, **sections) -> RewardModelConfig:
-    base = dict(
-        run={"dir": str(folder), "steps": 4, "seed": 3},
-        model={"path": "tiny", "dtype": "float64"},
-        # Adam divides by the gradient, whose last digits depend on the layout, where it is far below eps.
+def opened(world, folder: str, source: str, sections: dict, stop_after: int = 0):
+    """Opens a job of four steps."""
+    base = given.small(folder, source, rows=8, template=TEMPLATE)
+    more = dict(
+        run={"steps": 4},
+        model={"dtype": "float64"},
+        # As in test_preference.py.
         optimizer={"lr": 1e-2, "eps": 1e-2},
         policy={"max_tokens_per_microbatch": 1024},
-        data={"train": (source,), "eval": source, "chat_template": TEMPLATE, "rows_per_step": 8, "max_tokens": 512},
-        eval={"every": 2, "rows": 10},
-        checkpoint={"at_end": False},
-        tracking={"trackers": ("jsonl",)},
+        eval={"every": 2},
         reward_model={"outputs": NAMES, "centre": 0.1},
     )
-    cfg = RewardModelConfig()
-    for name in base.keys() | sections.keys():
-        values = base.get(name, {}) | sections.get(name, {})
-        cfg = dataclasses.replace(cfg, **{name: dataclasses.replace(getattr(cfg, name), **values)})
-    return cfg
-
-
-def opened(world, folder: str, source: str, sections: dict, stop_after: int = 0):
-    Path(folder).mkdir(exist_ok=True)
-    cfg = settings(folder, source, **sections)
-    return dying(build_reward_model(Session(with_steps(cfg, open_mixture(cfg)), world, Timer())), stop_after)
+    cfg = given.with_sections(RewardModelConfig(), base, more, sections)
+    return given.opened(world, cfg, build_reward_model, stop_after)
 
 
 def trained(world, folder: str, source: str, sections: dict, stop_after: int = 0) -> dict[str, torch.Tensor]:
-    """Trains; returns the weights, whole."""
-    run = opened(world, folder, source, sections, stop_after)
-    with suppress(Interrupted):
-        train(run)
-    run.close()
-    return {name: p.full_tensor().detach().clone() for name, p in run.policy.named_weights()}
+    return given.trained(opened(world, folder, source, sections, stop_after), train)
 
 
 def second_gradient(world, folder: str, source: str, sections: dict) -> dict[str, torch.Tensor]:
-    """Returns the weights after the first step, and the gradient of the second and what it says of itself."""
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-
-    Qwen2RMSNorm.forward = float64_norm
-    run = opened(world, folder, source, sections)
-    for step in (0, 1):
-        batch = balance(run.rows(step), world)
-        if step == 0:
-            run.policy.update(batch, run.objective)
-    found = {f"weight.{name}": p.full_tensor().detach().clone() for name, p in run.policy.named_weights()}
-    shared = run.objective.prepare(batch, 0)
-    stats = run.policy.gradient(run.policy.microbatches(batch), run.objective, shared)
-    found |= {name: p.grad.full_tensor().detach().clone() for name, p in run.policy.model.named_parameters()}
-    run.close()
-    sums = run.report(stats.reduce(lambda x, op: world.data_peers.sum(x) if op == "sum" else x))
-    return found | {f"stat.{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+    return given.second_gradient(world, opened(world, folder, source, sections))
 
 
 LAYOUTS = [

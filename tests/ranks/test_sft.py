@@ -1,9 +1,7 @@
 """Supervised fine-tuning over ranks: the loss of Hugging Face, the same on any layout, resumed exactly."""
 
-import dataclasses
 import json
 import random
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,14 +10,11 @@ import torch
 from spmdrl.config.sft import SFTConfig
 from spmdrl.data.batch import balance
 from spmdrl.hub.resolve import resolve
-from spmdrl.session.session import Session
 from spmdrl.sft import train
-from spmdrl.supervised.build import with_steps
-from spmdrl.supervised.rows import open_mixture
 from spmdrl.supervised.sft import build_sft
-from spmdrl.tracking.metrics import Timer
+from tests.ranks import given
 from tests.ranks.cases import small_model
-from tests.ranks.demo import Interrupted, dying, metrics, untimed
+from tests.ranks.demo import metrics, untimed
 from tests.ranks.harness import RankError, run_ranks
 from tests.unit.test_kernel_distill import definition
 
@@ -47,38 +42,21 @@ def data(tmp_path_factory) -> str:
     return str(path)
 
 
-def settings(folder, source: str, **sections) -> SFTConfig:
-    """Settings of a job of six steps."""
-    base = dict(
-        run={"dir": str(folder), "steps": 6, "seed": 3},
-        model={"path": "tiny", "dtype": "float32"},
+def opened(world, folder: str, data: str, sections: dict, stop_after: int = 0):
+    """Opens a job of six steps."""
+    base = given.small(folder, data, rows=12, template="chatml")
+    more = dict(
+        run={"steps": 6},
+        model={"dtype": "float32"},
         optimizer={"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
         policy={"max_tokens_per_microbatch": 512},
-        data={"train": (source,), "eval": source, "chat_template": "chatml", "rows_per_step": 12, "max_tokens": 512},
-        eval={"every": 3, "rows": 10},
-        checkpoint={"at_end": False},
-        tracking={"trackers": ("jsonl",)},
+        eval={"every": 3},
     )
-    cfg = SFTConfig()
-    for name in base.keys() | sections.keys():
-        values = base.get(name, {}) | sections.get(name, {})
-        cfg = dataclasses.replace(cfg, **{name: dataclasses.replace(getattr(cfg, name), **values)})
-    return cfg
-
-
-def opened(world, folder: str, data: str, sections: dict, stop_after: int = 0):
-    Path(folder).mkdir(exist_ok=True)
-    cfg = settings(folder, data, **sections)
-    return dying(build_sft(Session(with_steps(cfg, open_mixture(cfg)), world, Timer())), stop_after)
+    return given.opened(world, given.with_sections(SFTConfig(), base, more, sections), build_sft, stop_after)
 
 
 def trained(world, folder: str, data: str, sections: dict, stop_after: int = 0) -> dict[str, torch.Tensor]:
-    """Trains; returns the weights, whole."""
-    run = opened(world, folder, data, sections, stop_after)
-    with suppress(Interrupted):
-        train(run)
-    run.close()
-    return {name: p.full_tensor().detach().clone() for name, p in run.policy.named_weights()}
+    return given.trained(opened(world, folder, data, sections, stop_after), train)
 
 
 def first_gradient(world, folder: str, data: str, sections: dict) -> dict[str, torch.Tensor]:
@@ -86,12 +64,7 @@ def first_gradient(world, folder: str, data: str, sections: dict) -> dict[str, t
     run = opened(world, folder, data, sections)
     batch = balance(run.rows(0), world)
     run.score(batch)
-    shared = run.objective.prepare(batch, 0)
-    stats = run.policy.gradient(run.policy.microbatches(batch), run.objective, shared)
-    found = {name: p.grad.full_tensor().detach().clone() for name, p in run.policy.model.named_parameters()}
-    run.close()
-    sums = stats.reduce(lambda x, op: world.data_peers.sum(x) if op == "sum" else x)
-    return found | {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+    return given.gradient(world, run, batch)
 
 
 DOUBLE = {"model": {"path": "tiny", "dtype": "float64"}}
