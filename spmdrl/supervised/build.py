@@ -133,9 +133,9 @@ def assemble(
 ) -> SupervisedRun:
     """Put a job together from what is its own: rows, models, loss. Collective over all ranks.
 
-    pack: (sequences of this rank, step or MEASURE) -> batch. asked: the held-out sequences whose last context is a
-    prompt for `--generate`: by default the last one of each row.
-    known: log p of the reference that is computed before the models are built.
+    pack: (sequences of this rank, step or MEASURE) -> batch. known: log p of the reference that is computed before the
+    models are built. asked: the held-out sequences whose last context is a prompt for `--generate`; None: the last one
+    of each row.
     """
     cfg, world = session.cfg, session.world
     check_attention(cfg, world.device)

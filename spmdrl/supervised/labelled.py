@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spmdrl.algos.aggregate import Totals, count_totals, sum_per_sequence
+from spmdrl.algos.aggregate import sum_per_sequence
 from spmdrl.algos.preference import UNPAIRED, Labelled, Terms
 from spmdrl.data.batch import Batch
 from spmdrl.data.preferences import CHOSEN, REJECTED
@@ -46,12 +46,8 @@ class LabelledObjective(Objective):
     def prepare(self, share: Batch, index: int) -> LabelledShared:
         """Implements `prepare` of the contract."""
         trained_B = share.seq["sample"] < MISMATCHED
-        mask_T = share.token["mask"] & share.per_token(trained_B)
-        local = count_totals(mask_T, share.seq_index)
-        counts = torch.tensor([local.tokens, local.sequences, float(trained_B.sum())], dtype=torch.float64)
-        tokens, sequences, responses = self.peers.sum(counts).tolist()
-        shift = self._shift(share, index)
-        return LabelledShared(Totals(tokens, sequences), trained_B, responses=responses, shift=shift)
+        responses = float(self.peers.sum(trained_B.double().sum()))
+        return LabelledShared(active=trained_B, responses=responses, shift=self._shift(share, index))
 
     def _shift(self, share: Batch, index: int) -> float:
         """KTO: the mean log-ratio of responses to other prompts, at least 0. BCO: the mean reward over steps."""
@@ -67,7 +63,8 @@ class LabelledObjective(Objective):
                 torch.tensor([float(ratio_B.sum()), len(asked)], dtype=torch.float64)
             ).tolist()
             return max(0.0, total / count) if count else 0.0
-        sums = [x for side in (CHOSEN, REJECTED) for x in _sum_and_count(ratio_B[asked.seq["sample"] == side])]
+        sides = [ratio_B[asked.seq["sample"] == side] for side in (CHOSEN, REJECTED)]
+        sums = [number for side_N in sides for number in (float(side_N.sum()), float(len(side_N)))]
         here = self.peers.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
         if index == MEASURE:
             return self.terms.beta * _half_of_each(self.moved if any(self.moved) else here)
@@ -95,10 +92,6 @@ class LabelledObjective(Objective):
             metrics.add(name, rewards[side].mean() if count else 0.0, count)
         metrics.add("kl" if self.loss_name == "kto" else "shift", shared.shift)
         return LossResult(loss, metrics)
-
-
-def _sum_and_count(x: torch.Tensor) -> tuple[float, float]:
-    return float(x.sum()), float(len(x))
 
 
 def _half_of_each(sums: list[float]) -> float:

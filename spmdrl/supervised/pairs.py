@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.algos.aggregate import Totals, count_totals, sum_per_sequence
+from spmdrl.algos.aggregate import sum_per_sequence
 from spmdrl.algos.preference import LOSSES, SORTED, Pairs, Terms, matched_margins
 from spmdrl.config.preference import WITHOUT_REFERENCE
 from spmdrl.data.batch import Batch, gather_rows
@@ -55,13 +55,11 @@ class PairObjective(Objective):
     def prepare(self, share: Batch, index: int) -> PairShared:
         """Implements `prepare` of the contract. Losses that sort get `seq["matched/..."]` in the share."""
         mask_T, chosen_B = share.token["mask"], share.seq["sample"] == CHOSEN
-        local = count_totals(mask_T, share.seq_index)
-        chosen_tokens = (mask_T & share.per_token(chosen_B)).sum()
-        counts = [local.tokens, local.sequences, float(chosen_B.sum()), float(chosen_tokens)]
-        tokens, sequences, pairs, chosen = self.peers.sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+        counts = torch.stack([chosen_B.sum(), (mask_T & share.per_token(chosen_B)).sum()]).double()
+        pairs, tokens = self.peers.sum(counts).tolist()
         if SORTED & self.losses.keys():
             self._match(share)
-        return PairShared(Totals(tokens, sequences), pairs=pairs, chosen_tokens=chosen)
+        return PairShared(pairs=pairs, chosen_tokens=tokens)
 
     def _match(self, share: Batch) -> None:
         """Add what losses that sort need of the pairs of other micro-batches and ranks."""

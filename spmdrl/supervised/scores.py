@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.algos.aggregate import Totals, sum_per_sequence
+from spmdrl.algos.aggregate import sum_per_sequence
 from spmdrl.algos.preference import bradley_terry
 from spmdrl.data.batch import Batch
 from spmdrl.data.preferences import CHOSEN
@@ -44,9 +44,7 @@ class ScoreObjective(Objective):
 
     def prepare(self, share: Batch, index: int) -> PairCount:
         """Implements `prepare` of the contract."""
-        pairs = float((share.seq["sample"] == CHOSEN).sum())
-        (pairs,) = self.peers.sum(torch.tensor([pairs], dtype=torch.float64)).tolist()
-        return PairCount(Totals(2 * pairs, 2 * pairs), pairs=pairs)
+        return PairCount(pairs=float(self.peers.sum((share.seq["sample"] == CHOSEN).double().sum())))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PairCount) -> LossResult:
         """Implements `loss` of the contract, from scores."""
