@@ -15,7 +15,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.policy.contract import MEASURE
 from spmdrl.spmd.peers import Peers
 from spmdrl.supervised.labelled import LabelledObjective
-from spmdrl.supervised.pairs import PairObjective
+from spmdrl.policy.pairs import PairObjective
 
 ALONE = Peers(None, torch.device("cpu"))
 ASKED = [3, 2, 4, 3, 5]
