@@ -1,6 +1,6 @@
 """Settings of preference learning on the policy's own samples, and the rules for them."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -77,8 +77,6 @@ class OnlinePreferenceConfig(Config):
 
 
 OWN_RULES: dict[str, _Rule] = METHOD_RULES | REFERENCE_RULES | {"preference.gap": _at_least_0}
-UNREAD = ("algo", "correction", "critic", "process_reward", "safety")
-"""Sections of reinforcement learning that this update does not read."""
 
 
 def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
@@ -129,11 +127,10 @@ def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[
     if longest > budget and not alone:
         problems.append(f"--policy.max-tokens-per-microbatch {budget}: must hold a pair, so at least {longest}")
     plain = OnlinePreferenceConfig()
-    names = [f"{section}.{each.name}" for section in UNREAD for each in fields(getattr(plain, section))]
     problems += [
         f"{flag(name)}: is not read here; leave it out"
-        for name in [*names, "shaping.mask_cut", "filter.resample", "filter.replay_steps"]
-        if name != "algo.updates_per_step" and get(config, name) != get(plain, name)
+        for name in ("shaping.mask_cut", "filter.resample", "filter.replay_steps")
+        if get(config, name) != get(plain, name)
     ]
     return problems
 

@@ -1,7 +1,7 @@
 """Pairs of a run's own samples: which samples of a prompt are compared, the reference's view of them, the update.
 
-Online DPO (https://arxiv.org/abs/2402.04792) and iterative SPPO (https://arxiv.org/abs/2405.00675) take the best and the
-worst sample of each prompt; RAFT (https://arxiv.org/abs/2304.06767) the best one alone, as supervised fine-tuning does.
+Online DPO (https://arxiv.org/abs/2402.04792) and iterative SPPO (https://arxiv.org/abs/2405.00675) take the best and
+the worst sample of each prompt; RAFT (https://arxiv.org/abs/2304.06767) the best alone, as supervised fine-tuning does.
 """
 
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class OnlinePreference:
     def learn(self, pairs: Batch, step: int) -> Metrics:
         """Update the policy on what `compare` returned, then the reference if it is due. Collective. step: from 0."""
         models, cfg = self.run.models, self.cfg
-        stats = models.policy.update(pairs, self.objective(), cfg.algo.updates_per_step)
+        stats = models.policy.update(pairs, self.objective())
         refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
         return stats
 
