@@ -14,11 +14,12 @@ pytestmark = pytest.mark.timeout(240)
 ALL = "--run.steps 12 --eval.every 4 --checkpoint.every 3 --tracking.trackers jsonl --run.timeout 30"
 JOBS = {
     # Five steps are an epoch.
-    "sft": "--data.train builtin:reverse --data.eval builtin:reverse:eval --data.limit 320 --eval.rows 32 --sft.neftune 5",
+    "sft": "--data.train builtin:reverse --data.eval builtin:reverse:eval --data.limit 320 --eval.rows 32 "
+    "--sft.neftune 5",
     "preference": "--data.train {stream} --data.eval builtin:reverse-pairs:eval --data.rows-per-step 16 --eval.rows 32 "
     "--optimizer.lr 1e-4 --reference.refresh-every 4 --reference.mix 0.5",
-    "online_preference": "--rollout.engine hf --deterministic --rollout.prompts-per-step 4 --rollout.samples-per-prompt 4 "
-    "--eval.prompts 8 --optimizer.lr 1e-4 --reference.refresh-every 4",
+    "online_preference": "--rollout.engine hf --deterministic --rollout.prompts-per-step 4 "
+    "--rollout.samples-per-prompt 4 --eval.prompts 8 --optimizer.lr 1e-4 --reference.refresh-every 4",
 }
 
 
