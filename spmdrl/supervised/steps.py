@@ -75,17 +75,7 @@ class StepEncoder:
         response = sequence.mask.nonzero().flatten()
         begin, end = int(response[0]), int(response[-1]) + 1
         tokens = sequence.tokens[begin:end].tolist()
-        text = self._decode(tokens)
-        # A template may strip the white space around a response, or put a thought before it.
-        said = found.text
-        kept = next((kept for kept in (said, said.strip(), said.lstrip(), said.rstrip()) if kept in text), "")
-        if not kept:
-            raise RowError(
-                "the chat template changes its response, so that the ends of its steps are not to be found: give "
-                "another one (--data.chat-template)"
-            )
-        lead, at = said.index(kept), text.rindex(kept)
-        ends = [at + min(max(end - lead, 1), len(kept)) for end in step_ends(said, self.chosen.separator)]
+        ends = self._ends(self._decode(tokens), found)
         places = [begin + place for place in tokens_of_ends(self._decode, tokens, ends)]
         double = next((i for i in range(1, len(places)) if places[i] == places[i - 1]), 0)
         if double:
@@ -99,6 +89,26 @@ class StepEncoder:
             if value is not None:
                 label[place], mask[place] = value, True
         sequence.mask, sequence.columns["label"] = mask, label
+
+    def _ends(self, text: str, found: LabelledSteps) -> list[int]:
+        """Return where the steps of a row end in the text of its trained tokens.
+
+        Raises:
+            RowError: they are not to be found.
+        """
+        ends = step_ends(text, self.chosen.separator)
+        if len(ends) == len(found.labels):
+            return ends
+        # A template may put an empty thought before a response, and strip the white space around it.
+        said = found.text
+        kept = next((kept for kept in (said, said.strip(), said.lstrip(), said.rstrip()) if kept in text), "")
+        if not kept:
+            raise RowError(
+                f"its {len(found.labels)} steps are {len(ends)} in the text of its tokens, as the chat template or the "
+                "tokenizer changes its response: give another template (--data.chat-template), or leave the row out"
+            )
+        lead, at = said.index(kept), text.rindex(kept)
+        return [at + min(max(end - lead, 1), len(kept)) for end in step_ends(said, self.chosen.separator)]
 
     def _decode(self, tokens: list[int]) -> str:
         return self.encoder.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
