@@ -96,19 +96,20 @@ class StepEncoder:
         Raises:
             RowError: they are not to be found.
         """
-        ends = step_ends(text, self.chosen.separator)
-        if len(ends) == len(found.labels):
-            return ends
         # A template may put an empty thought before a response, and strip the white space around it.
         said = found.text
         kept = next((kept for kept in (said, said.strip(), said.lstrip(), said.rstrip()) if kept in text), "")
-        if not kept:
+        if kept:
+            lead, at = said.index(kept), text.rindex(kept)
+            return [at + min(max(end - lead, 1), len(kept)) for end in step_ends(said, self.chosen.separator)]
+        # A tokenizer may not give back the text that it was given.
+        ends = step_ends(text, self.chosen.separator)
+        if len(ends) != len(found.labels):
             raise RowError(
                 f"its {len(found.labels)} steps are {len(ends)} in the text of its tokens, as the chat template or the "
                 "tokenizer changes its response: give another template (--data.chat-template), or leave the row out"
             )
-        lead, at = said.index(kept), text.rindex(kept)
-        return [at + min(max(end - lead, 1), len(kept)) for end in step_ends(said, self.chosen.separator)]
+        return ends
 
     def _decode(self, tokens: list[int]) -> str:
         return self.encoder.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
