@@ -87,7 +87,8 @@ def _of_steps(config: RewardModelConfig) -> list[str]:
             problems.append(f"--reward-model.{name}: is of pairs, and --reward-model.rows is steps; leave it out")
     pairs = [spec for spec in (*config.data.train, config.data.eval) if spec.startswith("builtin:reverse-pairs")]
     if pairs:
-        problems.append(f"{pairs[0]} holds pairs: name rows of steps by --data.train and --data.eval")
+        known = "such as builtin:reverse-steps"
+        problems.append(f"{pairs[0]} holds pairs: name rows of steps by --data.train and --data.eval, {known}")
     return problems
 
 

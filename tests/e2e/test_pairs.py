@@ -11,10 +11,10 @@ from tests.e2e.warm import succeed
 pytestmark = pytest.mark.timeout(240)
 
 
-def by_page(page: str, folder) -> list[dict]:
-    """Runs the first command of a page of docs on two ranks; returns the lines of its log that have an evaluation."""
+def by_page(page: str, folder, place: int = 0) -> list[dict]:
+    """Runs a command of a page of docs on two ranks; returns the lines of its log that have an evaluation."""
     text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
-    words = shlex.split(re.findall(r"^torchrun .*$", text, re.MULTILINE)[0])
+    words = shlex.split(re.findall(r"^torchrun .*$", text, re.MULTILINE)[place])
     at = words.index(f"spmdrl.{page}")
     assert words[:at] == ["torchrun", "--nproc-per-node", "2", "-m"]
     succeed([*words[at + 1 :], "--run.dir", folder], module=f"spmdrl.{page}", ranks=2)
@@ -34,3 +34,11 @@ def test_reward_model_by_the_command_of_its_page_learns(tmp_path):
     rows = by_page("reward_model", tmp_path / "run")
     assert rows[0]["eval/accuracy"] == 0.5, "the new head gives 0 to everything"
     assert rows[-1]["eval/accuracy"] > 0.86 and rows[-1]["eval/loss"] < 0.3, rows
+
+
+def test_process_reward_model_by_the_command_of_its_page_learns(tmp_path):
+    """The first wrong step is found in all held-out responses after 60 steps on seeds 0 to 2."""
+    rows = by_page("reward_model", tmp_path / "run", 1)
+    assert rows[0]["eval/accuracy"] == 0.5 and rows[0]["eval/accuracy/first_wrong"] == 0
+    assert min(rows[-1][f"eval/accuracy/{name}"] for name in ("first_wrong", "no_wrong")) > 0.95, rows
+    assert rows[-1]["eval/loss"] < 0.15 and rows[-1]["eval/score/wrong"] < 0.2

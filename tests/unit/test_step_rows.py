@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.reward_model import RewardModelConfig, ScoredDataConfig, check_reward_model
+from spmdrl.data.builtin import builtin_rows
 from spmdrl.data.dialogues import RowError
 from spmdrl.data.step_rows import StepColumns, steps_of
 from spmdrl.data.tokens import Masked
@@ -94,6 +95,20 @@ def test_what_is_refused_of_a_row(change, words):
     with pytest.raises(RowError) as error:
         encoder()(ROW | change)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_the_task_that_ships_here_marks_the_first_wrong_step_and_those_after_it():
+    for held_out in (False, True):
+        rows, wrong = builtin_rows("reverse-steps", held_out), 0
+        for row in rows:
+            right = list(row["prompt"][:-1][::-1])
+            first = next(
+                (i for i, pair in enumerate(zip(row["completions"], right, strict=True)) if len({*pair}) > 1), 5
+            )
+            assert row["labels"] == [True] * first + [False] * (5 - first)
+            assert row["completions"][first + 1 :] == right[first + 1 :]
+            wrong += first < 5
+        assert 0.4 < wrong / len(rows) < 0.6
 
 
 def test_rows_of_steps_are_refused_where_pairs_are_learnt():
