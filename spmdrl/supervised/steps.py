@@ -103,7 +103,7 @@ class StepEncoder:
             lead, at = said.index(kept), text.rindex(kept)
             return [at + min(max(end - lead, 1), len(kept)) for end in step_ends(said, self.chosen.separator)]
         # A tokenizer may not give back the text that it was given.
-        ends = step_ends(text, self.chosen.separator)
+        ends = step_ends(text, self.chosen.separator) if text else []
         if len(ends) != len(found.labels):
             raise RowError(
                 f"its {len(found.labels)} steps are {len(ends)} in the text of its tokens, as the chat template or the "

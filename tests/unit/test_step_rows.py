@@ -13,15 +13,19 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.reward_model import RewardModelConfig, ScoredDataConfig, check_reward_model
 from spmdrl.data.builtin import builtin_rows
 from spmdrl.data.dialogues import RowError
+from spmdrl.data.rendering import TemplateError
 from spmdrl.data.step_rows import StepColumns, steps_of
 from spmdrl.data.tokens import Masked
 from spmdrl.hub.build import empty_model
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.supervised.preview import shown
 from spmdrl.supervised.reward_model import ScoredEncoder
 from spmdrl.supervised.scores import report
 from spmdrl.supervised.step_scores import describe
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 from spmdrl.tracking.metrics import Metrics
+from tests.unit.malformed import text, values
 from tests.unit.reward_folders import TEMPLATE, bpe
 from tests.unit.test_classifier import by_bytes
 
@@ -162,6 +166,30 @@ def test_families_without_such_a_classifier_are_named(family, small, word, tmp_p
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=word):
         empty_model(tmp_path, "float32", head="steps", labels=2)
+
+
+WORDS = st.sampled_from(["one", "two.", "so\n\n", " x", "é日本", "a=b"]) | text
+PAIRS = st.lists(st.tuples(WORDS, st.sampled_from([0, 1, 0.5, True, None])), min_size=1, max_size=3)
+COLUMNS = PAIRS.map(lambda pairs: tuple(map(list, zip(*pairs, strict=True))))
+TINY = load_tokenizer(resolve("tiny"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompt=st.just("say") | values,
+    columns=COLUMNS | st.tuples(values, values) | st.tuples(st.lists(values, max_size=3), st.lists(values, max_size=3)),
+    tiny=st.booleans(),
+)
+def test_every_row_is_read_or_refused_by_a_message(prompt, columns, tiny):
+    """The shipped tokenizer leaves out characters that it does not know."""
+    (steps, labels), encode = columns, encoder(tokenizer=TINY if tiny else TOKENIZER)
+    try:
+        (sequence,) = encode({"prompt": prompt, "completions": steps, "labels": labels}).sequences
+    except (RowError, TemplateError) as error:
+        assert len(str(error)) > 10
+        return
+    given_labels = [label for label in labels if label is not None]
+    assert sequence.columns["label"][sequence.mask].tolist() == [float(label) for label in given_labels]
 
 
 # ── places ───────────────────────────────────────────────────────────────────
