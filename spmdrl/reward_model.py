@@ -1,8 +1,9 @@
-"""Train a reward model on preferences: `torchrun --nproc-per-node 8 -m spmdrl.reward_model --config rm.yaml`.
+"""Train a reward model on preferences or labelled steps: `torchrun --nproc-per-node 8 -m spmdrl.reward_model ...`.
 
 The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring says
-so). Left out of this page: the loss and what is reported of the scores (`supervised/scores.py`), how rows become tokens
-(`data/preferences.py`, `supervised/sides.py`) and how the parts are built (`supervised/reward_model.py`).
+so). Left out of this page: the loss and what is reported of the scores (`supervised/scores.py`; of steps,
+`supervised/step_scores.py`), how rows become tokens (`data/preferences.py`, `supervised/sides.py`; `data/step_rows.py`,
+`supervised/steps.py`) and how the parts are built (`supervised/reward_model.py`).
 """
 
 from spmdrl.config.load import load_or_exit
@@ -11,7 +12,7 @@ from spmdrl.session.environ import postpone_collections, prepare
 
 
 def train(run) -> None:
-    """Pairs, then one optimizer step on them, until the last step."""
+    """Rows, then one optimizer step on them, until the last step."""
     from spmdrl.data.batch import balance
 
     for step in run.steps():

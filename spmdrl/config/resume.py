@@ -75,6 +75,8 @@ FIXED = (
         "teacher.*",
         "reward_model.*",
         "data.output_column",
+        "data.steps_column",
+        "data.labels_column",
     ),
     *("sft.train_on", "sft.loss", "sft.neftune", "sft.add_tokens"),
 )

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from tyro.conf import Suppress
 
-from spmdrl.config.fields import refuse, shown
+from spmdrl.config.fields import flag, refuse, shown
 from spmdrl.config.preference import PreferenceDataConfig
 from spmdrl.config.rules import _at_least_0, _Rule
 from spmdrl.config.schema import LoraConfig, OptimizerConfig
@@ -14,19 +15,29 @@ from spmdrl.config.supervised import GenerateConfig, SupervisedConfig, Supervise
 
 @dataclass
 class ScoredDataConfig(PreferenceDataConfig):
-    """Rows: pairs of responses."""
+    """Rows: pairs of responses, or responses whose steps have labels."""
 
     label_column: Suppress[str] = "label"
     margin_column: str = "margin"
     """Column with the number by which the better response is better, if there is one."""
     output_column: str = "output"
     """With several `--reward-model.outputs`: column with the name of the one that a row's preference is of."""
+    steps_column: str = "completions"
+    """Column with the steps of a response, a list of texts."""
+    labels_column: str = "labels"
+    """Column with a label for each step: true or false, or a number in [0, 1]; null where it is not trained."""
 
 
 @dataclass
 class RewardModelMethod:
     """The head and the loss."""
 
+    rows: Literal["pairs", "steps"] = "pairs"
+    """Rows to learn from: `pairs` of responses, or labelled `steps`, which make a process reward model."""
+    separator: str = "\n\n"
+    """Text that ends a step but the last one; a step's score is read at the token with its last character."""
+    last_step: bool = False
+    """Train on the label of the last step of each response alone."""
     outputs: tuple[str, ...] = ()
     """Names of the scores, each learnt from the rows that name it. Empty: one score."""
     centre: float = 0.0
@@ -54,12 +65,35 @@ def check_reward_model(config: RewardModelConfig, world_size: int) -> None:
     Raises:
         ConfigError: listing every problem.
     """
-    names = config.reward_model.outputs
-    problems = supervised_problems(config, world_size, OWN_RULES, 2 * config.data.max_tokens)
+    names, steps = config.reward_model.outputs, config.reward_model.rows == "steps"
+    problems = supervised_problems(config, world_size, OWN_RULES, config.data.max_tokens * (1 if steps else 2))
     if len(set(names)) < len(names) or any(name in ("", "mean") or name.startswith("LABEL_") for name in names):
         problems.append(f"--reward-model.outputs {shown(names)}: give each score a name of its own, and not mean")
+    problems += _of_steps(config) if steps else _of_pairs(config)
     if config.policy.backend == "megatron":
         problems.append("--policy.backend megatron: a new head is of the fsdp backend; take fsdp")
     if config.lora.rank:
         problems.append(f"--lora.rank {config.lora.rank}: a new head has no adapter; take 0")
     refuse(problems)
+
+
+def _of_steps(config: RewardModelConfig) -> list[str]:
+    """One line for each setting to change about a process reward model."""
+    chosen, problems = config.reward_model, []
+    if not chosen.separator:
+        problems.append("--reward-model.separator: is empty; name the text that ends steps, or leave the setting out")
+    for name in ("outputs", "centre"):
+        if getattr(chosen, name):
+            problems.append(f"--reward-model.{name}: is of pairs, and --reward-model.rows is steps; leave it out")
+    pairs = [spec for spec in (*config.data.train, config.data.eval) if spec.startswith("builtin:reverse-pairs")]
+    if pairs:
+        known = "such as builtin:reverse-steps"
+        problems.append(f"{pairs[0]} holds pairs: name rows of steps by --data.train and --data.eval, {known}")
+    return problems
+
+
+def _of_pairs(config: RewardModelConfig) -> list[str]:
+    """One line for each setting to change that only labelled steps read."""
+    chosen, plain = config.reward_model, RewardModelMethod()
+    read = [name for name in ("separator", "last_step") if getattr(chosen, name) != getattr(plain, name)]
+    return [f"{flag('reward_model.' + name)}: is of --reward-model.rows steps, so take that too" for name in read]

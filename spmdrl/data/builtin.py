@@ -31,6 +31,22 @@ def reverse_pairs(held_out: bool) -> list[dict]:
     return rows
 
 
+def reverse_steps(held_out: bool) -> list[dict]:
+    """The rows of `reverse` with a letter as each step of a response, and labels of the steps.
+
+    In about half of the rows one letter, at any place, is none of the ten that prompts have; that step and those after
+    it are labelled false.
+    """
+    rng, rows = random.Random("spmdrl steps"), []
+    for row in reverse(held_out):
+        steps = list(row["answer"])
+        wrong = rng.randrange(len(steps)) if rng.random() < 0.5 else len(steps)
+        if wrong < len(steps):
+            steps[wrong] = rng.choice("klmnopqrstuvwxyz")
+        rows.append(row | {"completions": steps, "labels": [i < wrong for i in range(len(steps))]})
+    return rows
+
+
 def addition(digits: int, held_out: bool) -> list[dict]:
     """Rows for adding two numbers of 1 (0..9) or 2 (10..99) digits; a + b and b + a are both held out or both not.
 
@@ -55,10 +71,11 @@ def addition(digits: int, held_out: bool) -> list[dict]:
 BUILTINS = {
     "reverse": reverse,
     "reverse-pairs": reverse_pairs,
+    "reverse-steps": reverse_steps,
     "addition-1": lambda held_out: addition(1, held_out),
     "addition-2": lambda held_out: addition(2, held_out),
 }
-RAW = {"reverse", "reverse-pairs"}
+RAW = {"reverse", "reverse-pairs", "reverse-steps"}
 """Tasks whose prompt is plain text even when the tokenizer has a chat template."""
 
 

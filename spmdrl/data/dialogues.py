@@ -103,6 +103,11 @@ def column_of(row: dict, name: str, usual: tuple[str, ...]) -> Any:
     return value
 
 
+def listed(value: Any) -> Any:
+    """Return a column, an array of a table as a list."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: str) -> Example:
     """Return a prompt and its completion, each text or messages, of which the completion is trained.
 
@@ -167,8 +172,7 @@ def _said(content: Any) -> bool:
 
 def messages_of(found: Any) -> list[dict]:
     """Return messages with the roles of templates."""
-    if hasattr(found, "tolist"):  # an array, as tables hold lists
-        found = found.tolist()
+    found = listed(found)
     if not isinstance(found, list) or not found:
         raise RowError(f"its messages are {kind_of(found)}, not a list of messages")
     return [_message(i, message) for i, message in enumerate(found, 1)]

@@ -19,6 +19,7 @@ from spmdrl.data.dialogues import (
     column_of,
     dialogue_of,
     kind_of,
+    listed,
     messages_of,
     pair_of,
 )
@@ -87,8 +88,8 @@ def _margin(row: dict, column: str) -> float | None:
 
 
 def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Example]:
-    given = [_listed(row[name]) for name in (columns.chosen, columns.rejected)]
-    prompt = _listed(column_of(row, columns.prompt, PROMPTS))
+    given = [listed(row[name]) for name in (columns.chosen, columns.rejected)]
+    prompt = listed(column_of(row, columns.prompt, PROMPTS))
     if isinstance(given[0], list) != isinstance(given[1], list):
         raise RowError(f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}")
     if not isinstance(given[0], list | str):
@@ -116,11 +117,6 @@ def _named(side: str, read) -> Example:
         return read()
     except RowError as e:
         raise RowError(f"its {side} side: {e}") from e
-
-
-def _listed(value: Any) -> Any:
-    """Return a column, an array of a table as a list."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _whole(given: list) -> bool:

@@ -31,6 +31,11 @@ class Masked:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def first(self, count: int) -> "Masked":
+        """Return the first tokens, with what belongs to them."""
+        columns = {name: column[:count] for name, column in self.columns.items()}
+        return Masked(self.tokens[:count], self.mask[:count], self.numbers, columns)
+
 
 def masked(tokenizer: Any, text: str, trained: Many[tuple[int, int]]) -> Masked:
     """Tokenize a rendered text, without adding tokens to it.

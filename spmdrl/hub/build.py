@@ -24,10 +24,10 @@ def build_model(
     """Build the model of a Hugging Face folder, on the CPU, in eval mode (so without dropout).
 
     dtype: a torch type or its name. attn_implementation: as in transformers. head: `lm` for a causal language model,
-    `value` or `score` for a classifier; a `value` head that is not in the folder starts at 0, so that a critic can
-    begin as the language model. labels: numbers that a classifier's head gives. Raises ValueError when the model needs
-    Python code of its own and may not run it, and when weights are missing or of another shape (transformers would
-    make them up).
+    `value` or `score` for a classifier, `steps` for one of tokens; a `value` head that is not in the folder starts at
+    0, so that a critic can begin as the language model. labels: numbers that a classifier's head gives. Raises
+    ValueError when the model needs Python code of its own and may not run it, when its family has no such classifier,
+    and when weights are missing or of another shape (transformers would make them up).
     """
     from transformers import AutoConfig
 
@@ -97,6 +97,8 @@ def empty_model(
                 attn_implementation=attn_implementation,
                 **kernels,
             )
+        if head == "steps":
+            _check_steps_head(model)
         _keep_types(model, dtype)
         _fill_buffers(model)
     _train_padding(model)
@@ -114,8 +116,26 @@ def _kind(config: Any, head: str) -> Any:
 
     if head == "lm":
         return AutoModelForCausalLM
-    scores = head == "score" and scores_tokens(config)
+    if head == "steps" and type(config) not in AutoModelForTokenClassification._model_mapping:
+        raise ValueError(
+            f"transformers has no classifier of tokens for {config.model_type}, which a process reward model is: take "
+            "a model of another family, such as llama or qwen2"
+        )
+    scores = head == "steps" or (head == "score" and scores_tokens(config))
     return AutoModelForTokenClassification if scores else AutoModelForSequenceClassification
+
+
+def _check_steps_head(model: Any) -> None:
+    """Check that a classifier of tokens has the head that a process reward model is read by.
+
+    Raises:
+        ValueError: its head has another name.
+    """
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__} has no linear head named score, by which a process reward model is read: take a "
+            "model of another family, such as llama or qwen2"
+        )
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:

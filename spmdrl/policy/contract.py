@@ -119,8 +119,11 @@ Write = Callable[[Path, World], None]
 """(folder, groups to communicate over) -> `folder/model` as HF safetensors in `--model.dtype` with `fixed`, and
 `folder/state` for the optimizer and float32 weights that `model` has rounded. Collective."""
 
-Head = Literal["lm", "value", "score"]
-"""A model's output for each token: logp and entropy; the value of the state before it; a score of all up to it."""
+Head = Literal["lm", "value", "score", "steps"]
+"""A model's output for each token: logp and entropy; the value of the state before it; a score of all up to it, by a
+classifier of sequences or, for `steps` and where the folder holds one, of tokens."""
+SCORES = ("score", "steps")
+"""Heads that read the state after a token."""
 
 
 class Policy(Protocol):

@@ -13,6 +13,7 @@ from spmdrl.config.classifier import FLAG, ClassifierConfig, read_classifier
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import KEYS, Batch
 from spmdrl.data.prompts import Prompt, PromptSet
+from spmdrl.data.steps import step_ends, tokens_of_ends
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import named, resolve
@@ -20,7 +21,6 @@ from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.contract import Policy
 from spmdrl.policy.labels import Labels, positions_of
 from spmdrl.rl.retokenize import Rewriter
-from spmdrl.rl.steps import step_ends, tokens_of_ends
 
 
 @dataclass

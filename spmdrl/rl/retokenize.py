@@ -8,8 +8,8 @@ from bisect import bisect_left
 from typing import Any
 
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.steps import tokens_of_ends
 from spmdrl.hub.tokenizer import BROKEN, control_words
-from spmdrl.rl.steps import tokens_of_ends
 
 MARK = "\ue000"
 """A character for private use, which stands in for an answer to find its place in a template."""

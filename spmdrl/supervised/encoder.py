@@ -60,12 +60,15 @@ class Encoder:
             RowError: the row cannot be used.
             TemplateError: the template refuses it, or a turn of it cannot be proved.
         """
+        return self.fitted(self.rendered(example))
+
+    def rendered(self, example: Example) -> Encoded:
+        """Encode what a row holds, however long it is. Raises as `encode` does."""
         data = self.data
         wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
         if not example.dialogue and example.prompt and wanted:
             example = as_dialogue(example, data.system)
-        out = self._dialogue(example) if example.dialogue else self._plain(example)
-        return self._fitted(out)
+        return self._dialogue(example) if example.dialogue else self._plain(example)
 
     def _plain(self, example: Example) -> Encoded:
         """A text that ends with the end token; its prompt, if it has one, is not trained."""
@@ -132,7 +135,7 @@ class Encoder:
             return said
         return self.train_on != "last" or turn.message == last
 
-    def _fitted(self, out: Encoded) -> Encoded:
+    def fitted(self, out: Encoded) -> Encoded:
         """Shorten or drop what is too long.
 
         Raises:
@@ -145,7 +148,7 @@ class Encoder:
                 out.notes["truncated" if truncates else "dropped"] += 1
                 if not truncates:
                     continue
-                sequence = Masked(sequence.tokens[:longest], sequence.mask[:longest])
+                sequence = sequence.first(longest)
             if bool(sequence.mask.any()):
                 kept.append(sequence)
         if not kept and not out.notes["dropped"]:

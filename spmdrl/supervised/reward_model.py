@@ -1,10 +1,11 @@
-"""Parts of the training of a reward model: its rows, model and loss."""
+"""Parts of the training of a reward model, of responses or of their steps: its rows, model and loss."""
 
 from typing import Any
 
 from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.dialogues import RowError
+from spmdrl.data.step_rows import StepColumns, has_steps
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.policy.backends import backend
@@ -16,6 +17,13 @@ from spmdrl.supervised.encoder import Encoded
 from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.scores import ScoreObjective, report
 from spmdrl.supervised.sides import SideEncoder, pack_sides
+from spmdrl.supervised.step_scores import StepObjective
+from spmdrl.supervised.steps import StepEncoder, pack_steps
+
+SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+"""Ends of the names of classes in which reward models of responses and of steps are saved."""
+STEP_LABELS = ("wrong", "right")
+"""Labels of a process reward model, whose score of a step is the probability of the second."""
 
 
 class ScoredEncoder:
@@ -27,9 +35,16 @@ class ScoredEncoder:
         """longest: tokens of the longest sequence."""
         self.sides = SideEncoder(cfg.data, tokenizer, longest, pairs=True)
         self.outputs, self.column = cfg.reward_model.outputs, cfg.data.output_column
+        self.columns = StepColumns(steps=cfg.data.steps_column, labels=cfg.data.labels_column)
+        self.chosen = cfg.data.chosen_column
 
     def __call__(self, row: dict, before: dict | None = None) -> Encoded:
         """Encode a row. Raises ValueError where it cannot be used."""
+        if row.get(self.chosen) is None and has_steps(row, self.columns):
+            raise RowError(
+                f"it holds labelled steps ({self.columns.steps}, {self.columns.labels}), and --reward-model.rows pairs "
+                "learns from pairs: keep steps in a file of their own, and take --reward-model.rows steps for them"
+            )
         out, number = self.sides(row), 0
         if len(self.outputs) > 1:
             name = row.get(self.column)
@@ -45,21 +60,20 @@ class ScoredEncoder:
 def begin_reward_model(cfg: RewardModelConfig) -> Start:
     """Read the tokenizer, and find the encoder of the rows."""
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
-    return begin(cfg, folder, lambda tokenizer, longest: ScoredEncoder(cfg, tokenizer, longest))
+    kind = StepEncoder if cfg.reward_model.rows == "steps" else ScoredEncoder
+    return begin(cfg, folder, lambda tokenizer, longest: kind(cfg, tokenizer, longest))
 
 
 def build_reward_model(session: Session[RewardModelConfig]) -> SupervisedRun:
     """Everything that a job is made of. Collective over all ranks."""
     cfg, begun = session.cfg, begin_reward_model(session.cfg)
-    outputs = cfg.reward_model.outputs
-
-    run = assemble(
-        session,
-        begun,
-        lambda: Models(scorer(session, begun)),
-        lambda models: ScoreObjective(outputs, cfg.reward_model.centre, session.world.data_peers),
-        pack_pairs,
-    )
+    chosen, peers = cfg.reward_model, session.world.data_peers
+    models = lambda: Models(scorer(session, begun))  # noqa: E731
+    if chosen.rows == "steps":
+        run = assemble(session, begun, models, lambda models: StepObjective(peers), pack_steps)
+    else:
+        objective = ScoreObjective(chosen.outputs, chosen.centre, peers)
+        run = assemble(session, begun, models, lambda models: objective, pack_pairs)
     run.report = report
     return run
 
@@ -68,32 +82,36 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     """Build the model that learns: a classifier as it is, or a language model with a new head. Collective.
 
     Raises:
-        ValueError: a classifier whose head is not in its folder, or has another number of scores.
+        ValueError: a model of another class, or a classifier whose head is not in its folder or has another number of
+            scores.
     """
-    cfg, count = session.cfg, max(1, len(session.cfg.reward_model.outputs))
-    config = read_config(begun.folder, cfg.model.trust_remote_code)
-    if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+    cfg, steps = session.cfg, session.cfg.reward_model.rows == "steps"
+    count = 2 if steps else max(1, len(cfg.reward_model.outputs))
+    wanted = "a process reward model has 2" if steps else f"--reward-model.outputs has {count}"
+    config, kind = read_config(begun.folder, cfg.model.trust_remote_code), TOKENS if steps else SEQUENCES
+    if any(name.endswith(kind) for name in config.architectures or []):
         with named(f"--model.path {cfg.model.path}"):
-            check_head(begun.folder, f"--model.path {cfg.model.path}", count, f"--reward-model.outputs has {count}")
+            check_head(begun.folder, f"--model.path {cfg.model.path}", count, wanted)
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype})")
     elif not any(name.endswith("ForCausalLM") for name in config.architectures or []):
         raise ValueError(
             f"--model.path {cfg.model.path}: its config.json names the class {', '.join(config.architectures or [])}; "
-            "a reward model starts from a ...ForCausalLM or a ...ForSequenceClassification"
+            f"with --reward-model.rows {cfg.reward_model.rows} it starts from a ...ForCausalLM or a ...{kind}"
         )
     else:
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype}), a language model with a new head")
+    head = "steps" if steps else "score"
     model = backend(cfg.policy.backend)(
-        cfg, session.world, cfg.run.steps, trainable=True, path=str(begun.folder), head="score", labels=count
+        cfg, session.world, cfg.run.steps, trainable=True, path=str(begun.folder), head=head, labels=count
     )
-    describe(model.hf_config, begun.tokenizer, cfg.reward_model.outputs)
+    describe(model.hf_config, begun.tokenizer, kind, STEP_LABELS if steps else cfg.reward_model.outputs)
     return model
 
 
-def describe(config: Any, tokenizer: Any, outputs: tuple[str, ...]) -> None:
+def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -> None:
     """Write into a config (transformers) what a reader of the saved model needs: class, labels, padding token."""
-    kind = next(iter(config.architectures or ["ForCausalLM"]))
-    config.architectures = [kind.replace("ForCausalLM", "ForSequenceClassification")]
+    name = next(iter(config.architectures or ["ForCausalLM"]))
+    config.architectures = [name.replace("ForCausalLM", kind)]
     names = outputs or ("reward",)
     config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     config.problem_type = None

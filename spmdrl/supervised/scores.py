@@ -70,42 +70,54 @@ class ScoreObjective(Objective):
     def _describe(self, metrics: Metrics, micro: Batch, lead: torch.Tensor, output_P: torch.Tensor) -> None:
         """Add accuracy, by output too; what `report` makes calibration and the correlation with length of."""
         right = (lead > 0).double() + 0.5 * (lead == 0)
-        add = lambda name, x: metrics.add(name, x.mean() if len(x) else 0.0, len(x))  # noqa: E731
-        add("accuracy/mean", right)
+        add_mean(metrics, "accuracy/mean", right)
         for i, name in enumerate(self.outputs if len(self.outputs) > 1 else ()):
-            add(f"accuracy/{name}", right[output_P == i])
+            add_mean(metrics, f"accuracy/{name}", right[output_P == i])
         sure = lead.abs().sigmoid()
-        bin_P = ((sure - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
-        for i in range(BINS):
-            metrics.add_sum(f"calibration/{i}", (sure - right)[bin_P == i].sum())
-        metrics.add_sum("calibration/pairs", len(lead))
+        add_calibration(metrics, sure, right, (sure - 0.5) * 2, BINS)
         longer = micro.lengths.to(lead.device).double()
         longer = longer[0::2] - longer[1::2]
         for name, x in zip(MOMENTS, (lead, longer, lead**2, longer**2, lead * longer), strict=True):
-            add(f"moment/{name}", x)
+            add_mean(metrics, f"moment/{name}", x)
+
+
+def add_mean(metrics: Metrics, name: str, x: torch.Tensor) -> None:
+    """Add numbers to a mean; there may be none of them."""
+    metrics.add(name, x.mean() if len(x) else 0.0, len(x))
+
+
+def add_calibration(metrics: Metrics, said: torch.Tensor, true: torch.Tensor, place: torch.Tensor, bins: int) -> None:
+    """Add what `report` makes the calibration error of.
+
+    said, true: probabilities [n] as predicted and as they are. place: number in [0, 1] that divides them into bins.
+    """
+    bin_n = (place * bins).long().clamp(max=bins - 1)
+    for i in range(bins):
+        metrics.add_sum(f"calibration/{i}", (said - true)[bin_n == i].sum())
+    metrics.add_sum("calibration/count", len(said))
 
 
 def report(values: dict[str, float]) -> dict[str, float]:
     """Replace the sums in a step's numbers, whose names may have a prefix, by what they say.
 
-    `calibration/error`: mean distance of the probability that the higher score wins from how often it does, over
-    stretches of that probability (https://arxiv.org/abs/1706.04599). `length/correlation`: of the lead in score with
-    the lead in length, over pairs.
+    `calibration/error`: mean distance of the probability that the higher score wins, or that a step is right, from how
+    often it is so, over stretches of that probability (https://arxiv.org/abs/1706.04599). `length/correlation`: of the
+    lead in score with the lead in length, over pairs.
     """
-    out, sums, moments, pairs = {}, [], {}, 0.0
+    out, sums, moments, seen = {}, [], {}, 0.0
     prefix = "eval/" if any(name.startswith("eval/") for name in values) else ""
     for name, value in values.items():
         kind, _, rest = name.removeprefix(prefix).partition("/")
         if kind == "moment":
             moments[rest] = value
-        elif kind == "calibration" and rest == "pairs":
-            pairs = value
+        elif kind == "calibration" and rest == "count":
+            seen = value
         elif kind == "calibration":
             sums.append(abs(value))
         else:
             out[name] = value
-    if pairs:
-        out[f"{prefix}calibration/error"] = sum(sums) / pairs
+    if seen:
+        out[f"{prefix}calibration/error"] = sum(sums) / seen
     if len(moments) == len(MOMENTS):
         spread = (moments["mm"] - moments["m"] ** 2) * (moments["ll"] - moments["l"] ** 2)
         if spread > 0:

@@ -16,6 +16,7 @@ from spmdrl.config.resume import file_digests
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import episode_of
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.steps import step_ends, tokens_of_ends
 from spmdrl.hub.build import build_model, empty_model
 from spmdrl.hub.tokenizer import BROKEN, control_words
 from spmdrl.policy.attention import packed as attention
@@ -25,7 +26,6 @@ from spmdrl.rl.compose import compose
 from spmdrl.rl.reading import Reading, reduced
 from spmdrl.rl.rehearsal import settings_read
 from spmdrl.rl.retokenize import Rewriter
-from spmdrl.rl.steps import step_ends, tokens_of_ends
 from tests.ranks.cases import config
 from tests.unit.reward_folders import TEMPLATE, TEXT, bpe, classifier, said, written
 

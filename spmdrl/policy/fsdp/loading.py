@@ -37,7 +37,7 @@ def check_folder_fits(names: Names, sources: Sources, new_head: bool) -> None:
         present = [name for name in known if name in sources]
         wrong += [name for name in present if not sources.fits(name)]
         lacking = not present and not sources.may_lack(known[0]) and not is_adapter(known[0])
-        if lacking and not (new_head and known == ["score.weight"]):
+        if lacking and not (new_head and known[0] in ("score.weight", "score.bias")):
             wrong.append(known[0])
         for name in present:
             for tensor in sources.read_from(name):

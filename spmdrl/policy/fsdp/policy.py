@@ -27,7 +27,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
 from spmdrl.policy.attention import packed
 from spmdrl.policy.attention.ulysses import check_model
-from spmdrl.policy.contract import Head, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
+from spmdrl.policy.contract import SCORES, Head, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
 from spmdrl.policy.fsdp.checkpoint import load, saving
 from spmdrl.policy.fsdp.liger import use_liger
@@ -72,11 +72,12 @@ class FsdpPolicy(Learner):
             total_updates: optimizer steps that will be due in the run, for the schedule.
             trainable: False for a frozen model, which is kept in the compute type and has no optimizer.
             path: as `--model.path`; empty takes that one.
-            head: `lm`, `value` (a critic; a head that the folder lacks starts at 0) or `score` (a reward model).
+            head: `lm`, `value` (a critic; a head that the folder lacks starts at 0), `score` (a reward model) or
+                `steps` (one of steps, a classifier of tokens).
             optimizer: None takes `cfg.optimizer`.
             routing_replay: send tokens to the experts that `token["experts"]` names (`hub/routing.py`).
             adapt: train the adapters that `cfg.lora` describes, where its rank is not 0, and nothing else (`lora.py`).
-            labels: numbers that a `score` head gives for a token.
+            labels: numbers that a `score` or `steps` head gives for a token.
 
         Raises:
             ValueError: a model that cannot train here; the message names the path.
@@ -102,7 +103,7 @@ class FsdpPolicy(Learner):
         self.routers = Routers(hf) if routing_replay else None
         # A reward model may start as a language model; a folder that says it is a classifier must have its head.
         speaks = any(name.endswith("ForCausalLM") for name in hf.config.architectures or [])
-        self.new_head = head == "value" or (head == "score" and trainable and speaks)
+        self.new_head = head == "value" or (head in SCORES and trainable and speaks)
         self.layout, self.hf_config = Layout(hf), hf.config
         # PEFT's settings of the adapters; None without adapters.
         self.adapters: Any = None
@@ -111,7 +112,7 @@ class FsdpPolicy(Learner):
         use_host_linear(hf)
         if cfg.policy.activation_checkpointing and trainable:
             recompute(hf)
-        self.share = cfg.policy.share_prompts and head != "score"
+        self.share = cfg.policy.share_prompts and head not in SCORES
         trained = is_adapter if adapt and trainable else (lambda name: trainable)
         # Any: fully_shard adds methods, and the parameters become DTensors.
         self.model: Any = sharded(hf, cfg, world, head, self.compute, self.share, trained)

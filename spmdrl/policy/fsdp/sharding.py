@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.hub.build import decoder_layers
-from spmdrl.policy.contract import Head
+from spmdrl.policy.contract import SCORES, Head
 from spmdrl.policy.heads import PackedLM, PackedScalar
 from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
@@ -75,7 +75,7 @@ def sharded(
     parameters that train.
     """
     kind, sp = cfg.policy.attention, world.sp_group
-    model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head == "score", sp, share)
+    model = PackedLM(hf, kind, sp, share) if head == "lm" else PackedScalar(hf, kind, head in SCORES, sp, share)
     # Eval mode even for training: the loss compares logp with the engine's and with earlier passes, so nothing in the
     # model may be random (dropout, LayerDrop, a router's jitter).
     model.eval()

@@ -1,0 +1,120 @@
+"""From a row of labelled steps to a sequence with labels at the tokens that end steps, or to the reason why not."""
+
+from typing import Any
+
+import torch
+
+from spmdrl.config.reward_model import RewardModelConfig
+from spmdrl.data.batch import Batch
+from spmdrl.data.dialogues import RowError
+from spmdrl.data.step_rows import LabelledSteps, StepColumns, steps_of
+from spmdrl.data.steps import step_ends, tokens_of_ends
+from spmdrl.data.tokens import Masked
+from spmdrl.supervised.encoder import Encoded, Encoder
+from spmdrl.supervised.rows import pack
+
+
+class StepEncoder:
+    """Encodes rows whose steps have labels: a prompt with its response, of which only the ends of steps are read."""
+
+    beside = False
+
+    def __init__(self, cfg: RewardModelConfig, tokenizer: Any, longest: int):
+        """longest: tokens of the longest sequence.
+
+        Raises:
+            TemplateError: the chat template does not show the message of a user.
+        """
+        data = cfg.data
+        self.encoder, self.system, self.chosen = Encoder(data, tokenizer, longest), data.system, cfg.reward_model
+        self.sides = (data.chosen_column, data.rejected_column)
+        self.columns = StepColumns(
+            prompt=data.prompt_column, tools=data.tools_column, steps=data.steps_column, labels=data.labels_column
+        )
+
+    def __call__(self, row: dict, before: dict | None = None) -> Encoded:
+        """Encode a row.
+
+        Raises:
+            RowError: the row cannot be used.
+            TemplateError: the template refuses it, or a turn of it cannot be proved.
+        """
+        if row.get(self.columns.steps) is None and all(row.get(side) is not None for side in self.sides):
+            raise RowError(
+                f"it holds a pair ({', '.join(self.sides)}), and --reward-model.rows steps learns from labelled steps: "
+                "keep pairs in a file of their own, and take --reward-model.rows pairs for them"
+            )
+        found = steps_of(row, self.columns, self.chosen.separator, self.system)
+        self._choose(found)
+        out = self.encoder.rendered(found.example)
+        if len(out.sequences) > 1:
+            raise RowError(
+                "the chat template rewrites earlier turns, so that its turns have no sequence in common; give rows "
+                "whose response is one turn"
+            )
+        self._label(out.sequences[0], found)
+        return self.encoder.fitted(out)
+
+    def _choose(self, found: LabelledSteps) -> None:
+        """Drop the labels that are not trained. Raises RowError where none is left."""
+        if self.chosen.last_step:
+            found.labels[:-1] = [None] * (len(found.labels) - 1)
+        if all(label is None for label in found.labels):
+            which = (
+                "its last step has no label, and --reward-model.last-step trains no other"
+                if self.chosen.last_step
+                else f"none of its {len(found.labels)} steps has a label"
+            )
+            raise RowError(f"{which}, so there is nothing to learn from it: label one, or leave the row out")
+
+    def _label(self, sequence: Masked, found: LabelledSteps) -> None:
+        """Train a sequence, whose mask marks the response, at the tokens that end its steps.
+
+        A step's token is that at which a run reads its score (`rl/reading.py`).
+        """
+        response = sequence.mask.nonzero().flatten()
+        begin, end = int(response[0]), int(response[-1]) + 1
+        tokens = sequence.tokens[begin:end].tolist()
+        ends = self._ends(self._decode(tokens), found)
+        places = [begin + place for place in tokens_of_ends(self._decode, tokens, ends)]
+        double = next((i for i in range(1, len(places)) if places[i] == places[i - 1]), 0)
+        if double:
+            raise RowError(
+                f"its steps {double} and {double + 1} end in one token, where only one score is read: join them, or "
+                "name another separator (--reward-model.separator)"
+            )
+        label = torch.zeros(len(sequence), dtype=torch.float64)
+        mask = torch.zeros(len(sequence), dtype=torch.bool)
+        for place, value in zip(places, found.labels, strict=True):
+            if value is not None:
+                label[place], mask[place] = value, True
+        sequence.mask, sequence.columns["label"] = mask, label
+
+    def _ends(self, text: str, found: LabelledSteps) -> list[int]:
+        """Return where the steps of a row end in the text of its trained tokens.
+
+        Raises:
+            RowError: they are not to be found.
+        """
+        # A template may put an empty thought before a response, and strip the white space around it.
+        said = found.text
+        kept = next((kept for kept in (said, said.strip(), said.lstrip(), said.rstrip()) if kept in text), "")
+        if kept:
+            lead, at = said.index(kept), text.rindex(kept)
+            return [at + min(max(end - lead, 1), len(kept)) for end in step_ends(said, self.chosen.separator)]
+        # A tokenizer may not give back the text that it was given.
+        ends = step_ends(text, self.chosen.separator) if text else []
+        if len(ends) != len(found.labels):
+            raise RowError(
+                f"its {len(found.labels)} steps are {len(ends)} in the text of its tokens, as the chat template or the "
+                "tokenizer changes its response: give another template (--data.chat-template), or leave the row out"
+            )
+        return ends
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.encoder.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def pack_steps(sequences: list[tuple[int, int, Masked]], step: int) -> Batch:
+    """Pack responses into a batch of one optimizer step, with the labels of their steps."""
+    return pack(sequences, columns={"label": torch.float64})
