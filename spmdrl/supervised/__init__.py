@@ -9,6 +9,7 @@ reward_model.py  the parts of the training of a reward model
 rows.py          draws and encodes the rows of each step
 encoder.py       turns a row into tokens with a loss mask
 objective.py     the loss of supervised fine-tuning
+stored.py        numbers of the rows' tokens in files, written before any model learns
 precomputed.py   log p of the reference, computed before the first step
 sides.py         turns a row of preference data into sequences
 pairs.py         the loss of pairs
