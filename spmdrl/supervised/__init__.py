@@ -11,6 +11,8 @@ encoder.py       turns a row into tokens with a loss mask
 objective.py     the loss of supervised fine-tuning
 stored.py        numbers of the rows' tokens in files, written before any model learns
 precomputed.py   log p of the reference, computed before the first step
+teacher.py       writes a teacher's likeliest tokens into files
+stored_teacher.py reads them in the teacher's place
 sides.py         turns a row of preference data into sequences
 pairs.py         the loss of pairs
 labelled.py      the loss of labelled responses

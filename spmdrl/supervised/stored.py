@@ -179,6 +179,11 @@ class Stored:
             place_N4[:, 0] = number
             self.names = columns if not number else tuple(sorted(set(columns) & set(self.names)))
             self.files.append(file)
+            if odd := [name for name in self.names if _row(file, name) != _row(self.files[0], name)]:
+                raise ValueError(
+                    f"{flag} {folder / name}: its {odd[0]} has rows of {_row(file, odd[0])}, that of the first file of "
+                    f"{_row(self.files[0], odd[0])}: write the folder again"
+                )
             keys.append(key_N)
             places.append(place_N4)
         self.key_N, order_N = torch.cat(keys).sort(stable=True)
@@ -224,6 +229,11 @@ class Stored:
             column[mask_L] = held[among_M]
             out.append(column)
         return out
+
+
+def _row(file: Any, name: str) -> str:
+    held = file.get_slice(name)
+    return f"{held.get_dtype()} {held.get_shape()[1:]}"
 
 
 def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:

@@ -64,6 +64,12 @@ def test_distillation_is_refused_where_settings_do_not_fit(words, said):
         ("--teacher.path tiny --sft.loss dft", "--sft.loss dft: the loss is the divergence from --teacher.path"),
         ("--teacher.path tiny --sft.add-tokens <a>", "--teacher.path lacks them"),
         ("--teacher.path tiny --policy.backend megatron", "its ranks divide the vocabulary"),
+        ("--teacher.write x --teacher.top-k 4", "--teacher.write: is read with --teacher.path or --teacher.read"),
+        ("--teacher.path tiny --teacher.write x", "--teacher.write: files hold the likeliest tokens of a teacher; set"),
+        ("--teacher.read x", "--teacher.read: files hold the likeliest tokens of a teacher; set --teacher.top-k"),
+        ("--teacher.path tiny --teacher.write x --teacher.read x --teacher.top-k 4", "a job writes or learns"),
+        ("--teacher.read x --teacher.top-k 4 --data.train stream:a/b", "a stream are not known before (stream:a/b)"),
+        ("--teacher.read x --teacher.top-k 4 --sft.loss dft", "--sft.loss dft: the loss is the divergence"),
     ],
 )
 def test_a_teacher_of_given_rows_is_refused_where_settings_do_not_fit(words, said):
