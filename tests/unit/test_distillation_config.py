@@ -45,6 +45,23 @@ def read(words: str) -> DistillationConfig:
         ("--distill.more-teachers a=1 --reference.refresh-every 2", "a teacher that follows the student stands alone"),
         ("--distill.given-per-step -1", "--distill.given-per-step -1: must be at least 0"),
         ("--distill.given-column said", "is read with --distill.given-per-step above 0"),
+        ("--distill.on-engine", "--distill.on-engine: an engine tells the likeliest tokens; set --distill.top-k"),
+        ("--distill.on-engine --distill.top-k 4 --reference.refresh-every 2", "stays as its folder is"),
+        (
+            "--distill.on-engine --distill.top-k 4 --distill.teacher-template {prompt}",
+            "built for the student's prompts",
+        ),
+        ("--distill.on-engine --distill.top-k 4 --lora.rank 2 --lora.push adapter", "take --lora.push merged"),
+        ("--distill.on-engine --distill.top-k 4 --rollout.quantization int8", "rounds a teacher, too; take none"),
+        ("--distill.on-engine --distill.top-k 4 --rollout.engine sglang", "take --rollout.engine vllm or hf"),
+        (
+            "--distill.on-engine --distill.top-k 4 --rollout.engine vllm --rollout.temperature 0.8",
+            "take --rollout.temperature 1 instead of 0.8, or --rollout.engine hf",
+        ),
+        (
+            "--distill.on-engine --distill.top-k 4 --parallel.placement split --parallel.rollout-ranks 1",
+            "the engine samples ahead; take colocated",
+        ),
         ("--run.steps -1", "--run.steps -1"),
     ],
 )
