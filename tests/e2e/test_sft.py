@@ -43,3 +43,18 @@ def test_resume_of_sft_after_a_kill_in_mid_epoch_is_bit_equal(tmp_path):
     assert any(line.startswith("resumed from") for line in again.out), again.show()
     assert differences(tmp_path / "whole", tmp_path / "cut") == []
     assert [row["step"] for row in untimed(tmp_path / "cut")] == list(range(1, 13))
+
+
+def test_a_teacher_writes_once_and_the_student_learns_from_its_files(tmp_path):
+    """Two ranks write and nothing is trained; one rank learns, without the teacher, which is itself."""
+    rows = argv("--data.train builtin:reverse --data.limit 64 --tracking.trackers jsonl --teacher.top-k 8")
+    write = [*rows, "--teacher.path", "tiny", "--teacher.write", tmp_path / "files"]
+    for said in ("holds the teacher's 8 likeliest tokens of 64 sequences", "is written already"):
+        found = succeed(write, module="spmdrl.sft", ranks=2)
+        assert any(line.endswith(said) for line in found.out), found.show()
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [
+        *("0_0.safetensors", "1_0.safetensors", "logs", "manifest.json")
+    ]
+    read = [*rows, "--teacher.read", tmp_path / "files", "--run.dir", tmp_path / "run", "--run.steps", 2]
+    succeed(list(map(str, read)), module="spmdrl.sft", ranks=1)
+    assert all(abs(row["divergence/mean"]) < 1e-4 for row in metrics(tmp_path / "run"))

@@ -35,14 +35,13 @@ def alike(got: dict, want: dict, rtol: float, atol: float) -> None:
         torch.testing.assert_close(got[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
-def test_layout_teachers_in_the_engine_teach_as_beside_the_student(tail, teachers, tmp_path):
+def test_layout_teachers_in_the_engine_teach_as_beside_the_student(teachers, tmp_path):
     """One mixed in with weight 3, responses of the data set, temperature 0.8; engines of one rank and of two."""
-    distill = {"beta": 0.5, "top_k": 8, "tail": tail, "more_teachers": (f"{teachers[1]}=3",), "given_per_step": 3}
+    distill = {"beta": 0.5, "top_k": 8, "more_teachers": (f"{teachers[1]}=3",), "given_per_step": 3}
     (want,) = run_ranks(first_gradient, 1, str(tmp_path / "beside"), teachers[0], {"distill": distill})
     rows, layouts = want.pop("rows"), [(1, {}), (2, {"rollout": {"tp": 2}}), (2, {"parallel": {"sp": 2}})]
     assert len(rows) == 19 and want["divergence/mean"] > 1e-3
-    for number, (size, more) in enumerate(layouts if tail == "bucket" else layouts[:1]):
+    for number, (size, more) in enumerate(layouts):
         sections = {"distill": distill | {"on_engine": True}} | more
         for got in run_ranks(first_gradient, size, str(tmp_path / str(number)), teachers[0], sections):
             got.pop("rows")
