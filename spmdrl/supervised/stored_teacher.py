@@ -41,6 +41,9 @@ class StoredTeacher:
         self.said = f"--teacher.read {self.folder}"
         self.manifest = read_manifest(self.folder, "--teacher.read")
         self.stored = Stored(self.folder, self.manifest, "--teacher.read", NEEDED)
+        for name, kind in (("temperature", int | float), ("vocab", int)):
+            if not isinstance(self.manifest.get(name, 1), kind):
+                raise ValueError(f"{self.said}: its manifest.json has {name} {self.manifest[name]!r}; write a number")
         reader = reader_of(cfg.teacher, "teacher", [cfg.model.path], cfg.model)
         self.reader = replace(reader, vocab=min(reader.vocab, self.manifest.get("vocab", reader.vocab)))
         self._check()

@@ -32,7 +32,7 @@ PART = 2**20
 
 def in_its_folder(cfg: SFTConfig) -> SFTConfig:
     """The settings of a job that writes, whose logs lie in the folder that it writes."""
-    return cfg if cfg.run.dir else replace(cfg, run=replace(cfg.run, dir=cfg.teacher.write))
+    return cfg if cfg.run.dir else replace(cfg, run=replace(cfg.run, dir=str(Path(cfg.teacher.write).expanduser())))
 
 
 @dataclass

@@ -220,6 +220,10 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
         manifest.write_text(json.dumps({"files": held["files"], "temperature": 2.0}))
         return found
 
+    hot = copy("hot", lambda path, _: None)
+    (Path(hot["read"]) / "manifest.json").write_text(json.dumps({"files": {"0_0.safetensors": 24}, "temperature": "2"}))
+    bare = copy("bare", lambda path, _: None)
+    (Path(bare["read"]) / "manifest.json").write_text(json.dumps({"files": {"../0_0.safetensors": 24}}))
     cases: list[tuple[dict, str]] = [
         ({"teacher": told | {"top_k": 9}}, "--teacher.top-k 9: "),
         ({"teacher": told | {"temperature": 1.0}}, "was written at 2; take that, or write it again"),
@@ -259,6 +263,8 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
             {"teacher": reread("high", lambda path, x: x | {"logp": x["logp"] + 3})},
             "probabilities that sum to 1 at most",
         ),
+        ({"teacher": hot}, "its manifest.json has temperature '2'; write a number"),
+        ({"teacher": bare}, 'does not say "files": {name: sequences}'),
         (
             {"teacher": reread("less", lambda path, x: without_first(x))},
             "1 of the 48 rows of --data.train that can be used have no numbers",
