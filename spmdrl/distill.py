@@ -20,10 +20,11 @@ def train(run) -> None:
         with run.memory.rollout_phase():
             run.evaluate(step)
             done = run.experience(step)
+            fresh = lesson.pack(done.episodes, step)
         with run.memory.training_phase():
             run.judge()
             with run.timer("exchange"):
-                batch = balance(run.pack(done.episodes + lesson.given(step), step), run.world)
+                batch = balance(fresh, run.world)
             if run.world.trains:
                 with run.timer("logp"):
                     stats = lesson.teach(batch)

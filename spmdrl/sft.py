@@ -6,6 +6,8 @@ order in which they come (`data/mixture.py`), the loss (`policy/likelihood.py`) 
 (`supervised/build.py`, `supervised/sft.py`).
 """
 
+from dataclasses import replace
+
 from spmdrl.config.load import load_or_exit
 from spmdrl.config.sft import SFTConfig, check_sft, sft_lines
 from spmdrl.session.environ import postpone_collections, prepare
@@ -36,10 +38,15 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     postpone_collections()
     from spmdrl.supervised.entry import Kind, launch
-    from spmdrl.supervised.sft import begin_sft, build_sft
+    from spmdrl.supervised.sft import begin_sft, build_sft, build_teacher_files
+    from spmdrl.supervised.teacher import in_its_folder
     from spmdrl.tracking.console import SUPERVISED
 
-    launch(loaded, Kind(prog, begin_sft, build_sft, SUPERVISED, sft_lines), train)
+    if loaded.config.teacher.write:
+        loaded = replace(loaded, config=in_its_folder(loaded.config))
+        launch(loaded, Kind(prog, begin_sft, build_teacher_files, SUPERVISED, sft_lines, False), lambda written: None)
+    else:
+        launch(loaded, Kind(prog, begin_sft, build_sft, SUPERVISED, sft_lines), train)
 
 
 if __name__ == "__main__":

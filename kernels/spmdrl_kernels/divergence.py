@@ -65,6 +65,11 @@ def outside(logp_CV: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, 
     return others_CV, torch.logsumexp(others_CV, 1)
 
 
+def log_of_rest(logp_CK: torch.Tensor) -> torch.Tensor:
+    """Log of the probability of all other tokens, [C]: of 1 less those of K tokens."""
+    return torch.logsumexp(logp_CK, 1).clamp(max=LEAST_REST).expm1().neg().log()
+
+
 @dataclass(frozen=True)
 class StatesTeacher:
     """A teacher given by its hidden states and its output weight: all of its logits are compared."""
@@ -118,7 +123,7 @@ class TopTeacher:
                 yield self.ids_TK[rows], torch.log_softmax(logp_CK, 1)
                 continue
             if self.rest_T is None:
-                rest_C = torch.logsumexp(logp_CK, 1).clamp(max=LEAST_REST).expm1().neg().log()
+                rest_C = log_of_rest(logp_CK)
             else:
                 rest_C = self.rest_T[rows].to(dtype)
             yield self.ids_TK[rows], torch.cat([logp_CK, rest_C[:, None]], 1)

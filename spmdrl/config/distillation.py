@@ -9,6 +9,7 @@ from tyro.conf import Suppress
 
 from spmdrl.config.checks import check
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
+from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import ConfigError, refuse
 from spmdrl.config.learning import (
     AlgoConfig,
@@ -56,6 +57,9 @@ class DistillSection(DivergenceConfig):
     teacher_template: str = ""
     """Text around the prompt that the teacher alone reads, in place of `--data.template`: what only it is told stands
     there as `{column}` (SDFT, https://arxiv.org/abs/2601.19897). Empty: it reads what the student reads."""
+    on_engine: bool = False
+    """The teachers read in the run's own engine, in which their weights take the student's place once a step is
+    sampled; none is in the trainer's memory. They have the student's architecture."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,13 @@ def further_teachers(config: Config) -> dict[str, FurtherTeacher]:
             raise ValueError(f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source")
         found[f"teacher_{number}"] = FurtherTeacher(path, value, source)
     return found
+
+
+def engine_teachers(config: Config) -> dict[str, str]:
+    """Paths of the teachers that read in the run's own engine, by name, the first one first."""
+    if not isinstance(config, DistillationConfig) or not config.distill.on_engine:
+        return {}
+    return {"reference": config.reference.path} | {name: t.path for name, t in further_teachers(config).items()}
 
 
 def _values(section: str) -> dict:
@@ -149,6 +160,33 @@ def _problems(config: DistillationConfig) -> list[str]:
         problems.append(
             f"--parallel.scoring-ranks {config.parallel.scoring_ranks}: a teacher on ranks of its own sends its "
             "likeliest tokens; set --distill.top-k, or take 0"
+        )
+    return problems + (_engine_problems(config) if distill.on_engine else [])
+
+
+def _engine_problems(config: DistillationConfig) -> list[str]:
+    name, distill, rollout, problems = "--distill.on-engine", config.distill, config.rollout, []
+    if not distill.top_k:
+        problems.append(f"{name}: an engine tells the likeliest tokens; set --distill.top-k")
+    if config.parallel.placement == "split":
+        problems.append(f"{name}: with --parallel.placement split the engine samples ahead; take colocated")
+    if config.reference.refresh_every:
+        problems.append(f"{name}: a teacher in the engine stays as its folder is; take --reference.refresh-every 0")
+    if distill.teacher_template:
+        problems.append(f"{name}: the engine is built for the student's prompts; leave --distill.teacher-template out")
+    if config.lora.rank and config.lora.push == "adapter":
+        problems.append(f"{name}: the engine keeps the student's model beneath the adapters; take --lora.push merged")
+    if rollout.quantization != "none":
+        problems.append(f"{name}: --rollout.quantization {rollout.quantization} rounds a teacher, too; take none")
+    if rollout.dp > 1:
+        problems.append(f"{name}: --rollout.dp {rollout.dp} gives each copy requests of its own; take 1")
+    engine = engine_name(config)
+    if engine == "sglang":
+        problems.append(f"{name}: SGLang is not asked for them; take --rollout.engine vllm or hf")
+    if engine == "vllm" and rollout.temperature != 1:
+        problems.append(
+            f"{name}: vLLM tells log-probabilities of given tokens at temperature 1 alone; take --rollout.temperature "
+            f"1 instead of {rollout.temperature:g}, or --rollout.engine hf"
         )
     return problems
 

@@ -14,6 +14,7 @@ from spmdrl.config.supervised import (
     SupervisedDataConfig,
     SupervisedRunConfig,
     split_weight,
+    streams,
     supervised_problems,
 )
 
@@ -238,9 +239,8 @@ def _unread(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
 
 def _precomputing(config: PreferenceConfig, unpaired: frozenset[str] | set[str]) -> list[str]:
     name, problems = "--reference.precompute", []
-    streams = [spec for spec in config.data.train if spec.startswith("stream:") or ".jsonl.gz" in spec]
-    if streams:
-        problems.append(f"{name}: the rows of a stream are not known before ({streams[0]}); leave it out")
+    if found := streams(config):
+        problems.append(f"{name}: the rows of a stream are not known before ({found[0]}); leave it out")
     if "kto" in unpaired:
         problems.append(f"{name}: kto asks the reference for responses to other rows' prompts; leave it out")
     if not has_reference(config.preference):

@@ -7,7 +7,13 @@ from typing import Literal
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.fields import refuse, shown
 from spmdrl.config.rules import _at_least_0, _positive, _Rule
-from spmdrl.config.supervised import SupervisedConfig, SupervisedRunConfig, supervised_lines, supervised_problems
+from spmdrl.config.supervised import (
+    SupervisedConfig,
+    SupervisedRunConfig,
+    streams,
+    supervised_lines,
+    supervised_problems,
+)
 
 
 @dataclass
@@ -37,6 +43,12 @@ class SFTTeacher(DivergenceConfig):
     divergence of GKD (https://arxiv.org/abs/2306.13649)."""
     temperature: float = 1.0
     """Logits of both are divided by it."""
+    write: str = ""
+    """Folder into which the teacher writes its likeliest tokens at all trained places of `--data.train`; nothing is
+    trained then. Empty: none."""
+    read: str = ""
+    """Such a folder, from which the student learns without a teacher in memory. `--teacher.path` may be left out; a
+    path that is given must be that of the teacher that wrote it. Empty: none."""
 
 
 @dataclass
@@ -70,20 +82,31 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
 
 def _teaching(config: SFTConfig) -> list[str]:
     teacher = config.teacher
-    if not teacher.path:
+    if not teacher.path and not teacher.read:
         plain = SFTTeacher()
         given = [each.name for each in fields(teacher) if getattr(teacher, each.name) != getattr(plain, each.name)]
-        return [f"--teacher.{name.replace('_', '-')}: is read with --teacher.path" for name in given]
+        return [f"--teacher.{name.replace('_', '-')}: is read with --teacher.path or --teacher.read" for name in given]
     problems = divergence_problems(teacher, "teacher", config.policy.backend)
     if config.sft.loss != "nll":
         problems.append(f"--sft.loss {config.sft.loss}: the loss is the divergence from --teacher.path; leave one out")
     if config.sft.add_tokens:
         problems.append(f"--sft.add-tokens {shown(config.sft.add_tokens)}: --teacher.path lacks them; take none")
+    if teacher.write and teacher.read:
+        problems.append("--teacher.write, --teacher.read: a job writes or learns; leave one of them out")
+    elif name := "--teacher.write" * bool(teacher.write) or "--teacher.read" * bool(teacher.read):
+        if not teacher.top_k:
+            problems.append(f"{name}: files hold the likeliest tokens of a teacher; set --teacher.top-k")
+        if found := streams(config):
+            problems.append(f"{name}: the rows of a stream are not known before ({found[0]}); take files")
     return problems
 
 
 def sft_lines(config: SFTConfig, world_size: int) -> list[str]:
     """How the counts multiply out, printed at the start and by `--dry-run`."""
     teacher = config.teacher
-    taught = [f"teacher  {teacher.path}: {divergence_words(teacher, teacher.temperature)}"] if teacher.path else []
+    if teacher.write:
+        words = f"{teacher.path}: writes its {teacher.top_k:,} likeliest tokens into {teacher.write}, and the job ends"
+    else:
+        words = f"{teacher.read or teacher.path}: {divergence_words(teacher, teacher.temperature)}"
+    taught = [f"teacher  {words}"] if teacher.path or teacher.read else []
     return supervised_lines(config, world_size) + taught

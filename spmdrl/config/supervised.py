@@ -152,6 +152,11 @@ def split_weight(spec: str, flag: str = "--data.train") -> tuple[str, float | No
     return source, value
 
 
+def streams(config: SupervisedConfig) -> list[str]:
+    """Sources of `--data.train` that only go forward."""
+    return [spec for spec in config.data.train if spec.startswith("stream:") or ".jsonl.gz" in spec]
+
+
 def supervised_problems(config: SupervisedConfig, world_size: int, own: dict[str, _Rule], longest: int) -> list[str]:
     """One line for each setting to change.
 

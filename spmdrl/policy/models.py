@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spmdrl.config.classifier import is_classifier, model_path
-from spmdrl.config.distillation import further_teachers
+from spmdrl.config.distillation import engine_teachers, further_teachers
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens
@@ -100,9 +100,10 @@ def wanted_models(cfg: Config, needs: frozenset[str]) -> dict[str, Wanted]:
     """
     wanted: dict[str, Wanted] = {}
     scorer = model_path(cfg.reward.model)
-    if "reference" in needs:
+    lent = engine_teachers(cfg)
+    if "reference" in needs and not lent:
         wanted["reference"] = Wanted("--reference.path", cfg.reference.path, "lm")
-    for name, teacher in further_teachers(cfg).items():
+    for name, teacher in further_teachers(cfg).items() if not lent else ():
         wanted[name] = Wanted("--distill.more-teachers", teacher.path, "lm")
     for name in ("critic", "cost_critic"):
         if name in needs:

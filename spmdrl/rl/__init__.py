@@ -6,6 +6,7 @@ sampler.py       samples a step's experience: plan, rollout, quota
 rollout_plan.py  plans and results of rollouts
 rollout.py       one rollout: prompts, samples of the engine, observations, rewards
 engine_judges.py judges on the run's own engine
+engine_teachers.py teachers in the run's own engine
 environment.py   environments that the policy acts in
 quota.py         runs rollouts until a step has its prompts
 prefetch.py      samples steps ahead

@@ -18,6 +18,7 @@ from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.distillation import DistillObjective, reader_of, share_name
+from spmdrl.rl.engine_teachers import EngineTeachers
 from spmdrl.rl.run import Run
 from spmdrl.rl.update import refresh_reference
 from spmdrl.rollout.build import context_length
@@ -41,6 +42,7 @@ class Distillation:
         paths = [self.cfg.model.path, self.cfg.reference.path, *(t.path for t in further_teachers(self.cfg).values())]
         self.reader = reader_of(self.cfg.distill, "distill", paths, self.cfg.model)
         self.prompts = teacher_prompts(self.cfg, run.tokenizer) if self.cfg.distill.teacher_template else {}
+        self.on_engine = EngineTeachers(run) if self.cfg.distill.on_engine else None
         prompts = run.prompts.prompts
         self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
         if unknown := sorted(self.shares_of.keys() - {"", *self.sources.values()}):
@@ -51,6 +53,17 @@ class Distillation:
         if self.cfg.distill.given_per_step:
             for prompt in prompts:
                 answer(prompt, self.cfg)
+
+    def pack(self, episodes: list[Episode], step: int) -> Batch:
+        """This rank's episodes of a step and those of the data set, with what teachers in its engine say. Collective.
+
+        Within a rollout phase.
+        """
+        with self.run.timer("exchange"):
+            batch = self.run.pack(episodes + self.given(step), step)
+        if self.on_engine:
+            self.on_engine.read(batch, self.reader, self.shares(batch))
+        return batch
 
     def given(self, step: int) -> list[Episode]:
         """This rank's share of a step's prompts whose response is the data set's own."""
@@ -79,6 +92,8 @@ class Distillation:
         """Add the teachers' columns to a batch. Collective over the ranks that train and those that score."""
         for name, share_B in self.shares(batch).items():
             batch.seq[share_name(name)] = share_B
+            if self.on_engine:
+                continue
             # The rank that asks and the rank that answers select alike.
             taught = batch if bool((share_B > 0).all()) else batch.select(torch.nonzero(share_B > 0).flatten())
             read = told(taught, self.prompts) if self.prompts else taught
@@ -93,6 +108,8 @@ class Distillation:
     @property
     def teachers(self) -> dict[str, Any]:
         """All teachers by name, the first one first."""
+        if self.on_engine:
+            return dict.fromkeys(self.on_engine.folders)
         return {"reference": self.run.models.reference} | self.run.models.teachers
 
     def shares(self, batch: Batch) -> dict[str, torch.Tensor]:

@@ -144,15 +144,8 @@ class EngineJudges:
         Raises:
             ValueError: one lacks some, or has them in another shape.
         """
-        pieces = policy.pieces() if self.frozen else []
         for engine, tensors in self.frozen.items():
-            with plain_errors(tensors.folder):
-                odd = [p.name for p in pieces if p.name not in tensors or tensors.shape(p.name) != tuple(p.shape)]
-            if odd:
-                raise ValueError(
-                    f"{self.files[engine]}: engine {engine}: {len(odd)} of the policy's tensors are not in it or have "
-                    f"another shape (such as {odd[0]}); {ALIKE}"
-                )
+            check_same_tensors(tensors, policy, f"{self.files[engine]}: engine {engine}", ALIKE)
 
     def begin(self, plan: RolloutPlan) -> None:
         """Bring the policy back into engines that hold a judge. Collective over those who sample."""
@@ -203,7 +196,7 @@ class EngineJudges:
         assert self.memory
         version = self.versions[engine]
         if self.engine.version != version:
-            self.memory.judge(self.frozen[engine], version)
+            self.memory.lend(self.frozen[engine], version, "judge")
         return version
 
 
@@ -233,12 +226,27 @@ def is_abandoned(plan: RolloutPlan, world: World, polls: int) -> bool:
     return bool(all_reduce(flag, "max", world.engine_group).item())
 
 
-def check_same_model(folder: Path, policy: Path, what: str, trust: bool) -> None:
-    """Raise ValueError unless the configs of two folders describe the same forward. what: names the judge."""
+def check_same_tensors(tensors: Tensors, policy: Policy, what: str, advice: str) -> None:
+    """Raise ValueError unless a folder has the policy's tensors. what: names its model. advice: what to do."""
+    pieces = policy.pieces()
+    with plain_errors(tensors.folder):
+        odd = [p.name for p in pieces if p.name not in tensors or tensors.shape(p.name) != tuple(p.shape)]
+    if odd:
+        raise ValueError(
+            f"{what}: {len(odd)} of the policy's tensors are not in it or have another shape (such as {odd[0]}); "
+            f"{advice}"
+        )
+
+
+def check_same_model(folder: Path, policy: Path, what: str, trust: bool, advice: str = ALIKE) -> None:
+    """Raise ValueError unless the configs of two folders describe the same forward.
+
+    what: names the other model. advice: what to do.
+    """
     mine, theirs = (
         {k: v for k, v in read_config(f, trust).to_dict().items() if k not in UNSEEN} for f in (folder, policy)
     )
     if odd := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
         raise ValueError(
-            f"{what}: its config.json has {odd[0]} {mine.get(odd[0])!r}, the policy's {theirs.get(odd[0])!r}; {ALIKE}"
+            f"{what}: its config.json has {odd[0]} {mine.get(odd[0])!r}, the policy's {theirs.get(odd[0])!r}; {advice}"
         )

@@ -117,6 +117,34 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Given:
+    """A sequence to read, whose last tokens are asked about."""
+
+    tokens: list[int]
+    count: int
+    """Its last tokens; not the first one."""
+
+
+Likeliest = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The k likeliest tokens at each of n places, likeliest first, on the host: ids int64 [n, k], logp [n, k], log of the
+probability of all others [n]."""
+
+
+class ReadingEngine(Engine, Protocol):
+    """An engine that also reads given sequences."""
+
+    def likeliest(self, given: list[Given], k: int, temperature: float, version: int) -> list[Likeliest]:
+        """Return the k tokens that are likeliest in the places of the tokens asked about; nothing else may run.
+
+        Collective over the engine.
+
+        Raises:
+            StaleEngineError: the engine's version is another.
+        """
+        ...
+
+
 def name_of(key: Key) -> str:
     """Format a key as a word that is not a prefix of another key's word."""
     return "".join(f"{part}." for part in key)
@@ -124,10 +152,15 @@ def name_of(key: Key) -> str:
 
 def check_version(request: Request, version: int | None) -> None:
     """Raise StaleEngineError if the request's version is not the engine's (law 5)."""
-    if request.version != version:
+    check_holds(request.version, version)
+
+
+def check_holds(asked: int, version: int | None) -> None:
+    """Raise StaleEngineError if the version that is asked for is not the engine's (law 5)."""
+    if asked != version:
         held = "no weights" if version is None else f"weight version {version}"
         raise StaleEngineError(
-            f"the engine holds {held}, the trainer is at version {request.version}: "
+            f"the engine holds {held}, the trainer is at version {asked}: "
             "push the weights (rollout.transfer.push) before sampling"
         )
 

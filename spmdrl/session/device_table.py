@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from spmdrl.config.distillation import engine_teachers
 from spmdrl.config.engines import pushed_parts, sleep_level
 from spmdrl.config.judging import frozen_judges
 from spmdrl.config.schema import Config
@@ -101,8 +102,8 @@ class Memory:
         """True if freed memory goes back to the device."""
         self.full: dict[str, int] = {}
         self.sent: dict[str, Any] = {}
-        self.lent = bool(frozen_judges(cfg))
-        """True where engines may hold a judge's weights: a rank then knows only of its own."""
+        self.lent = bool(frozen_judges(cfg) or engine_teachers(cfg))
+        """True where engines may hold the weights of a judge or a teacher: a rank then knows only of its own."""
         self.owners = gather_names((row.owner for row in self.table()), world.host_group)
 
     # ── phases ───────────────────────────────────────────────────────────────
@@ -140,13 +141,13 @@ class Memory:
                 self._returned("KV cache")
             self._border("rollout")
 
-    def judge(self, folder: Tensors, version: int) -> None:
-        """Gives the engine a judge's weights within a rollout phase. Collective over the ranks of the engine.
+    def lend(self, folder: Tensors, version: int, whose: str) -> None:
+        """Gives the engine other weights within a rollout phase. Collective over the ranks of the engine.
 
         version: below 0, which no policy has.
         """
         assert self.lent and version < -1
-        with self.timer("push"), self._room("rollout", "the judge's weights"):
+        with self.timer("push"), self._room("rollout", f"the {whose}'s weights"):
             self._give_back(self.transfer.load(folder, version))
 
     def restore(self) -> None:

@@ -12,7 +12,6 @@ from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, with_steps
 from spmdrl.supervised.preview import preview
 from spmdrl.supervised.rows import open_mixture
-from spmdrl.supervised.run import SupervisedRun
 from spmdrl.tracking.console import Columns
 
 
@@ -23,14 +22,16 @@ class Kind:
     prog: str
     """Its command."""
     begin: Callable[[Any], Start]
-    build: Callable[[Session[Any]], SupervisedRun]
+    build: Callable[[Session[Any]], Any]
     columns: Columns
     """Metrics on the console."""
     lines: Callable[[Any, int], list[str]] = supervised_lines
     """How the counts of the settings multiply out on so many ranks."""
+    keeps: bool = True
+    """The run folder records its settings; False: of a job that trains nothing."""
 
 
-def launch(loaded: Loaded[Any], kind: Kind, train: Callable[[SupervisedRun], None]) -> None:
+def launch(loaded: Loaded[Any], kind: Kind, train: Callable[[Any], None]) -> None:
     """Open the job and train, or show what it would do; any failure ends the whole job by name."""
     try:
         mixture = open_mixture(loaded.config)
@@ -39,6 +40,6 @@ def launch(loaded: Loaded[Any], kind: Kind, train: Callable[[SupervisedRun], Non
     except ValueError as error:
         exit_with(f"{kind.prog}: {error}")
     plan = lambda cfg, size: kind.lines(cfg, size) + seen  # noqa: E731
-    with open_run(loaded, kind.build, plan, columns=kind.columns) as run:
+    with open_run(loaded, kind.build, plan, kind.keeps, kind.columns) as run:
         if run is not None:
             train(run)

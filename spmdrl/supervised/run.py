@@ -48,6 +48,8 @@ class SupervisedRun:
     """Numbers of an evaluation that the next line of the log takes."""
     measured: Objective | None = None
     """The loss of an evaluation; None: that which is trained."""
+    stored: Any = None
+    """A teacher that answers from files (`supervised/teacher.py`); None: the frozen model answers, if there is one."""
     moves: FixedModelConfig | None = None
     """When the reference moves; None: never."""
     report: Callable[[dict[str, float]], dict[str, float]] = field(default=lambda values: values)
@@ -92,7 +94,7 @@ class SupervisedRun:
 
         Of a teacher its distributions, of a reference log p of each token.
         """
-        objective, model = self.objective, self.models.reference
+        objective, model = self.objective, self.stored or self.models.reference
         if model is None:
             return
         with self.timer("logp"):

@@ -94,9 +94,9 @@ def first_gradient(world, folder: str, teacher: str, sections: dict) -> dict[str
     run = opened(world, folder, teacher, sections)
     lesson = Distillation(run)
     with run.memory.rollout_phase():
-        done = run.experience(0)
+        fresh = lesson.pack(run.experience(0).episodes, 0)
     with run.memory.training_phase():
-        batch = balance(run.pack(done.episodes + lesson.given(0), 0), run.world)
+        batch = balance(fresh, run.world)
         lesson.teach(batch)
     policy = run.models.policy
     objective = lesson.objective()

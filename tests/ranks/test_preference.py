@@ -202,7 +202,7 @@ def test_layout_a_reference_that_is_computed_ahead_teaches_the_same(data, tmp_pa
         for k in left:
             assert left[k] == pytest.approx(right[k], rel=1e-9, abs=1e-12), k
     run_ranks(trained, 1, str(tmp_path / "cut"), data, more, 3)
-    kept = tmp_path / "cut" / "reference_logp" / "0.safetensors"
+    kept = tmp_path / "cut" / "reference_logp" / "0_0.safetensors"
     before = kept.stat().st_mtime_ns
     (cut, _) = run_ranks(trained, 2, str(tmp_path / "cut"), data, more)
     assert kept.stat().st_mtime_ns == before, "the reference does not read the rows again, on two ranks instead of one"

@@ -45,6 +45,23 @@ def read(words: str) -> DistillationConfig:
         ("--distill.more-teachers a=1 --reference.refresh-every 2", "a teacher that follows the student stands alone"),
         ("--distill.given-per-step -1", "--distill.given-per-step -1: must be at least 0"),
         ("--distill.given-column said", "is read with --distill.given-per-step above 0"),
+        ("--distill.on-engine", "--distill.on-engine: an engine tells the likeliest tokens; set --distill.top-k"),
+        ("--distill.on-engine --distill.top-k 4 --reference.refresh-every 2", "stays as its folder is"),
+        (
+            "--distill.on-engine --distill.top-k 4 --distill.teacher-template {prompt}",
+            "built for the student's prompts",
+        ),
+        ("--distill.on-engine --distill.top-k 4 --lora.rank 2 --lora.push adapter", "take --lora.push merged"),
+        ("--distill.on-engine --distill.top-k 4 --rollout.quantization int8", "rounds a teacher, too; take none"),
+        ("--distill.on-engine --distill.top-k 4 --rollout.engine sglang", "take --rollout.engine vllm or hf"),
+        (
+            "--distill.on-engine --distill.top-k 4 --rollout.engine vllm --rollout.temperature 0.8",
+            "take --rollout.temperature 1 instead of 0.8, or --rollout.engine hf",
+        ),
+        (
+            "--distill.on-engine --distill.top-k 4 --parallel.placement split --parallel.rollout-ranks 1",
+            "the engine samples ahead; take colocated",
+        ),
         ("--run.steps -1", "--run.steps -1"),
     ],
 )
@@ -64,6 +81,12 @@ def test_distillation_is_refused_where_settings_do_not_fit(words, said):
         ("--teacher.path tiny --sft.loss dft", "--sft.loss dft: the loss is the divergence from --teacher.path"),
         ("--teacher.path tiny --sft.add-tokens <a>", "--teacher.path lacks them"),
         ("--teacher.path tiny --policy.backend megatron", "its ranks divide the vocabulary"),
+        ("--teacher.write x --teacher.top-k 4", "--teacher.write: is read with --teacher.path or --teacher.read"),
+        ("--teacher.path tiny --teacher.write x", "--teacher.write: files hold the likeliest tokens of a teacher; set"),
+        ("--teacher.read x", "--teacher.read: files hold the likeliest tokens of a teacher; set --teacher.top-k"),
+        ("--teacher.path tiny --teacher.write x --teacher.read x --teacher.top-k 4", "a job writes or learns"),
+        ("--teacher.read x --teacher.top-k 4 --data.train stream:a/b", "a stream are not known before (stream:a/b)"),
+        ("--teacher.read x --teacher.top-k 4 --sft.loss dft", "--sft.loss dft: the loss is the divergence"),
     ],
 )
 def test_a_teacher_of_given_rows_is_refused_where_settings_do_not_fit(words, said):

@@ -16,7 +16,19 @@ from spmdrl.config.schema import Config
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import plain_name
 from spmdrl.hub.routing import Routers
-from spmdrl.rollout.engine import Completion, Finish, Key, Owner, Request, check_length, check_version, longest_sequence
+from spmdrl.rollout.engine import (
+    Completion,
+    Finish,
+    Given,
+    Key,
+    Likeliest,
+    Owner,
+    Request,
+    check_holds,
+    check_length,
+    check_version,
+    longest_sequence,
+)
 from spmdrl.rollout.hf.start import start
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.checksum import word_sum
@@ -25,6 +37,7 @@ from spmdrl.spmd.storage import Parked, Place, moves, storage_bytes
 from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Entry, inside, size
+from spmdrl_kernels.divergence import log_probabilities, outside
 
 
 class Group:
@@ -171,6 +184,19 @@ class HFEngine:
             self._keep(group, keep, group.inputs[:, 0])
             if not group.live:
                 self.groups.remove(group)
+        return out
+
+    @torch.inference_mode()
+    def likeliest(self, given: list[Given], k: int, temperature: float, version: int) -> list[Likeliest]:
+        """See the contract. Sequences run one by one."""
+        check_holds(version, self.version)
+        out = []
+        for each in given:
+            inputs = torch.tensor([each.tokens[:-1]], device=self.world.device)
+            logits_nV = self.model(input_ids=inputs, use_cache=False, logits_to_keep=each.count).logits[0]
+            logp_nV, _ = log_probabilities(logits_nV, temperature, None, self.upcast)
+            logp_nk, ids_nk = logp_nV.topk(k, 1)
+            out.append((ids_nk.cpu(), logp_nk.cpu(), outside(logp_nV, ids_nk)[1].cpu()))
         return out
 
     def needs(self, entries: list[Entry]) -> Needs:

@@ -19,11 +19,14 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import FREE, experts_of
 from spmdrl.rollout.engine import (
     Completion,
+    Given,
     Key,
+    Likeliest,
     Owner,
     Request,
     StaleEngineError,
     check_device,
+    check_holds,
     check_length,
     check_version,
     longest_sequence,
@@ -34,6 +37,7 @@ from spmdrl.rollout.needs import Needs, check_filled, once, unfilled, watched_lo
 from spmdrl.rollout.vllm.copies import Copies, Row
 from spmdrl.rollout.vllm.lora import Adapters
 from spmdrl.rollout.vllm.options import refusals_as_warnings
+from spmdrl.rollout.vllm.read import likeliest
 from spmdrl.rollout.vllm.start import start_llm
 from spmdrl.spmd.checksum import word_sum
 from spmdrl.spmd.storage import Parked, storage_bytes
@@ -164,6 +168,12 @@ class VLLMEngine:
         cut = [self.partial[n] for n in names]
         self.engine.abort_request([n for n in names if self._drop(n)])
         return [Completion(request.key, tokens, logp, "abort", self.version) for request, tokens, logp in cut]
+
+    def likeliest(self, given: list[Given], k: int, temperature: float, version: int) -> list[Likeliest]:
+        """See the contract; temperature 1 alone."""
+        check_holds(version, self.version)
+        assert temperature == 1 and not self.partial and not self.copies and not self.adapters
+        return likeliest(self.engine, given, k)
 
     def needs(self, entries: list[Entry]) -> Needs:
         """See the contract."""

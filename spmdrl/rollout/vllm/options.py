@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.config.distillation import engine_teachers
 from spmdrl.config.engines import pushed_parts, sleep_level, starts_empty
 from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
@@ -142,6 +143,8 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         if routed:
             options["enable_return_routed_experts"] = True
     options |= layout(cfg)
+    if engine_teachers(cfg):
+        options["max_logprobs"] = cfg.distill.top_k  # pyright: ignore[reportAttributeAccessIssue]
     if starts_empty(cfg):
         start_with_zeros()
         options |= {"load_format": "dummy", "hf_overrides": without_quantization(whole)}

@@ -1,0 +1,273 @@
+"""Numbers of the tokens of given rows in files, written before any model learns and found by the tokens themselves.
+
+A folder of them holds files of safetensors, and a manifest that names them and is written last. Sequences lie end to
+end in a file; a mask says which of their tokens have numbers. As a sequence is found by its tokens, the order of the
+rows, the names of their sources and the ranks that wrote them play no part.
+
+T tokens of a file, N sequences, M tokens with numbers; L tokens of one sequence.
+"""
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from spmdrl.data.batch import Batch, balance
+from spmdrl.data.mixture import Drawn, Mixture, Permuted
+from spmdrl.session.session import Session
+from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.world import World
+from spmdrl.supervised.rows import Encode, encoded
+
+MANIFEST = "manifest.json"
+PLACES = ("tokens", "lengths", "mask")
+STEPS = 4
+"""Steps' rows that are computed together."""
+FULL = 256 * 2**20
+"""Bytes of numbers from which on a file is written."""
+
+
+class NoNumbersError(ValueError):
+    """A sequence has no numbers, or not all of its tokens have."""
+
+
+def indexed(mixture: Mixture) -> list[Any]:
+    """The sources of a mixture that are read by index."""
+    return [source for part in mixture.parts if isinstance(part, Permuted) for source in part.sources]
+
+
+def drawn_of(sources: list[Any], places: range) -> list[Drawn]:
+    """Rows of sources that are joined end to end."""
+    ends, out = list(accumulate(map(len, sources))), []
+    for place in places:
+        number = bisect_right(ends, place)
+        source, row = sources[number], place - (ends[number - 1] if number else 0)
+        out.append(Drawn(source.where(row), partial(source.__getitem__, row)))
+    return out
+
+
+def row_parts(session: Session[Any], sources: list[Any]) -> Iterator[tuple[list[Drawn], range]]:
+    """All rows in parts that ranks share: the rows, and the places of this rank's."""
+    world, total = session.world, sum(map(len, sources))
+    count = max(STEPS * session.cfg.data.rows_per_step, world.size)
+    for start in range(0, total, count):
+        part = drawn_of(sources, range(start, min(start + count, total)))
+        yield part, range(world.rank, len(part), world.size)
+
+
+def write(
+    session: Session[Any],
+    sources: list[Any],
+    encode: Encode,
+    pack: Callable[[list], Batch],
+    numbers: Callable[[Batch], dict[str, torch.Tensor]],
+    folder: Path,
+    told: dict[str, Any],
+) -> None:
+    """Write numbers of all trained tokens of all rows. Collective.
+
+    pack: sequences of a rank -> batch. numbers: batch -> columns [T, ...]; collective. told: what else the manifest
+    says.
+    """
+    world, writer = session.world, _Writer(folder, session.world)
+    for part, places in row_parts(session, sources):
+        batch = balance(pack(encoded(part, places, encode).sequences), world)
+        with session.timer("logp"):
+            writer.take(batch, numbers(batch))
+    writer.flush()
+    files = [json.loads(text) for text in all_gather_text(json.dumps(writer.files), world.host_group)]
+    if world.is_first:
+        manifest = told | {"files": {name: count for each in files for name, count in each.items()}}
+        half = folder / f".{MANIFEST}"
+        half.write_text(json.dumps(manifest, indent=1))
+        os.replace(half, folder / MANIFEST)
+    wait(world)
+
+
+class _Writer:
+    """Writes files of the sequences of one data position, from the first of the ranks that hold it."""
+
+    def __init__(self, folder: Path, world: World):
+        self.folder, self.files = folder, dict[str, int]()
+        position = (world.holders == world.rank).nonzero()
+        self.position = int(position[0, 0]) if len(position) and int(position[0, 1]) == 0 else None
+        self.held: list[dict[str, torch.Tensor]] = []
+        self.bytes = 0
+
+    def take(self, batch: Batch, columns: dict[str, torch.Tensor]) -> None:
+        if self.position is None or not len(batch):
+            return
+        mask_T = batch.token["mask"]
+        held = {"tokens": batch.token["tokens"].int(), "lengths": batch.lengths, "mask": mask_T}
+        held |= {name: x_T[mask_T] for name, x_T in columns.items()}
+        self.held.append(held)
+        self.bytes += sum(x.nbytes for x in held.values())
+        if self.bytes >= FULL:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self.held:
+            return
+        whole = {name: torch.cat([each[name] for each in self.held]) for name in self.held[0]}
+        name = f"{self.position}_{len(self.files)}.safetensors"
+        save_file(whole, self.folder / name)
+        self.files[name] = len(whole["lengths"])
+        self.held, self.bytes = [], 0
+
+
+def read_manifest(folder: Path, flag: str) -> dict[str, Any]:
+    """Return what a folder's manifest says. flag: names the folder, for messages.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(
+            f"{flag} {folder}: there is no {MANIFEST} in it, which is written last: write the folder (again)"
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        files = found["files"]
+        if not files or not all(isinstance(count, int) and "/" not in name for name, count in files.items()):
+            raise TypeError("its files are no names with numbers of sequences")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f'{flag} {path} does not say "files": {{name: sequences}} ({why}): write it again') from None
+    return found
+
+
+class Stored:
+    """Numbers of sequences, from the files of a folder; only the tokens are in memory while it opens."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], flag: str, needed: tuple[str, ...]):
+        """needed: names of columns that the files must have.
+
+        Raises:
+            ValueError: a file that is missing, cut off or of another form; the message names it.
+        """
+        self.files: list[Any] = []
+        self.names: tuple[str, ...] = ()
+        """Columns of all files."""
+        wrong = [name for name in manifest["files"] if not (folder / name).is_file()]
+        if wrong:
+            raise ValueError(
+                f"{flag} {folder}: {len(wrong)} of {len(manifest['files'])} files are missing "
+                f"({', '.join(wrong[:3])}): copy them again, or write the folder again"
+            )
+        keys, places = [], []
+        for number, (name, count) in enumerate(manifest["files"].items()):
+            try:
+                file = safe_open(folder / name, "pt")
+                columns = tuple(sorted(set(file.keys()) - set(PLACES)))
+                key_N, place_N4 = _places(file, columns, needed, count)
+            except (SafetensorError, OSError, KeyError, ValueError) as error:
+                raise ValueError(
+                    f"{flag} {folder / name} is no complete file of numbers ({error}): copy it again, or write the "
+                    "folder again"
+                ) from error
+            place_N4[:, 0] = number
+            self.names = columns if not number else tuple(sorted(set(columns) & set(self.names)))
+            self.files.append(file)
+            if odd := [name for name in self.names if _row(file, name) != _row(self.files[0], name)]:
+                raise ValueError(
+                    f"{flag} {folder / name}: its {odd[0]} has rows of {_row(file, odd[0])}, that of the first file of "
+                    f"{_row(self.files[0], odd[0])}: write the folder again"
+                )
+            keys.append(key_N)
+            places.append(place_N4)
+        self.key_N, order_N = torch.cat(keys).sort(stable=True)
+        self.place_N4 = torch.cat(places)[order_N]
+        """File, first token, first number, tokens of each sequence."""
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a column in the first file, [M, ...]."""
+        return list(self.files[0].get_slice(name).get_shape())
+
+    def find(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[Any, int, torch.Tensor]:
+        """Return the file with numbers of the masked tokens, the first one's place, and the mask of those it has.
+
+        Raises:
+            NoNumbersError: there is none.
+        """
+        key, lacking = _key(tokens_L), None
+        at = int(torch.searchsorted(self.key_N, key))
+        while at < len(self.key_N) and int(self.key_N[at]) == key:
+            number, start, first, length = self.place_N4[at].tolist()
+            file = self.files[number]
+            if length == len(tokens_L) and torch.equal(_part(file, "tokens", start, length), tokens_L.int()):
+                held_L = _part(file, "mask", start, length)
+                if not bool((mask_L & ~held_L).any()):
+                    return file, first, held_L
+                lacking = int((mask_L & ~held_L).sum())
+            at += 1
+        if lacking:
+            raise NoNumbersError(f"{lacking} of its {int(mask_L.sum())} trained tokens have no numbers")
+        raise NoNumbersError("its tokens are in none of the files")
+
+    def columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Return columns [L, ...] of a sequence, zeros outside the mask.
+
+        Raises:
+            NoNumbersError: there are none.
+        """
+        file, first, held_L = self.find(tokens_L, mask_L)
+        out, among_M = [], mask_L[held_L]
+        for name in names:
+            held = _part(file, name, first, len(among_M))
+            column = held.new_zeros(len(tokens_L), *held.shape[1:])
+            column[mask_L] = held[among_M]
+            out.append(column)
+        return out
+
+
+def _row(file: Any, name: str) -> str:
+    held = file.get_slice(name)
+    return f"{held.get_dtype()} {held.get_shape()[1:]}"
+
+
+def _places(file: Any, names: tuple[str, ...], needed: tuple[str, ...], count: int) -> tuple[torch.Tensor, ...]:
+    """Key of each sequence of a file, int64 [N], and where its tokens and numbers begin, [N, 4]."""
+    if missing := [name for name in (*PLACES, *needed) if name not in file.keys()]:  # noqa: SIM118
+        raise ValueError(f"it has no tensor {missing[0]}")
+    tokens_T, lengths_N, mask_T = (file.get_tensor(name) for name in PLACES)
+    if tokens_T.dtype != torch.int32 or lengths_N.dtype != torch.int64 or mask_T.dtype != torch.bool:
+        raise ValueError("tokens are int32, lengths int64, mask bool")
+    if len(lengths_N) != count:
+        raise ValueError(f"it has {len(lengths_N)} sequences, and {MANIFEST} says {count}")
+    if not len(tokens_T) == len(mask_T) == int(lengths_N.sum()) or bool((lengths_N < 1).any()):
+        raise ValueError(f"its lengths are of {int(lengths_N.sum())} tokens, and it has {len(tokens_T)}")
+    for name in names:
+        if (rows := file.get_slice(name).get_shape()[0]) != int(mask_T.sum()):
+            raise ValueError(f"{name} has {rows} rows for the {int(mask_T.sum())} tokens under its mask")
+    start_N = lengths_N.cumsum(0) - lengths_N
+    before_T = torch.cat([torch.zeros(1, dtype=torch.int64), mask_T.cumsum(0)])
+    keys = [_key(each) for each in tokens_T.split(lengths_N.tolist())]
+    place = torch.stack([torch.zeros_like(start_N), start_N, before_T[start_N], lengths_N], 1)
+    return torch.tensor(keys, dtype=torch.int64), place
+
+
+def _key(tokens_L: torch.Tensor) -> int:
+    found = hashlib.blake2b(tokens_L.int().numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(found, "little", signed=True)
+
+
+def _part(file: Any, name: str, start: int, count: int) -> torch.Tensor:
+    # No slice of a file is empty.
+    return file.get_slice(name)[start : start + count] if count else file.get_slice(name)[0:1][:0]
+
+
+def wait(world: World) -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier(group=world.host_group)

@@ -1,0 +1,176 @@
+"""A teacher's likeliest tokens, read from files in the teacher's place.
+
+T tokens of a batch, L of a sequence, M of them trained; K likeliest tokens.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.config.fields import flag, shown
+from spmdrl.config.sft import SFTConfig
+from spmdrl.data.batch import Batch
+from spmdrl.data.mixture import Key, Mixture
+from spmdrl.hub.resolve import resolve
+from spmdrl.policy.distillation import Reader, reader_of
+from spmdrl.session.session import Session
+from spmdrl.spmd.exchange import all_gather_text, all_reduce
+from spmdrl.supervised.build import Start
+from spmdrl.supervised.rows import encoded
+from spmdrl.supervised.stored import NoNumbersError, Stored, indexed, read_manifest, row_parts
+from spmdrl.supervised.teacher import NEEDED, identity, weights_digest
+from spmdrl_kernels.divergence import log_of_rest
+
+SUM = 1e-2
+"""Log of the largest sum of K probabilities; bfloat16 rounds them."""
+
+
+class StoredTeacher:
+    """Answers as the teacher did that wrote `--teacher.read`; a `Precomputed` that checks the rows."""
+
+    def __init__(self, session: Session[SFTConfig], begun: Start):
+        """Open the files.
+
+        Raises:
+            ValueError: they are damaged, or were written by another teacher or for another tokenizer.
+        """
+        cfg, self.session, self.begun = session.cfg, session, begun
+        self.folder = Path(cfg.teacher.read).expanduser()
+        self.said = f"--teacher.read {self.folder}"
+        self.manifest = read_manifest(self.folder, "--teacher.read")
+        self.stored = Stored(self.folder, self.manifest, "--teacher.read", NEEDED)
+        for name, kind in (("temperature", int | float), ("vocab", int)):
+            if not isinstance(self.manifest.get(name, 1), kind):
+                raise ValueError(f"{self.said}: its manifest.json has {name} {self.manifest[name]!r}; write a number")
+        reader = reader_of(cfg.teacher, "teacher", [cfg.model.path], cfg.model)
+        self.reader = replace(reader, vocab=min(reader.vocab, self.manifest.get("vocab", reader.vocab)))
+        self._check()
+
+    def _check(self) -> None:
+        cfg, found = self.session.cfg, self.manifest
+        told, shape = cfg.teacher, self.stored.shape("logp")
+        if len(shape) != 2 or self.stored.shape("ids") != shape:
+            raise ValueError(f"{self.said}: ids and logp must both be [tokens, K], not of shape {shape}")
+        if told.top_k > shape[1]:
+            raise ValueError(
+                f"--teacher.top-k {told.top_k}: {self.folder} has the {shape[1]} likeliest tokens of each place; take "
+                f"{shape[1]} or fewer, or write it again with more"
+            )
+        if (temperature := found.get("temperature", 1.0)) != told.temperature:
+            raise ValueError(
+                f"--teacher.temperature {told.temperature:g}: {self.folder} was written at {temperature:g}; take that, "
+                "or write it again"
+            )
+        tokenizer = identity(cfg, self.begun)["tokenizer"]
+        if found.get("tokenizer", tokenizer) != tokenizer:
+            raise ValueError(
+                f"{self.said}: it was written for another tokenizer than that of --model.path {cfg.model.path}, so "
+                "that its token numbers mean other tokens; write it with this --model.path"
+            )
+        if told.path and found.get("weights") != weights_digest(resolve(told.path, cfg.model.trust_remote_code)):
+            raise ValueError(
+                f"--teacher.path {told.path}: {self.folder} was written by another teacher "
+                f"({found.get('teacher', 'it does not say which')}); leave --teacher.path out, or write it again"
+            )
+
+    def fill(self, mixture: Mixture, held_out: Any) -> None:
+        """Check that all rows have numbers, unless they were written for these very rows. Collective.
+
+        Raises:
+            ValueError: some have none.
+        """
+        here = identity(self.session.cfg, self.begun)
+        if all(self.manifest.get(name) == value for name, value in here.items()):
+            return
+        lacking, total, told = 0, 0, list[str]()
+        for drawn, places in row_parts(self.session, indexed(mixture)):
+            for place in places:
+                found = encoded(drawn, range(place, place + 1), self.begun.encode).sequences
+                total += len(found) > 0
+                try:
+                    for *_, sequence in found:
+                        self._columns(sequence.tokens, sequence.mask)
+                except NoNumbersError as error:
+                    lacking += 1
+                    told.append(f"{drawn[place].where}: {error}")
+                except ValueError as error:
+                    raise ValueError(f"{self.said}: of {drawn[place].where} {error}; write it again") from error
+        counts = all_reduce(torch.tensor([lacking, total]), "sum", self.session.world.host_group).tolist()
+        if not counts[0]:
+            return
+        texts = all_gather_text("\n".join(told[:3]), self.session.world.host_group)
+        raise ValueError(
+            f"{self.said}: {counts[0]} of the {counts[1]} rows of --data.train that can be used have no numbers in it. "
+            f"{self._why(here)}:\n  " + "\n  ".join([line for text in texts for line in text.split("\n") if line][:5])
+        )
+
+    def _why(self, here: dict[str, Any]) -> str:
+        there, other = self.manifest.get("settings", {}), []
+        for name, value in here["settings"].items():
+            if name in there and there[name] != value:
+                both = f"{shown(there[name])}, here {shown(value)}"
+                other.append(f"{name}: {'another text' if name == flag('data.chat_template') else both}")
+        if other:
+            return f"It was written with {'; '.join(other)}: take the same, or write it again for these rows"
+        return "Write it for these rows, or name the rows that it was written for"
+
+    def attach(self, key: Key, samples: list[int], sequences: list[Any]) -> None:
+        """Add nothing: numbers are read for the rows that a rank learns from."""
+
+    def read(self, batch: Batch, temperature: float, reader: Reader) -> tuple[torch.Tensor, ...]:
+        """The columns of a batch, as `read` of a policy.
+
+        Raises:
+            ValueError: a sequence has no numbers, or impossible ones.
+        """
+        assert temperature == self.session.cfg.teacher.temperature and reader == self.reader
+        lengths, columns = batch.lengths.tolist(), [self.reader.none]
+        rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
+        try:
+            columns += [self._columns(tokens_L, mask_L) for tokens_L, mask_L in rows]
+        except NoNumbersError as error:
+            raise ValueError(
+                f"{self.said}: a row of --data.train has changed since it was written ({error}); write it again"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{self.said}: {error}; write it again") from error
+        return tuple(torch.cat(each) for each in zip(*columns, strict=True))
+
+    def _columns(self, tokens_L: torch.Tensor, mask_L: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Ids [L, K], logp [L, K] and log of the others' sum [L] of a sequence, zeros outside the mask."""
+        names = (*NEEDED, "rest") if "rest" in self.stored.names else NEEDED
+        ids_LK, logp_LK, *rest = self.stored.columns(tokens_L, mask_L, names)
+        none = self.reader.none
+        ids_MK, logp_MK = ids_LK[mask_L].to(none[0].dtype), logp_LK[mask_L].to(none[1].dtype)
+        rest_M = rest[0][mask_L].to(none[2].dtype) if rest else None
+        self._check_numbers(ids_MK, logp_MK)
+        if bool((logp_MK[:, 1:] > logp_MK[:, :-1]).any()):
+            logp_MK, order_MK = torch.sort(logp_MK, dim=1, descending=True, stable=True)
+            ids_MK = ids_MK.gather(1, order_MK)
+        k = self.reader.top_k
+        if rest_M is None:
+            rest_M = log_of_rest(logp_MK[:, :k])
+        elif k < logp_MK.shape[1]:
+            rest_M = torch.logsumexp(torch.cat([logp_MK[:, k:], rest_M[:, None]], 1), 1)
+        out = []
+        for held_M, like in zip((ids_MK[:, :k], logp_MK[:, :k], rest_M), none, strict=True):
+            column = like.new_zeros(len(tokens_L), *like.shape[1:])
+            column[mask_L] = held_M
+            out.append(column)
+        return tuple(out)
+
+    def _check_numbers(self, ids_MK: torch.Tensor, logp_MK: torch.Tensor) -> None:
+        if not ids_MK.numel():
+            return
+        vocab, ordered_MK = self.reader.vocab, ids_MK.sort(1).values
+        problem = ""
+        if int(ordered_MK.min()) < 0 or int(ordered_MK.max()) >= vocab:
+            problem = f"ids go from {int(ids_MK.min())} to {int(ids_MK.max())}, and both models share {vocab} tokens"
+        elif bool((ordered_MK[:, 1:] == ordered_MK[:, :-1]).any()):
+            problem = "ids hold a token twice at one place"
+        elif not bool(logp_MK.isfinite().all()) or float(logp_MK.logsumexp(1).max()) > SUM:
+            problem = "logp are no natural logarithms of probabilities that sum to 1 at most"
+        if problem:
+            raise ValueError(problem)

@@ -1,0 +1,120 @@
+"""Writes a teacher's likeliest tokens of given rows into files, from which a student learns without the teacher."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.config.dump import to_dict
+from spmdrl.config.fields import flag
+from spmdrl.config.resume import flat
+from spmdrl.config.sft import SFTConfig
+from spmdrl.data.batch import Batch
+from spmdrl.data.chat import template_text
+from spmdrl.health.preempt import PreemptedError
+from spmdrl.hub.resolve import named, resolve
+from spmdrl.policy.distillation import reader_of
+from spmdrl.session.session import Session
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.supervised.build import Start, digest, frozen
+from spmdrl.supervised.rows import open_mixture, pack
+from spmdrl.supervised.stored import MANIFEST, Stored, indexed, read_manifest, wait, write
+
+NEEDED = ("ids", "logp")
+NOT_OF_ROWS = ("data.rows_per_step", "data.epochs", "data.eval", "data.max_refused", "data.chat_template")
+"""Settings of `--data` that do not change the tokens of a row, and one whose text is compared instead."""
+PART = 2**20
+"""Bytes of a file of weights that are hashed at its beginning, middle and end."""
+
+
+def in_its_folder(cfg: SFTConfig) -> SFTConfig:
+    """The settings of a job that writes, whose logs lie in the folder that it writes."""
+    return cfg if cfg.run.dir else replace(cfg, run=replace(cfg.run, dir=str(Path(cfg.teacher.write).expanduser())))
+
+
+@dataclass
+class Written:
+    """A job that is over once it is built."""
+
+    def leave(self, left: PreemptedError) -> None:
+        """Implements `leave` of a job."""
+
+    def close(self) -> None:
+        """Implements `close` of a job."""
+
+
+def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
+    """Write what the teacher says of the rows into `--teacher.write`, unless it is there. Collective over all ranks.
+
+    Raises:
+        ValueError: the teacher does not read the student's tokens, or the folder holds something else.
+    """
+    cfg, world, path = session.cfg, session.world, session.cfg.teacher.path
+    folder, trust = Path(cfg.teacher.write).expanduser(), cfg.model.trust_remote_code
+    with named("--teacher.path"):
+        reader = reader_of(cfg.teacher, "teacher", [cfg.model.path, path], cfg.model)
+        told = identity(cfg, begun) | {"weights": weights_digest(resolve(path, trust))}
+    told |= {"top_k": reader.top_k, "temperature": cfg.teacher.temperature, "vocab": reader.vocab}
+    there = torch.tensor([int((folder / MANIFEST).is_file())])
+    if all_reduce(there, "max", world.host_group).item():
+        found = read_manifest(folder, "--teacher.write")
+        if odd := [name for name, value in told.items() if found.get(name) != value]:
+            raise ValueError(
+                f"--teacher.write {folder}: it holds what was written otherwise ({', '.join(odd)}): name another "
+                "folder, or delete it"
+            )
+        session.note(f"{folder} is written already")
+        return Written()
+    if world.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+    wait(world)
+    teacher = frozen(session, path, "--teacher.path")
+    sources = indexed(open_mixture(cfg))
+    session.note(f"the teacher reads {sum(map(len, sources))} rows")
+
+    def numbers(batch: Batch) -> dict[str, torch.Tensor]:
+        found = teacher.read(batch, cfg.teacher.temperature, reader) or reader.none
+        return dict(zip(("ids", "logp", "rest"), found, strict=True))
+
+    write(session, sources, begun.encode, pack, numbers, folder, told | {"teacher": path})
+    if world.is_first:
+        manifest = read_manifest(folder, "--teacher.write")
+        # Also finds out whether files of other nodes are seen from here.
+        Stored(folder, manifest, "--teacher.write", NEEDED)
+        count = sum(manifest["files"].values())
+        session.note(f"{folder} holds the teacher's {reader.top_k} likeliest tokens of {count} sequences")
+    wait(world)
+    return Written()
+
+
+def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
+    """Facts on which the tokens of the rows depend; JSON-able."""
+    template = template_text(cfg.data.chat_template) or getattr(begun.tokenizer, "chat_template", None)
+    values = {name: value for name, value in flat(to_dict(cfg)).items() if name.startswith("data.")}
+    values = {flag(name): value for name, value in values.items() if name not in NOT_OF_ROWS}
+    values |= {flag("sft.train_on"): cfg.sft.train_on, flag("data.chat_template"): _hash(template)}
+    return {
+        "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),
+        "sources": digest(cfg),
+        "settings": json.loads(json.dumps(values)),
+    }
+
+
+def _hash(told: Any) -> str:
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def weights_digest(folder: Path) -> str:
+    """A hash of a model's config and of parts of its weights, which training changes everywhere."""
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for place in (0, size // 2, max(0, size - PART)):
+                file.seek(place)
+                found.update(file.read(PART))
+    return found.hexdigest()[:16]
