@@ -39,6 +39,9 @@ class TeacherConfig(ReferenceConfig):
     enabled: Suppress[Literal["auto", "on", "off"]] = "on"
     path: str = ""
     """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
+    mix: float = 1.0
+    """Share of the student in the teacher at each `--reference.refresh-every`: below 1 the teacher is a moving average
+    of the student's weights (SDFT, https://arxiv.org/abs/2601.19897); 1 takes the student's weights."""
 
 
 @dataclass
@@ -93,6 +96,11 @@ def further_teachers(config: Config) -> dict[str, FurtherTeacher]:
     return found
 
 
+def is_average(config: Config) -> bool:
+    """Return True where the teacher is a moving average of the student's weights."""
+    return isinstance(config, DistillationConfig) and bool(config.reference.refresh_every) and config.reference.mix != 1
+
+
 def _values(section: str) -> dict:
     """The preset `distill`'s values of a section."""
     named = PRESETS["distill"].settings.items()
@@ -141,6 +149,13 @@ def _problems(config: DistillationConfig) -> list[str]:
             f"--reference.refresh-every {config.reference.refresh_every}: a teacher that follows the student stands "
             "alone; take 0, or no --distill.more-teachers"
         )
+    if not 0 < config.reference.mix <= 1:
+        problems.append(f"--reference.mix {config.reference.mix}: must lie in (0, 1]")
+    if config.reference.mix != 1 and not config.reference.refresh_every:
+        problems.append(
+            f"--reference.mix {config.reference.mix}: is of a teacher that follows the student; set "
+            "--reference.refresh-every, or leave it out"
+        )
     if distill.given_per_step < 0:
         problems.append(f"--distill.given-per-step {distill.given_per_step}: must be at least 0")
     if distill.given_column and not distill.given_per_step:
@@ -163,4 +178,12 @@ def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]
         f"teacher  {each.path}: " + (f"alone for {each.source}" if each.source else f"weight {each.weight:g}")
         for each in further_teachers(config).values()
     ]
+    moves, mix = config.reference.refresh_every, config.reference.mix
+    if moves:
+        what = (
+            f"takes {mix:g} of the student and keeps {1 - mix:g} of itself"
+            if mix != 1
+            else "takes the student's weights"
+        )
+        more.append(f"teacher  {what} every {moves:,} steps")
     return [*plan_lines(config, world_size), line, *more, *(mixed if given else [])]

@@ -109,7 +109,7 @@ class Distillation:
         cfg, models = self.cfg, self.run.models
         stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)
         if models.reference and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
-            models.reference.take_over(models.policy)
+            models.reference.take_over(models.policy, cfg.reference.mix)
         return stats
 
     def objective(self) -> DistillObjective:

@@ -43,6 +43,8 @@ def read(words: str) -> DistillationConfig:
         ("--distill.more-teachers here", "--distill.more-teachers here: write path=weight"),
         ("--distill.more-teachers here=0", "--distill.more-teachers here=0: write path=weight"),
         ("--distill.more-teachers a=1 --reference.refresh-every 2", "a teacher that follows the student stands alone"),
+        ("--reference.mix 0 --reference.refresh-every 2", "--reference.mix 0.0: must lie in (0, 1]"),
+        ("--reference.mix 0.1", "is of a teacher that follows the student; set --reference.refresh-every"),
         ("--distill.given-per-step -1", "--distill.given-per-step -1: must be at least 0"),
         ("--distill.given-column said", "is read with --distill.given-per-step above 0"),
         ("--run.steps -1", "--run.steps -1"),
