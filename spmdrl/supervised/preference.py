@@ -1,7 +1,6 @@
 """Parts of preference learning: its rows, models and loss."""
 
 from functools import partial
-from typing import Any
 
 import torch
 
