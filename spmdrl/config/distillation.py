@@ -59,6 +59,12 @@ class DistillSection(DivergenceConfig):
     teacher_template: str = ""
     """Text around the prompt that the teacher alone reads, in place of `--data.template`: what only it is told stands
     there as `{column}` (SDFT, https://arxiv.org/abs/2601.19897). Empty: it reads what the student reads."""
+    align: Literal["off", "uld", "gold"] = "off"
+    """A teacher with another tokenizer reads the student's text. `uld`: distance of sorted probabilities over spans of
+    text (https://arxiv.org/abs/2402.12030). `gold`: tokens that both have by the divergence, the others sorted."""
+    merge: Literal["first", "last"] = "first"
+    """Distribution of a span of several tokens: that at its first token times the probabilities of the later ones, or
+    that at its last times those of the earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,11 @@ def further_teachers(config: Config) -> dict[str, FurtherTeacher]:
             raise ValueError(f"--distill.more-teachers {spec}: write path=weight with a number above 0, or path@source")
         found[f"teacher_{number}"] = FurtherTeacher(path, value, source)
     return found
+
+
+def is_aligned(config: Config) -> bool:
+    """Return True where the teacher may have another tokenizer than the student."""
+    return isinstance(config, DistillationConfig) and config.distill.align != "off"
 
 
 def is_average(config: Config) -> bool:
@@ -156,6 +167,7 @@ def _problems(config: DistillationConfig) -> list[str]:
             f"--reference.mix {config.reference.mix}: is of a teacher that follows the student; set "
             "--reference.refresh-every, or leave it out"
         )
+    problems += _aligning(config)
     if distill.given_per_step < 0:
         problems.append(f"--distill.given-per-step {distill.given_per_step}: must be at least 0")
     if distill.given_column and not distill.given_per_step:
@@ -168,10 +180,33 @@ def _problems(config: DistillationConfig) -> list[str]:
     return problems
 
 
+def _aligning(config: DistillationConfig) -> list[str]:
+    distill, align = config.distill, f"--distill.align {config.distill.align}"
+    if distill.align == "off":
+        merge = f"--distill.merge {distill.merge}: is read with --distill.align uld or gold; leave it out"
+        return [merge] if distill.merge != "first" else []
+    problems = []
+    if distill.align == "uld" and distill.beta != 1:
+        problems.append(f"--distill.beta {distill.beta:g}: is read with --distill.align gold; leave it out")
+    if distill.top_k:
+        problems.append(f"{align}: probabilities of all tokens are sorted; take --distill.top-k 0")
+    if distill.more_teachers:
+        problems.append(f"{align}: there is one teacher; leave --distill.more-teachers out")
+    if config.reference.refresh_every:
+        problems.append(f"{align}: a teacher that follows the student has its tokens; take --reference.refresh-every 0")
+    if config.parallel.scoring_ranks:
+        problems.append(f"{align}: the teacher lies on the student's ranks; take --parallel.scoring-ranks 0")
+    return problems
+
+
 def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
     """How the counts multiply out, printed at the start and by `--dry-run`."""
     distill = config.distill
-    line = f"teacher  {config.reference.path}: {divergence_words(distill, config.rollout.temperature)}"
+    told = divergence_words(distill, config.rollout.temperature)
+    if distill.align != "off":
+        both = f"{told.partition(' over ')[0]} of tokens that both have, " if distill.align == "gold" else ""
+        told = f"{both}distance of sorted probabilities, over spans of text, temperature {config.rollout.temperature:g}"
+    line = f"teacher  {config.reference.path}: {told}"
     given, sampled = distill.given_per_step, config.rollout.prompts_per_step
     mixed = [f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled"]
     more = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spmdrl.config.classifier import is_classifier, model_path
-from spmdrl.config.distillation import further_teachers, is_average
+from spmdrl.config.distillation import DistillationConfig, further_teachers, is_aligned, is_average
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens
@@ -23,6 +23,7 @@ from spmdrl.spmd.mesh import scoring_world
 from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
+ALIGN = "; or let the teacher read the student's text: --distill.align uld"
 
 
 @dataclass
@@ -168,7 +169,9 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     for name, each in wanted.items():
         if each.path and not (labels and name == "reward_model"):
             with named(each.flag):
-                check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
+                if not (name == "reference" and is_aligned(cfg)):
+                    way = ALIGN if name == "reference" and isinstance(cfg, DistillationConfig) else ""
+                    check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code, way)
                 if each.head == "score":
                     check_alone(each.path, each.flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
