@@ -19,14 +19,15 @@ from tests.ranks.test_distillation import LAYOUTS, first_gradient, opened, train
 from tests.unit.test_kernel_distill import definition
 
 
-def speaker(folder: Path, seed: int, merges: int, **changes) -> str:
-    """A small model with a BPE tokenizer of its own, over the letters of the demo."""
+def speaker(folder: Path, seed: int, merges: int, word: str = "", **changes) -> str:
+    """A small model with a BPE tokenizer of its own, over the letters of the demo. word: is one token."""
     from transformers import PreTrainedTokenizerFast
 
     words = load_tokenizer(resolve("tiny")).get_vocab()
     letters = sorted(word for word in words if len(word) == 1)
     draw = random.Random(seed)
     texts = ["".join(draw.choices(letters, k=200)) for _ in range(100)]
+    texts += [word] * (1000 * bool(word))
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -140,13 +141,34 @@ def test_parity_the_distance_is_that_of_full_probabilities_in_transformers_on_an
             torch.testing.assert_close(mine, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
             moved += bool(mine.any())
     assert moved > 10
-    layouts = LAYOUTS if distill == CASES[0] else LAYOUTS[1:2] if distill == CASES[1] else LAYOUTS[2:]
+    layouts = {0: LAYOUTS[:1], 1: [], 2: LAYOUTS[2:]}[CASES.index(distill)]
     for number, (size, axes) in enumerate(layouts):
         for other in run_ranks(first_gradient, size, str(tmp_path / str(number)), teacher, sections | axes):
             for name, value in got.items():
                 torch.testing.assert_close(
                     other[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
                 )
+
+
+@pytest.mark.parametrize("merge, sp", [("first", 2), ("last", 4)])
+def test_layout_spans_that_lie_on_several_ranks(merge, sp, pair, tmp_path):
+    """Two tokens of the student's are one of the teacher's, and sp divides the sequence between some of them.
+
+    Longer spans would be so unlikely under the student that their gradient is none.
+    """
+    word, data = "ab", tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "xyz"[: 1 + i % 3], "answer": word * 6}) + "\n" for i in range(9)))
+    teacher = speaker(tmp_path / "teacher", 6, 40, word)
+    assert len(load_tokenizer(tmp_path / "teacher")(word * 6).input_ids) == 6
+    assert len(load_tokenizer(Path(pair[0]))(word).input_ids) == 2
+    sections = asked((pair[0], teacher), {"align": "uld", "given_per_step": 9, "merge": merge})[1]
+    sections |= {"data": {"train": str(data)}, "rollout": {"prompts_per_step": 4, "max_new_tokens": 13}}
+    (want,) = run_ranks(first_gradient, 1, str(tmp_path / "one"), teacher, sections)
+    want.pop("rows")
+    axes = {"parallel": {"sp": sp}, "policy": {"max_tokens_per_microbatch": 64}}
+    for got in run_ranks(first_gradient, sp, str(tmp_path / "sp"), teacher, sections | axes):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_it_learns_and_a_resume_is_exact(pair, tmp_path):
