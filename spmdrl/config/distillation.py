@@ -40,6 +40,9 @@ class TeacherConfig(ReferenceConfig):
     enabled: Suppress[Literal["auto", "on", "off"]] = "on"
     path: str = ""
     """The teacher, as `--model.path`. It reads the student's tokens; its vocabulary may be padded to another length."""
+    mix: float = 1.0
+    """Share of the student in the teacher at each `--reference.refresh-every`: below 1 the teacher is a moving average
+    of the student's weights (SDFT, https://arxiv.org/abs/2601.19897); 1 takes the student's weights."""
 
 
 @dataclass
@@ -60,6 +63,12 @@ class DistillSection(DivergenceConfig):
     on_engine: bool = False
     """The teachers read in the run's own engine, in which their weights take the student's place once a step is
     sampled; none is in the trainer's memory. They have the student's architecture."""
+    align: Literal["off", "uld", "gold"] = "off"
+    """A teacher with another tokenizer reads the student's text. `uld`: distance of sorted probabilities over spans of
+    text (https://arxiv.org/abs/2402.12030). `gold`: tokens that both have by the divergence, the others sorted."""
+    merge: Literal["first", "last"] = "first"
+    """Distribution of a span of several tokens: that at its first token times the probabilities of the later ones, or
+    that at its last times those of the earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,11 @@ def engine_teachers(config: Config) -> dict[str, str]:
     if not isinstance(config, DistillationConfig) or not config.distill.on_engine:
         return {}
     return {"reference": config.reference.path} | {name: t.path for name, t in further_teachers(config).items()}
+
+
+def is_aligned(config: Config) -> bool:
+    """Return True where the teacher may have another tokenizer than the student."""
+    return isinstance(config, DistillationConfig) and config.distill.align != "off"
 
 
 def _values(section: str) -> dict:
@@ -152,6 +166,14 @@ def _problems(config: DistillationConfig) -> list[str]:
             f"--reference.refresh-every {config.reference.refresh_every}: a teacher that follows the student stands "
             "alone; take 0, or no --distill.more-teachers"
         )
+    if not 0 < config.reference.mix <= 1:
+        problems.append(f"--reference.mix {config.reference.mix}: must lie in (0, 1]")
+    if config.reference.mix != 1 and not config.reference.refresh_every:
+        problems.append(
+            f"--reference.mix {config.reference.mix}: is of a teacher that follows the student; set "
+            "--reference.refresh-every, or leave it out"
+        )
+    problems += _aligning(config)
     if distill.given_per_step < 0:
         problems.append(f"--distill.given-per-step {distill.given_per_step}: must be at least 0")
     if distill.given_column and not distill.given_per_step:
@@ -191,14 +213,47 @@ def _engine_problems(config: DistillationConfig) -> list[str]:
     return problems
 
 
+def _aligning(config: DistillationConfig) -> list[str]:
+    distill, align = config.distill, f"--distill.align {config.distill.align}"
+    if distill.align == "off":
+        merge = f"--distill.merge {distill.merge}: is read with --distill.align uld or gold; leave it out"
+        return [merge] if distill.merge != "first" else []
+    problems = []
+    if distill.on_engine:
+        problems.append(f"{align}: the teacher lies on the student's ranks; leave --distill.on-engine out")
+    if distill.align == "uld" and distill.beta != 1:
+        problems.append(f"--distill.beta {distill.beta:g}: is read with --distill.align gold; leave it out")
+    if distill.top_k:
+        problems.append(f"{align}: probabilities of all tokens are sorted; take --distill.top-k 0")
+    if distill.more_teachers:
+        problems.append(f"{align}: there is one teacher; leave --distill.more-teachers out")
+    if config.reference.refresh_every:
+        problems.append(f"{align}: a teacher that follows the student has its tokens; take --reference.refresh-every 0")
+    if config.parallel.scoring_ranks:
+        problems.append(f"{align}: the teacher lies on the student's ranks; take --parallel.scoring-ranks 0")
+    return problems
+
+
 def distillation_lines(config: DistillationConfig, world_size: int) -> list[str]:
     """How the counts multiply out, printed at the start and by `--dry-run`."""
     distill = config.distill
-    line = f"teacher  {config.reference.path}: {divergence_words(distill, config.rollout.temperature)}"
+    told = divergence_words(distill, config.rollout.temperature)
+    if distill.align != "off":
+        both = f"{told.partition(' over ')[0]} of tokens that both have, " if distill.align == "gold" else ""
+        told = f"{both}distance of sorted probabilities, over spans of text, temperature {config.rollout.temperature:g}"
+    line = f"teacher  {config.reference.path}: {told}"
     given, sampled = distill.given_per_step, config.rollout.prompts_per_step
     mixed = [f"given    {given:,} responses of the data set a step beside {sampled:,} prompts that are sampled"]
     more = [
         f"teacher  {each.path}: " + (f"alone for {each.source}" if each.source else f"weight {each.weight:g}")
         for each in further_teachers(config).values()
     ]
+    moves, mix = config.reference.refresh_every, config.reference.mix
+    if moves:
+        what = (
+            f"takes {mix:g} of the student and keeps {1 - mix:g} of itself"
+            if mix != 1
+            else "takes the student's weights"
+        )
+        more.append(f"teacher  {what} every {moves:,} steps")
     return [*plan_lines(config, world_size), line, *more, *(mixed if given else [])]

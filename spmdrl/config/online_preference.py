@@ -18,6 +18,7 @@ from spmdrl.config.preference import (
     has_reference,
     losses_of,
     method_problems,
+    reference_problems,
 )
 from spmdrl.config.rules import _at_least_0, _Rule, rule_problems
 from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunConfig
@@ -104,19 +105,10 @@ def check_online_preference(config: OnlinePreferenceConfig, world_size: int) -> 
 
 
 def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[str]:
-    reference, rollout, problems = config.reference, config.rollout, []
+    rollout, problems = config.rollout, []
     if unpaired := sorted(UNPAIRED & losses.keys()):
         problems.append(f"--preference.loss {unpaired[0]}: is of labelled responses; take a loss of pairs")
-    given = [name for name in ("path", "refresh_every") if getattr(reference, name)]
-    if given and not config.has_reference:
-        problems.append(f"{flag('reference.' + given[0])}: these losses have no reference; leave it out")
-    if reference.mix != 1 and not reference.refresh_every:
-        problems.append("--reference.mix: is of a reference that moves (--reference.refresh-every)")
-    if reference.refresh_every and config.lora.rank:
-        problems.append(
-            "--reference.refresh-every: the reference has no adapters, and cannot move to a policy with --lora.rank; "
-            "leave one of the two out"
-        )
+    problems += reference_problems(config, config.has_reference)
     alone = losses.keys() == {"sft"}
     if alone and config.preference.gap:
         problems.append(

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Suppress
 
 from spmdrl.config.fields import flag, refuse, shown
 from spmdrl.config.rules import _at_least_0, _positive, _Rule
-from spmdrl.config.schema import OptimizerConfig
+from spmdrl.config.schema import OptimizerConfig, is_average
 from spmdrl.config.supervised import (
     SupervisedConfig,
     SupervisedDataConfig,
@@ -195,19 +195,29 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
     problems += method_problems(chosen, losses)
     if "kto" in losses and data.rows_per_step < 2:
         problems.append("--data.rows-per-step 1: kto takes responses to other rows of the step; take more")
-    given = [name for name in ("path", "refresh_every") if getattr(config.reference, name)]
-    if given and not has_reference(chosen):
-        problems.append(f"{flag('reference.' + given[0])}: these losses have no reference; leave it out")
-    if config.reference.mix != 1 and not config.reference.refresh_every:
-        problems.append("--reference.mix: is of a reference that moves (--reference.refresh-every)")
     if config.reference.precompute:
         problems += _precomputing(config, unpaired)
-    if config.reference.refresh_every and config.lora.rank:
+    refuse(problems + reference_problems(config, has_reference(chosen)))
+
+
+def reference_problems(config: Any, has: bool) -> list[str]:
+    """Problems of a reference that may move, a line each. has: the losses have one."""
+    reference, problems = config.reference, []
+    given = [name for name in ("path", "refresh_every") if getattr(reference, name)]
+    if given and not has:
+        problems.append(f"{flag('reference.' + given[0])}: these losses have no reference; leave it out")
+    if reference.mix != 1 and not reference.refresh_every:
+        problems.append("--reference.mix: is of a reference that moves (--reference.refresh-every)")
+    if is_average(reference) and config.policy.backend == "megatron":
+        problems.append(
+            "--reference.mix: an average is of the fsdp backend, which keeps it in float32; take fsdp, or 1"
+        )
+    if reference.refresh_every and config.lora.rank:
         problems.append(
             "--reference.refresh-every: the reference has no adapters, and cannot move to a policy with --lora.rank; "
             "leave one of the two out"
         )
-    refuse(problems)
+    return problems
 
 
 def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:

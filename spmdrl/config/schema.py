@@ -5,7 +5,7 @@ together is in `checks.py`; how YAML and flags become a `Config` is in `load.py`
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from spmdrl.config.learning import (
     AlgoConfig,
@@ -201,6 +201,11 @@ class ReferenceConfig:
     """Take over the policy's weights every N steps. 0: never."""
     offload: Literal["none", "host", "disk"] = "none"
     """Place of frozen models while the engine samples, as `--policy.offload`."""
+
+
+def is_average(reference: Any) -> bool:
+    """Return True for a frozen model that takes a share of the policy when it moves (`refresh_every`, `mix`)."""
+    return bool(reference.refresh_every) and getattr(reference, "mix", 1.0) != 1
 
 
 @dataclass

@@ -62,14 +62,15 @@ def differing_tokens(path: str, other: str, trust_remote_code: bool = False) -> 
     return sorted(token for token in ours if theirs.get(token) != ours[token]), len(ours)
 
 
-def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool = False) -> None:
+def check_same_tokens(path: str, other: str, flag: str, trust_remote_code: bool = False, way: str = "") -> None:
     """Raise ValueError unless the models at `path` and `other` (both as `--model.path`) read the same token numbers.
 
-    flag: the setting that named `path`, for the message. A folder without a tokenizer is assumed to fit.
+    flag: the setting that named `path`, for the message. way: a way out of it, its end. A folder without a tokenizer is
+    assumed to fit.
     """
     different, count = differing_tokens(path, other, trust_remote_code)
     if different:
         raise ValueError(
             f"{flag} {path}: its tokenizer numbers {len(different)} of {count} tokens of {other} otherwise "
-            f"(such as {different[0]!r}); both models must read the same tokens"
+            f"(such as {different[0]!r}); both models must read the same tokens{way}"
         )

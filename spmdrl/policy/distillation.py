@@ -111,18 +111,24 @@ class DistillObjective(Objective):
         batch.token |= dict(zip(self.reader.names(name), found, strict=True))
         batch.seq[share_name(name)] = torch.ones(len(batch), dtype=torch.float64)
 
+    def learnt(self, batch: Batch) -> torch.Tensor:
+        """The tokens of which the loss is a mean, bool [T]."""
+        return batch.token["mask"]
+
     def prepare(self, share: Batch, index: int) -> Shared:
         """Implements `prepare` of the contract."""
-        local = count_totals(share.token["mask"], share.seq_index)
+        local = count_totals(self.learnt(share), share.seq_index)
         counts = torch.tensor([local.tokens, local.sequences], dtype=torch.float64)
         return Shared(Totals(*self.peers.sum(counts).tolist()))
 
     def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: Shared) -> LossResult:
         """Implements `loss` of the contract, from divergence and entropy."""
-        mask, metrics = micro.token["mask"].to(first_T.device), Metrics()
+        metrics = Metrics()
         loss = (first_T.double() * self.weights(micro, shared, first_T.device)).sum()
         metrics.add_sum("loss", loss)
-        for name, value_T in (("divergence/mean", first_T), ("entropy/mean", second_T)):
+        of = (("divergence/mean", first_T, self.learnt(micro)), ("entropy/mean", second_T, micro.token["mask"]))
+        for name, value_T, mask in of:
+            mask = mask.to(first_T.device)
             total = torch.where(mask, value_T.detach(), torch.zeros_like(value_T)).double().sum()
             metrics.add(name, total / mask.sum().clamp(min=1), mask.sum())
         return LossResult(loss, metrics)
@@ -169,5 +175,5 @@ class DistillObjective(Objective):
 
     def weights(self, micro: Batch, shared: Shared, device: torch.device) -> torch.Tensor:
         """The final weight of each token, [T] on the device; 0 outside the mask."""
-        mask, seq = micro.token["mask"].to(device), micro.seq_index.to(device)
+        mask, seq = self.learnt(micro).to(device), micro.seq_index.to(device)
         return token_weights("token-mean", mask, seq, shared.totals)

@@ -5,13 +5,19 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from spmdrl.config.classifier import is_classifier, model_path
-from spmdrl.config.distillation import engine_teachers, further_teachers
-from spmdrl.config.schema import Config
+from spmdrl.config.distillation import (
+    DistillationConfig,
+    engine_teachers,
+    further_teachers,
+    is_aligned,
+)
+from spmdrl.config.schema import Config, is_average
 from spmdrl.hub.resolve import named
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.backends import backend, shares_prompts
@@ -22,6 +28,7 @@ from spmdrl.spmd.mesh import scoring_world
 from spmdrl.spmd.world import World
 
 log = logging.getLogger("spmdrl")
+ALIGN = "; or let the teacher read the student's text: --distill.align uld"
 
 
 @dataclass
@@ -151,10 +158,11 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         optimizer = dataclasses.replace(cfg.optimizer, lr=lr)
         return make(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
 
-    def frozen(path: str, head: Head, labels: int) -> Any:
+    def frozen(path: str, head: Head, labels: int, moves: bool) -> Any:
         model = None
         if world.scores:
-            model = make(cfg, scoring, 0, trainable=False, path=path, head=head, labels=labels)  # type: ignore[arg-type]
+            more = {"average": True} if moves else {}
+            model = make(cfg, scoring, 0, trainable=False, path=path, head=head, labels=labels, **more)
         if scoring is world or world.samples:
             return model
         answers = torch.float64 if cfg.model.dtype == "float64" else torch.float32
@@ -167,7 +175,9 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     for name, each in wanted.items():
         if each.path and not (labels and name == "reward_model"):
             with named(each.flag):
-                check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code)
+                if not (name == "reference" and is_aligned(cfg)):
+                    way = ALIGN if name == "reference" and isinstance(cfg, DistillationConfig) else ""
+                    check_same_tokens(each.path, cfg.model.path, each.flag, cfg.model.trust_remote_code, way)
                 if each.head == "score":
                     check_alone(each.path, each.flag, cfg.model.trust_remote_code)
     replay = cfg.rollout.routing_replay
@@ -185,14 +195,32 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         elif name == "process_reference" and models.reference and _same(cfg, each.path):
             model = models.reference
         else:
-            model = frozen(each.path, each.head, labels.outputs if labels and name == "reward_model" else 1)
+            outputs = labels.outputs if labels and name == "reward_model" else 1
+            model = frozen(each.path, each.head, outputs, name == "reference" and is_average(cfg.reference))
         if each.flag == "--distill.more-teachers":
             models.teachers[name] = model
         else:
             setattr(models, name, model)
+    if models.keep_reference and models.policy and models.reference:
+        check_alike(models.policy, models.reference)
     return models
 
 
 def _same(cfg: Config, path: str) -> bool:
     """Return True if the reference starts from that path and is never refreshed."""
     return (cfg.reference.path or cfg.model.path) == path and not cfg.reference.refresh_every
+
+
+def check_alike(model: Any, reference: Any) -> None:
+    """Check that a reference can move to the policy.
+
+    Raises:
+        ValueError: it has another architecture.
+    """
+    mine, theirs = ([(piece.name, piece.shape) for piece in each.pieces()] for each in (model, reference))
+    if mine != theirs:
+        odd = next((a or b for a, b in zip_longest(mine, theirs) if a != b), ("", ()))
+        raise ValueError(
+            f"--reference.refresh-every: --reference.path must have the policy's architecture, and differs in {odd[0]} "
+            f"{tuple(odd[1])}"
+        )

@@ -4,24 +4,22 @@ The teacher is the run's frozen `reference`. It may read another prompt than the
 student does not see; the response is the same.
 """
 
-import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from spmdrl.config.distillation import DistillationConfig, further_teachers
+from spmdrl.config.distillation import DistillationConfig, further_teachers, is_aligned
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.order import drawn_indices
-from spmdrl.data.prompts import Prompt, load_prompts
+from spmdrl.data.prompts import Prompt
 from spmdrl.data.tree import prompt_lengths
-from spmdrl.hub.resolve import resolve
 from spmdrl.policy.distillation import DistillObjective, reader_of, share_name
+from spmdrl.rl.alignment import Alignment
 from spmdrl.rl.engine_teachers import EngineTeachers
 from spmdrl.rl.run import Run
+from spmdrl.rl.teacher_prompts import teacher_prompts
 from spmdrl.rl.update import refresh_reference
-from spmdrl.rollout.build import context_length
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
 
@@ -41,8 +39,11 @@ class Distillation:
         self.run, self.cfg = run, run.cfg
         paths = [self.cfg.model.path, self.cfg.reference.path, *(t.path for t in further_teachers(self.cfg).values())]
         self.reader = reader_of(self.cfg.distill, "distill", paths, self.cfg.model)
-        self.prompts = teacher_prompts(self.cfg, run.tokenizer) if self.cfg.distill.teacher_template else {}
         self.on_engine = EngineTeachers(run) if self.cfg.distill.on_engine else None
+        self.alignment = Alignment(run, self.cfg, self.reader) if is_aligned(self.cfg) else None
+        # A teacher of other tokens has its prompts there.
+        told = self.cfg.distill.teacher_template and self.alignment is None
+        self.prompts = teacher_prompts(self.cfg, run.tokenizer, self.cfg.data.chat_template) if told else {}
         prompts = run.prompts.prompts
         self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
         if unknown := sorted(self.shares_of.keys() - {"", *self.sources.values()}):
@@ -90,6 +91,8 @@ class Distillation:
 
     def teach(self, batch: Batch) -> Metrics:
         """Add the teachers' columns to a batch. Collective over the ranks that train and those that score."""
+        if self.alignment is not None:
+            return self.alignment.teach(batch)
         for name, share_B in self.shares(batch).items():
             batch.seq[share_name(name)] = share_B
             if self.on_engine:
@@ -126,11 +129,13 @@ class Distillation:
         """
         cfg, models = self.cfg, self.run.models
         stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)
-        refresh_reference(models, cfg.reference.refresh_every, step)
+        refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
         return stats
 
     def objective(self) -> DistillObjective:
         """The objective of an update, with the teachers' output heads. Collective over the ranks that train."""
+        if self.alignment is not None:
+            return self.alignment.objective()
         heads = {name: None if self.reader.top_k else each.output_head() for name, each in self.teachers.items()}
         # One temperature for all, at which the student samples, too.
         return DistillObjective(self.cfg.distill, self.reader, heads, self.cfg.rollout.temperature, self.run.peers)
@@ -162,28 +167,6 @@ def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
             "name the column of its responses, or take --distill.given-per-step 0"
         )
     return value
-
-
-def teacher_prompts(cfg: DistillationConfig, tokenizer: Any) -> dict[int, list[int]]:
-    """Tokens of the prompts as `--distill.teacher-template` has them, by the index of their row.
-
-    Raises:
-        ValueError: the template does not fit the rows, or a prompt is longer than there is room for.
-    """
-    trust = cfg.model.trust_remote_code
-    paths = [cfg.reference.path, *(each.path for each in further_teachers(cfg).values())]
-    contexts = [context_length(resolve(path, trust), trust) for path in paths]
-    room = min(*contexts, cfg.policy.max_tokens_per_microbatch) - cfg.rollout.max_new_tokens
-    data = replace(cfg.data, template=cfg.distill.teacher_template)
-    found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit)
-    tokens = {prompt.index: prompt.tokens for prompt in found.prompts}
-    if long := sum(len(each) > room for each in tokens.values()):
-        raise ValueError(
-            f"--distill.teacher-template: with it {long} of {len(tokens)} prompts of --data.train are longer than the "
-            f"{room} tokens that the teachers' contexts and --policy.max-tokens-per-microbatch leave room for; shorten "
-            "it, or leave those rows out"
-        )
-    return tokens
 
 
 def told(batch: Batch, prompts: dict[int, list[int]]) -> Batch:

@@ -80,11 +80,13 @@ def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any
     return backend(cfg.policy.backend)(built, session.world, cfg.run.steps, trainable=True, adapt=True)
 
 
-def frozen(session: Session[SupervisedConfig], path: str, flag: str, learning: Any = None) -> Any:
+def frozen(
+    session: Session[SupervisedConfig], path: str, flag: str, learning: Any = None, average: bool = False
+) -> Any:
     """Build a frozen language model. Collective.
 
     path: as `--model.path`, which empty means. learning: the policy; with adapters, the model that it began as is the
-    policy without them instead of a second copy.
+    policy without them instead of a second copy. average: it takes shares of the policy's weights.
 
     Raises:
         ValueError: its tokenizer is not the policy's.
@@ -96,7 +98,8 @@ def frozen(session: Session[SupervisedConfig], path: str, flag: str, learning: A
         with named(flag):
             check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
     session.note(f"building {flag.split('.')[0].strip('-')} {path or cfg.model.path}")
-    return backend(cfg.policy.backend)(cfg, session.world, 0, trainable=False, path=path)
+    more = {"average": True} if average else {}
+    return backend(cfg.policy.backend)(cfg, session.world, 0, trainable=False, path=path, **more)
 
 
 def last_of_rows(held_out: Placed) -> list[Any]:

@@ -1,18 +1,17 @@
 """Parts of preference learning: its rows, models and loss."""
 
 from functools import partial
-from itertools import zip_longest
-from typing import Any
 
 import torch
 
 from spmdrl.algos.preference import Terms
 from spmdrl.config.preference import PreferenceConfig, has_pairs, has_reference, losses_of
+from spmdrl.config.schema import is_average
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.backends import shares_prompts
 from spmdrl.policy.contract import Objective
-from spmdrl.policy.models import Models
+from spmdrl.policy.models import Models, check_alike
 from spmdrl.policy.pairs import PairObjective
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
@@ -35,7 +34,8 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
     begun, pairs, share = begin_preference(cfg), has_pairs(cfg.preference), shares_prompts(cfg.policy)
 
     ahead = cfg.reference.precompute
-    reference = partial(frozen, session, cfg.reference.path, "--reference.path")
+    average = is_average(cfg.reference)
+    reference = partial(frozen, session, cfg.reference.path, "--reference.path", average=average)
     columns = {"ref_logp": torch.float64 if cfg.model.dtype == "float64" else torch.float32} if ahead else None
 
     def models() -> Models:
@@ -58,21 +58,6 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
     )
     run.moves = cfg.reference
     return run
-
-
-def check_alike(model: Any, reference: Any) -> None:
-    """Check that a reference can move to the policy.
-
-    Raises:
-        ValueError: it has another architecture.
-    """
-    mine, theirs = ([(piece.name, piece.shape) for piece in each.pieces()] for each in (model, reference))
-    if mine != theirs:
-        odd = next((a or b for a, b in zip_longest(mine, theirs) if a != b), ("", ()))
-        raise ValueError(
-            f"--reference.refresh-every: --reference.path must have the policy's architecture, and differs in {odd[0]} "
-            f"{tuple(odd[1])}"
-        )
 
 
 def objective(cfg: PreferenceConfig, session: Session[PreferenceConfig], models: Models) -> Objective:

@@ -254,6 +254,69 @@ def test_a_student_teaches_itself_what_only_its_teacher_is_told(tmp_path):
     assert all(row["divergence/mean"] > 1e-3 for row in metrics(tmp_path / "follows"))
 
 
+def averaged(world, folder: str, teacher: str, sections: dict, stop_after: int = 0) -> dict:
+    """Trains; returns the teacher's weights, whole, at the end, and the student's before each step and at the end."""
+    run = opened(world, folder, teacher, sections, stop_after)
+    whole = lambda model: {n: p.full_tensor().detach().clone() for n, p in model.named_weights()}  # noqa: E731
+    log, seen = run.log, [whole(run.models.policy)]
+
+    def logged(*args):
+        seen.append(whole(run.models.policy))
+        log(*args)
+
+    run.log = logged
+    with suppress(Interrupted):
+        train(run)
+    run.close()
+    return {"teacher": whole(run.models.reference), "students": seen}
+
+
+MOVES = {"path": "tiny", "refresh_every": 2, "mix": 0.3}
+
+
+def test_a_teacher_is_the_moving_average_of_the_student_on_any_layout_and_after_a_resume(tmp_path):
+    """Every two of five steps, teacher <- 0.7 teacher + 0.3 student, computed by hand from the student's weights."""
+    more = {"distill": TOLD, "run": {"steps": 5}, "reference": MOVES, "checkpoint": {"at_end": False, "every": 3}}
+    (one,) = run_ranks(averaged, 1, str(tmp_path / "one"), "tiny", more)
+    students = one["students"]
+    assert len(students) == 6
+    for name, got in one["teacher"].items():
+        want = students[0][name]
+        for student in (students[2], students[4]):
+            want = 0.7 * want + 0.3 * student[name]
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    assert max((one["teacher"][n] - students[0][n]).abs().max() for n in students[0]) > 1e-4, "it moves"
+    for two in run_ranks(averaged, 2, str(tmp_path / "two"), "tiny", more):
+        for name, value in one["teacher"].items():
+            torch.testing.assert_close(two["teacher"][name], value, rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(two["students"][-1][name], students[-1][name], rtol=1e-8, atol=1e-10)
+    run_ranks(averaged, 1, str(tmp_path / "cut"), "tiny", more, 4)
+    (cut,) = run_ranks(averaged, 1, str(tmp_path / "cut"), "tiny", more)
+    assert len(cut["students"]) == 3, "it goes on from step 3, behind the first move"
+    for name, value in one["teacher"].items():
+        assert torch.equal(cut["teacher"][name], value), name
+        assert torch.equal(cut["students"][-1][name], students[-1][name]), name
+    assert untimed(metrics(tmp_path / "cut")) == untimed(metrics(tmp_path / "one"))
+
+
+def test_a_small_share_of_the_student_is_not_rounded_away_in_bfloat16(tmp_path):
+    """The average is kept in float32, of which the models compute in bfloat16."""
+    more = {"distill": TOLD, "run": {"steps": 1}, "model": {"dtype": "bfloat16"}}
+    more["reference"] = MOVES | {"refresh_every": 1, "mix": 1e-3}
+    (got,) = run_ranks(averaged, 1, str(tmp_path / "run"), "tiny", more)
+    first, last = got["students"]
+    moved = 0
+    for name, value in got["teacher"].items():
+        torch.testing.assert_close(value, (1 - 1e-3) * first[name] + 1e-3 * last[name], rtol=0, atol=1e-7)
+        moved += bool((last[name] != first[name]).any() and (value != first[name]).any())
+    assert value.dtype == torch.float32 and moved > 10
+
+
+def test_a_teacher_of_another_architecture_cannot_follow(teacher, tmp_path):
+    with pytest.raises(RankError, match="--reference.path must have the policy's architecture"):
+        run_ranks(trained, 1, str(tmp_path / "run"), teacher, {"reference": {"refresh_every": 1, "mix": 0.5}})
+
+
 @pytest.mark.parametrize(
     "distill, said",
     [

@@ -43,6 +43,18 @@ def read(words: str) -> DistillationConfig:
         ("--distill.more-teachers here", "--distill.more-teachers here: write path=weight"),
         ("--distill.more-teachers here=0", "--distill.more-teachers here=0: write path=weight"),
         ("--distill.more-teachers a=1 --reference.refresh-every 2", "a teacher that follows the student stands alone"),
+        ("--reference.mix 0 --reference.refresh-every 2", "--reference.mix 0.0: must lie in (0, 1]"),
+        ("--reference.mix 0.1", "is of a teacher that follows the student; set --reference.refresh-every"),
+        ("--distill.merge last", "--distill.merge last: is read with --distill.align uld or gold; leave it out"),
+        ("--distill.align uld --distill.beta 0.5", "--distill.beta 0.5: is read with --distill.align gold"),
+        ("--distill.align uld --distill.top-k 4", "probabilities of all tokens are sorted; take --distill.top-k 0"),
+        ("--distill.align gold --distill.more-teachers a=1", "there is one teacher; leave --distill.more-teachers out"),
+        ("--distill.align uld --reference.refresh-every 2", "has its tokens; take --reference.refresh-every 0"),
+        (
+            "--parallel.placement split --parallel.rollout-ranks 1 --parallel.scoring-ranks 1 --distill.align uld",
+            "the teacher lies on the student's ranks; take --parallel.scoring-ranks 0",
+        ),
+        ("--distill.align uld --policy.backend megatron", "its ranks divide the vocabulary"),
         ("--distill.given-per-step -1", "--distill.given-per-step -1: must be at least 0"),
         ("--distill.given-column said", "is read with --distill.given-per-step above 0"),
         ("--distill.on-engine", "--distill.on-engine: an engine tells the likeliest tokens; set --distill.top-k"),
@@ -114,6 +126,30 @@ def test_the_run_is_that_of_the_preset_with_its_teacher():
         line
         == "teacher  teacher: Jensen-Shannon divergence, beta 0.5 over the teacher's 8 likeliest tokens, temperature 1"
     )
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--distill.align uld", "teacher: distance of sorted probabilities, over spans of text, temperature 1"),
+        (
+            "--distill.align gold --distill.beta 0",
+            "teacher: forward KL of tokens that both have, distance of sorted probabilities, over spans of text, "
+            "temperature 1",
+        ),
+    ],
+)
+def test_the_plan_says_how_texts_are_compared(words, said):
+    config = read(f"--reference.path teacher {words}")
+    check_distillation(config, 1)
+    assert distillation_lines(config, 1)[-1] == f"teacher  {said}"
+
+
+def test_the_plan_says_how_a_teacher_moves():
+    lines = distillation_lines(read("--reference.path t --reference.refresh-every 5 --reference.mix 0.25"), 1)
+    assert lines[-1] == "teacher  takes 0.25 of the student and keeps 0.75 of itself every 5 steps"
+    lines = distillation_lines(read("--reference.path t --reference.refresh-every 5"), 1)
+    assert lines[-1] == "teacher  takes the student's weights every 5 steps"
 
 
 @pytest.mark.parametrize("name", ["config", "demo"])

@@ -63,6 +63,7 @@ class FsdpPolicy(Learner):
         routing_replay: bool = False,
         adapt: bool = False,
         labels: int = 1,
+        average: bool = False,
     ):
         """Build and shard one model. Collective.
 
@@ -78,6 +79,7 @@ class FsdpPolicy(Learner):
             routing_replay: send tokens to the experts that `token["experts"]` names (`hub/routing.py`).
             adapt: train the adapters that `cfg.lora` describes, where its rank is not 0, and nothing else (`lora.py`).
             labels: numbers that a `score` or `steps` head gives for a token.
+            average: a frozen model that averages another's weights over steps, and is kept in the type of its weights.
 
         Raises:
             ValueError: a model that cannot train here; the message names the path.
@@ -91,7 +93,8 @@ class FsdpPolicy(Learner):
         self.compute = DTYPES[cfg.model.dtype]
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
         adapt = adapt and cfg.lora.rank > 0
-        kept = self.master if trainable and not adapt else self.compute
+        # In 16 bits a small share of another's weights would be rounded away.
+        kept = self.master if average or (trainable and not adapt) else self.compute
         # Without values until `fill`: no rank holds more of the model than its own shards.
         hf = empty_model(self.folder, kept, cfg.model.trust_remote_code, packed.register(), head, labels)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:

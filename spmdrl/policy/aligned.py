@@ -1,0 +1,88 @@
+"""The objective of distillation from a teacher that reads other tokens: distances over spans of text.
+
+A span of text has a place with the distribution that is compared, its base, and factors: the probabilities of the
+sampled tokens at its other places. Teacher and student have one of each; the teacher leaves its own in the batch, in
+the row of the student's base.
+"""
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.config.divergence import DivergenceConfig
+from spmdrl.data.batch import Batch
+from spmdrl.policy.contract import HeadFunction, OutputHead, Shared
+from spmdrl.policy.distillation import DistillObjective, Reader
+from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.peers import Peers
+from spmdrl_kernels.aligned import Matched, SpanTeacher, aligned_loss
+from spmdrl_kernels.linear import linear_logprob, wide
+
+TEACHER = "reference"
+LEAD, SHIFT = f"{TEACHER}/lead", f"{TEACHER}/shift"
+OUTSIDE = -(1 << 30)
+"""In the column `lead`, of a token that is in no span."""
+
+
+class AlignedObjective(DistillObjective):
+    """The distance of the student from its teacher, as a mean over the spans of an optimizer step.
+
+    Its columns [T]: `lead`, int32, the way from a token to its span's base in tokens, 0 at the base; at the base
+    `states` [T, E], the teacher's, and `shift`, the log of the teacher's factors.
+    """
+
+    def __init__(
+        self,
+        cfg: DivergenceConfig,
+        reader: Reader,
+        head: OutputHead,
+        matched: Matched | None,
+        temperature: float,
+        peers: Peers,
+        group: dist.ProcessGroup | None,
+    ):
+        """matched: as in `aligned_loss`. group: ranks that divide a sequence's tokens, and so a span's."""
+        super().__init__(cfg, reader, {TEACHER: head}, temperature, peers)
+        self.head, self.matched, self.group = head, matched, group
+        self.states = reader.names(TEACHER)[0]
+        self.columns = frozenset(f"token/{column}" for column in (LEAD, SHIFT, self.states))
+
+    def learnt(self, batch: Batch) -> torch.Tensor:
+        """One token of each span, bool [T]."""
+        return batch.token["mask"] & (batch.token[LEAD] == 0)
+
+    def token_loss(self, micro: Batch, shared: Shared, device: torch.device) -> HeadFunction:
+        """Implements `token_loss` of the contract. The function is collective over the ranks that divide a sequence."""
+        tokens_T, lead_T, states_TE, shift_T = (
+            micro.token[column].to(device) for column in ("tokens", LEAD, self.states, SHIFT)
+        )
+        weight_T, head = self.weights(micro, shared, device), self.head
+
+        def function(states_nD, weight_VD, rows_n, divisor, softcap):
+            dtype, lead_n = wide(states_nD), lead_T[rows_n]
+            distance_n, entropy_n = torch.zeros(2, len(rows_n), dtype=dtype, device=device)
+            base, other = torch.nonzero(lead_n == 0).flatten(), torch.nonzero(lead_n != 0).flatten()
+            logp_m = torch.zeros(0, dtype=dtype, device=device)
+            if len(other):
+                targets = tokens_T[rows_n[other]]
+                logp_m, told = linear_logprob(states_nD[other], weight_VD, targets, divisor, softcap=softcap)
+                assert told is not None
+                entropy_n[other] = told.detach()
+            inside = torch.nonzero(lead_n[other] != OUTSIDE).flatten()
+            factor_m, to_m = logp_m[inside], (rows_n + lead_n)[other][inside]
+            # A span may lie on two of the ranks that divide a sequence: both sums are over all of them.
+            own_T = torch.zeros(len(tokens_T), dtype=dtype, device=device).index_add_(0, to_m, factor_m.detach())
+            own_T = all_reduce(own_T, "sum", self.group)
+            rows = rows_n[base]
+            teacher = SpanTeacher(
+                *(states_TE[rows], head.weight_VD, shift_T[rows], self.temperature * head.divisor, head.softcap)
+            )
+            total, slope, distance_n[base], entropy_n[base] = aligned_loss(
+                *(states_nD[base], weight_VD, own_T[rows], teacher, weight_T[rows], self.matched, divisor),
+                softcap=softcap,
+            )
+            slope_T = all_reduce(torch.zeros_like(own_T).index_copy_(0, rows, slope), "sum", self.group)
+            # Adds 0, with the gradient by the factors.
+            total = total + (slope_T[to_m] * (factor_m - factor_m.detach())).sum()
+            return total, (distance_n, entropy_n)
+
+        return function

@@ -1,0 +1,173 @@
+"""A teacher that reads other tokens than its student: it reads the student's text, and answers for spans of it.
+
+The response is read again by the teacher's tokenizer, behind the teacher's own prompt. Spans of text that whole tokens
+of both cover are compared (`rl/spans.py`, `policy/aligned.py`). Responses that cannot be aligned are counted and named.
+"""
+
+import logging
+
+import torch
+
+from spmdrl.config.distillation import DistillationConfig
+from spmdrl.data.batch import Batch
+from spmdrl.data.tree import prompt_lengths
+from spmdrl.hub.folder import read_config
+from spmdrl.hub.resolve import resolve
+from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
+from spmdrl.policy.aligned import LEAD, OUTSIDE, SHIFT, AlignedObjective
+from spmdrl.policy.contract import OutputHead, Policy
+from spmdrl.policy.distillation import Reader
+from spmdrl.rl.run import Run
+from spmdrl.rl.spans import Aligned, Pair, UnreadableError
+from spmdrl.rl.teacher_prompts import room, teacher_prompts
+from spmdrl.rollout.build import stop_tokens
+from spmdrl.tracking.metrics import Metrics
+from spmdrl_kernels.aligned import Matched
+from spmdrl_kernels.linear import linear_logprob, wide
+
+log = logging.getLogger("spmdrl")
+
+
+class Alignment:
+    """The teacher's side of a distillation over two tokenizers."""
+
+    def __init__(self, run: Run, cfg: DistillationConfig, reader: Reader):
+        """reader: of the teacher's hidden states.
+
+        Raises:
+            ValueError: the teacher has no tokenizer, or its prompts do not fit.
+        """
+        self.run, self.cfg, self.reader = run, cfg, reader
+        trust = cfg.model.trust_remote_code
+        own, folder = resolve(cfg.model.path, trust), resolve(cfg.reference.path, trust)
+        if not has_tokenizer(folder):
+            raise ValueError(
+                f"--reference.path {cfg.reference.path}: it has no tokenizer, by which --distill.align "
+                f"{cfg.distill.align} reads the student's text; copy it into the folder, or take --distill.align off"
+            )
+        tokenizer = load_tokenizer(folder, trust)
+        self.pair = Pair(run.tokenizer, tokenizer, stop_tokens(own, run.tokenizer))
+        # A template of the user's own is made for the student's tokenizer.
+        chat = "" if getattr(tokenizer, "chat_template", None) else cfg.data.chat_template
+        self.prompts, self.room = teacher_prompts(cfg, tokenizer, chat), room(cfg)
+        self.matched = None
+        if cfg.distill.align == "gold":
+            mine, theirs = (read_config(each, trust).get_text_config().vocab_size for each in (own, folder))
+            self.matched = Matched(*self.pair.both((mine, theirs)), cfg.distill.beta)
+        self.named: set[str] = set()
+
+    @property
+    def teacher(self) -> Policy:
+        """The teacher, which lies on the ranks that train."""
+        assert self.run.models.reference is not None
+        return self.run.models.reference
+
+    def objective(self) -> AlignedObjective:
+        """The objective of an update. Collective over the ranks that train."""
+        run, head, matched = self.run, self.teacher.output_head(), self.matched
+        if matched is not None:
+            here = run.world.device
+            matched = Matched(matched.student_M.to(here), matched.teacher_M.to(here), matched.beta)
+        temperature = self.cfg.rollout.temperature
+        return AlignedObjective(
+            self.cfg.distill, self.reader, head, matched, temperature, run.peers, run.world.sp_group
+        )
+
+    def teach(self, batch: Batch) -> Metrics:
+        """Add the teacher's columns to a batch. Collective over the ranks that train."""
+        found, metrics = self.align(batch)
+        kept = [i for i, each in enumerate(found) if each is not None]
+        read = self.retold(batch, kept, [each for each in found if each is not None])
+        (states_UE,) = self.teacher.read(read, self.cfg.rollout.temperature, self.reader) or self.reader.none
+        base, others, span = self.places(batch, read, kept, [each for each in found if each is not None])
+        lead_T = torch.full((batch.n_tokens,), OUTSIDE, dtype=torch.int32)
+        for mine, at in zip(span, base[0].tolist(), strict=True):
+            lead_T[mine.start : mine.stop] = at - torch.arange(mine.start, mine.stop, dtype=torch.int32)
+        batch.token[LEAD] = lead_T
+        name = self.reader.names("reference")[0]
+        batch.token[name] = states_UE.new_zeros(batch.n_tokens, states_UE.shape[1])
+        batch.token[name][base[0]] = states_UE[base[1]]
+        batch.token[SHIFT] = torch.zeros(batch.n_tokens, dtype=wide(states_UE))
+        batch.token[SHIFT].index_add_(0, base[0][others[0]], self.factors(read, states_UE, others[1]))
+        inside = int((lead_T[batch.token["mask"]] != OUTSIDE).sum())
+        tokens = int(batch.token["mask"].sum())
+        metrics.add("align/tokens", inside / max(1, tokens), tokens)
+        metrics.add("align/span", inside / max(1, len(span)), len(span))
+        return metrics
+
+    def align(self, batch: Batch) -> tuple[list[Aligned | None], Metrics]:
+        """The spans of each sequence; None for one that cannot be aligned, which is counted and told of."""
+        lengths, metrics, out = batch.lengths.tolist(), Metrics(), []
+        starts = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
+        rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
+        for (tokens_L, mask_L), start, prompt in zip(rows, starts, batch.seq["prompt"].tolist(), strict=True):
+            try:
+                if not mask_L[start:].all():
+                    raise UnreadableError("it has several turns")
+                aligned = self.pair.align(tokens_L[start:].tolist(), tokens_L[:start].tolist())
+                if (length := len(self.prompts[prompt]) + len(aligned.teacher)) > self.room:
+                    raise UnreadableError(
+                        f"the teacher reads {length} tokens, and its context and --policy.max-tokens-per-microbatch "
+                        f"have room for {self.room}"
+                    )
+                out.append(aligned)
+            except UnreadableError as why:
+                out.append(None)
+                if (text := str(why)) not in self.named and len(self.named) < 20:
+                    self.named.add(text)
+                    log.warning("--distill.align: a response to row %d teaches nothing: %s", prompt, text)
+            metrics.add("align/left_out", float(out[-1] is None))
+        return out, metrics
+
+    def retold(self, batch: Batch, kept: list[int], found: list[Aligned]) -> Batch:
+        """The sequences that are aligned, as the teacher reads them."""
+        asked = batch.select(torch.tensor(kept, dtype=torch.int64))
+        prompts = [self.prompts[prompt] for prompt in asked.seq["prompt"].tolist()]
+        pairs = [(prompt, each.teacher) for prompt, each in zip(prompts, found, strict=True)]
+        tokens = torch.tensor([token for prompt, said in pairs for token in prompt + said], dtype=torch.int64)
+        mask = [x for prompt, said in pairs for x in [False] * len(prompt) + [True] * len(said)]
+        lengths = torch.tensor([len(prompt) + len(said) for prompt, said in pairs], dtype=torch.int64)
+        return Batch(lengths, {"tokens": tokens, "mask": torch.tensor(mask, dtype=torch.bool)}, dict(asked.seq))
+
+    def places(
+        self, batch: Batch, read: Batch, kept: list[int], found: list[Aligned]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[range]]:
+        """Rows of the spans' bases, the student's [N] and the teacher's [N]; of the teacher's other tokens, the number
+        of their span [M] and their row [M]; the student's rows of each span.
+        """
+        last = self.cfg.distill.merge == "last"
+        starts = [
+            (one.cu_seqlens[:-1] + prompt_lengths(one.lengths, one.token["mask"])).tolist() for one in (batch, read)
+        ]
+        base: list[tuple[int, int]] = []
+        others: list[tuple[int, int]] = []
+        spans: list[range] = []
+        for number, (index, aligned) in enumerate(zip(kept, found, strict=True)):
+            first = starts[0][index], starts[1][number]
+            for mine, theirs in aligned.spans:
+                here = range(first[0] + mine.start, first[0] + mine.stop)
+                there = range(first[1] + theirs.start, first[1] + theirs.stop)
+                base.append((here[-1 if last else 0], there[-1 if last else 0]))
+                others += [(len(spans), row) for row in there if row != base[-1][1]]
+                spans.append(here)
+        return columns(base), columns(others), spans
+
+    @torch.no_grad()
+    def factors(self, read: Batch, states_UE: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:
+        """The teacher's logp of the tokens in some rows, on the host. Collective over the ranks that train."""
+        head: OutputHead = self.teacher.output_head()
+        if not len(rows_M):
+            return torch.zeros(0, dtype=wide(states_UE))
+        here = self.run.world.device
+        logp_M, _ = linear_logprob(
+            *(states_UE[rows_M].to(here), head.weight_VD, read.token["tokens"][rows_M].to(here)),
+            self.cfg.rollout.temperature * head.divisor,
+            entropy=False,
+            softcap=head.softcap,
+        )
+        return logp_M.cpu()
+
+
+def columns(pairs: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """The first and the second numbers, int64."""
+    return list(torch.tensor(pairs, dtype=torch.int64).reshape(len(pairs), 2).unbind(1))

@@ -1,0 +1,127 @@
+"""Spans of text that whole tokens of two tokenizers cover, for a teacher that reads other tokens than its student."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from spmdrl.rl.steps import MARK, progress
+
+CUT = -1
+"""In place of a number of characters behind a token: the token ends within a character."""
+BEFORE = 4
+"""Tokens of the prompt behind which a response is decoded: some tokenizers leave out a blank at a text's start."""
+
+Span = tuple[range, range]
+"""Places of the student's and the teacher's tokens in their responses."""
+
+
+class UnreadableError(Exception):
+    """A response that cannot be aligned; the message says why."""
+
+
+def decoder(tokenizer: Any) -> Any:
+    """A function from token numbers to their text, control tokens included."""
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def reading(tokenizer: Any, tokens: Sequence[int], before: Sequence[int] = ()) -> tuple[str, list[int]]:
+    """The text of some tokens behind others, and the characters of it up to the end of each; CUT within a character.
+
+    Raises:
+        UnreadableError: the text of some tokens depends on those far before or behind them.
+    """
+    decode, lead = decoder(tokenizer), list(before)
+    alone = cache(lambda token: decode([token]))
+    known, whole = decode(lead), decode([*lead, *tokens])
+    reached = progress(decode, [*lead, *tokens], whole)
+    if not whole.startswith(known) or len(reached) != len(lead) + len(tokens):
+        raise UnreadableError("the text of a token depends on those around it")
+    text = whole[len(known) :]
+    ends = [max(0, end - len(known)) for end in reached[len(lead) :]]
+    # Bytes of a character that several tokens hold are shown as marks where they stand alone. Between two such tokens
+    # a character may end; it is taken not to, so that spans are seldom longer and never wrong.
+    marked = [alone(token).endswith(MARK) for token in tokens]
+    after = [*(alone(token).startswith(MARK) for token in tokens[1:]), text.endswith(MARK)]
+    return text, [CUT if a and b else end for end, a, b in zip(ends, marked, after, strict=False)]
+
+
+def common(mine: Sequence[int], theirs: Sequence[int]) -> list[Span]:
+    """The shortest spans at whose ends both have read the same characters.
+
+    Tokens without characters go with those behind them, and are of no span at the end.
+    """
+    ends = [{end: i + 1 for i, end in reversed(list(enumerate(side))) if end > 0} for side in (mine, theirs)]
+    spans, begun = [], (0, 0)
+    for end in sorted(ends[0].keys() & ends[1].keys()):
+        here = ends[0][end], ends[1][end]
+        spans.append((range(begun[0], here[0]), range(begun[1], here[1])))
+        begun = here
+    return spans
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A response as both read it."""
+
+    spans: list[Span]
+    teacher: list[int]
+    """The teacher's tokens."""
+
+
+class Pair:
+    """Two tokenizers: reads a student's responses with its teacher's."""
+
+    def __init__(self, student: Any, teacher: Any, ends: set[int]):
+        """ends: the student's tokens that end a response; the teacher's is its tokenizer's end token."""
+        self.student, self.teacher, self.ends = student, teacher, ends
+        self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids)
+
+    def align(self, tokens: list[int], prompt: Sequence[int] = ()) -> Aligned:
+        """Read a response again, and find the spans; the token that ends it is the teacher's that does.
+
+        Raises:
+            UnreadableError: it holds other control tokens, or text that one of the two does not give back.
+        """
+        ended = bool(tokens) and tokens[-1] in self.ends
+        body = tokens[: len(tokens) - ended]
+        if odd := [token for token in body if token in self.control[0]]:
+            raise UnreadableError(f"the control token {self.student.convert_ids_to_tokens(odd[0])!r} stands in it")
+        text, mine = reading(self.student, body, list(prompt)[-BEFORE:])
+        if not ended:
+            # A response may be cut off within a character.
+            text = text[: max([0, *mine])]
+        if MARK in text:
+            raise UnreadableError("it has bytes that are no text")
+        theirs = list(self.teacher(text, add_special_tokens=False).input_ids)
+        if odd := [token for token in theirs if token in self.control[1]]:
+            raise UnreadableError(f"the teacher reads its control token {self.teacher.convert_ids_to_tokens(odd[0])!r}")
+        back, their_ends = reading(self.teacher, theirs)
+        if back != text:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back))
+            )
+            raise UnreadableError(f"the teacher reads {text[at : at + 10]!r} as {back[at : at + 10]!r}")
+        spans = common(mine, their_ends)
+        if ended:
+            spans.append((range(len(body), len(tokens)), range(len(theirs), len(theirs) + 1)))
+            theirs.append(self.teacher.eos_token_id)
+        return Aligned(spans, theirs)
+
+    def both(self, sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens that both have, as the student and the teacher number them, int64 [M] each.
+
+        Tokens of the same string, and the two that end a response. sizes: tokens of the student's and the teacher's
+        model, which may be fewer than their tokenizers name.
+        """
+        mine, theirs = (
+            {word: token for word, token in side.get_vocab().items() if token < size}
+            for side, size in zip((self.student, self.teacher), sizes, strict=True)
+        )
+        pairs = [(mine[word], theirs[word]) for word in mine.keys() & theirs.keys()]
+        last = self.student.eos_token_id, self.teacher.eos_token_id
+        pairs = [last, *(pair for pair in pairs if pair[0] != last[0] and pair[1] != last[1])]
+        student_M, teacher_M = torch.tensor(sorted(pairs), dtype=torch.int64).unbind(1)
+        return student_M, teacher_M

@@ -1,0 +1,40 @@
+"""The prompts of a run as its teacher reads them."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from spmdrl.config.distillation import DistillationConfig, further_teachers
+from spmdrl.data.prompts import load_prompts
+from spmdrl.hub.resolve import resolve
+from spmdrl.rollout.build import context_length
+
+
+def room(cfg: DistillationConfig) -> int:
+    """Tokens of the longest sequence that every teacher takes."""
+    trust = cfg.model.trust_remote_code
+    paths = [cfg.reference.path, *(each.path for each in further_teachers(cfg).values())]
+    return min(*(context_length(resolve(path, trust), trust) for path in paths), cfg.policy.max_tokens_per_microbatch)
+
+
+def teacher_prompts(cfg: DistillationConfig, tokenizer: Any, chat_template: str) -> dict[int, list[int]]:
+    """Tokens of the prompts by the index of their row, in the words of `--distill.teacher-template` if there is one.
+
+    tokenizer: the teacher's. chat_template: as `--data.chat-template`; empty: the tokenizer's.
+
+    Raises:
+        ValueError: the template does not fit the rows, or a prompt is longer than there is room for.
+    """
+    told = cfg.distill.teacher_template
+    left = room(cfg) - cfg.rollout.max_new_tokens
+    data = replace(cfg.data, template=told or cfg.data.template, chat_template=chat_template)
+    found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit)
+    tokens = {prompt.index: prompt.tokens for prompt in found.prompts}
+    if long := sum(len(each) > left for each in tokens.values()):
+        flag = "--distill.teacher-template: with it" if told else "--distill.align: as the teacher reads them"
+        shorten = "shorten it, or leave" if told else "leave"
+        raise ValueError(
+            f"{flag} {long} of {len(tokens)} prompts of --data.train are longer than the {left} tokens that the "
+            f"teachers' contexts and --policy.max-tokens-per-microbatch leave room for; {shorten} those rows out"
+        )
+    return tokens
