@@ -208,10 +208,8 @@ def reference_problems(config: Any, has: bool) -> list[str]:
         problems.append(f"{flag('reference.' + given[0])}: these losses have no reference; leave it out")
     if reference.mix != 1 and not reference.refresh_every:
         problems.append("--reference.mix: is of a reference that moves (--reference.refresh-every)")
-    if is_average(reference) and config.policy.backend == "megatron":
-        problems.append(
-            "--reference.mix: an average is of the fsdp backend, which keeps it in float32; take fsdp, or 1"
-        )
+    if is_average(reference) and (config.policy.backend, config.model.dtype) == ("megatron", "bfloat16"):
+        problems.append("--reference.mix: megatron keeps the reference in bfloat16, too coarse for shares; take fsdp")
     if reference.refresh_every and config.lora.rank:
         problems.append(
             "--reference.refresh-every: the reference has no adapters, and cannot move to a policy with --lora.rank; "

@@ -10,6 +10,7 @@ heads.py        logp and entropy, or a value, for every token of a pack
 likelihood.py   the loss of supervised fine-tuning
 pairs.py        the loss of pairs of responses
 distillation.py what a teacher leaves in a batch, the divergence that a student learns by
+aligned.py      the distance from a teacher that reads other tokens
 labels.py       labels of a reward model that a file describes
 remote.py       a frozen model on ranks of its own
 model_files.py  files beside the weights in a checkpoint: configuration, tokenizer

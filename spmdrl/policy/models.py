@@ -158,10 +158,10 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
         optimizer = dataclasses.replace(cfg.optimizer, lr=lr)
         return make(cfg, world, total, path=path, head=head, optimizer=optimizer)  # type: ignore[arg-type]
 
-    def frozen(path: str, head: Head, labels: int, moves: bool) -> Any:
+    def frozen(path: str, head: Head, labels: int, average: bool) -> Any:
         model = None
         if world.scores:
-            more = {"average": True} if moves else {}
+            more = {"average": True} if average and cfg.policy.backend == "fsdp" else {}
             model = make(cfg, scoring, 0, trainable=False, path=path, head=head, labels=labels, **more)
         if scoring is world or world.samples:
             return model

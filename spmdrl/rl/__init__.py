@@ -19,6 +19,9 @@ retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
 objectives.py    losses of the policy, a critic, a process reward model
 online_preference.py  which samples of a prompt are compared
+teacher_prompts.py  the prompts as a teacher reads them
+alignment.py     a teacher that reads other tokens
+spans.py         spans of text that tokens of both cover
 distillation.py  what teachers say of a batch, responses of the data set
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       makes an Algorithm from settings

@@ -34,7 +34,7 @@ def build_preference(session: Session[PreferenceConfig]) -> SupervisedRun:
     begun, pairs, share = begin_preference(cfg), has_pairs(cfg.preference), shares_prompts(cfg.policy)
 
     ahead = cfg.reference.precompute
-    average = is_average(cfg.reference)
+    average = is_average(cfg.reference) and cfg.policy.backend == "fsdp"
     reference = partial(frozen, session, cfg.reference.path, "--reference.path", average=average)
     columns = {"ref_logp": torch.float64 if cfg.model.dtype == "float64" else torch.float32} if ahead else None
 
