@@ -1,4 +1,4 @@
-"""SFT as a user starts it: the command of docs/sft.md learns."""
+"""SFT as a user starts it: the command of docs/sft.md learns; so do the two of a teacher that writes files."""
 
 import re
 import shlex
