@@ -7,6 +7,7 @@ divergences (`kernels/spmdrl_kernels/divergence.py`), and everything that `train
 
 from spmdrl.config.distillation import DistillationConfig, check_distillation, distillation_lines
 from spmdrl.config.load import load_or_exit
+from spmdrl.rl.rehearsal import check_use
 from spmdrl.session.environ import postpone_collections, prepare
 
 
@@ -39,7 +40,7 @@ def train(run) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read flags, build the run, train; any failure ends the whole job by name."""
-    loaded = load_or_exit(argv, "python -m spmdrl.distill", DistillationConfig, check_distillation)
+    loaded = load_or_exit(argv, "python -m spmdrl.distill", DistillationConfig, check_distillation, check_use)
     prepare()
     postpone_collections()
     from spmdrl.rl.build import build_run

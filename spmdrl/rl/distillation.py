@@ -127,7 +127,7 @@ class Distillation:
 
         step: counted from 0.
         """
-        cfg, models = self.cfg, self.run.models
+        models, cfg = self.run.models, self.cfg
         stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)
         refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
         return stats

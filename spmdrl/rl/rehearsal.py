@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves, shown
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, settings_of_preset
@@ -46,7 +47,7 @@ LATE = 1 << 40
 MOST_SHOWN = 3
 
 
-def check_use(loaded: Loaded[Config]) -> list[str]:
+def check_use(loaded: Loaded[Any]) -> list[str]:
     """Refuse settings that a user gave and that the run would not look at; lines to tell of those that may stand.
 
     Settings of presets, of a run folder's own config.yaml and at their defaults are not judged. A file's may stand that
@@ -79,11 +80,12 @@ def check_use(loaded: Loaded[Config]) -> list[str]:
     return [f"{flag(name)} {shown(get(config, name))} has no effect beside these flags" for name in moot]
 
 
-def turned_off(loaded: Loaded[Config], unread: list[str]) -> list[str]:
+def turned_off(loaded: Loaded[Any], unread: list[str]) -> list[str]:
     """Returns those that a file gives and that the run of the files alone, without flags, would read."""
     if not loaded.files:
         return []
-    alone = from_command_line([word for file in loaded.files for word in ("--config", file)])
+    schema = type(loaded.config)
+    alone = from_command_line([word for file in loaded.files for word in ("--config", file)], schema=schema)
     theirs = [n for n in unread if n in alone.given and get(alone.config, n) == get(loaded.config, n)]
     try:
         seen = settings_read(alone.config) if theirs else set()
@@ -99,9 +101,9 @@ def is_judged(name: str) -> bool:
 
 def at_rest(config: Config, name: str) -> bool:
     """The setting has its default, or the value that the preset gives it."""
-    algo = config.algo
+    algo, default = config.algo, get(type(config)(), name)
     preset = settings_of_preset(algo.preset, algo.loss, algo.advantage)
-    return get(config, name) in (get(Config(), name), preset.get(name, get(Config(), name)))
+    return get(config, name) in (default, preset.get(name, default))
 
 
 def settings_read(config: Config) -> set[str]:
@@ -111,12 +113,53 @@ def settings_read(config: Config) -> set[str]:
         ValueError: the settings cannot be composed.
     """
     watched, seen = watch(config)
-    rehearse(watched, config)
+    if isinstance(config, DistillationConfig) and isinstance(watched, DistillationConfig):
+        rehearse_distillation(watched, config)
+    else:
+        rehearse(watched, config)
+    look(watched, config)
     return set(seen)
 
 
+def look(cfg: Config, plain: Config) -> None:
+    """What every run has beside its method: adapters, an optimizer, evaluation. Arguments as in `rehearse`."""
+    import torch
+
+    from spmdrl.policy.optimizer import make_optimizer
+    from spmdrl.rl.evaluation import evaluation_plan, is_evaluated
+
+    if cfg.lora.rank:
+        # Attaching adapters reads every setting of them.
+        _ = [getattr(cfg.lora, field.name) for field in dataclasses.fields(plain.lora)]
+    make_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], cfg.optimizer)
+    _ = cfg.optimizer.clip_grad_norm, cfg.optimizer.bad_steps
+    if is_evaluated(cfg):
+        _ = cfg.eval.prompts
+        evaluation_plan(cfg, [], 0, "rehearsal")
+
+
+def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) -> None:
+    """The update of a distillation, which learns from its teacher alone: rewards are for the log.
+
+    Arguments as in `rehearse`.
+    """
+    from spmdrl.policy.models import Models
+    from spmdrl.policy.optimizer import learning_rate
+    from spmdrl.rl.evaluation import is_evaluated
+    from spmdrl.rl.update import refresh_reference
+
+    _ = cfg.reference.path
+    stand_in: Any = StandIn(cfg)
+    models = Models(stand_in, reference=stand_in)
+    learning_rate(cfg.optimizer, LATE, 2 * LATE)
+    due = max(1, plain.reference.refresh_every) - 1
+    refresh_reference(models, cfg.reference.refresh_every, due, cfg.reference.mix)
+    if is_evaluated(cfg) and cfg.reward.model:
+        _ = cfg.reward.model_coef
+
+
 def rehearse(cfg: Config, plain: Config) -> None:
-    """One step: sampling and filters, score, advantages, update, what steers it, evaluation.
+    """One step: sampling and filters, score, advantages, update, what steers it.
 
     cfg: the settings that are watched; plain: the same ones, for what the rehearsal itself wants to know.
     """
@@ -126,9 +169,7 @@ def rehearse(cfg: Config, plain: Config) -> None:
     from spmdrl.algos.losses import LOSSES
     from spmdrl.data.batch import from_episodes, share_out
     from spmdrl.policy.models import Models, wanted_models
-    from spmdrl.policy.optimizer import make_optimizer
     from spmdrl.rl.compose import compose
-    from spmdrl.rl.evaluation import evaluation_plan, is_evaluated
     from spmdrl.rl.quota import Quota
     from spmdrl.rl.replay_buffer import ReplayBuffer
     from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
@@ -143,9 +184,6 @@ def rehearse(cfg: Config, plain: Config) -> None:
         algo.advantage = lambda x, **_: (torch.zeros_like(x.rewards), torch.zeros_like(x.rewards))
     others: dict[str, Any] = {name: StandIn(cfg) for name in wanted_models(cfg, algo.needs)}
     models = Models(StandIn(cfg), **others)
-    if cfg.lora.rank:
-        # Attaching adapters reads every setting of them.
-        _ = [getattr(cfg.lora, field.name) for field in dataclasses.fields(plain.lora)]
     made = list(episodes(plain))
     prompts = 1 + max(e.position for e in made)
     world: Any = SimpleNamespace(rollout_group=None, engine_tp_rank=0, engine_index=0, engine_count=1)
@@ -168,11 +206,6 @@ def rehearse(cfg: Config, plain: Config) -> None:
     batch = algo.advantages(batch, peers)
     stats.merge(update(batch, models, algo, cfg, LATE, peers))
     steer(algo, cfg, stats.reduce(lambda x, op: x), len(batch))
-    make_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], cfg.optimizer)
-    _ = cfg.optimizer.clip_grad_norm, cfg.optimizer.bad_steps
-    if is_evaluated(cfg):
-        _ = cfg.eval.prompts
-        evaluation_plan(cfg, [], 0, "rehearsal")
 
 
 def episodes(plain: Config) -> Iterator[Any]:
@@ -228,10 +261,10 @@ def single_changes(config: Config) -> Iterator[tuple[str, Any]]:
     from spmdrl.algos.losses import LOSSES
 
     tables = {"algo.advantage": ADVANTAGES, "algo.loss": LOSSES, "filter.keep": FILTERS}
-    for name, hint in leaves(Config).items():
+    for name, hint in leaves(type(config)).items():
         if not (is_judged(name) or name == "data.eval"):
             continue
-        value, default = get(config, name), get(Config(), name)
+        value, default = get(config, name), get(type(config)(), name)
         if name in tables:
             choices = list(tables[name])
         elif get_origin(hint) is Literal:
@@ -275,4 +308,5 @@ def advice(config: Config, name: str, readers: list[tuple[str, Any]]) -> str:
             more = ", ..." if len(values) > MOST_SHOWN else ""
             ways.append(f"{flag(change)} {' | '.join(map(shown, values[:MOST_SHOWN]))}{more}")
     needs = f"it needs {' or '.join(ways)}; give one of these, or leave it out" if ways else "leave it out"
-    return f"nothing in this run reads it; {needs}"
+    log = isinstance(config, DistillationConfig) and name.startswith("reward.")
+    return f"{'rewards are for the log alone, and ' if log else ''}nothing in this run reads it; {needs}"

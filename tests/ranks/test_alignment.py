@@ -150,7 +150,7 @@ def test_parity_the_distance_is_that_of_full_probabilities_in_transformers_on_an
                 )
 
 
-@pytest.mark.parametrize("merge, sp", [("first", 2), ("last", 4)])
+@pytest.mark.parametrize("merge, sp", [("first", 4), ("last", 4)])
 def test_layout_spans_that_lie_on_several_ranks(merge, sp, pair, tmp_path):
     """Two tokens of the student's are one of the teacher's, and sp divides the sequence between some of them.
 

@@ -13,9 +13,11 @@ from spmdrl.config.load import from_command_line
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.resume import differences, may_change
 from spmdrl.config.sft import SFTConfig, check_sft
+from spmdrl.distill import main
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.rl.compose import compose
+from spmdrl.rl.rehearsal import check_use
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,11 +154,64 @@ def test_the_plan_says_how_a_teacher_moves():
     assert lines[-1] == "teacher  takes the student's weights every 5 steps"
 
 
+@pytest.mark.parametrize(
+    "words, unread, why",
+    [
+        ("--lora.alpha 32", "--lora.alpha 32", "it needs --lora.rank above 0"),
+        ("--eval.every 0 --eval.samples 4", "--eval.samples 4", "it needs --eval.every above 0"),
+        ("--optimizer.min-lr-ratio 0.5", "--optimizer.min-lr-ratio 0.5", "it needs --optimizer.schedule"),
+        ("--reward.model-coef 2", "--reward.model-coef 2.0", "rewards are for the log alone, and nothing in this run"),
+        (
+            "--eval.every 0 --reward.model tiny --reward.model-coef 2",
+            "--reward.model-coef 2.0",
+            "it needs --eval.every above 0",
+        ),
+        ("--eval.every 0 --reward.model tiny", "--reward.model tiny", "rewards are for the log alone"),
+    ],
+)
+def test_settings_without_effect_are_refused(words, unread, why):
+    loaded = from_command_line(f"--reference.path tiny {words}".split(), "x", DistillationConfig)
+    check_distillation(loaded.config, 1)
+    with pytest.raises(ConfigError) as error:
+        check_use(loaded)
+    assert f"{unread}: " in str(error.value) and why in str(error.value), error.value
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--lora.rank 4 --lora.alpha 32 --optimizer.lr 1e-3 --optimizer.clip-grad-norm 0.5",
+        "--reference.refresh-every 7 --reference.mix 0.1 --reference.offload host",
+        "--eval.every 2 --eval.samples 4 --reward.model tiny --reward.model-coef 2",
+        "--distill.align gold --distill.merge last --distill.beta 0.5 --optimizer.schedule cosine",
+    ],
+)
+def test_settings_that_a_distillation_reads_pass(words):
+    loaded = from_command_line(f"--reference.path tiny {words}".split(), "x", DistillationConfig)
+    check_distillation(loaded.config, 1)
+    assert check_use(loaded) == []
+
+
+def test_the_entry_point_refuses_a_setting_without_effect(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--reference.path", "tiny", "--lora.alpha", "32", "--dry-run"])
+    assert left.value.code == 2 and "--lora.alpha 32: nothing in this run reads it" in capsys.readouterr().err
+
+
+def test_what_a_flag_turns_off_may_stand_in_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("reference:\n  path: tiny\neval:\n  every: 5\n  samples: 4\n")
+    loaded = from_command_line(["--config", str(file), "--eval.every", "0"], "x", DistillationConfig)
+    assert check_use(loaded) == ["--eval.samples 4 has no effect beside these flags"]
+
+
 @pytest.mark.parametrize("name", ["config", "demo"])
 def test_the_recipe_is_taken_and_says_what_it_is(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     folder = ROOT / "recipes" / "opd"
-    config, page = read(f"--config recipes/opd/{name}.yaml"), (folder / "README.md").read_text()
+    loaded = from_command_line(["--config", f"recipes/opd/{name}.yaml"], "x", DistillationConfig)
+    assert check_use(loaded) == []
+    config, page = loaded.config, (folder / "README.md").read_text()
     check_distillation(config, 8)
     assert f"recipes/opd/{name}.yaml" in page and "Nothing of this size was run by us" in page
     assert PRESETS["distill"].paper in page and PRESETS["distill"].paper in (folder / "config.yaml").read_text()
