@@ -5,6 +5,8 @@ builtin.py     the built-in tasks
 chat.py        turns a prompt or chat messages into tokens
 dialogues.py   reads rows of supervised data as dialogues or text
 preferences.py reads rows of preference data as pairs or labelled responses
+step_rows.py   reads rows of responses whose steps have labels
+steps.py       where the steps of a response end
 rendering.py   renders dialogues by a chat template
 turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it
 tokens.py      tokens of a rendered dialogue with a loss mask

@@ -14,7 +14,6 @@ batching.py      makes the batch that a step learns from out of episodes
 evaluation.py    measures the policy on a prompt set
 score.py         computes inputs of the update: shaped rewards, old and reference logp, values
 reading.py       how a reward model reads responses: tokens, steps, labels
-steps.py         where the steps of a response end
 retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
 objectives.py    losses of the policy, a critic, a process reward model

@@ -14,6 +14,8 @@ sides.py         turns a row of preference data into sequences
 pairs.py         the loss of pairs
 labelled.py      the loss of labelled responses
 scores.py        the loss of a reward model
+steps.py         turns a row of labelled steps into a sequence
+step_scores.py   the loss of a process reward model
 generations.py   answers of the model during the job
 preview.py       a look at the first rows, for a dry run
 """
