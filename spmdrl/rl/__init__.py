@@ -17,6 +17,7 @@ reading.py       how a reward model reads responses: tokens, steps, labels
 retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
 objectives.py    losses of the policy, a critic, a process reward model
+online_preference.py  which samples of a prompt are compared
 distillation.py  what teachers say of a batch, responses of the data set
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       makes an Algorithm from settings

@@ -19,6 +19,7 @@ from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.distillation import DistillObjective, reader_of, share_name
 from spmdrl.rl.run import Run
+from spmdrl.rl.update import refresh_reference
 from spmdrl.rollout.build import context_length
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
@@ -108,8 +109,7 @@ class Distillation:
         """
         cfg, models = self.cfg, self.run.models
         stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)
-        if models.reference and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
-            models.reference.take_over(models.policy)
+        refresh_reference(models, cfg.reference.refresh_every, step)
         return stats
 
     def objective(self) -> DistillObjective:
