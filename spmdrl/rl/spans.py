@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.rl.steps import MARK, progress
+from spmdrl.data.steps import MARK, progress
 
 CUT = -1
 """In place of a number of characters behind a token: the token ends within a character."""

@@ -11,8 +11,13 @@ from tests.e2e.warm import succeed
 pytestmark = pytest.mark.timeout(240)
 
 
+<<<<<<< HEAD
 def by_page(page: str, folder, place: int = 0, more: tuple[str, ...] = ()) -> list[dict]:
     """Runs a command of a page of docs, and more flags, on two ranks; returns the lines with an evaluation."""
+=======
+def by_page(page: str, folder, *more: str, place: int = 0) -> list[dict]:
+    """Runs a command of a page of docs, and more flags, on two ranks; returns the lines that have an evaluation."""
+>>>>>>> a7da155bd5579760eb881af63b71c28d46155094
     text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
     words = shlex.split(re.findall(r"^torchrun .*$", text, re.MULTILINE)[place])
     at = words.index(f"spmdrl.{page}")
@@ -45,7 +50,7 @@ def test_reward_model_by_the_command_of_its_page_learns(tmp_path):
 
 def test_process_reward_model_by_the_command_of_its_page_learns(tmp_path):
     """The first wrong step is found in all held-out responses after 60 steps on seeds 0 to 2."""
-    rows = by_page("reward_model", tmp_path / "run", 1)
+    rows = by_page("reward_model", tmp_path / "run", place=1)
     assert rows[0]["eval/accuracy"] == 0.5 and rows[0]["eval/accuracy/first_wrong"] == 0
     assert min(rows[-1][f"eval/accuracy/{name}"] for name in ("first_wrong", "no_wrong")) > 0.95, rows
     assert rows[-1]["eval/loss"] < 0.15 and rows[-1]["eval/score/wrong"] < 0.2
