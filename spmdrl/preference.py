@@ -1,7 +1,7 @@
 """Learn from preferences between responses: `torchrun --nproc-per-node 8 -m spmdrl.preference --config dpo.yaml`.
 
 The whole algorithm is `train`. Every rank runs it; what looks like a local call may be a collective (its docstring says
-so). Left out of this page: the losses (`algos/preference.py`), how they are summed over ranks (`supervised/pairs.py`,
+so). Left out of this page: the losses (`algos/preference.py`), how they are summed over ranks (`policy/pairs.py`,
 `supervised/labelled.py`), how rows become tokens (`data/preferences.py`, `supervised/sides.py`) and how the parts are
 built (`supervised/build.py`, `supervised/preference.py`).
 """

@@ -1,14 +1,18 @@
 """Matmuls on a CPU: float32 by oneDNN where torch takes MKL's, bfloat16 in float32 where the CPU cannot multiply it.
 
-torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU does half of what oneDNN does: a product of
-2104 x 128 x 512 took 2.8 ms by MKL and 1.2 ms by oneDNN on one core with AVX-512. oneDNN compiles a kernel of about
-1 MiB for every shape and keeps a thousand of them, so products are cut into tiles of few sizes; torch does the rest.
+torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU uses vectors of 256 bits. Where a core has
+twice that width (Zen 5), oneDNN takes half the time: a product of 2104 x 128 x 512 took 2.8 ms by MKL and 1.2 ms by
+oneDNN. On Zen 4 it takes as long for such a product, a tenth less for one of 1024 x 576 x 1536 (17.8 and 20.2 ms), and
+in tiles a fifth more for a sum over rows (23.1 and 19.5 ms). oneDNN compiles a kernel of about 1 MiB for every shape
+and keeps a thousand of them, so products are cut into tiles of few sizes; torch does the rest.
 
 Without AVX-512 torch multiplies bfloat16 matrices by plain loops: a product of 512 x 1536 x 576 took 462 ms on one core
 with AVX2, and 14 ms as a float32 product of widened copies, rounded once as before.
 """
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -21,6 +25,21 @@ LEAST = 1 << 20
 """Fewest multiplications of a tile: smaller ones are quicker by MKL, whose calls cost less."""
 WORTH_IT = 1 << 22
 """Fewest multiplications of a product that is cut into tiles."""
+WIDE_FAMILY = 26
+"""Family of the first CPUs of AMD that multiply 512 bits at a time (Zen 5)."""
+
+
+def _is_halved(about: str) -> bool:
+    """True for a CPU half of whose width MKL leaves unused. about: the text of /proc/cpuinfo."""
+    family = re.search(r"^vendor_id\s*: AuthenticAMD\n(?:.+\n)*?cpu family\s*: (\d+)", about, re.MULTILINE)
+    return bool(family) and int(family[1]) >= WIDE_FAMILY
+
+
+_CPU = Path("/proc/cpuinfo")
+HALVED = _is_halved(_CPU.read_text() if _CPU.exists() else "")
+"""True where oneDNN takes half of MKL's time."""
+LEAST_WEIGHT = 1 if HALVED else 1 << 18
+"""Fewest elements of a weight from which on its products are taken."""
 AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 WIDENS = AVAILABLE and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """True where this CPU multiplies bfloat16 matrices faster as float32 ones."""
@@ -33,7 +52,8 @@ def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
     if x.dtype == torch.bfloat16:
         # Reading a single row takes less time than widening the weight for it.
         return WIDENS and x.numel() > x.shape[-1]
-    return x.dtype == torch.float32 and x.numel() * len(weight_NK) >= WORTH_IT
+    large = x.numel() * len(weight_NK) >= WORTH_IT and weight_NK.numel() >= LEAST_WEIGHT
+    return x.dtype == torch.float32 and large
 
 
 def widened(*matrices: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -55,9 +75,11 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
 
 
 def outer(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
-    """a.T @ b, [M, N], summed over T in the order of its tiles; as `linear`."""
+    """a.T @ b, [M, N], where oneDNN is faster summed over T in the order of its tiles; as `linear`."""
     if a_TM.dtype == torch.bfloat16:
         return outer(*widened(a_TM, b_TN)).to(a_TM.dtype)  # type: ignore[arg-type]
+    if not HALVED:
+        return a_TM.t() @ b_TN
     total = None
     for rows, tiled in _tiles(len(a_TM), a_TM.shape[1] * b_TN.shape[1], SUMMED):
         a_MT, b_NT = a_TM[rows].t(), b_TN[rows].t()

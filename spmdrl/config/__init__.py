@@ -4,6 +4,7 @@ schema.py      every setting of a run, one dataclass for each section; the text 
 learning.py    the sections that belong to algos/: algorithm, correction, filters, shaping, critic, safety
 evaluation.py  settings of an evaluation
 supervised.py  settings that jobs on given rows share; sft.py, preference.py, reward_model.py: each kind's
+online_preference.py  settings of preference learning on own samples
 distillation.py  settings of distillation; divergence.py: those of the divergence, and their rules
 presets.py     published methods by name, as settings
 load.py        makes one Config from files and flags

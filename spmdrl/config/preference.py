@@ -26,6 +26,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "rpo": ("sigmoid", "sft"),
     "mpo": ("sigmoid=0.8", "bco_pair=0.2", "sft"),
     "apo": ("apo_zero",),
+    "sppo": ("sppo_hard",),
+    "raft": ("sft",),
     "kto": ("kto",),
     "bco": ("bco",),
 }
@@ -94,7 +96,7 @@ class FixedModelConfig:
 class PreferenceMethod:
     """The loss."""
 
-    method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "kto", "bco", "apo"] = "dpo"
+    method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "kto", "bco", "apo", "sppo"] = "dpo"
     """Published losses by their names; `--preference.loss` replaces them."""
     loss: tuple[str, ...] = ()
     """Losses that are added up, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: those
@@ -132,15 +134,17 @@ class PreferenceConfig(SupervisedConfig):
     preference: PreferenceMethod = field(default_factory=PreferenceMethod)
 
 
-OWN_RULES: dict[str, _Rule] = {
-    "reference.refresh_every": _at_least_0,
-    "reference.mix": (lambda x: 0 < x <= 1, "must lie in (0, 1]"),
+METHOD_RULES: dict[str, _Rule] = {
     "preference.beta": _positive,
     "preference.label_smoothing": (lambda x: 0 <= x < 0.5, "must lie in [0, 0.5)"),
     "preference.tau": _positive,
     "preference.tail": (lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
     "preference.wanted_weight": _at_least_0,
     "preference.unwanted_weight": _at_least_0,
+}
+REFERENCE_RULES: dict[str, _Rule] = {
+    "reference.refresh_every": _at_least_0,
+    "reference.mix": (lambda x: 0 < x <= 1, "must lie in (0, 1]"),
 }
 
 
@@ -183,15 +187,11 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
         losses = losses_of(chosen)
     except ValueError as e:
         refuse([str(e)])
-    pairs = has_pairs(chosen)
-    problems = supervised_problems(config, world_size, OWN_RULES, data.max_tokens * (2 if pairs else 1))
-    unpaired = UNPAIRED & losses.keys()
-    if unpaired and len(losses) > 1:
-        problems.append(f"--preference.loss {shown(chosen.loss)}: {sorted(unpaired)[0]} stands alone")
-    needs = {"robust", "exo_pair"} & losses.keys()
-    if needs and not chosen.label_smoothing:
-        problems.append(f"--preference.label-smoothing 0: {sorted(needs)[0]} needs one above 0, such as 0.1")
-    problems += _unread(chosen, losses)
+    pairs, unpaired = has_pairs(chosen), UNPAIRED & losses.keys()
+    problems = supervised_problems(
+        config, world_size, METHOD_RULES | REFERENCE_RULES, data.max_tokens * (2 if pairs else 1)
+    )
+    problems += method_problems(chosen, losses)
     if "kto" in losses and data.rows_per_step < 2:
         problems.append("--data.rows-per-step 1: kto takes responses to other rows of the step; take more")
     given = [name for name in ("path", "refresh_every") if getattr(config.reference, name)]
@@ -207,6 +207,17 @@ def check_preference(config: PreferenceConfig, world_size: int) -> None:
             "leave one of the two out"
         )
     refuse(problems)
+
+
+def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
+    """Problems of the losses together with their settings, a line each. losses: as `losses_of` returns them."""
+    problems, unpaired = [], UNPAIRED & losses.keys()
+    if unpaired and len(losses) > 1:
+        problems.append(f"--preference.loss {shown(chosen.loss)}: {sorted(unpaired)[0]} stands alone")
+    needs = {"robust", "exo_pair"} & losses.keys()
+    if needs and not chosen.label_smoothing:
+        problems.append(f"--preference.label-smoothing 0: {sorted(needs)[0]} needs one above 0, such as 0.1")
+    return problems + _unread(chosen, losses)
 
 
 def _unread(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:

@@ -434,3 +434,9 @@ class Config(TrainingConfig):
     reward: RewardConfig = field(default_factory=RewardConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def has_reference(self) -> bool:
+        """True where the update reads what a frozen model says of the samples."""
+        enabled = self.reference.enabled
+        return enabled == "on" or (enabled == "auto" and self.algo.kl_coef != 0)

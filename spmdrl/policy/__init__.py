@@ -8,6 +8,8 @@ grad_guard.py   skips optimizer steps that are not finite, notices gradients tha
 optimizer.py    AdamW, its schedule, the global gradient norm
 heads.py        logp and entropy, or a value, for every token of a pack
 aligned.py      the distance from a teacher that reads other tokens
+likelihood.py   the loss of supervised fine-tuning
+pairs.py        the loss of pairs of responses
 distillation.py what a teacher leaves in a batch, the divergence that a student learns by
 labels.py       labels of a reward model that a file describes
 remote.py       a frozen model on ranks of its own

@@ -19,6 +19,7 @@ retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
 objectives.py    losses of the policy, a critic, a process reward model
 alignment.py     a teacher that reads other tokens; spans.py: the spans of text; teacher_prompts.py: its prompts
+online_preference.py  which samples of a prompt are compared
 distillation.py  what teachers say of a batch, responses of the data set
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       makes an Algorithm from settings

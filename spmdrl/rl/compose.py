@@ -92,7 +92,7 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
     critic = "values" in fields
     cost = bool(safety.cost or safety.cost_model)
     wanted = {
-        "reference": cfg.reference.enabled == "on" or (cfg.reference.enabled == "auto" and algo.kl_coef != 0),
+        "reference": cfg.has_reference,
         "critic": critic,
         "cost": cost,
         "cost_critic": cost and critic,

@@ -15,10 +15,10 @@ from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.distillation import DistillObjective, reader_of, share_name
-from spmdrl.policy.models import Models
 from spmdrl.rl.alignment import Alignment
 from spmdrl.rl.run import Run
 from spmdrl.rl.teacher_prompts import teacher_prompts
+from spmdrl.rl.update import refresh_reference
 from spmdrl.spmd.seeds import seed_for
 from spmdrl.tracking.metrics import Metrics
 
@@ -110,9 +110,9 @@ class Distillation:
 
         step: counted from 0.
         """
-        models = self.run.models
-        stats = models.policy.update(batch, self.objective(), self.cfg.algo.updates_per_step)
-        follow(models, self.cfg, step)
+        cfg, models = self.cfg, self.run.models
+        stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)
+        refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
         return stats
 
     def objective(self) -> DistillObjective:
@@ -122,12 +122,6 @@ class Distillation:
         heads = {name: None if self.reader.top_k else each.output_head() for name, each in self.teachers.items()}
         # One temperature for all, at which the student samples, too.
         return DistillObjective(self.cfg.distill, self.reader, heads, self.cfg.rollout.temperature, self.run.peers)
-
-
-def follow(models: Models, cfg: DistillationConfig, step: int) -> None:
-    """Move the teacher towards the student if that is due after a step, counted from 0. Collective."""
-    if models.reference and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
-        models.reference.take_over(models.policy, cfg.reference.mix)
 
 
 def shares_by_source(cfg: DistillationConfig) -> dict[str, list[float]]:

@@ -145,14 +145,16 @@ def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) ->
     """
     from spmdrl.policy.models import Models
     from spmdrl.policy.optimizer import learning_rate
-    from spmdrl.rl.distillation import follow
     from spmdrl.rl.evaluation import is_evaluated
+    from spmdrl.rl.update import refresh_reference
 
     _ = cfg.reference.path
     stand_in: Any = StandIn(cfg)
     models = Models(stand_in, reference=stand_in)
     learning_rate(cfg.optimizer, LATE, 2 * LATE)
-    follow(models, cfg, max(1, plain.reference.refresh_every) - 1)
+    last = max(1, plain.reference.refresh_every) - 1
+    if cfg.reference.refresh_every:
+        refresh_reference(models, cfg.reference.refresh_every, last, cfg.reference.mix)
     if is_evaluated(cfg) and cfg.reward.model:
         _ = cfg.reward.model_coef
 

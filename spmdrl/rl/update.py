@@ -31,9 +31,17 @@ def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int
         stats.merge(models.process.update(batch, objective, steps).prefixed("process/"))
     if models.critic is None or step >= cfg.critic.warmup_steps:
         stats.merge(models.policy.update(batch, PolicyObjective(algo, models.policy, temperature, peers), steps))
-    if models.reference is not None and cfg.reference.refresh_every and (step + 1) % cfg.reference.refresh_every == 0:
-        models.reference.take_over(models.policy)
+    refresh_reference(models, cfg.reference.refresh_every, step)
     return stats
+
+
+def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -> None:
+    """Move the reference to the policy where that is due after a step, counted from 0. Collective.
+
+    every: 0: never. mix: share of the policy in it.
+    """
+    if models.reference is not None and every and (step + 1) % every == 0:
+        models.reference.take_over(models.policy, mix)
 
 
 def steer(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:

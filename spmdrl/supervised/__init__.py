@@ -8,10 +8,8 @@ preference.py    the parts of preference learning
 reward_model.py  the parts of the training of a reward model
 rows.py          draws and encodes the rows of each step
 encoder.py       turns a row into tokens with a loss mask
-objective.py     the loss of supervised fine-tuning
 precomputed.py   log p of the reference, computed before the first step
 sides.py         turns a row of preference data into sequences
-pairs.py         the loss of pairs
 labelled.py      the loss of labelled responses
 scores.py        the loss of a reward model
 generations.py   answers of the model during the job

@@ -5,11 +5,11 @@ from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.policy.contract import MEASURE
 from spmdrl.policy.distillation import DistillObjective, reader_of
+from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.models import Models
 from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, assemble, begin, frozen, policy
 from spmdrl.supervised.encoder import Encoder
-from spmdrl.supervised.objective import SftObjective
 from spmdrl.supervised.rows import pack
 from spmdrl.supervised.run import SupervisedRun
 

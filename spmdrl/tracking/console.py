@@ -62,6 +62,14 @@ PREFERRED: Columns = [
     ("epoch", "data/epoch"),
     ("eval", "eval/accuracy"),
 ]
+COMPARED: Columns = [
+    ("reward", "reward/mean"),
+    ("loss", "loss"),
+    ("pairs", "pairs/kept"),
+    ("|dlogp|", "logp_diff/mean"),
+    ("tok/s", "tokens/s"),
+    ("eval", "eval/accuracy"),
+]
 DISTILLED: Columns = [
     ("divergence", "divergence/mean"),
     ("entropy", "entropy/mean"),

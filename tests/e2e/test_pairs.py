@@ -11,13 +11,13 @@ from tests.e2e.warm import succeed
 pytestmark = pytest.mark.timeout(240)
 
 
-def by_page(page: str, folder) -> list[dict]:
-    """Runs the first command of a page of docs on two ranks; returns the lines of its log that have an evaluation."""
+def by_page(page: str, folder, *more: str) -> list[dict]:
+    """Runs the first command of a page of docs, and more flags, on two ranks; returns the lines with an evaluation."""
     text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
     words = shlex.split(re.findall(r"^torchrun .*$", text, re.MULTILINE)[0])
     at = words.index(f"spmdrl.{page}")
     assert words[:at] == ["torchrun", "--nproc-per-node", "2", "-m"]
-    succeed([*words[at + 1 :], "--run.dir", folder], module=f"spmdrl.{page}", ranks=2)
+    succeed([*words[at + 1 :], *more, "--run.dir", folder], module=f"spmdrl.{page}", ranks=2)
     return [row for row in metrics(folder) if "eval/accuracy" in row]
 
 
@@ -27,6 +27,13 @@ def test_preference_by_the_command_of_its_page_learns(tmp_path):
     assert rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4), "log 2: the policy is the reference"
     assert rows[-1]["eval/accuracy"] > 0.88 and rows[-1]["eval/loss"] < 0.57, rows
     assert rows[-1]["eval/rewards/margin"] > 0.3
+
+
+@pytest.mark.parametrize("method", ["dpo", "sppo", "raft"])
+def test_preference_on_own_samples_by_the_command_of_its_page_learns(method, tmp_path):
+    """Exact reversals on seeds 0, 1, 2: dpo 0.949, 0.961, 0.934; sppo 0.938, 0.910, 0.875; raft 0.965, 0.988, 0.969."""
+    rows = by_page("online_preference", tmp_path / "run", "--preference.method", method)
+    assert 0.25 < rows[0]["eval/accuracy"] < 0.5 and rows[-1]["eval/accuracy"] > 0.85, rows
 
 
 def test_reward_model_by_the_command_of_its_page_learns(tmp_path):

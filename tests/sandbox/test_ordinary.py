@@ -110,7 +110,7 @@ def test_an_ordinary_program_runs(warm, name):
 
 
 def test_pipes_of_a_shell(warm):
-    """Below sandlock the signal of a child that ends can interrupt a fork, as docs/sandbox.md says, and no call else."""
+    """Below sandlock the signal of a child that ends can interrupt a fork, as docs/sandbox.md says."""
     source = "import subprocess\nended = subprocess.run('echo a | cat', shell=True, capture_output=True, text=True)\n"
     program = Program(source + "print(ended.returncode, ended.stdout, ended.stderr)")
     ended = Counter(warm.run(program, LIMITS).stdout.strip() for _ in range(10))

@@ -15,6 +15,7 @@ from spmdrl.config.dump import to_yaml
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import leaves
 from spmdrl.config.load import from_command_line
+from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.resume import FIXED, FREE, differences, file_digests, listed, may_change, settled
 from spmdrl.config.reward_model import RewardModelConfig
@@ -22,7 +23,7 @@ from spmdrl.config.schema import Config
 from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import unlike
 
-SCHEMAS = (Config, SFTConfig, PreferenceConfig, RewardModelConfig, DistillationConfig)
+SCHEMAS = (Config, SFTConfig, PreferenceConfig, RewardModelConfig, OnlinePreferenceConfig, DistillationConfig)
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 FLAGS = ["--optimizer.lr", "0.001", "--algo.preset", "dapo", "--lora.targets", "q_proj", "v_proj"]
 

@@ -22,6 +22,7 @@ from spmdrl.config.checks import check
 from spmdrl.config.distillation import DistillationConfig, check_distillation
 from spmdrl.config.fields import ConfigError, leaves
 from spmdrl.config.load import from_command_line
+from spmdrl.config.online_preference import OnlinePreferenceConfig, check_online_preference
 from spmdrl.config.preference import PreferenceConfig, check_preference
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.reward_model import RewardModelConfig, check_reward_model
@@ -37,6 +38,7 @@ ELSEWHERE = (
     "engines",
     "growth",
     "megatron",
+    "online_preference",
     "performance",
     "placement",
     "preference",
@@ -71,6 +73,7 @@ JOBS: dict[str, tuple[type, Callable]] = {
     "sft": (SFTConfig, check_sft),
     "preference": (PreferenceConfig, check_preference),
     "reward_model": (RewardModelConfig, check_reward_model),
+    "online_preference": (OnlinePreferenceConfig, check_online_preference),
     "distill": (DistillationConfig, check_distillation),
 }
 """Entry point -> its settings and their rules."""
@@ -367,6 +370,7 @@ def test_pages_are_short(name):
     wide = (
         "distill",
         "growth",
+        "online_preference",
         "preference",
         "reliability",
         "programs",

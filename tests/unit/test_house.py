@@ -23,7 +23,18 @@ FLOORS = [
     ["session"],
     ["rl", "supervised"],
     ["plan", "tools"],
-    ["train", "sft", "preference", "reward_model", "distill", "evaluate", "replay", "flight", "doctor"],
+    [
+        "train",
+        "sft",
+        "preference",
+        "reward_model",
+        "online_preference",
+        "distill",
+        "evaluate",
+        "replay",
+        "flight",
+        "doctor",
+    ],
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 EXCEPTIONS = {

@@ -9,6 +9,24 @@ from spmdrl_kernels.blocks import outer_, product_
 needs_onednn = pytest.mark.skipif(not host.AVAILABLE, reason="torch was built without oneDNN")
 
 
+@pytest.fixture(params=[True, False], ids=["halved", "full width"])
+def halved(request, monkeypatch) -> bool:
+    """A CPU of which MKL uses half, and another one, which takes fewer products."""
+    monkeypatch.setattr(host, "HALVED", request.param)
+    monkeypatch.setattr(host, "LEAST_WEIGHT", 1 if request.param else 1 << 18)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "vendor, family, halved",
+    [("AuthenticAMD", 26, True), ("AuthenticAMD", 25, False), ("GenuineIntel", 26, False), ("GenuineIntel", 6, False)],
+)
+def test_kernel_host_knows_the_cpu_of_which_half_is_unused(vendor, family, halved):
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n\nprocessor\t: 1\n"
+    assert host._is_halved(text) == halved and not host._is_halved("")
+    assert not host._is_halved(text.replace("cpu family", "CPU implementer"))
+
+
 def make(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -26,9 +44,10 @@ def layer(K, N, bias):
 @needs_onednn
 @pytest.mark.parametrize("rows", [64, 333, 1500])
 @pytest.mark.parametrize("bias", [True, False])
-def test_kernel_host_linear_is_linear(rows, bias):
-    linear, reference = layer(128, 520, bias)
-    x = make(1, rows, 128).requires_grad_()
+def test_kernel_host_linear_is_linear(rows, bias, halved):
+    K = 128 if halved else 512
+    linear, reference = layer(K, 520, bias)
+    x = make(1, rows, K).requires_grad_()
     wanted = x.detach().double().requires_grad_()
     assert host.takes(x, linear.weight)
     y, exact = linear(x), reference(wanted)
@@ -41,7 +60,7 @@ def test_kernel_host_linear_is_linear(rows, bias):
 
 
 @needs_onednn
-def test_kernel_host_tiles_have_few_sizes(monkeypatch):
+def test_kernel_host_tiles_have_few_sizes(monkeypatch, halved):
     """oneDNN keeps 1 MiB for each shape that it compiles: a thousand lengths must not be a thousand shapes."""
     shapes, own = set(), torch.ops.mkldnn._linear_pointwise
 
@@ -61,9 +80,10 @@ def test_kernel_host_tiles_have_few_sizes(monkeypatch):
 
 
 @needs_onednn
-def test_kernel_host_takes_large_float32_alone(monkeypatch):
+def test_kernel_host_takes_large_float32_alone(monkeypatch, halved):
     x, weight = make(64, 128), make(512, 128)
-    assert host.takes(x, weight) and not host.takes(x[:63], weight)
+    assert host.takes(x, weight) == halved and not host.takes(x[:63], weight)
+    assert host.takes(make(64, 512), make(512, 512))
     monkeypatch.setattr(host, "WIDENS", False)
     for other in (torch.float64, torch.bfloat16):
         assert not host.takes(x.to(other), weight.to(other)) and not host.takes(x, weight.to(other))
@@ -72,7 +92,7 @@ def test_kernel_host_takes_large_float32_alone(monkeypatch):
 
 @needs_onednn
 @pytest.mark.parametrize("add", [True, False])
-def test_kernel_host_in_blocks_of_logits(add):
+def test_kernel_host_in_blocks_of_logits(add, halved):
     """Both sides are views of wider matrices, as blocks of logits are."""
     a, b, wide = make(600, 160)[:, :128], make(300, 128), make(600, 400, seed=2)
     total = wide[:, :300]

@@ -1,0 +1,145 @@
+"""Settings of preference learning on the policy's own samples, and the rules for them."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from tyro.conf import Suppress
+
+from spmdrl.config.checks import check
+from spmdrl.config.fields import ConfigError, flag, get, refuse
+from spmdrl.config.learning import AlgoConfig, CorrectionConfig, CriticConfig, ProcessRewardConfig, SafetyConfig
+from spmdrl.config.plan import plan_lines
+from spmdrl.config.preference import (
+    METHOD_RULES,
+    REFERENCE_RULES,
+    UNPAIRED,
+    PreferenceMethod,
+    has_reference,
+    losses_of,
+    method_problems,
+)
+from spmdrl.config.rules import _at_least_0, _Rule, rule_problems
+from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunConfig
+
+
+@dataclass
+class OnlineRunConfig(RunConfig):
+    """The run as a whole."""
+
+    name: str = "online"
+    """Name shown in trackers and used for the default run folder."""
+
+
+@dataclass
+class OnlineReferenceConfig(ReferenceConfig):
+    """The frozen model that the policy is held to."""
+
+    enabled: Suppress[Literal["auto", "on", "off"]] = "auto"
+    path: str = ""
+    """The model, as `--model.path`. Empty: the starting model."""
+    mix: float = 1.0
+    """Share of the policy in it when it moves (`refresh_every`); 1 takes the policy's weights."""
+
+
+@dataclass
+class OnlineMethod(PreferenceMethod):
+    """The loss, and the samples that it compares: the best and the worst of each prompt."""
+
+    method: Literal["dpo", "ipo", "simpo", "cpo", "orpo", "rpo", "mpo", "apo", "sppo", "raft"] = "dpo"
+    """Published losses by their names; `--preference.loss` replaces them."""
+    gap: float = 0.0
+    """A prompt is left out unless the rewards of its best and its worst sample differ by more than this."""
+    least_reward: float | None = None
+    """A prompt is left out unless its best sample has at least this reward. None: no bound."""
+    wanted_weight: Suppress[float] = 1.0
+    unwanted_weight: Suppress[float] = 1.0
+
+
+@dataclass
+class OnlinePreferenceConfig(Config):
+    """Preference learning on the policy's own samples. Every rank runs this same program."""
+
+    run: OnlineRunConfig = field(default_factory=OnlineRunConfig)
+    optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-6))
+    reference: OnlineReferenceConfig = field(default_factory=OnlineReferenceConfig)
+    preference: OnlineMethod = field(default_factory=OnlineMethod)
+    algo: Suppress[AlgoConfig] = field(default_factory=AlgoConfig)
+    correction: Suppress[CorrectionConfig] = field(default_factory=CorrectionConfig)
+    critic: Suppress[CriticConfig] = field(default_factory=CriticConfig)
+    process_reward: Suppress[ProcessRewardConfig] = field(default_factory=ProcessRewardConfig)
+    safety: Suppress[SafetyConfig] = field(default_factory=SafetyConfig)
+
+    @property
+    def has_reference(self) -> bool:
+        """True for losses with a reference."""
+        return has_reference(self.preference)
+
+
+OWN_RULES: dict[str, _Rule] = METHOD_RULES | REFERENCE_RULES | {"preference.gap": _at_least_0}
+
+
+def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
+    """Tell whether only the best sample of a prompt is learnt from (RAFT, best of n)."""
+    return losses_of(config.preference).keys() == {"sft"}
+
+
+def check_online_preference(config: OnlinePreferenceConfig, world_size: int) -> None:
+    """Check all values together.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    try:
+        losses = losses_of(config.preference)
+    except ValueError as error:
+        refuse([str(error)])
+    problems = rule_problems(config, OWN_RULES) + method_problems(config.preference, losses)
+    problems += _problems(config, losses)
+    try:
+        check(config, world_size)
+    except ConfigError as error:
+        problems += str(error).split("\n  ")[1:]
+    refuse(problems)
+
+
+def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[str]:
+    reference, rollout, problems = config.reference, config.rollout, []
+    if unpaired := sorted(UNPAIRED & losses.keys()):
+        problems.append(f"--preference.loss {unpaired[0]}: is of labelled responses; take a loss of pairs")
+    given = [name for name in ("path", "refresh_every") if getattr(reference, name)]
+    if given and not config.has_reference:
+        problems.append(f"{flag('reference.' + given[0])}: these losses have no reference; leave it out")
+    if reference.mix != 1 and not reference.refresh_every:
+        problems.append("--reference.mix: is of a reference that moves (--reference.refresh-every)")
+    if reference.refresh_every and config.lora.rank:
+        problems.append(
+            "--reference.refresh-every: the reference has no adapters, and cannot move to a policy with --lora.rank; "
+            "leave one of the two out"
+        )
+    alone = losses.keys() == {"sft"}
+    if alone and config.preference.gap:
+        problems.append(
+            "--preference.gap: only the best sample of a prompt is learnt from; take --preference.least-reward"
+        )
+    longest = 2 * (rollout.max_prompt_tokens + rollout.max_new_tokens)
+    budget = config.policy.max_tokens_per_microbatch
+    if longest > budget and not alone:
+        problems.append(f"--policy.max-tokens-per-microbatch {budget}: must hold a pair, so at least {longest}")
+    plain = OnlinePreferenceConfig()
+    problems += [
+        f"{flag(name)}: is not read here; leave it out"
+        for name in ("shaping.mask_cut", "filter.resample", "filter.replay_steps")
+        if get(config, name) != get(plain, name)
+    ]
+    return problems
+
+
+def online_lines(config: OnlinePreferenceConfig, world_size: int) -> list[str]:
+    """How the counts multiply out, printed at the start and by `--dry-run`."""
+    losses, count = losses_of(config.preference), config.rollout.samples_per_prompt
+    what = "the best" if takes_best_alone(config) else "the best and the worst"
+    told = ", ".join(f"{name} x {weight:g}" for name, weight in losses.items())
+    moves = config.reference.refresh_every
+    line = f"pairs    {what} of {count} samples of each prompt; loss {told}"
+    return [*plan_lines(config, world_size), line, *([f"reference moves every {moves} steps"] if moves else [])]

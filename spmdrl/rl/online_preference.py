@@ -1,0 +1,138 @@
+"""Pairs of a run's own samples: which samples of a prompt are compared, the reference's view of them, the update.
+
+Online DPO (https://arxiv.org/abs/2402.04792) and iterative SPPO (https://arxiv.org/abs/2405.00675) take the best and
+the worst sample of each prompt; RAFT (https://arxiv.org/abs/2304.06767) the best alone, as supervised fine-tuning does.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.algos.preference import Terms
+from spmdrl.config.online_preference import OnlinePreferenceConfig, takes_best_alone
+from spmdrl.config.preference import losses_of
+from spmdrl.data.batch import Batch, balance
+from spmdrl.data.preferences import CHOSEN, REJECTED
+from spmdrl.policy.contract import LossResult, Objective
+from spmdrl.policy.likelihood import SftObjective
+from spmdrl.policy.pairs import PairObjective, PairShared
+from spmdrl.rl.algorithm import Algorithm, add_mismatch
+from spmdrl.rl.reading import finite
+from spmdrl.rl.run import Run
+from spmdrl.rl.score import add_model_scores, shape
+from spmdrl.rl.update import refresh_reference
+from spmdrl.tracking.metrics import Metrics
+
+
+class OnlinePreference:
+    """The parts of preference learning that a run of reinforcement learning lacks."""
+
+    def __init__(self, run: Run):
+        """Read which samples of a prompt are compared."""
+        assert isinstance(run.cfg, OnlinePreferenceConfig)
+        self.run, self.cfg = run, run.cfg
+        self.alone = takes_best_alone(run.cfg)
+
+    def balance(self, batch: Batch) -> Batch:
+        """Give ranks equal work, and each the whole group of a prompt. Collective over the world."""
+        batch.seq["unit"] = batch.seq["position"]
+        if not self.cfg.reward.model:
+            # Most samples of a large group are only carried.
+            learnt_B = torch.zeros(len(batch), dtype=torch.bool)
+            learnt_B[self.sides(batch, batch.seq["reward"])] = True
+            batch.seq["work"] = torch.where(learnt_B, batch.seq["work"], 1)
+            if "common" in batch.seq:
+                batch.seq["common"] = torch.minimum(batch.seq["common"], batch.seq["work"] - 1)
+        shared = balance(batch, self.run.world)
+        # Only the pairs have to stay together in a micro-batch.
+        del shared.seq["unit"]
+        return shared
+
+    def sides(self, batch: Batch, reward_B: torch.Tensor) -> torch.Tensor:
+        """Places in the batch of the samples to learn from, int64: of each prompt the best and, unless that one stands
+        alone, right after it the worst. Among equals the first one drawn is taken.
+        """
+        chosen, groups = self.cfg.preference, {}
+        for place, position in enumerate(batch.seq["position"].tolist()):
+            groups.setdefault(position, []).append(place)
+        reward, found = reward_B.tolist(), []
+        for places in groups.values():
+            best, worst = (pick(places, key=reward.__getitem__) for pick in (max, min))
+            if chosen.least_reward is not None and reward[best] < chosen.least_reward:
+                continue
+            if self.alone:
+                found.append(best)
+            elif reward[best] - reward[worst] > chosen.gap:
+                found += [best, worst]
+        return torch.tensor(found, dtype=torch.int64)
+
+    def compare(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The samples to learn from, the sides of a pair neighbours, with the reference's log p. Collective.
+
+        Collective over the ranks that train, and with them those that score.
+
+        Raises:
+            ValueError: a model gave a number that is not finite; the message names model, prompt and sample.
+        """
+        models, cfg, algo, metrics = self.run.models, self.cfg, self.run.algo, Metrics()
+        if models.reward_model:
+            metrics.merge(add_model_scores(batch, models, algo, cfg.reward.model_coef))
+        batch.seq["shaped"] = shape(batch, cfg, algo.state, self.run.peers)
+        index = self.sides(batch, batch.seq["shaped"])
+        pairs = batch.select(index)
+        sides, shaped = (1 if self.alone else 2), pairs.seq["shaped"].view(-1, 1 if self.alone else 2)
+        prompts = len(set(batch.seq["position"].tolist()))
+        metrics.add("pairs/kept", len(shaped) / max(1, prompts), prompts)
+        if sides > 1:
+            gap = shaped[:, 0] - shaped[:, 1]
+            metrics.add("pairs/gap", gap.mean() if len(gap) else 0.0, len(gap))
+            pairs.seq["unit"] = pairs.seq["position"]
+            pairs.seq["sample"] = torch.tensor([CHOSEN, REJECTED]).repeat(len(gap))
+        if models.reference is not None:
+            pairs.token["ref_logp"], _ = models.reference.logprobs(pairs, cfg.rollout.temperature)
+            finite(pairs, pairs.token["ref_logp"], "the reference")
+        return pairs, metrics
+
+    def learn(self, pairs: Batch, step: int) -> Metrics:
+        """Update the policy on what `compare` returned, then the reference if it is due. Collective. step: from 0."""
+        models, cfg = self.run.models, self.cfg
+        stats = models.policy.update(pairs, self.objective())
+        refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
+        return stats
+
+    def objective(self) -> Objective:
+        """The loss that the settings name. log p of pairs is that at the temperature of sampling."""
+        chosen, policy, peers = self.cfg.preference, self.run.models.policy, self.run.peers
+        if self.alone:
+            return SftObjective("nll", peers)
+        terms = Terms(chosen.beta, chosen.label_smoothing, chosen.divergence, chosen.alpha, chosen.tau, chosen.margin)
+        return OwnPairs(
+            losses_of(chosen),
+            terms,
+            policy,
+            peers,
+            chosen.tail,
+            chosen.weighted,
+            self.cfg.rollout.temperature,
+            self.run.algo,
+            policy.updates_done,
+        )
+
+
+@dataclass
+class OwnPairs(PairObjective):
+    """Pairs that an engine sampled: its log p is compared with the policy's, as in every run."""
+
+    algo: Algorithm | None = None
+    start: int = 0
+    """The policy's `updates_done` when the update began."""
+
+    def loss(self, micro: Batch, first_T: torch.Tensor, second_T: torch.Tensor, shared: PairShared) -> LossResult:
+        """Implements `loss` of the contract, from logp."""
+        out = super().loss(micro, first_T, second_T, shared)
+        assert self.algo is not None
+        if self.policy.updates_done == self.start:
+            young_T = self.algo.young(micro, self.policy.version)
+            columns = (micro.token["rollout_logp"], micro.token["mask"], micro.seq_index, young_T)
+            add_mismatch(out.stats, first_T.detach(), *(x_T.to(first_T.device) for x_T in columns))
+        return out

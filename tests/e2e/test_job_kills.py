@@ -1,0 +1,49 @@
+"""Jobs beside `spmdrl.train` that are killed in mid-epoch go on exactly, by the same command."""
+
+import gzip
+import json
+
+import pytest
+
+from spmdrl.data.builtin import reverse_pairs
+from tests.e2e.kills import VARIABLE, differences, untimed
+from tests.e2e.runner import argv
+from tests.e2e.warm import run, succeed
+
+pytestmark = pytest.mark.timeout(240)
+ALL = "--run.steps 12 --eval.every 4 --checkpoint.every 3 --tracking.trackers jsonl --run.timeout 30"
+JOBS = {
+    # Five steps are an epoch.
+    "sft": "--data.train builtin:reverse --data.eval builtin:reverse:eval --data.limit 320 --eval.rows 32 "
+    "--sft.neftune 5",
+    "preference": "--data.train {stream} --data.eval builtin:reverse-pairs:eval --data.rows-per-step 16 --eval.rows 32 "
+    "--optimizer.lr 1e-4 --reference.refresh-every 4 --reference.mix 0.5",
+    "online_preference": "--rollout.engine hf --deterministic --rollout.prompts-per-step 4 "
+    "--rollout.samples-per-prompt 4 --eval.prompts 8 --optimizer.lr 1e-4 --reference.refresh-every 4",
+}
+
+
+@pytest.fixture
+def stream(tmp_path) -> str:
+    """Pairs in a file that is read while it trains; five steps of 16 rows are an epoch."""
+    rows = reverse_pairs(held_out=False)[:80]
+    path = tmp_path / "pairs.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return str(path)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_resume_of_a_job_after_a_kill_in_mid_epoch_is_bit_equal(job, stream, tmp_path):
+    """SIGKILL of one of two ranks in its ninth step, the fourth of the second epoch, and the same command again."""
+    module, flags = f"spmdrl.{job}", [*argv(ALL), *argv(JOBS[job].format(stream=stream))]
+    kill = {"rank": 1, "phase": "update", "time": 9, "seconds": 0.0, "note": str(tmp_path / "note"), "job": module}
+    succeed([*flags, "--run.dir", tmp_path / "whole"], module=module, ranks=2)
+    cut = [*flags, "--run.dir", tmp_path / "cut"]
+    ended = run(cut, module="tests.e2e.kills", ranks=2, env={VARIABLE: json.dumps(kill)})
+    assert ended.rc and (tmp_path / "note").exists(), ended.show()
+    assert (tmp_path / "cut" / "checkpoints" / "latest").resolve().name == "step_6"
+    assert len(untimed(tmp_path / "cut")) in (7, 8), "steps after the checkpoint are done again"
+    again = succeed(cut, module=module, ranks=2)
+    assert any(line.startswith("resumed from") for line in again.out), again.show()
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
+    assert [row["step"] for row in untimed(tmp_path / "cut")] == list(range(1, 13))
