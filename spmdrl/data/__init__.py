@@ -5,11 +5,7 @@ builtin.py     the built-in tasks
 chat.py        turns a prompt or chat messages into tokens
 dialogues.py   reads rows of supervised data as dialogues or text
 preferences.py reads rows of preference data as pairs or labelled responses
-<<<<<<< HEAD
-step_rows.py   reads rows of steps with labels
-=======
 step_rows.py   reads rows of responses whose steps have labels
->>>>>>> a7da155bd5579760eb881af63b71c28d46155094
 steps.py       where the steps of a response end
 rendering.py   renders dialogues by a chat template
 turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it

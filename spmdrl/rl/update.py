@@ -31,7 +31,9 @@ def update(batch: Batch, models: Models, algo: Algorithm, cfg: Config, step: int
         stats.merge(models.process.update(batch, objective, steps).prefixed("process/"))
     if models.critic is None or step >= cfg.critic.warmup_steps:
         stats.merge(models.policy.update(batch, PolicyObjective(algo, models.policy, temperature, peers), steps))
-    refresh_reference(models, cfg.reference.refresh_every, step)
+    if models.reference is not None:
+        # Read only here: the rehearsal refuses the setting where there is no reference.
+        refresh_reference(models, cfg.reference.refresh_every, step)
     return stats
 
 
