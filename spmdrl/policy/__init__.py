@@ -7,10 +7,6 @@ learner.py      updates of a model, the same for every backend
 grad_guard.py   skips optimizer steps that are not finite, notices gradients that spike
 optimizer.py    AdamW, its schedule, the global gradient norm
 heads.py        logp and entropy, or a value, for every token of a pack
-<<<<<<< HEAD
-=======
-aligned.py      the distance from a teacher that reads other tokens
->>>>>>> 8d35b10e5041c961f76e785d9abffd197888656b
 likelihood.py   the loss of supervised fine-tuning
 pairs.py        the loss of pairs of responses
 distillation.py what a teacher leaves in a batch, the divergence that a student learns by

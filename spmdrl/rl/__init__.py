@@ -18,15 +18,10 @@ reading.py       how a reward model reads responses: tokens, steps, labels
 retokenize.py    responses in the tokens of a reward model's own tokenizer
 update.py        updates every model that learns
 objectives.py    losses of the policy, a critic, a process reward model
-<<<<<<< HEAD
 online_preference.py  which samples of a prompt are compared
 teacher_prompts.py  the prompts as a teacher reads them
 alignment.py     a teacher that reads other tokens
 spans.py         spans of text that tokens of both cover
-=======
-alignment.py     a teacher that reads other tokens; spans.py: the spans of text; teacher_prompts.py: its prompts
-online_preference.py  which samples of a prompt are compared
->>>>>>> 8d35b10e5041c961f76e785d9abffd197888656b
 distillation.py  what teachers say of a batch, responses of the data set
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       makes an Algorithm from settings

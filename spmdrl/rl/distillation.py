@@ -127,11 +127,7 @@ class Distillation:
 
         step: counted from 0.
         """
-<<<<<<< HEAD
         models, cfg = self.run.models, self.cfg
-=======
-        cfg, models = self.cfg, self.run.models
->>>>>>> 8d35b10e5041c961f76e785d9abffd197888656b
         stats = models.policy.update(batch, self.objective(), cfg.algo.updates_per_step)
         refresh_reference(models, cfg.reference.refresh_every, step, cfg.reference.mix)
         return stats

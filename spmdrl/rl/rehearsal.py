@@ -152,14 +152,9 @@ def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) ->
     stand_in: Any = StandIn(cfg)
     models = Models(stand_in, reference=stand_in)
     learning_rate(cfg.optimizer, LATE, 2 * LATE)
-<<<<<<< HEAD
-    due = max(1, plain.reference.refresh_every) - 1
-    refresh_reference(models, cfg.reference.refresh_every, due, cfg.reference.mix)
-=======
     last = max(1, plain.reference.refresh_every) - 1
     if cfg.reference.refresh_every:
         refresh_reference(models, cfg.reference.refresh_every, last, cfg.reference.mix)
->>>>>>> 8d35b10e5041c961f76e785d9abffd197888656b
     if is_evaluated(cfg) and cfg.reward.model:
         _ = cfg.reward.model_coef
 
