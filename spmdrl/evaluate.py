@@ -13,15 +13,20 @@ import json
 import os
 from typing import Any
 
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, evaluation_lines
 from spmdrl.config.load import Loaded, load_or_exit
+from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.schema import Config
 from spmdrl.session.environ import postpone_collections, prepare
+
+RUNS = (Config, DistillationConfig, OnlinePreferenceConfig)
+"""Settings of the runs whose files are read."""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluate `--model.path` on `--data.eval`."""
-    asked = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluationConfig, check_config, also=Config)
+    asked = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluationConfig, check_config, also=RUNS)
     # A run folder's config.yaml tells how many the run looked at while it trained.
     prompts = asked.config.eval.prompts if "eval.prompts" in asked.given else 0
     cfg = as_run(asked.config, prompts)

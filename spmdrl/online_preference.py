@@ -7,6 +7,7 @@ says so). Left out of this page: which samples of a prompt are compared (`rl/onl
 
 from spmdrl.config.load import load_or_exit
 from spmdrl.config.online_preference import OnlinePreferenceConfig, check_online_preference, online_lines
+from spmdrl.rl.rehearsal import check_use
 from spmdrl.session.environ import postpone_collections, prepare
 
 
@@ -37,7 +38,8 @@ def train(run) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read flags, build the run, train; any failure ends the whole job by name."""
-    loaded = load_or_exit(argv, "python -m spmdrl.online_preference", OnlinePreferenceConfig, check_online_preference)
+    prog = "python -m spmdrl.online_preference"
+    loaded = load_or_exit(argv, prog, OnlinePreferenceConfig, check_online_preference, check_use)
     prepare()
     postpone_collections()
     from spmdrl.rl.build import build_run

@@ -60,7 +60,7 @@ def from_command_line(
     argv: Sequence[str] | None = None,
     prog: str = "python -m spmdrl.train",
     schema: type[C] = Config,
-    also: type | None = None,
+    also: tuple[type, ...] = (),
 ) -> Loaded[C]:
     """Read `--config` files and dotted flags (`--run.steps 5`, `_` or `-` in names) into a schema.
 
@@ -68,7 +68,7 @@ def from_command_line(
         argv: words after the program name; None takes sys.argv.
         prog: name shown by `--help`.
         schema: a dataclass of dataclasses: the sections that the entry point reads.
-        also: the schema of another entry point, whose files are read too; what this one does not read is passed over.
+        also: schemas of other entry points, whose files are read too; what this one does not read is passed over.
 
     Raises:
         ConfigError: unknown names (all of them together), a value of the wrong type, or a file that cannot be read.
@@ -96,7 +96,7 @@ def from_command_line(
         from_files = [entry for entry in from_files if not any(entry is other for other in implied)]
 
     hints = leaves(schema) | {"dry_run": bool}
-    passed_over = leaves(also).keys() - hints.keys() if also else set()
+    passed_over = {name for other in also for name in leaves(other)} - hints.keys()
     tokens: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
     named: set[str] = set()
@@ -134,7 +134,7 @@ def load_or_exit(
     schema: type[C] = Config,
     check: Callable[[C, int], None] | None = checks.check,  # type: ignore[assignment]
     check_use: Callable[[Loaded[C]], list[str]] | None = None,
-    also: type | None = None,
+    also: tuple[type, ...] = (),
 ) -> Loaded[C]:
     """`from_command_line` and `check` for an entry point: a mistake is one message from rank 0 and exit code 2 on all.
 

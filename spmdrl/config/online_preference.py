@@ -1,5 +1,6 @@
 """Settings of preference learning on the policy's own samples, and the rules for them."""
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -20,7 +21,7 @@ from spmdrl.config.preference import (
     method_problems,
     reference_problems,
 )
-from spmdrl.config.rules import _at_least_0, _Rule, rule_problems
+from spmdrl.config.rules import _at_least_0, _maybe, _Rule, rule_problems
 from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunConfig
 
 
@@ -65,7 +66,8 @@ class OnlinePreferenceConfig(Config):
     optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-6))
     reference: OnlineReferenceConfig = field(default_factory=OnlineReferenceConfig)
     preference: OnlineMethod = field(default_factory=OnlineMethod)
-    algo: Suppress[AlgoConfig] = field(default_factory=AlgoConfig)
+    # No sample has an advantage, and none is compared by one.
+    algo: Suppress[AlgoConfig] = field(default_factory=partial(AlgoConfig, advantage="reinforce"))
     correction: Suppress[CorrectionConfig] = field(default_factory=CorrectionConfig)
     critic: Suppress[CriticConfig] = field(default_factory=CriticConfig)
     process_reward: Suppress[ProcessRewardConfig] = field(default_factory=ProcessRewardConfig)
@@ -77,7 +79,11 @@ class OnlinePreferenceConfig(Config):
         return has_reference(self.preference)
 
 
-OWN_RULES: dict[str, _Rule] = METHOD_RULES | REFERENCE_RULES | {"preference.gap": _at_least_0}
+OWN_RULES: dict[str, _Rule] = (
+    METHOD_RULES
+    | REFERENCE_RULES
+    | {"preference.gap": _at_least_0, "preference.least_reward": _maybe(math.isfinite, "must be a finite number")}
+)
 
 
 def takes_best_alone(config: OnlinePreferenceConfig) -> bool:
@@ -114,7 +120,10 @@ def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[
         problems.append(
             "--preference.gap: only the best sample of a prompt is learnt from; take --preference.least-reward"
         )
-    longest = 2 * (rollout.max_prompt_tokens + rollout.max_new_tokens)
+    if rollout.samples_per_prompt < 2 and not alone:
+        problems.append(f"--rollout.samples-per-prompt {rollout.samples_per_prompt}: a pair takes at least 2")
+    shared = config.policy.share_prompts and config.policy.backend == "fsdp"
+    longest = rollout.max_prompt_tokens * (1 if shared else 2) + 2 * rollout.max_new_tokens
     budget = config.policy.max_tokens_per_microbatch
     if longest > budget and not alone:
         problems.append(f"--policy.max-tokens-per-microbatch {budget}: must hold a pair, so at least {longest}")
@@ -130,8 +139,14 @@ def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[
 def online_lines(config: OnlinePreferenceConfig, world_size: int) -> list[str]:
     """How the counts multiply out, printed at the start and by `--dry-run`."""
     losses, count = losses_of(config.preference), config.rollout.samples_per_prompt
-    what = "the best" if takes_best_alone(config) else "the best and the worst"
+    alone, prompts = takes_best_alone(config), config.rollout.prompts_per_step
     told = ", ".join(f"{name} x {weight:g}" for name, weight in losses.items())
+    what = "the best" if alone else "the best and the worst"
     moves = config.reference.refresh_every
-    line = f"pairs    {what} of {count} samples of each prompt; loss {told}"
-    return [*plan_lines(config, world_size), line, *([f"reference moves every {moves} steps"] if moves else [])]
+    lines = [line for line in plan_lines(config, world_size) if not line.startswith("update")]
+    return [
+        *lines,
+        f"update   1 optimizer step a step, on at most {prompts * (1 if alone else 2):,} sequences: {what} of "
+        f"{count:,} samples of each prompt; loss {told}",
+        *([f"reference moves every {moves:,} steps"] if moves else []),
+    ]

@@ -82,6 +82,12 @@ def _of_steps(config: RewardModelConfig) -> list[str]:
     chosen, problems = config.reward_model, []
     if not chosen.separator:
         problems.append("--reward-model.separator: is empty; name the text that ends steps, or leave the setting out")
+    if "\\n" in chosen.separator or "\\t" in chosen.separator:
+        problems.append(
+            f"--reward-model.separator {chosen.separator}: holds a backslash and a letter; for line breaks write "
+            f"$'{chosen.separator}' in a shell, or a text in double quotes in YAML"
+        )
+    problems += _unread(config, ("chosen_column", "rejected_column", "margin_column", "output_column"), "pairs")
     for name in ("outputs", "centre"):
         if getattr(chosen, name):
             problems.append(f"--reward-model.{name}: is of pairs, and --reward-model.rows is steps; leave it out")
@@ -93,7 +99,19 @@ def _of_steps(config: RewardModelConfig) -> list[str]:
 
 
 def _of_pairs(config: RewardModelConfig) -> list[str]:
-    """One line for each setting to change that only labelled steps read."""
+    """One line for each setting to change that only labelled steps read, or several outputs."""
     chosen, plain = config.reward_model, RewardModelMethod()
+    others = _unread(config, ("steps_column", "labels_column"), "steps")
+    if len(chosen.outputs) < 2 and config.data.output_column != ScoredDataConfig().output_column:
+        others.append("--data.output-column: is read with several --reward-model.outputs; leave it out")
     read = [name for name in ("separator", "last_step") if getattr(chosen, name) != getattr(plain, name)]
-    return [f"{flag('reward_model.' + name)}: is of --reward-model.rows steps, so take that too" for name in read]
+    return [
+        f"{flag('reward_model.' + name)}: is of --reward-model.rows steps, so take that too" for name in read
+    ] + others
+
+
+def _unread(config: RewardModelConfig, names: tuple[str, ...], kind: str) -> list[str]:
+    """One line for each column that rows of the other kind have."""
+    data, plain = config.data, ScoredDataConfig()
+    given = [name for name in names if getattr(data, name) != getattr(plain, name)]
+    return [f"{flag('data.' + name)}: is of --reward-model.rows {kind}; leave it out" for name in given]

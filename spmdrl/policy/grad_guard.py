@@ -55,7 +55,7 @@ class Guard:
     factor: float
     """`--run.spike-factor`."""
     hand_on: Callable[[AnomalousStep], str] | None = None
-    """Stores an anomalous step and returns its path. Collective over the ranks that train."""
+    """Stores an anomalous step and returns how to look at it. Collective over the ranks that train."""
     row: int = 0
     """Consecutive non-finite steps so far."""
     handed_on: list[int] = field(default_factory=lambda: [0, 0])
@@ -84,7 +84,7 @@ class Guard:
             return False
         what = f"gradient norm is {step.norm}" if not math.isfinite(step.norm) else "the loss is not finite"
         often = f", {self.row} in a row (--optimizer.bad-steps {self.limit})" if self.row > 1 else ""
-        look = f"python -m spmdrl.replay {where}" if where else "the last batch in samples.jsonl"
+        look = where or "the last batch in samples.jsonl"
         raise NonFiniteError(
             f"{what} at optimizer step {step.updates_done}{often}; weights are unchanged. "
             f"Lower --optimizer.lr, or look at {look}"

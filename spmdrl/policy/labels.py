@@ -112,7 +112,8 @@ def _weighed(told: ClassifierConfig, file: str, config: Any) -> tuple[tuple[str,
         )
     if scores_tokens(config):
         if not told.steps:
-            raise ValueError(f"{said}{told.path} scores tokens, so steps must name the separator of steps, as '\\n\\n'")
+            why = f'{said}{told.path} scores tokens, so steps must name the separator of steps, as "\\n\\n"'
+            raise ValueError(why)
         if count == 2 and not told.weights:
             return (ALONE,), (1.0,), True
     if count == 1 and not told.weights:

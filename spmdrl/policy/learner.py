@@ -66,6 +66,8 @@ class Learner:
         """Samples of a prompt are packed together, and the prompt runs once for all of them."""
         self.multiple = 1
         """The number of micro-batches must be a multiple of this."""
+        self.stored = DTYPES[cfg.model.dtype]
+        """Type of the weights in a checkpoint."""
         self.master = torch.float32
         """Type of the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
@@ -182,7 +184,7 @@ class Learner:
             sum(math.prod(entry.shape) for entry in catalogue(self.pieces(part), self.world.role_group))
             for part in parts
         ]
-        dtype = DTYPES[self.cfg.model.dtype]
+        dtype = self.stored
         masters = sizes[-1] * (adapted or (trains and (dtype != self.master or self.keeps_masters)))
         return sizes[0] * dtype.itemsize + (masters + 2 * trains * sizes[-1]) * self.master.itemsize
 

@@ -79,7 +79,7 @@ def build_run(session: Session[Config]) -> Run:
         session.note(models.labels.says)
     if judges and models.policy:
         judges.check_policy(models.policy)
-    spikes = Spikes(session.folder, world, models, algo, session.warn)
+    spikes = Spikes(session.folder, world, models, algo, session.warn, replays=type(cfg) is Config)
     state = RunState(algo, spikes)
     checkpoints = Checkpoints(session, models, state, prompts.digest())
     first, greedy = checkpoints.start_step, "greedy" in algo.needs

@@ -23,6 +23,9 @@ from spmdrl.rl.score import add_model_scores, shape
 from spmdrl.rl.update import refresh_reference
 from spmdrl.tracking.metrics import Metrics
 
+ROUNDING = 1e-6
+"""Share of a reward by which two rewards must differ more than `--preference.gap` asks for."""
+
 
 class OnlinePreference:
     """The parts of preference learning that a run of reinforcement learning lacks."""
@@ -50,9 +53,10 @@ class OnlinePreference:
 
     def sides(self, batch: Batch, reward_B: torch.Tensor) -> torch.Tensor:
         """Places in the batch of the samples to learn from, int64: of each prompt the best and, unless that one stands
-        alone, right after it the worst. Among equals the first one drawn is taken.
+        alone, right after it the worst. Among equals the first one drawn is taken. Two that are the same tokens are no
+        pair, whatever a reward makes of them.
         """
-        chosen, groups = self.cfg.preference, {}
+        chosen, groups, tokens = self.cfg.preference, {}, batch.token["tokens"].split(batch.lengths.tolist())
         for place, position in enumerate(batch.seq["position"].tolist()):
             groups.setdefault(position, []).append(place)
         reward, found = reward_B.tolist(), []
@@ -62,7 +66,9 @@ class OnlinePreference:
                 continue
             if self.alone:
                 found.append(best)
-            elif reward[best] - reward[worst] > chosen.gap:
+                continue
+            least = chosen.gap + ROUNDING * max(1.0, abs(reward[best]), abs(reward[worst]))
+            if reward[best] - reward[worst] > least and not torch.equal(tokens[best], tokens[worst]):
                 found += [best, worst]
         return torch.tensor(found, dtype=torch.int64)
 
@@ -80,17 +86,21 @@ class OnlinePreference:
         batch.seq["shaped"] = shape(batch, cfg, algo.state, self.run.peers)
         index = self.sides(batch, batch.seq["shaped"])
         pairs = batch.select(index)
-        sides, shaped = (1 if self.alone else 2), pairs.seq["shaped"].view(-1, 1 if self.alone else 2)
+        shaped = pairs.seq["shaped"].view(-1, 1 if self.alone else 2)
         prompts = len(set(batch.seq["position"].tolist()))
         metrics.add("pairs/kept", len(shaped) / max(1, prompts), prompts)
-        if sides > 1:
+        if models.reference is not None:
+            pairs.token["ref_logp"], _ = models.reference.logprobs(pairs, cfg.rollout.temperature)
+            finite(pairs, pairs.token["ref_logp"], "the reference")
+        if self.alone:
+            # Its loss is not at the temperature of sampling, and so cannot tell.
+            logp_T, _ = models.policy.logprobs(pairs, cfg.rollout.temperature)
+            add_mismatch(metrics, logp_T, *sampled_of(pairs, algo, models.policy.version))
+        else:
             gap = shaped[:, 0] - shaped[:, 1]
             metrics.add("pairs/gap", gap.mean() if len(gap) else 0.0, len(gap))
             pairs.seq["unit"] = pairs.seq["position"]
             pairs.seq["sample"] = torch.tensor([CHOSEN, REJECTED]).repeat(len(gap))
-        if models.reference is not None:
-            pairs.token["ref_logp"], _ = models.reference.logprobs(pairs, cfg.rollout.temperature)
-            finite(pairs, pairs.token["ref_logp"], "the reference")
         return pairs, metrics
 
     def learn(self, pairs: Batch, step: int) -> Metrics:
@@ -132,7 +142,11 @@ class OwnPairs(PairObjective):
         out = super().loss(micro, first_T, second_T, shared)
         assert self.algo is not None
         if self.policy.updates_done == self.start:
-            young_T = self.algo.young(micro, self.policy.version)
-            columns = (micro.token["rollout_logp"], micro.token["mask"], micro.seq_index, young_T)
+            columns = sampled_of(micro, self.algo, self.policy.version)
             add_mismatch(out.stats, first_T.detach(), *(x_T.to(first_T.device) for x_T in columns))
         return out
+
+
+def sampled_of(batch: Batch, algo: Algorithm, version: int) -> tuple[torch.Tensor, ...]:
+    """What `add_mismatch` compares the policy's log p with. version: of the policy."""
+    return batch.token["rollout_logp"], batch.token["mask"], batch.seq_index, algo.young(batch, version)

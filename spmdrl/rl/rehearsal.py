@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves, shown
 from spmdrl.config.load import Loaded, from_command_line
+from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, settings_of_preset
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
@@ -115,6 +116,8 @@ def settings_read(config: Config) -> set[str]:
     watched, seen = watch(config)
     if isinstance(config, DistillationConfig) and isinstance(watched, DistillationConfig):
         rehearse_distillation(watched, config)
+    elif isinstance(config, OnlinePreferenceConfig) and isinstance(watched, OnlinePreferenceConfig):
+        rehearse_online(watched, config)
     else:
         rehearse(watched, config)
     look(watched, config)
@@ -159,6 +162,23 @@ def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) ->
         _ = cfg.reward.model_coef
 
 
+def rehearse_online(cfg: OnlinePreferenceConfig, plain: OnlinePreferenceConfig) -> None:
+    """One step of preference learning on own samples. Arguments as in `rehearse`."""
+    import torch
+
+    from spmdrl.policy.models import Models, wanted_models
+    from spmdrl.rl.compose import compose
+    from spmdrl.rl.online_preference import OnlinePreference
+    from spmdrl.spmd.peers import Peers
+
+    algo, peers = compose(plain), Peers(None, torch.device("cpu"))
+    others: dict[str, Any] = {name: StandIn(cfg) for name in wanted_models(cfg, algo.needs)}
+    run: Any = SimpleNamespace(cfg=cfg, algo=algo, models=Models(StandIn(cfg), **others), peers=peers)
+    lesson = OnlinePreference(run)
+    pairs, _ = lesson.compare(sampled(cfg, plain, algo, peers))
+    lesson.learn(pairs, max(1, plain.reference.refresh_every) - 1)
+
+
 def rehearse(cfg: Config, plain: Config) -> None:
     """One step: sampling and filters, score, advantages, update, what steers it.
 
@@ -168,12 +188,8 @@ def rehearse(cfg: Config, plain: Config) -> None:
 
     from spmdrl.algos.estimators import ADVANTAGES
     from spmdrl.algos.losses import LOSSES
-    from spmdrl.data.batch import from_episodes, share_out
     from spmdrl.policy.models import Models, wanted_models
     from spmdrl.rl.compose import compose
-    from spmdrl.rl.quota import Quota
-    from spmdrl.rl.replay_buffer import ReplayBuffer
-    from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
     from spmdrl.rl.score import score
     from spmdrl.rl.update import steer, update
     from spmdrl.spmd.peers import Peers
@@ -185,6 +201,22 @@ def rehearse(cfg: Config, plain: Config) -> None:
         algo.advantage = lambda x, **_: (torch.zeros_like(x.rewards), torch.zeros_like(x.rewards))
     others: dict[str, Any] = {name: StandIn(cfg) for name in wanted_models(cfg, algo.needs)}
     models = Models(StandIn(cfg), **others)
+    batch = sampled(cfg, plain, algo, peers)
+    stats = score(batch, models, algo, cfg, peers)
+    batch = algo.advantages(batch, peers)
+    stats.merge(update(batch, models, algo, cfg, LATE, peers))
+    steer(algo, cfg, stats.reduce(lambda x, op: x), len(batch))
+
+
+def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
+    """The batch of a step: sampling and filters. Arguments as in `rehearse`."""
+    import torch
+
+    from spmdrl.data.batch import from_episodes, share_out
+    from spmdrl.rl.quota import Quota
+    from spmdrl.rl.replay_buffer import ReplayBuffer
+    from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+
     made = list(episodes(plain))
     prompts = 1 + max(e.position for e in made)
     world: Any = SimpleNamespace(rollout_group=None, engine_tp_rank=0, engine_index=0, engine_count=1)
@@ -202,11 +234,7 @@ def rehearse(cfg: Config, plain: Config) -> None:
     batch = from_episodes(quota.experience().episodes, names, turns="turns" in algo.needs)
     batch.seq["seed"] = torch.arange(len(batch))
     batch = ReplayBuffer(cfg.filter, prompts).mix(batch, 0, 0, peers)
-    batch = share_out(batch, cfg.algo.updates_per_step, prompts, list(range(prompts)))
-    stats = score(batch, models, algo, cfg, peers)
-    batch = algo.advantages(batch, peers)
-    stats.merge(update(batch, models, algo, cfg, LATE, peers))
-    steer(algo, cfg, stats.reduce(lambda x, op: x), len(batch))
+    return share_out(batch, cfg.algo.updates_per_step, prompts, list(range(prompts)))
 
 
 def episodes(plain: Config) -> Iterator[Any]:

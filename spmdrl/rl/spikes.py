@@ -32,10 +32,18 @@ class Spikes:
     """Keeps optimizer steps that the guards of a run's models report, on every rank that trains."""
 
     def __init__(
-        self, folder: Path, world: World, models: Models, algo: Algorithm, warn: Callable[[str], None], step: int = 0
+        self,
+        folder: Path,
+        world: World,
+        models: Models,
+        algo: Algorithm,
+        warn: Callable[[str], None],
+        replays: bool = True,
     ):
-        """folder: the run folder. step: counted from 1, the caller moves it."""
-        self.folder, self.world, self.algo, self.warn, self.step = folder, world, algo, warn, step
+        """folder: the run folder. replays: `spmdrl.replay` knows the losses of the run."""
+        self.folder, self.world, self.algo, self.warn, self.replays = folder, world, algo, warn, replays
+        self.step = 0
+        """Counted from 1, the caller moves it."""
         self.guards: dict[str, Guard] = {name: model.guard for name, model in models.learning().items()}
         for name, guard in self.guards.items():
             guard.hand_on = partial(self.keep, name)
@@ -51,7 +59,7 @@ class Spikes:
                 self.guards[name].restore(told)
 
     def keep(self, model: str, seen: AnomalousStep) -> str:
-        """Write this rank's part and say where it is; the folder. Collective over the ranks that train."""
+        """Write this rank's part and say how to look at it. Collective over the ranks that train."""
         name = f"step_{self.step:06d}" + (f"_update_{seen.share}" if seen.share else "")
         place = inside(self.folder, "spikes", name + (f"_{model}" if model != "policy" else ""))
         holders = self.world.holders[:, 0].tolist()
@@ -67,6 +75,7 @@ class Spikes:
             treefile.write(place / rank_file(self.world.rank), tree)
         # One that ends the job must not end it under a file that is being written.
         self._meet()
+        look = f"python -m spmdrl.replay {place}" if self.replays else f"the batch in {place}"
         if self.world.rank == self.world.roles.trainers[0]:
             told = {
                 "step": self.step,
@@ -81,7 +90,7 @@ class Spikes:
                 "algorithm": self.algo.state,
                 "config": "../../config.yaml",
                 "files": [rank_file(rank) for rank in holders],
-                "command": f"python -m spmdrl.replay {place}",
+                "command": look,
             }
             (place / FILE).write_text(json.dumps(told, indent=1) + "\n")
         if not seen.finite:
@@ -89,8 +98,8 @@ class Spikes:
         else:
             what = f"gradient norm {seen.norm:.4g}, {seen.norm / seen.median:.0f} times the median {seen.median:.4g}"
         which = "" if model == "policy" else f" of the {model}"
-        self.warn(f"step {self.step}, update {seen.share + 1}{which}: {what}; look: python -m spmdrl.replay {place}")
-        return str(place)
+        self.warn(f"step {self.step}, update {seen.share + 1}{which}: {what}; look: {look}")
+        return look
 
     def _meet(self) -> None:
         all_reduce(torch.zeros(1), "sum", self.world.training_group)

@@ -32,11 +32,11 @@ def saving(policy: Any, copy: bool = False) -> Write:
         if policy.compute != policy.master and not policy.adapters:
             state[MASTERS] = {name: p.detach() for name, p in policy.parts()[0]}
     if copy:
-        pieces, state = on_host(pieces, policy.compute), tree_on_host(state)
+        pieces, state = on_host(pieces, policy.stored), tree_on_host(state)
         adapter = on_host(adapter, policy.master) if adapter is not None else None
 
     def write(folder: Path, world: World) -> None:
-        save_model(folder / "model", pieces, world, policy.compute, fixed, policy.kept, policy.blocks)
+        save_model(folder / "model", pieces, world, policy.stored, fixed, policy.kept, policy.blocks)
         if adapter is not None:
             tensors = {}
             for bucket in on_first(adapter, world, policy.master):

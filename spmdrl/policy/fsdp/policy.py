@@ -92,9 +92,10 @@ class FsdpPolicy(Learner):
         check_model(self.folder, cfg.model.trust_remote_code, world.sp_size)
         self.compute = DTYPES[cfg.model.dtype]
         self.master = torch.float64 if self.compute == torch.float64 else torch.float32
+        # In 16 bits a small share of another's weights would be rounded away, here and in a checkpoint.
+        self.stored = self.master if average else self.compute
         adapt = adapt and cfg.lora.rank > 0
-        # In 16 bits a small share of another's weights would be rounded away.
-        kept = self.master if average or (trainable and not adapt) else self.compute
+        kept = self.master if trainable and not adapt else self.stored
         # Without values until `fill`: no rank holds more of the model than its own shards.
         hf = empty_model(self.folder, kept, cfg.model.trust_remote_code, packed.register(), head, labels)
         if head == "lm" and getattr(hf.get_output_embeddings(), "bias", None) is not None:
