@@ -18,7 +18,8 @@ JOBS = {
     "--sft.neftune 5",
     "preference": "--data.train {stream} --data.eval builtin:reverse-pairs:eval --data.rows-per-step 16 --eval.rows 32 "
     "--optimizer.lr 1e-4 --reference.refresh-every 4 --reference.mix 0.5",
-    "reward_model": "--data.train {stream} --data.eval builtin:reverse-pairs:eval --data.rows-per-step 16 --eval.rows 32",
+    "reward_model": "--data.train {stream} --data.eval builtin:reverse-pairs:eval --data.rows-per-step 16 "
+    "--eval.rows 32",
     "online_preference": "--rollout.engine hf --deterministic --data.limit 20 --rollout.prompts-per-step 4 "
     "--rollout.samples-per-prompt 4 --eval.prompts 8 --optimizer.lr 1e-4 --reference.refresh-every 4",
 }
