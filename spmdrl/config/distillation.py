@@ -192,6 +192,8 @@ def _engine_problems(config: DistillationConfig) -> list[str]:
         problems.append(f"{name}: an engine tells the likeliest tokens; set --distill.top-k")
     if config.parallel.placement == "split":
         problems.append(f"{name}: with --parallel.placement split the engine samples ahead; take colocated")
+    if config.reference.offload != "none":
+        problems.append(f"{name}: no teacher is in memory to be moved; leave --reference.offload out")
     if config.reference.refresh_every:
         problems.append(f"{name}: a teacher in the engine stays as its folder is; take --reference.refresh-every 0")
     if distill.teacher_template:

@@ -60,15 +60,22 @@ class AlignedObjective(DistillObjective):
         def function(states_nD, weight_VD, rows_n, divisor, softcap):
             dtype, lead_n = wide(states_nD), lead_T[rows_n]
             distance_n, entropy_n = torch.zeros(2, len(rows_n), dtype=dtype, device=device)
-            base, other = torch.nonzero(lead_n == 0).flatten(), torch.nonzero(lead_n != 0).flatten()
-            logp_m = torch.zeros(0, dtype=dtype, device=device)
-            if len(other):
-                targets = tokens_T[rows_n[other]]
-                logp_m, told = linear_logprob(states_nD[other], weight_VD, targets, divisor, softcap=softcap)
+            base = torch.nonzero(lead_n == 0).flatten()
+            inside = torch.nonzero((lead_n != 0) & (lead_n != OUTSIDE)).flatten()
+            factor_m, to_m = torch.zeros(0, dtype=dtype, device=device), (rows_n + lead_n)[inside]
+            # Tokens of no span are of the entropy in the log alone.
+            for some, learns in (
+                (inside, torch.is_grad_enabled()),
+                (torch.nonzero(lead_n == OUTSIDE).flatten(), False),
+            ):
+                if not len(some):
+                    continue
+                with torch.set_grad_enabled(learns):
+                    targets = tokens_T[rows_n[some]]
+                    logp_m, told = linear_logprob(states_nD[some], weight_VD, targets, divisor, softcap=softcap)
                 assert told is not None
-                entropy_n[other] = told.detach()
-            inside = torch.nonzero(lead_n[other] != OUTSIDE).flatten()
-            factor_m, to_m = logp_m[inside], (rows_n + lead_n)[other][inside]
+                entropy_n[some] = told.detach()
+                factor_m = logp_m if some is inside else factor_m
             # A span may lie on two of the ranks that divide a sequence: both sums are over all of them.
             own_T = torch.zeros(len(tokens_T), dtype=dtype, device=device).index_add_(0, to_m, factor_m.detach())
             own_T = all_reduce(own_T, "sum", self.group)

@@ -11,6 +11,7 @@ import torch
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.tree import prompt_lengths
+from spmdrl.health.status import tick
 from spmdrl.hub.folder import read_config
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
@@ -46,10 +47,11 @@ class Alignment:
                 f"{cfg.distill.align} reads the student's text; copy it into the folder, or take --distill.align off"
             )
         tokenizer = load_tokenizer(folder, trust)
-        self.pair = Pair(run.tokenizer, tokenizer, stop_tokens(own, run.tokenizer))
-        # A template of the user's own is made for the student's tokenizer.
-        chat = "" if getattr(tokenizer, "chat_template", None) else cfg.data.chat_template
-        self.prompts, self.room = teacher_prompts(cfg, tokenizer, chat), room(cfg)
+        ends = stop_tokens(own, run.tokenizer), stop_tokens(folder, tokenizer)
+        self.pair = Pair(run.tokenizer, tokenizer, *ends)
+        # A template of the user's own (--data.chat-template) is made for the student's tokenizer.
+        asked = {prompt.index for prompt in run.prompts.prompts}
+        self.prompts, self.room = teacher_prompts(cfg, tokenizer, "", asked), room(cfg)
         self.matched = None
         if cfg.distill.align == "gold":
             mine, theirs = (read_config(each, trust).get_text_config().vocab_size for each in (own, folder))
@@ -101,6 +103,7 @@ class Alignment:
         starts = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
         rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
         for (tokens_L, mask_L), start, prompt in zip(rows, starts, batch.seq["prompt"].tolist(), strict=True):
+            tick()
             try:
                 if not mask_L[start:].all():
                     raise UnreadableError("it has several turns")

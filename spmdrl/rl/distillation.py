@@ -43,8 +43,11 @@ class Distillation:
         self.alignment = Alignment(run, self.cfg, self.reader) if is_aligned(self.cfg) else None
         # A teacher of other tokens has its prompts there.
         told = self.cfg.distill.teacher_template and self.alignment is None
-        self.prompts = teacher_prompts(self.cfg, run.tokenizer, self.cfg.data.chat_template) if told else {}
+        self.prompts: dict[int, list[int]] = {}
         prompts = run.prompts.prompts
+        if told:
+            asked = {prompt.index for prompt in prompts}
+            self.prompts = teacher_prompts(self.cfg, run.tokenizer, self.cfg.data.chat_template, asked)
         self.sources, self.shares_of = {p.index: p.data_source for p in prompts}, shares_by_source(self.cfg)
         if unknown := sorted(self.shares_of.keys() - {"", *self.sources.values()}):
             raise ValueError(

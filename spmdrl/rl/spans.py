@@ -1,6 +1,7 @@
 """Spans of text that whole tokens of two tokenizers cover, for a teacher that reads other tokens than its student."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -71,13 +72,31 @@ class Aligned:
     """The teacher's tokens."""
 
 
+def end_of_turn(tokenizer: Any, ends: set[int]) -> int:
+    """Return the token that ends a response: of several, that which the chat template puts behind one.
+
+    ends: all that may. Without a template, or one that puts none of them there, it is the tokenizer's end token.
+    """
+    said = "An answer."
+    if len(ends) > 1 and getattr(tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": said}]
+        # A template may refuse any dialogue, by whatever error it raises.
+        with suppress(Exception):
+            behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(said)[2]
+            found = tokenizer(behind, add_special_tokens=False).input_ids
+            return next(token for token in found if token in ends)
+    return tokenizer.eos_token_id
+
+
 class Pair:
     """Two tokenizers: reads a student's responses with its teacher's."""
 
-    def __init__(self, student: Any, teacher: Any, ends: set[int]):
-        """ends: the student's tokens that end a response; the teacher's is its tokenizer's end token."""
+    def __init__(self, student: Any, teacher: Any, ends: set[int], teacher_ends: set[int]):
+        """ends, teacher_ends: the tokens of each that end a response."""
         self.student, self.teacher, self.ends = student, teacher, ends
-        self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids)
+        self.last = end_of_turn(student, ends), end_of_turn(teacher, teacher_ends)
+        """The two tokens by which student and teacher end a response."""
+        self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids) | teacher_ends
 
     def align(self, tokens: list[int], prompt: Sequence[int] = ()) -> Aligned:
         """Read a response again, and find the spans; the token that ends it is the teacher's that does.
@@ -107,7 +126,7 @@ class Pair:
         spans = common(mine, their_ends)
         if ended:
             spans.append((range(len(body), len(tokens)), range(len(theirs), len(theirs) + 1)))
-            theirs.append(self.teacher.eos_token_id)
+            theirs.append(self.last[1])
         return Aligned(spans, theirs)
 
     def both(self, sizes: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +140,7 @@ class Pair:
             for side, size in zip((self.student, self.teacher), sizes, strict=True)
         )
         pairs = [(mine[word], theirs[word]) for word in mine.keys() & theirs.keys()]
-        last = self.student.eos_token_id, self.teacher.eos_token_id
+        last = self.last
         pairs = [last, *(pair for pair in pairs if pair[0] != last[0] and pair[1] != last[1])]
         student_M, teacher_M = torch.tensor(sorted(pairs), dtype=torch.int64).unbind(1)
         return student_M, teacher_M

@@ -17,19 +17,23 @@ def room(cfg: DistillationConfig) -> int:
     return min(*(context_length(resolve(path, trust), trust) for path in paths), cfg.policy.max_tokens_per_microbatch)
 
 
-def teacher_prompts(cfg: DistillationConfig, tokenizer: Any, chat_template: str) -> dict[int, list[int]]:
+def teacher_prompts(
+    cfg: DistillationConfig, tokenizer: Any, chat_template: str, asked: set[int]
+) -> dict[int, list[int]]:
     """Tokens of the prompts by the index of their row, in the words of `--distill.teacher-template` if there is one.
 
-    tokenizer: the teacher's. chat_template: as `--data.chat-template`; empty: the tokenizer's.
+    tokenizer: the teacher's. chat_template: as `--data.chat-template`; empty: the tokenizer's, and plain text if it has
+    none. asked: rows that the student is asked.
 
     Raises:
         ValueError: the template does not fit the rows, or a prompt is longer than there is room for.
     """
     told = cfg.distill.teacher_template
     left = room(cfg) - cfg.rollout.max_new_tokens
-    data = replace(cfg.data, template=told or cfg.data.template, chat_template=chat_template)
+    chat = cfg.data.chat if chat_template or getattr(tokenizer, "chat_template", None) else "off"
+    data = replace(cfg.data, template=told or cfg.data.template, chat_template=chat_template, chat=chat)
     found = load_prompts(cfg.data.train, data, tokenizer, sys.maxsize, cfg.data.limit)
-    tokens = {prompt.index: prompt.tokens for prompt in found.prompts}
+    tokens = {prompt.index: prompt.tokens for prompt in found.prompts if prompt.index in asked}
     if long := sum(len(each) > left for each in tokens.values()):
         flag = "--distill.teacher-template: with it" if told else "--distill.align: as the teacher reads them"
         shorten = "shorten it, or leave" if told else "leave"

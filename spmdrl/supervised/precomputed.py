@@ -43,7 +43,7 @@ class Known:
             self.session.note(f"the reference reads {sum(map(len, sources))} rows")
             model = self.build()
             read = lambda batch: {"logp": model.logprobs(batch, 1.0, "top")[0]}  # noqa: E731
-            write(self.session, sources, self.begun.encode, self.pack, read, self.folder, {"of": told})
+            write(self.session, sources, self.begun.encode, self.pack, read, self.folder, {"of": told}, 1.0)
             del model, read
             # Sharded models hold cycles.
             gc.collect()

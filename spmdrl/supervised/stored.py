@@ -9,6 +9,7 @@ T tokens of a file, N sequences, M tokens with numbers; L tokens of one sequence
 
 import hashlib
 import json
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -25,10 +26,11 @@ from safetensors.torch import save_file
 from spmdrl.data.batch import Batch, balance
 from spmdrl.data.mixture import Drawn, Mixture, Permuted
 from spmdrl.session.session import Session
-from spmdrl.spmd.exchange import all_gather_text
+from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.supervised.rows import Encode, encoded
 
+log = logging.getLogger("spmdrl")
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
 STEPS = 4
@@ -73,19 +75,40 @@ def write(
     numbers: Callable[[Batch], dict[str, torch.Tensor]],
     folder: Path,
     told: dict[str, Any],
+    max_refused: float,
 ) -> None:
     """Write numbers of all trained tokens of all rows. Collective.
 
     pack: sequences of a rank -> batch. numbers: batch -> columns [T, ...]; collective. told: what else the manifest
-    says.
+    says. max_refused: share of rows that may be refused; they are counted and named in the log.
+
+    Raises:
+        ValueError: more are, or no sequence is left, or a file of another rank is not seen here.
     """
     world, writer = session.world, _Writer(folder, session.world)
+    rows, refused = 0, list[str]()
     for part, places in row_parts(session, sources):
-        batch = balance(pack(encoded(part, places, encode).sequences), world)
+        found = encoded(part, places, encode)
+        rows, refused = rows + found.counts["rows"], refused + found.refused
+        for line in found.refused:
+            log.warning("refused: %s", line)
+        batch = balance(pack(found.sequences), world)
         with session.timer("logp"):
             writer.take(batch, numbers(batch))
     writer.flush()
+    total, lost = all_reduce(torch.tensor([rows, len(refused)]), "sum", world.host_group).tolist()
     files = [json.loads(text) for text in all_gather_text(json.dumps(writer.files), world.host_group)]
+    if lost > max_refused * total or not any(files):
+        lines = all_gather_text("\n".join(refused[:3]), world.host_group)
+        shown = [line for text in lines for line in text.split("\n") if line][:5]
+        raise ValueError(
+            f"{lost} of {total} rows were refused, and --data.max-refused allows {max_refused:g} of them "
+            "(logs/rank_*.log name all):\n  " + "\n  ".join(shown or ["no row has a sequence within --data.max-tokens"])
+        )
+    if lost:
+        session.note(f"{lost} of {total} rows were refused (logs/rank_*.log name them)")
+    if unseen := [name for each in files for name in each if world.is_first and not (folder / name).is_file()]:
+        raise ValueError(f"{folder}: {unseen[0]} of another rank is not seen from rank 0; name a folder of all nodes")
     if world.is_first:
         manifest = told | {"files": {name: count for each in files for name, count in each.items()}}
         half = folder / f".{MANIFEST}"

@@ -3,6 +3,7 @@
 T tokens of a batch, L of a sequence, M of them trained; K likeliest tokens.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from spmdrl.config.fields import flag, shown
 from spmdrl.config.sft import SFTConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Key, Mixture
+from spmdrl.health.status import tick
 from spmdrl.hub.resolve import resolve
 from spmdrl.policy.distillation import Reader, reader_of
 from spmdrl.session.session import Session
@@ -21,7 +23,7 @@ from spmdrl.supervised.build import Start
 from spmdrl.supervised.rows import encoded
 from spmdrl.supervised.stored import NoNumbersError, Stored, indexed, read_manifest, row_parts
 from spmdrl.supervised.teacher import NEEDED, identity, weights_digest
-from spmdrl_kernels.divergence import log_of_rest
+from spmdrl_kernels.divergence import LEAST_REST, log_of_rest
 
 SUM = 1e-2
 """Log of the largest sum of K probabilities; bfloat16 rounds them."""
@@ -86,6 +88,7 @@ class StoredTeacher:
             return
         lacking, total, told = 0, 0, list[str]()
         for drawn, places in row_parts(self.session, indexed(mixture)):
+            tick()
             for place in places:
                 found = encoded(drawn, range(place, place + 1), self.begun.encode).sequences
                 total += len(found) > 0
@@ -126,13 +129,15 @@ class StoredTeacher:
             ValueError: a sequence has no numbers, or impossible ones.
         """
         assert temperature == self.session.cfg.teacher.temperature and reader == self.reader
+        tick()
         lengths, columns = batch.lengths.tolist(), [self.reader.none]
         rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
         try:
             columns += [self._columns(tokens_L, mask_L) for tokens_L, mask_L in rows]
         except NoNumbersError as error:
             raise ValueError(
-                f"{self.said}: a row of --data.train has changed since it was written ({error}); write it again"
+                f"{self.said}: a row of --data.train has changed since it was written, or is cut or tokenized "
+                f"otherwise here ({error}); write it again"
             ) from error
         except ValueError as error:
             raise ValueError(f"{self.said}: {error}; write it again") from error
@@ -145,14 +150,16 @@ class StoredTeacher:
         none = self.reader.none
         ids_MK, logp_MK = ids_LK[mask_L].to(none[0].dtype), logp_LK[mask_L].to(none[1].dtype)
         rest_M = rest[0][mask_L].to(none[2].dtype) if rest else None
-        self._check_numbers(ids_MK, logp_MK)
+        self._check_numbers(ids_MK, logp_MK, rest_M)
         if bool((logp_MK[:, 1:] > logp_MK[:, :-1]).any()):
             logp_MK, order_MK = torch.sort(logp_MK, dim=1, descending=True, stable=True)
             ids_MK = ids_MK.gather(1, order_MK)
         k = self.reader.top_k
         if rest_M is None:
             rest_M = log_of_rest(logp_MK[:, :k])
-        elif k < logp_MK.shape[1]:
+        else:
+            # K tokens with all of the probability leave none, whose log is none that a divergence takes.
+            rest_M = rest_M.clamp(min=math.log(-math.expm1(LEAST_REST)))
             rest_M = torch.logsumexp(torch.cat([logp_MK[:, k:], rest_M[:, None]], 1), 1)
         out = []
         for held_M, like in zip((ids_MK[:, :k], logp_MK[:, :k], rest_M), none, strict=True):
@@ -161,7 +168,7 @@ class StoredTeacher:
             out.append(column)
         return tuple(out)
 
-    def _check_numbers(self, ids_MK: torch.Tensor, logp_MK: torch.Tensor) -> None:
+    def _check_numbers(self, ids_MK: torch.Tensor, logp_MK: torch.Tensor, rest_M: torch.Tensor | None) -> None:
         if not ids_MK.numel():
             return
         vocab, ordered_MK = self.reader.vocab, ids_MK.sort(1).values
@@ -172,5 +179,7 @@ class StoredTeacher:
             problem = "ids hold a token twice at one place"
         elif not bool(logp_MK.isfinite().all()) or float(logp_MK.logsumexp(1).max()) > SUM:
             problem = "logp are no natural logarithms of probabilities that sum to 1 at most"
+        elif rest_M is not None and not float(torch.logaddexp(logp_MK.logsumexp(1), rest_M).max()) <= SUM:
+            problem = "rest holds no log of the probability that is left: with logp it sums to more than 1"
         if problem:
             raise ValueError(problem)

@@ -26,8 +26,8 @@ from spmdrl.supervised.stored import MANIFEST, Stored, indexed, read_manifest, w
 NEEDED = ("ids", "logp")
 NOT_OF_ROWS = ("data.rows_per_step", "data.epochs", "data.eval", "data.max_refused", "data.chat_template")
 """Settings of `--data` that do not change the tokens of a row, and one whose text is compared instead."""
-PART = 2**20
-"""Bytes of a file of weights that are hashed at its beginning, middle and end."""
+PART = 2**12
+"""Bytes of each tensor that are hashed at its beginning and in its middle."""
 
 
 def in_its_folder(cfg: SFTConfig) -> SFTConfig:
@@ -79,10 +79,9 @@ def write_teacher(session: Session[SFTConfig], begun: Start) -> Written:
         found = teacher.read(batch, cfg.teacher.temperature, reader) or reader.none
         return dict(zip(("ids", "logp", "rest"), found, strict=True))
 
-    write(session, sources, begun.encode, pack, numbers, folder, told | {"teacher": path})
+    write(session, sources, begun.encode, pack, numbers, folder, told | {"teacher": path}, cfg.data.max_refused)
     if world.is_first:
         manifest = read_manifest(folder, "--teacher.write")
-        # Also finds out whether files of other nodes are seen from here.
         Stored(folder, manifest, "--teacher.write", NEEDED)
         count = sum(manifest["files"].values())
         session.note(f"{folder} holds the teacher's {reader.top_k} likeliest tokens of {count} sequences")
@@ -98,9 +97,17 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
     values |= {flag("sft.train_on"): cfg.sft.train_on, flag("data.chat_template"): _hash(template)}
     return {
         "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),
+        # Those beside the numbers of tokens: how text becomes tokens, and where rows are cut.
+        "reading": _hash([_rules(begun.tokenizer), begun.tokenizer.eos_token_id, begun.longest]),
         "sources": digest(cfg),
         "settings": json.loads(json.dumps(values)),
     }
+
+
+def _rules(tokenizer: Any) -> str:
+    """The rules of a fast tokenizer as text; of another one its class."""
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    return rules.to_str() if rules is not None else type(tokenizer).__name__
 
 
 def _hash(told: Any) -> str:
@@ -108,13 +115,24 @@ def _hash(told: Any) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash of a model's config and of parts of its weights, which training changes everywhere."""
+    """A hash of a model's config and of parts of each of its tensors.
+
+    Raises:
+        ValueError: a file is none of safetensors.
+    """
     found = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:
-            for place in (0, size // 2, max(0, size - PART)):
-                file.seek(place)
-                found.update(file.read(PART))
+            try:
+                data = 8 + int.from_bytes(file.read(8), "little")
+                tensors = json.loads(file.read(data - 8))
+                tensors.pop("__metadata__", None)
+                for name, told in sorted(tensors.items()):
+                    found.update(f"{name} {told['dtype']} {told['shape']}".encode())
+                    begin, end = told["data_offsets"]
+                    for place in (begin, (begin + end) // 2):
+                        file.seek(data + place)
+                        found.update(file.read(min(PART, end - place)))
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+                raise ValueError(f"{path} is no file of safetensors ({type(error).__name__}: {error})") from error
     return found.hexdigest()[:16]

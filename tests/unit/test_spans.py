@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
-from spmdrl.rl.spans import CUT, Pair, UnreadableError, common, reading
+from spmdrl.rl.spans import CUT, Pair, UnreadableError, common, end_of_turn, reading
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog 1234567890",
@@ -52,7 +52,7 @@ def pieces():
 @pytest.fixture(scope="module")
 def pair():
     student, teacher = bpe(300), bpe(380, "<|end|>")
-    return Pair(student, teacher, {student.eos_token_id})
+    return Pair(student, teacher, {student.eos_token_id}, {teacher.eos_token_id})
 
 
 def said(pair: Pair, tokens: list[int], found) -> list[tuple[str, str]]:
@@ -115,7 +115,7 @@ def test_a_token_that_ends_within_a_character_ends_no_span(pair):
 
 def test_a_tokenizer_that_marks_blanks_is_read_behind_the_prompt():
     student, teacher = pieces(), bpe(380)
-    pair = Pair(student, teacher, {student.eos_token_id})
+    pair = Pair(student, teacher, {student.eos_token_id}, {teacher.eos_token_id})
     tokens = student("the sum is forty").input_ids
     first = next(i for i, word in enumerate(student.convert_ids_to_tokens(tokens)) if i and word.startswith("▁"))
     prompt, body = tokens[:first], tokens[first:]
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_marks_blanks_is_read_behind_the_prompt():
     text = student.decode(tokens)[len(student.decode(prompt)) :]
     assert teacher.decode(found.teacher) == text and text.startswith(" ") and not student.decode(body).startswith(" ")
     assert [i for a, _ in found.spans for i in a] == list(range(len(body)))
-    other = Pair(teacher, student, {teacher.eos_token_id})
+    other = Pair(teacher, student, {teacher.eos_token_id}, {student.eos_token_id})
     tokens = teacher("twelve é and 東").input_ids
     both = said(other, tokens, other.align(tokens))
     assert "".join(a for a, _ in both) == "twelve é and 東" and len(both) == 6
@@ -139,12 +139,42 @@ def test_what_cannot_be_aligned_says_why(pair):
     ]:
         with pytest.raises(UnreadableError, match=why):
             pair.align(tokens)
-    lower = Pair(student, bpe(380, lower=True), {student.eos_token_id})
+    small = bpe(380, lower=True)
+    lower = Pair(student, small, {student.eos_token_id}, {small.eos_token_id})
     with pytest.raises(UnreadableError, match="the teacher reads 'Fox' as 'fox'"):
         lower.align(student("the Fox").input_ids)
-    few = Pair(student, load_tokenizer(resolve("tiny")), {student.eos_token_id})
+    tiny = load_tokenizer(resolve("tiny"))
+    few = Pair(student, tiny, {student.eos_token_id}, {tiny.eos_token_id})
     with pytest.raises(UnreadableError, match="the teacher reads 'É' as ''|control token"):
         few.align(student("aÉ").input_ids)
+
+
+TURNS = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{{ '<|turn|>' }}\n{% endfor %}{{ eos_token }}"
+)
+
+
+def test_the_end_of_a_response_is_the_one_of_the_chat_template():
+    """As with Gemma and Phi-3, whose turns end with another token than their texts."""
+    student, teacher = bpe(300), bpe(380, "<|end|>")
+    for side in (student, teacher):
+        side.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|user|>", "<|assistant|>"]})
+    turn, ends = teacher.convert_tokens_to_ids("<|turn|>"), {student.eos_token_id}
+    both = {teacher.eos_token_id, turn}
+    assert end_of_turn(teacher, both) == teacher.eos_token_id, "it has no template"
+    teacher.chat_template = TURNS
+    assert end_of_turn(teacher, both) == turn and end_of_turn(teacher, {teacher.eos_token_id}) == teacher.eos_token_id
+    teacher.chat_template = "{{ raise_exception('no dialogue') }}"
+    assert end_of_turn(teacher, both) == teacher.eos_token_id
+    teacher.chat_template = TURNS
+    pair = Pair(student, teacher, ends, both)
+    assert pair.last == (student.eos_token_id, turn)
+    found = pair.align([*student("fox", add_special_tokens=False).input_ids, student.eos_token_id])
+    assert found.teacher[-1] == turn
+    mine, theirs = pair.both((len(student), len(teacher)))
+    matched = dict(zip(mine.tolist(), theirs.tolist(), strict=True))
+    assert matched[student.eos_token_id] == turn and teacher.eos_token_id not in matched.values()
+    assert student.convert_tokens_to_ids("<|turn|>") not in matched
 
 
 def test_common_spans_go_with_the_first_token_that_reaches_their_end():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.schema import Config
+from spmdrl.health.status import tick
 from spmdrl.hub.build import DTYPES
 from spmdrl.hub.lora import plain_name
 from spmdrl.hub.routing import Routers
@@ -38,6 +39,9 @@ from spmdrl.spmd.world import World
 from spmdrl.weights.experts import Layout
 from spmdrl.weights.reshard import Entry, inside, size
 from spmdrl_kernels.divergence import log_probabilities, outside
+
+READ_ROWS = 256
+"""Places of a sequence whose log-probabilities over the vocabulary exist at a time."""
 
 
 class Group:
@@ -192,11 +196,16 @@ class HFEngine:
         check_holds(version, self.version)
         out = []
         for each in given:
+            tick()
             inputs = torch.tensor([each.tokens[:-1]], device=self.world.device)
             logits_nV = self.model(input_ids=inputs, use_cache=False, logits_to_keep=each.count).logits[0]
-            logp_nV, _ = log_probabilities(logits_nV, temperature, None, self.upcast)
-            logp_nk, ids_nk = logp_nV.topk(k, 1)
-            out.append((ids_nk.cpu(), logp_nk.cpu(), outside(logp_nV, ids_nk)[1].cpu()))
+            parts = []
+            for logits_CV in logits_nV.split(READ_ROWS):
+                logp_CV, _ = log_probabilities(logits_CV, temperature, None, self.upcast)
+                logp_Ck, ids_Ck = logp_CV.topk(k, 1)
+                parts.append((ids_Ck.cpu(), logp_Ck.cpu(), outside(logp_CV, ids_Ck)[1].cpu()))
+            ids_nk, logp_nk, rest_n = (torch.cat(column) for column in zip(*parts, strict=True))
+            out.append((ids_nk, logp_nk, rest_n))
         return out
 
     def needs(self, entries: list[Entry]) -> Needs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.health.status import tick
 from spmdrl.rollout.engine import Given, Likeliest
 from spmdrl_kernels.divergence import log_of_rest
 
@@ -31,6 +32,7 @@ def likeliest(engine: Any, given: list[Given], k: int) -> list[Likeliest]:
         engine.add_request(f"read {number}", {"prompt_token_ids": each.tokens[:-1]}, params)
     out: dict[str, Likeliest] = {}
     while len(out) < len(given):
+        tick()
         for found in engine.step():
             if found.finished:
                 count = given[int(found.request_id.split()[1])].count
