@@ -13,6 +13,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.session.session import Session
 from spmdrl.sft import train
 from spmdrl.supervised.sft import build_sft, build_teacher_files
+from spmdrl.supervised.teacher import weights_digest
 from spmdrl.tracking.metrics import Timer
 from tests.ranks import given
 from tests.ranks.cases import small_model
@@ -263,6 +264,8 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
             {"teacher": reread("high", lambda path, x: x | {"logp": x["logp"] + 3})},
             "probabilities that sum to 1 at most",
         ),
+        ({"teacher": reread("nan", lambda path, x: x | {"rest": x["rest"] * torch.nan})}, "rest holds no log of the"),
+        ({"teacher": reread("double", lambda path, x: x | {"rest": x["rest"] * 0})}, "rest holds no log of the"),
         ({"teacher": hot}, "its manifest.json has temperature '2'; write a number"),
         ({"teacher": bare}, 'does not say "files": {name: sequences}'),
         (
@@ -277,6 +280,53 @@ def test_files_that_do_not_fit_are_refused_with_the_reason(made, tmp_path):
     assert (
         "of " + data + ":" in found[11] and "1 of its " in found[-1] and "trained tokens have no numbers" in found[-1]
     )
+
+
+def test_likeliest_tokens_with_all_of_the_probability_leave_none(made, tmp_path):
+    """As a top-k sampler's numbers may be: the log of the rest is minus infinity."""
+    data, _, files = made
+
+    def change(path, x):
+        return x | {"logp": x["logp"].log_softmax(1), "rest": torch.full_like(x["rest"], -torch.inf)}
+
+    told = {"top_k": 8, "temperature": 2.0, "beta": 0.5, "read": damaged(files, tmp_path / "full", change)}
+    run_ranks(trained, 1, str(tmp_path / "run"), data, {"teacher": told, "run": {"steps": 1}})
+    (row,) = metrics(tmp_path / "run")
+    assert 0 < row["divergence/mean"] < 5 and 0 < row["grad_norm"] < 1e3
+
+
+def test_rows_that_a_teacher_cannot_read_are_counted_and_named(made, tmp_path):
+    data, teacher, _ = made
+    told = {"path": teacher, "top_k": 8, "write": str(tmp_path / "files")}
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"question": 1}\n' * 3)
+    with pytest.raises(RankError, match=r"3 of 3 rows were refused, and --data.max-refused allows(?s:.)*odd.jsonl:1: "):
+        run_ranks(written, 1, str(tmp_path / "none"), str(odd), {"teacher": told, "data": {"train": (str(odd),)}})
+    assert not (tmp_path / "files" / "manifest.json").exists()
+    odd.write_text(odd.read_text() + Path(data).read_text())
+    more = {"train": (str(odd),), "chat_template": "chatml", "max_tokens": 512, "max_refused": 0.05}
+    with pytest.raises(RankError, match="3 of 51 rows were refused, and --data.max-refused allows 0.05 of them"):
+        run_ranks(written, 2, str(tmp_path / "some"), str(odd), {"teacher": told, "data": more})
+    more["max_refused"] = 0.1
+    run_ranks(written, 2, str(tmp_path / "some"), str(odd), {"teacher": told, "data": more})
+    assert sum(json.loads((tmp_path / "files" / "manifest.json").read_text())["files"].values()) == 48
+
+
+def test_a_digest_of_weights_sees_each_tensor(tmp_path):
+    """Such as those into which adapters of two layers were merged."""
+    folder = Path(small_model(tmp_path / "model", seed=5))
+    first = weights_digest(folder)
+    held = load_file(folder / "model.safetensors")
+    for name in ("model.layers.1.self_attn.v_proj.weight", "model.norm.weight"):
+        changed = {key: x.clone() for key, x in held.items()}
+        changed[name] += 1e-3
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        assert weights_digest(folder) != first, name
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    assert weights_digest(folder) == first
+    (folder / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="model.safetensors is no file of safetensors"):
+        weights_digest(folder)
 
 
 def without_first(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
