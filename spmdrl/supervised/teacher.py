@@ -125,6 +125,8 @@ def weights_digest(folder: Path) -> str:
         with open(path, "rb") as file:
             try:
                 data = 8 + int.from_bytes(file.read(8), "little")
+                if data > path.stat().st_size:
+                    raise ValueError("its header ends behind its end")
                 tensors = json.loads(file.read(data - 8))
                 tensors.pop("__metadata__", None)
                 for name, told in sorted(tensors.items()):
