@@ -20,6 +20,7 @@ from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.presets import PRESETS, with_preset
 from spmdrl.config.schema import Config
+from spmdrl.evaluate import RUNS
 from spmdrl.rl.evaluation import evaluation_plan
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +156,7 @@ def test_a_schema_derived_by_an_entry_point_takes_its_own_section():
 
 
 def asked(*argv: str):
-    return from_command_line(list(argv), "evaluate", EvaluationConfig, Config)
+    return from_command_line(list(argv), "evaluate", EvaluationConfig, RUNS)
 
 
 def test_an_evaluation_passes_over_what_files_say_of_training(yaml_file):
@@ -181,6 +182,11 @@ def test_an_evaluation_passes_over_what_files_say_of_training(yaml_file):
 def test_an_evaluation_reads_the_files_of_every_method(preset, yaml_file):
     run = load("--algo.preset", preset, "--rollout.samples-per-prompt", "1")
     check_config(asked("--config", yaml_file(to_yaml(run))).config, 1)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_evaluation_reads_the_files_of_every_kind_of_run(kind, yaml_file):
+    check_config(asked("--config", yaml_file(to_yaml(kind()))).config, 1)
 
 
 def test_an_evaluation_refuses_flags_that_it_does_not_read(yaml_file):
