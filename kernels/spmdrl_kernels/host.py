@@ -3,7 +3,7 @@
 torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU uses vectors of 256 bits. Where a core has
 twice that width (Zen 5), oneDNN takes half the time: a product of 2104 x 128 x 512 took 2.8 ms by MKL and 1.2 ms by
 oneDNN. On Zen 4 it takes as long for such a product, a tenth less for one of 1024 x 576 x 1536 (17.8 and 20.2 ms), and
-in tiles a fifth more for a sum over rows (23.1 and 19.5 ms). oneDNN compiles a kernel of about 1 MiB for every shape
+in tiles a fifth more for a sum over rows (23.1 and 19.5 ms), which MKL computes there. oneDNN compiles a kernel of about 1 MiB for every shape
 and keeps a thousand of them, so products are cut into tiles of few sizes; torch does the rest.
 
 Without AVX-512 torch multiplies bfloat16 matrices by plain loops: a product of 512 x 1536 x 576 took 462 ms on one core
@@ -38,8 +38,6 @@ def _is_halved(about: str) -> bool:
 _CPU = Path("/proc/cpuinfo")
 HALVED = _is_halved(_CPU.read_text() if _CPU.exists() else "")
 """True where oneDNN takes half of MKL's time."""
-LEAST_WEIGHT = 1 if HALVED else 1 << 18
-"""Fewest elements of a weight from which on its products are taken."""
 AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 WIDENS = AVAILABLE and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """True where this CPU multiplies bfloat16 matrices faster as float32 ones."""
@@ -52,8 +50,7 @@ def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
     if x.dtype == torch.bfloat16:
         # Reading a single row takes less time than widening the weight for it.
         return WIDENS and x.numel() > x.shape[-1]
-    large = x.numel() * len(weight_NK) >= WORTH_IT and weight_NK.numel() >= LEAST_WEIGHT
-    return x.dtype == torch.float32 and large
+    return x.dtype == torch.float32 and x.numel() * len(weight_NK) >= WORTH_IT
 
 
 def widened(*matrices: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
