@@ -3,8 +3,10 @@
 torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU uses vectors of 256 bits. Where a core has
 twice that width (Zen 5), oneDNN takes half the time: a product of 2104 x 128 x 512 took 2.8 ms by MKL and 1.2 ms by
 oneDNN. On Zen 4 it takes as long for such a product, a tenth less for one of 1024 x 576 x 1536 (17.8 and 20.2 ms), and
-in tiles a fifth more for a sum over rows (23.1 and 19.5 ms), which MKL computes there. oneDNN compiles a kernel of about 1 MiB for every shape
-and keeps a thousand of them, so products are cut into tiles of few sizes; torch does the rest.
+in tiles a fifth more for a sum over rows (23.1 and 19.5 ms), which MKL computes there.
+
+oneDNN compiles a kernel of about 1 MiB for every shape and keeps a thousand of them, so products are cut into tiles of
+few sizes; torch does the rest.
 
 Without AVX-512 torch multiplies bfloat16 matrices by plain loops: a product of 512 x 1536 x 576 took 462 ms on one core
 with AVX2, and 14 ms as a float32 product of widened copies, rounded once as before.
