@@ -88,7 +88,7 @@ def _given(batch: Batch, asked_B: torch.Tensor) -> list[Given]:
 
 
 def everyones(given: list[Given], world: World) -> list[Given]:
-    """What the first rank of an engine gives, on all of them. Collective over the engine."""
+    """Return the sequences of an engine's first rank on all of its ranks. Collective over the engine."""
     group, device = world.engine_group, world.device
     if group is None:
         return given

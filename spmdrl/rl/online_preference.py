@@ -148,5 +148,5 @@ class OwnPairs(PairObjective):
 
 
 def sampled_of(batch: Batch, algo: Algorithm, version: int) -> tuple[torch.Tensor, ...]:
-    """What `add_mismatch` compares the policy's log p with. version: of the policy."""
+    """Return the columns that `add_mismatch` compares the policy's log p with. version: of the policy."""
     return batch.token["rollout_logp"], batch.token["mask"], batch.seq_index, algo.young(batch, version)

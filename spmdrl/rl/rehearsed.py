@@ -1,0 +1,177 @@
+"""One step of each kind of run on made-up tokens, with stand-ins for models, engine and a user's own functions.
+
+`rl/rehearsal.py` watches which settings it looks at.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from spmdrl.config.distillation import DistillationConfig
+from spmdrl.config.online_preference import OnlinePreferenceConfig
+from spmdrl.config.schema import Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from spmdrl.data.batch import Batch
+
+LATE = 1 << 40
+"""A step behind every warm-up."""
+
+
+def rehearse_rest(cfg: Config, plain: Config) -> None:
+    """Look at parts of every run beside its method: adapters, optimizer, evaluation. Arguments as in `rehearse`."""
+    import torch
+
+    from spmdrl.policy.optimizer import make_optimizer
+    from spmdrl.rl.evaluation import evaluation_plan, is_evaluated
+
+    if cfg.lora.rank:
+        # Attaching adapters reads every setting of them.
+        _ = [getattr(cfg.lora, field.name) for field in dataclasses.fields(plain.lora)]
+    make_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], cfg.optimizer)
+    _ = cfg.optimizer.clip_grad_norm, cfg.optimizer.bad_steps
+    if is_evaluated(cfg):
+        _ = cfg.eval.prompts
+        evaluation_plan(cfg, [], 0, "rehearsal")
+
+
+def rehearse_distillation(cfg: DistillationConfig, plain: DistillationConfig) -> None:
+    """The update of a distillation, which learns from its teacher alone: rewards are for the log.
+
+    Arguments as in `rehearse`.
+    """
+    from spmdrl.policy.models import Models
+    from spmdrl.policy.optimizer import learning_rate
+    from spmdrl.rl.evaluation import is_evaluated
+    from spmdrl.rl.update import refresh_reference
+
+    _ = cfg.reference.path
+    stand_in: Any = StandIn(cfg)
+    models = Models(stand_in, reference=stand_in)
+    learning_rate(cfg.optimizer, LATE, 2 * LATE)
+    last = max(1, plain.reference.refresh_every) - 1
+    if cfg.reference.refresh_every:
+        refresh_reference(models, cfg.reference.refresh_every, last, cfg.reference.mix)
+    if is_evaluated(cfg) and cfg.reward.model:
+        _ = cfg.reward.model_coef
+
+
+def rehearse_online(cfg: OnlinePreferenceConfig, plain: OnlinePreferenceConfig) -> None:
+    """One step of preference learning on own samples. Arguments as in `rehearse`."""
+    import torch
+
+    from spmdrl.policy.models import Models, wanted_models
+    from spmdrl.rl.compose import compose
+    from spmdrl.rl.online_preference import OnlinePreference
+    from spmdrl.spmd.peers import Peers
+
+    algo, peers = compose(plain), Peers(None, torch.device("cpu"))
+    others: dict[str, Any] = {name: StandIn(cfg) for name in wanted_models(cfg, algo.needs)}
+    run: Any = SimpleNamespace(cfg=cfg, algo=algo, models=Models(StandIn(cfg), **others), peers=peers)
+    lesson = OnlinePreference(run)
+    pairs, _ = lesson.compare(sampled(cfg, plain, algo, peers))
+    lesson.learn(pairs, max(1, plain.reference.refresh_every) - 1)
+
+
+def rehearse(cfg: Config, plain: Config) -> None:
+    """One step: sampling and filters, score, advantages, update, what steers it.
+
+    cfg: the settings that are watched; plain: the same ones, for what the rehearsal itself wants to know.
+    """
+    import torch
+
+    from spmdrl.algos.estimators import ADVANTAGES
+    from spmdrl.algos.losses import LOSSES
+    from spmdrl.policy.models import Models, wanted_models
+    from spmdrl.rl.compose import compose
+    from spmdrl.rl.score import score
+    from spmdrl.rl.update import steer, update
+    from spmdrl.spmd.peers import Peers
+
+    algo, peers = compose(cfg), Peers(None, torch.device("cpu"))
+    if plain.algo.loss not in LOSSES:
+        algo.loss = lambda x, **_: (x.logp * 0.0, {})
+    if plain.algo.advantage not in ADVANTAGES:
+        algo.advantage = lambda x, **_: (torch.zeros_like(x.rewards), torch.zeros_like(x.rewards))
+    others: dict[str, Any] = {name: StandIn(cfg) for name in wanted_models(cfg, algo.needs)}
+    models = Models(StandIn(cfg), **others)
+    batch = sampled(cfg, plain, algo, peers)
+    stats = score(batch, models, algo, cfg, peers)
+    batch = algo.advantages(batch, peers)
+    stats.merge(update(batch, models, algo, cfg, LATE, peers))
+    steer(algo, cfg, stats.reduce(lambda x, op: x), len(batch))
+
+
+def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
+    """The batch of a step: sampling and filters. Arguments as in `rehearse`."""
+    import torch
+
+    from spmdrl.data.batch import from_episodes, share_out
+    from spmdrl.rl.quota import Quota
+    from spmdrl.rl.replay_buffer import ReplayBuffer
+    from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+
+    made = list(episodes(plain))
+    prompts = 1 + max(e.position for e in made)
+    world: Any = SimpleNamespace(rollout_group=None, engine_tp_rank=0, engine_index=0, engine_count=1)
+    # Of this section only, as the others are looked at whether they are of use or not.
+    sampling = dataclasses.replace(
+        plain, filter=cfg.filter, rollout=dataclasses.replace(plain.rollout, prompts_per_step=prompts, oversample=1.0)
+    )
+    everything = (lambda score_B, group_B, **_: torch.ones_like(group_B, dtype=torch.bool)) if cfg.filter.keep else None
+    quota = Quota(sampling, world, everything, 0, [])
+    for _ in range(quota.most_rounds):
+        quota.take(quota.order(RolloutPlan("rehearsal", [], 1, (0, 0), 0, 1, 1.0)), RolloutResult(made, []))
+        if quota.is_full:
+            break
+    names = tuple(sorted({name for e in made for name in e.parts}))
+    batch = from_episodes(quota.experience().episodes, names, turns="turns" in algo.needs)
+    batch.seq["seed"] = torch.arange(len(batch))
+    batch = ReplayBuffer(cfg.filter, prompts).mix(batch, 0, 0, peers)
+    return share_out(batch, cfg.algo.updates_per_step, prompts, list(range(prompts)))
+
+
+def episodes(plain: Config) -> Iterator[Any]:
+    """Two prompts with two samples each, one of them right, with every reward part that a setting names."""
+    from spmdrl.algos.advantages import SCORE
+    from spmdrl.data.episode import Episode, prompt_segment
+
+    named = [plain.safety.cost, plain.filter.metric, *(spec.partition("=")[0] for spec in plain.algo.part_weights)]
+    for position in range(2):
+        for sample in range(2):
+            made = Episode(position, sample, position, [prompt_segment([0])], "stop", float(sample))
+            made.add_sampled([1, 2, 3], [-1.0] * 3, 0)
+            made.parts = {name: float(sample) for name in ["a_part", *named] if name not in ("", SCORE)}
+            yield made
+
+
+class StandIn:
+    """A model that says the same of every token and learns nothing; the Policy contract as far as a step uses it."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.version, self.updates_done = cfg, 0, 0
+
+    def logprobs(self, batch: "Batch", temperature: float, second: str = "entropy"):
+        """See the contract."""
+        return (-1.0 * batch.token["mask"]).double(), (0.5 * batch.token["mask"]).double()
+
+    def values(self, batch: "Batch") -> "torch.Tensor":
+        """See the contract."""
+        return (0.5 * batch.token["mask"]).double()
+
+    def update(self, batch: "Batch", objective: Any, steps: int = 1):
+        """See the contract: one optimizer step, of which nothing comes."""
+        from spmdrl.policy.optimizer import learning_rate
+
+        first_T, second_T = self.logprobs(batch, objective.temperature)
+        shared = objective.prepare(batch, 0)
+        stats = objective.loss(batch, first_T.requires_grad_(), second_T, shared).stats
+        # A step after the warm-up and before the end.
+        learning_rate(self.cfg.optimizer, LATE, 2 * LATE)
+        return stats
+
+    def take_over(self, other: Any, share: float = 1.0) -> None:
+        """See the contract."""
