@@ -22,13 +22,21 @@ TRACKERS = ("jsonl", "tensorboard", "wandb")
 def check(config: Config, world_size: int, here: bool = True) -> None:
     """Check all values together; nothing is built or read but the files that settings name.
 
+    Args: as of `run_problems`.
+
+    Raises:
+        ConfigError: listing every problem, one line each: the flag to change, its value and what would be valid.
+    """
+    refuse(run_problems(config, world_size, here))
+
+
+def run_problems(config: Config, world_size: int, here: bool = True) -> list[str]:
+    """Return the problems of a run's settings, a line each.
+
     Args:
         config: a run's settings, with or without its preset filled in.
         world_size: ranks of the job.
         here: the job runs on this machine; False if it is only planned here, where its engine need not be installed.
-
-    Raises:
-        ConfigError: listing every problem, one line each: the flag to change, its value and what would be valid.
     """
     problems = rule_problems(config, RULES)
     bad = {problem.split(" ", 1)[0] for problem in problems}
@@ -36,7 +44,7 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
     roles = role_problems(config, world_size)
     if not any(name.startswith("--parallel.") for name in bad):
         problems += roles or backend_problems(config, trainers(config, world_size))
-    problems += [
+    return problems + [
         line
         for line in engine_problems(config, 0 if roles else samplers(config, world_size), here)
         + method_problems(config)
@@ -49,7 +57,6 @@ def check(config: Config, world_size: int, here: bool = True) -> None:
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
     ]
-    refuse(problems)
 
 
 def _other_problems(config: Config) -> list[str]:

@@ -7,10 +7,10 @@ from typing import Literal
 
 from tyro.conf import Suppress
 
-from spmdrl.config.checks import check
+from spmdrl.config.checks import run_problems
 from spmdrl.config.divergence import DivergenceConfig, divergence_problems, divergence_words
 from spmdrl.config.engines import engine_name
-from spmdrl.config.fields import ConfigError, refuse
+from spmdrl.config.fields import refuse
 from spmdrl.config.learning import (
     AlgoConfig,
     CorrectionConfig,
@@ -23,14 +23,6 @@ from spmdrl.config.learning import (
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.presets import PRESETS
 from spmdrl.config.schema import Config, ReferenceConfig, RunConfig
-
-
-@dataclass
-class DistillRunConfig(RunConfig):
-    """The run as a whole."""
-
-    name: str = "distill"
-    """Name shown in trackers and used for the default run folder."""
 
 
 @dataclass
@@ -128,7 +120,7 @@ def _values(section: str) -> dict:
 class DistillationConfig(Config):
     """On-policy distillation of a language model. Every rank runs this same program."""
 
-    run: DistillRunConfig = field(default_factory=DistillRunConfig)
+    run: RunConfig = field(default_factory=partial(RunConfig, name="distill"))
     reference: TeacherConfig = field(default_factory=TeacherConfig)
     distill: DistillSection = field(default_factory=DistillSection)
     algo: Suppress[AlgoConfig] = field(default_factory=partial(AlgoConfig, preset="distill", **_values("algo")))
@@ -146,12 +138,7 @@ def check_distillation(config: DistillationConfig, world_size: int) -> None:
     Raises:
         ConfigError: listing every problem.
     """
-    problems = _problems(config)
-    try:
-        check(config, world_size)
-    except ConfigError as error:
-        problems += str(error).split("\n  ")[1:]
-    refuse(problems)
+    refuse(_problems(config) + run_problems(config, world_size))
 
 
 def _problems(config: DistillationConfig) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from tyro.conf import Suppress
 
-from spmdrl.config.checks import check
-from spmdrl.config.fields import ConfigError, flag, get, refuse
+from spmdrl.config.checks import run_problems
+from spmdrl.config.fields import flag, get, refuse
 from spmdrl.config.learning import AlgoConfig, CorrectionConfig, CriticConfig, ProcessRewardConfig, SafetyConfig
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.preference import (
@@ -23,14 +23,6 @@ from spmdrl.config.preference import (
 )
 from spmdrl.config.rules import _at_least_0, _maybe, _Rule, rule_problems
 from spmdrl.config.schema import Config, OptimizerConfig, ReferenceConfig, RunConfig
-
-
-@dataclass
-class OnlineRunConfig(RunConfig):
-    """The run as a whole."""
-
-    name: str = "online"
-    """Name shown in trackers and used for the default run folder."""
 
 
 @dataclass
@@ -62,7 +54,7 @@ class OnlineMethod(PreferenceMethod):
 class OnlinePreferenceConfig(Config):
     """Preference learning on the policy's own samples. Every rank runs this same program."""
 
-    run: OnlineRunConfig = field(default_factory=OnlineRunConfig)
+    run: RunConfig = field(default_factory=partial(RunConfig, name="online"))
     optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-6))
     reference: OnlineReferenceConfig = field(default_factory=OnlineReferenceConfig)
     preference: OnlineMethod = field(default_factory=OnlineMethod)
@@ -102,12 +94,7 @@ def check_online_preference(config: OnlinePreferenceConfig, world_size: int) -> 
     except ValueError as error:
         refuse([str(error)])
     problems = rule_problems(config, OWN_RULES) + method_problems(config.preference, losses)
-    problems += _problems(config, losses)
-    try:
-        check(config, world_size)
-    except ConfigError as error:
-        problems += str(error).split("\n  ")[1:]
-    refuse(problems)
+    refuse(problems + _problems(config, losses) + run_problems(config, world_size))
 
 
 def _problems(config: OnlinePreferenceConfig, losses: dict[str, float]) -> list[str]:

@@ -38,6 +38,29 @@ def small(folder: str, source: str, rows: int, template: str) -> dict[str, dict]
     )
 
 
+def small_run(folder: str) -> dict[str, dict]:
+    """Settings of a run of four steps on the demo's prompts in float64, which samples by the HF engine."""
+    return dict(
+        run={"dir": str(folder), "steps": 4, "seed": 3},
+        model={"path": "tiny", "dtype": "float64"},
+        # Qwen2's norms go through float32, where shared prompts round otherwise: see test_shared_prompts.
+        policy={"max_tokens_per_microbatch": 256, "share_prompts": False},
+        rollout={
+            "engine": "hf",
+            "prompts_per_step": 8,
+            "samples_per_prompt": 2,
+            "max_new_tokens": 8,
+            "max_prompt_tokens": 16,
+            "assignment": "static",
+            "temperature": 0.8,
+        },
+        eval={"every": 0},
+        checkpoint={"at_end": False},
+        tracking={"trackers": ("jsonl",)},
+        data={"limit": 64},
+    )
+
+
 def opened(world, cfg: SupervisedConfig, build: Callable, stop_after: int = 0) -> Any:
     """Opens a job that stops as if it was killed once step `stop_after` is done; 0: never."""
     Path(cfg.run.dir).mkdir(exist_ok=True)

@@ -1,6 +1,5 @@
 """Distillation over ranks: the divergence of transformers, the same on any layout, none from itself."""
 
-import dataclasses
 import json
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +20,7 @@ from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
 from tests.ranks.cases import small_model
 from tests.ranks.demo import Interrupted, dying, metrics, untimed
+from tests.ranks.given import small_run, with_sections
 from tests.ranks.harness import RankError, run_ranks
 from tests.unit.test_kernel_distill import definition
 
@@ -34,32 +34,8 @@ def teacher(tmp_path_factory) -> str:
 
 def settings(folder, teacher: str, **sections) -> DistillationConfig:
     """Settings of a job of four steps on the demo's prompts."""
-    base = dict(
-        run={"dir": str(folder), "steps": 4, "seed": 3},
-        model={"path": "tiny", "dtype": "float64"},
-        reference={"path": teacher},
-        optimizer={"lr": 1e-3},
-        # Qwen2's norms go through float32, where shared prompts round otherwise: see test_shared_prompts.
-        policy={"max_tokens_per_microbatch": 256, "share_prompts": False},
-        rollout={
-            "engine": "hf",
-            "prompts_per_step": 8,
-            "samples_per_prompt": 2,
-            "max_new_tokens": 8,
-            "max_prompt_tokens": 16,
-            "assignment": "static",
-            "temperature": 0.8,
-        },
-        eval={"every": 0},
-        checkpoint={"at_end": False},
-        tracking={"trackers": ("jsonl",)},
-        data={"limit": 64},
-    )
-    cfg = DistillationConfig()
-    for name in base.keys() | sections.keys():
-        values = base.get(name, {}) | sections.get(name, {})
-        cfg = dataclasses.replace(cfg, **{name: dataclasses.replace(getattr(cfg, name), **values)})
-    return cfg
+    more = dict(reference={"path": teacher}, optimizer={"lr": 1e-3})
+    return with_sections(DistillationConfig(), small_run(folder), more, sections)
 
 
 def opened(world, folder: str, teacher: str, sections: dict, stop_after: int = 0):

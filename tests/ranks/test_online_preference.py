@@ -23,7 +23,7 @@ from spmdrl.spmd.mesh import world_from_group
 from spmdrl.tracking.metrics import Timer
 from tests.ranks.cases import small_model
 from tests.ranks.demo import Interrupted, dying, metrics, untimed
-from tests.ranks.given import weights, with_sections
+from tests.ranks.given import small_run, weights, with_sections
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_shared_prompts import float64_norm
 
@@ -40,29 +40,13 @@ def reference(tmp_path_factory) -> str:
 def settings(folder: str, *sections: dict) -> OnlinePreferenceConfig:
     """Settings of a run of four steps on the demo's prompts, whose reward has many values."""
     Path(folder).mkdir(exist_ok=True)
-    base = dict(
-        run={"dir": folder, "steps": 4, "seed": 3},
-        model={"path": "tiny", "dtype": "float64"},
+    more = dict(
         reward={"function": f"{LETTERS}:compute_score"},
         # An eps above the rounding of small gradients: Adam divides by their size.
         optimizer={"lr": 1e-3, "eps": 1e-2},
-        # Qwen2's norms go through float32, where shared prompts round otherwise: see test_shared_prompts.
-        policy={"max_tokens_per_microbatch": 256, "share_prompts": False},
-        rollout={
-            "engine": "hf",
-            "prompts_per_step": 8,
-            "samples_per_prompt": 4,
-            "max_new_tokens": 8,
-            "max_prompt_tokens": 16,
-            "assignment": "static",
-            "temperature": 0.8,
-        },
-        eval={"every": 0},
-        checkpoint={"at_end": False},
-        tracking={"trackers": ("jsonl",)},
-        data={"limit": 64},
+        rollout={"samples_per_prompt": 4},
     )
-    return with_sections(OnlinePreferenceConfig(), base, *sections)
+    return with_sections(OnlinePreferenceConfig(), small_run(folder), more, *sections)
 
 
 def opened(world, folder: str, sections: dict, stop_after: int = 0):
