@@ -73,6 +73,7 @@ class EvaluationDataConfig(DataConfig):
 
     train: Suppress[str] = DataConfig.train
     limit: Suppress[int] = DataConfig.limit
+    shuffle: Suppress[bool] = DataConfig.shuffle
 
 
 @dataclass

@@ -51,7 +51,7 @@ FIXED = (
     *("run.seed", "model.path", "model.dtype", "optimizer.lr", "optimizer.betas", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.clip_grad_norm", "optimizer.schedule", "optimizer.warmup_steps"),
     # The state of an optimizer is in its backend's form.
-    *("optimizer.min_lr_ratio", "policy.backend", "policy.moe_aux_loss", "policy.moe_bias_rate"),
+    *("optimizer.min_lr_ratio", "optimizer.decay_share", "policy.backend", "policy.moe_aux_loss", "policy.moe_bias_rate"),
     *("lora.rank", "lora.alpha", "lora.targets", "reference.enabled", "reference.path", "reference.refresh_every"),
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_prompt_tokens", "rollout.max_new_tokens"),
     *("rollout.temperature", "rollout.top_p", "rollout.oversample", "rollout.partial_steps", "rollout.staleness"),
@@ -61,7 +61,7 @@ FIXED = (
     *("algo.*", "correction.*", "shaping.*", "critic.*", "process_reward.*", "safety.*"),
     *("filter.keep", "filter.metric", "filter.low", "filter.high", "filter.resample", "filter.resample_power"),
     *("filter.replay_steps", "data.train", "data.prompt_column", "data.answer_column", "data.template", "data.system"),
-    *("data.prefill", "data.chat", "data.chat_template", "data.limit"),
+    *("data.prefill", "data.chat", "data.chat_template", "data.limit", "data.shuffle"),
     *("reward.function", "reward.more", "reward.gate", "reward.kwargs"),
     *("reward.model", "reward.model_coef"),
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),

@@ -117,12 +117,15 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up, over all optimizer steps of the run, left out ones too."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Learning rate after warm-up, over all optimizer steps of the run, left out ones too. `wsd`: it stays, then falls
+    linearly over the last steps (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
     min_lr_ratio: float = 0.0
-    """Final learning rate as a share of the peak (linear, cosine)."""
+    """Final learning rate as a share of the peak (linear, cosine, wsd)."""
+    decay_share: float = 0.1
+    """Share of all optimizer steps over which the learning rate falls (wsd)."""
     bad_steps: int = 3
     """Optimizer steps in a row whose loss or gradient is not finite that end the job; until then such a step is left
     out. 0: the first one does."""
@@ -307,6 +310,8 @@ class DataConfig:
     text."""
     limit: int = 0
     """Read at most so many training prompts; 0: all."""
+    shuffle: bool = True
+    """Every epoch has an order of its own, by `--run.seed`. Off: the order of the file, as for a curriculum."""
 
 
 @dataclass

@@ -69,6 +69,9 @@ class SupervisedDataConfig:
     """Chat template instead of the tokenizer's: `chatml`, a `.jinja` file, or the text."""
     limit: int = 0
     """Take at most so many rows of each source; 0: all."""
+    shuffle: bool = True
+    """Every epoch has an order of its own, by `--run.seed`; a stream has it within blocks of rows. Off: the order of
+    the file, as for a curriculum."""
     rows_per_step: int = 64
     """Rows of one optimizer step over all ranks."""
     epochs: float = 1.0

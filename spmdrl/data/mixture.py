@@ -40,8 +40,9 @@ class Drawn:
 class Permuted:
     """Rows of indexed sources, joined end to end, in the order of their epochs."""
 
-    def __init__(self, sources: list[Indexed], seed: int):
-        self.sources, self.seed, self.drawn = sources, seed, 0
+    def __init__(self, sources: list[Indexed], seed: int, shuffle: bool = True):
+        """shuffle: False for the order of the sources."""
+        self.sources, self.seed, self.shuffle, self.drawn = sources, seed, shuffle, 0
         self.ends = list(accumulate(map(len, sources)))
 
     def __len__(self) -> int:
@@ -49,7 +50,7 @@ class Permuted:
 
     def draw(self) -> Drawn:
         """Return the next row."""
-        (index,) = drawn_indices(len(self), self.drawn, 1, self.seed)
+        (index,) = drawn_indices(len(self), self.drawn, 1, self.seed, self.shuffle)
         self.drawn += 1
         number = bisect_right(self.ends, index)
         source, row = self.sources[number], index - (self.ends[number - 1] if number else 0)
@@ -67,8 +68,9 @@ class Permuted:
 class Blocks:
     """Rows of a stream, permuted block by block; at its end the stream begins again."""
 
-    def __init__(self, source: Streamed, seed: int, block: int = BLOCK):
-        self.source, self.seed, self.block = source, seed, block
+    def __init__(self, source: Streamed, seed: int, shuffle: bool = True, block: int = BLOCK):
+        """shuffle: False for the order of the stream."""
+        self.source, self.seed, self.shuffle, self.block = source, seed, shuffle, block
         self.epoch, self.first, self.taken = 0, 0, 0
         """The epoch, counted from 0; the first row of the block in the stream; rows of the block that were drawn."""
         self.held: list[dict | ValueError] = []
@@ -99,7 +101,8 @@ class Blocks:
             self.rows = self.source.rows(self.first)
         self.held = list(islice(self.rows, self.block))
         self.order = list(range(len(self.held)))
-        generator_for(self.seed, _STREAM, self.epoch, self.first).shuffle(self.order)
+        if self.shuffle:
+            generator_for(self.seed, _STREAM, self.epoch, self.first).shuffle(self.order)
 
     def state(self) -> dict[str, Any]:
         """See `Permuted`."""

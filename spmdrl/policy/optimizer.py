@@ -51,6 +51,13 @@ def learning_rate(cfg: OptimizerConfig, step: int, total: int) -> float:
     """Learning rate of optimizer step `step` (from 0) out of `total`."""
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
+    if cfg.schedule == "constant":
+        return cfg.lr
     done = min(1.0, (step - cfg.warmup_steps) / max(1, total - cfg.warmup_steps))
-    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[cfg.schedule]
-    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape) if cfg.schedule != "constant" else cfg.lr
+    if cfg.schedule == "linear":
+        shape = 1 - done
+    elif cfg.schedule == "cosine":
+        shape = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        shape = min(1.0, max(0, total - step) / max(1.0, cfg.decay_share * total))
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)

@@ -75,7 +75,7 @@ class Distillation:
         if not count or run.sampler is None or run.world.engine_tp_rank:
             return []
         prompts, world, out = run.prompts.prompts, run.world, []
-        drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN))
+        drawn = drawn_indices(len(prompts), step * count, count, seed_for(seed, GIVEN), self.cfg.data.shuffle)
         # Behind the places of the prompts that are sampled.
         first = self.cfg.rollout.prompts_per_step
         for place in range(world.engine_index, count, world.engine_count):

@@ -50,7 +50,7 @@ class Sampler:
             before: prompts that this step has drawn before.
         """
         cfg = self.cfg.rollout
-        drawn = drawn_indices(len(self.prompts), first, prompts, self.cfg.run.seed)
+        drawn = drawn_indices(len(self.prompts), first, prompts, self.cfg.run.seed, self.cfg.data.shuffle)
         return RolloutPlan(
             f"train/{self.start_step}/{step}/{before}",
             [self.prompts.prompts[i] for i in drawn],

@@ -43,7 +43,7 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
                 raise ValueError(
                     f"--data.limit {data.limit}: {spec} is a stream, of which --run.steps says how much is read"
                 )
-            parts.append(Blocks(source, seed + number))
+            parts.append(Blocks(source, seed + number, data.shuffle))
             continue
         if data.limit and len(source) > data.limit:
             source = Table(source.name, [source[i] for i in range(data.limit)])
@@ -52,13 +52,13 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
         if weight is None:
             joined.append(source)
         else:
-            parts.append(Permuted([source], seed + number))
+            parts.append(Permuted([source], seed + number, data.shuffle))
     if joined:
         if parts:
             raise ValueError(
                 "--data.train: give each source a weight, as in a.jsonl=0.7, where one of them is a stream"
             )
-        return Mixture([Permuted(joined, seed)], [1.0])
+        return Mixture([Permuted(joined, seed, data.shuffle)], [1.0])
     weights = [weight if weight is not None else 1.0 for _, weight in pairs]
     return Mixture(parts, weights)
 
