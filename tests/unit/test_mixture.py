@@ -103,6 +103,19 @@ def test_every_epoch_has_every_row_once_in_another_order(kind, files):
         assert texts(second, 75 - stop) == drawn[stop:]
 
 
+@pytest.mark.parametrize("kind", ["indexed", "stream"])
+def test_rows_that_are_not_shuffled_come_in_the_order_of_their_file_in_every_epoch(kind, files):
+    def made():
+        if kind == "indexed":
+            return Permuted([Table("a", ROWS[:10]), Table("b", ROWS[10:])], 5, shuffle=False)
+        return Blocks(Gzipped(str(files / "rows.jsonl.gz")), 5, shuffle=False, block=8)
+
+    first, second = made(), made()
+    assert texts(first, 60) == ([row["text"] for row in ROWS] * 3)[:60]
+    second.restore(json.loads(json.dumps(first.state())))
+    assert texts(second, 15) == [row["text"] for row in ROWS[10:]]
+
+
 def test_a_stream_that_became_shorter_is_noticed_at_a_resume(files):
     first = Blocks(Gzipped(str(files / "rows.jsonl.gz")), 5)
     texts(first, 20)

@@ -285,3 +285,7 @@ def test_order_is_keyed_by_seed_and_step_alone():
     assert first != second
     with pytest.raises(ValueError):
         step_indices(0, 8, 0, seed=1)
+
+
+def test_prompts_that_are_not_shuffled_are_drawn_in_the_order_of_their_file():
+    assert drawn_indices(5, 3, 8, seed=1, shuffle=False) == [3, 4, 0, 1, 2, 3, 4, 0]
