@@ -120,7 +120,7 @@ def warm_start(folder: Path, rows: list[dict], seed: int) -> Path:
         "--data.shuffle": False,
         "--optimizer.lr": LR,
         "--optimizer.warmup-steps": 20,
-        "--optimizer.schedule": "wsd",
+        "--optimizer.schedule": "linear",
         "--optimizer.decay-share": 0.5,
         "--run.seed": seed,
         "--run.device": "cpu",

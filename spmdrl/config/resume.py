@@ -50,8 +50,9 @@ FREE: dict[str, tuple[str, ...]] = {
 FIXED = (
     *("run.seed", "model.path", "model.dtype", "optimizer.lr", "optimizer.betas", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.clip_grad_norm", "optimizer.schedule", "optimizer.warmup_steps"),
+    *("optimizer.min_lr_ratio", "optimizer.decay_share"),
     # The state of an optimizer is in its backend's form.
-    *("optimizer.min_lr_ratio", "optimizer.decay_share", "policy.backend", "policy.moe_aux_loss", "policy.moe_bias_rate"),
+    *("policy.backend", "policy.moe_aux_loss", "policy.moe_bias_rate"),
     *("lora.rank", "lora.alpha", "lora.targets", "reference.enabled", "reference.path", "reference.refresh_every"),
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_prompt_tokens", "rollout.max_new_tokens"),
     *("rollout.temperature", "rollout.top_p", "rollout.oversample", "rollout.partial_steps", "rollout.staleness"),

@@ -48,7 +48,6 @@ RULES: dict[str, _Rule] = {
     "optimizer.warmup_steps": _at_least_0,
     "optimizer.bad_steps": _at_least_0,
     "optimizer.min_lr_ratio": (lambda x: 0 <= x <= 1, "must be from 0 to 1"),
-    "optimizer.decay_share": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
     "policy.max_tokens_per_microbatch": _at_least_1,
     "policy.moe_aux_loss": _at_least_0,
     "policy.moe_bias_rate": _at_least_0,

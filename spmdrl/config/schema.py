@@ -5,7 +5,7 @@ together is in `checks.py`; how YAML and flags become a `Config` is in `load.py`
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from spmdrl.config.learning import (
     AlgoConfig,
@@ -117,15 +117,14 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning rate after warm-up, over all optimizer steps of the run, left out ones too. `wsd`: it stays, then falls
-    linearly over the last steps (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up, over all optimizer steps of the run, left out ones too."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
     min_lr_ratio: float = 0.0
-    """Final learning rate as a share of the peak (linear, cosine, wsd)."""
-    decay_share: float = 0.1
-    """Share of all optimizer steps over which the learning rate falls (wsd)."""
+    """Final learning rate as a share of the peak (linear, cosine)."""
+    decay_share: ClassVar[float] = 1.0
+    """A setting of jobs on given rows alone (config/supervised.py)."""
     bad_steps: int = 3
     """Optimizer steps in a row whose loss or gradient is not finite that end the job; until then such a step is left
     out. 0: the first one does."""

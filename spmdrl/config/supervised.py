@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Literal
 
 from tyro.conf import Suppress
@@ -38,6 +37,17 @@ class SupervisedParallelConfig(ParallelConfig):
     placement: Suppress[Literal["colocated", "split"]] = "colocated"
     rollout_ranks: Suppress[int] = 0
     scoring_ranks: Suppress[int] = 0
+
+
+@dataclass
+class SupervisedOptimizerConfig(OptimizerConfig):
+    """AdamW and its schedule."""
+
+    lr: float = 2e-5
+    """Peak learning rate of AdamW."""
+    decay_share: float = 1.0  # type: ignore[misc]
+    """The last share of the steps after warm-up, over which the learning rate falls (linear, cosine). Below 1 it stays
+    at its peak until then (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)."""
 
 
 @dataclass
@@ -117,7 +127,7 @@ class SupervisedConfig(TrainingConfig):
 
     run: SupervisedRunConfig = field(default_factory=SupervisedRunConfig)
     parallel: SupervisedParallelConfig = field(default_factory=SupervisedParallelConfig)
-    optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=2e-5))
+    optimizer: SupervisedOptimizerConfig = field(default_factory=SupervisedOptimizerConfig)
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)  # type: ignore[assignment]
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -125,6 +135,7 @@ class SupervisedConfig(TrainingConfig):
 
 SHARED_RULES: dict[str, _Rule] = {
     "run.steps": _at_least_0,
+    "optimizer.decay_share": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
     "data.rows_per_step": _at_least_1,
     "data.epochs": _positive,
     "data.max_tokens": (lambda x: x >= 2, "must be at least 2"),
@@ -197,6 +208,9 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
         )
     if data.chat == "off" and data.chat_template:
         problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
+    optimizer = config.optimizer
+    if optimizer.decay_share < 1 and optimizer.schedule == "constant":
+        problems.append(f"--optimizer.decay-share {optimizer.decay_share}: needs --optimizer.schedule linear or cosine")
     if "eval/" in config.checkpoint.best and not (config.eval.every and data.eval):
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured without --data.eval")
     return problems

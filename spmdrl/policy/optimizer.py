@@ -53,11 +53,7 @@ def learning_rate(cfg: OptimizerConfig, step: int, total: int) -> float:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     if cfg.schedule == "constant":
         return cfg.lr
-    done = min(1.0, (step - cfg.warmup_steps) / max(1, total - cfg.warmup_steps))
-    if cfg.schedule == "linear":
-        shape = 1 - done
-    elif cfg.schedule == "cosine":
-        shape = 0.5 * (1 + math.cos(math.pi * done))
-    else:
-        shape = min(1.0, max(0, total - step) / max(1.0, cfg.decay_share * total))
+    left = (total - step) / max(1, total - cfg.warmup_steps)
+    done = 1 - max(0.0, min(1.0, left / cfg.decay_share))
+    shape = 1 - done if cfg.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)

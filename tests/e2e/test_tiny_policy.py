@@ -47,7 +47,7 @@ def test_warm_start_goes_through_the_rows_once_and_trains_each_answer_and_its_en
         assert row["data/refused"] == row["data/truncated"] == 0
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert tuple(settings["optimizer"]["betas"]) == (0.9, 0.95) and settings["optimizer"]["weight_decay"] == 0
-    assert (settings["optimizer"]["schedule"], settings["optimizer"]["decay_share"]) == ("wsd", 0.5)
+    assert (settings["optimizer"]["schedule"], settings["optimizer"]["decay_share"]) == ("linear", 0.5)
     assert settings["data"]["shuffle"] is False
     # An untrained model gives each of 47 tokens about the same probability: log 47 is 3.85.
     assert 3.7 < rows[0]["loss"] < 4.0 and rows[-1]["loss"] < rows[0]["loss"] - 0.1

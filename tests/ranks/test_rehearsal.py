@@ -37,6 +37,7 @@ RUNS = {
 TOUCHED = {
     "algo.part_weights": "whoever checks the parts of a reward looks whether any are named",
     "optimizer.min_lr_ratio": "copied with the rest of a critic's optimizer settings",
+    "optimizer.decay_share": "the same",
     "eval.temperature": "an engine checks the temperatures it may be asked for",
 }
 """Settings that a run may read without any use of them."""

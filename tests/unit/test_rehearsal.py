@@ -76,7 +76,6 @@ def test_an_estimator_that_needs_what_samples_do_not_have_is_refused(needs, tmp_
         ("--lora.alpha 4", "--lora.alpha 4", "--lora.rank above 0"),
         ("--eval.every 0 --eval.samples 4", "--eval.samples 4", "--eval.every above 0"),
         ("--optimizer.min-lr-ratio 0.1", "--optimizer.min-lr-ratio 0.1", "--optimizer.schedule linear"),
-        ("--optimizer.decay-share 0.3", "--optimizer.decay-share 0.3", "--optimizer.schedule wsd"),
     ],
 )
 def test_setting_that_nothing_reads_is_refused_with_what_would_read_it(words, unread, reader):
