@@ -34,7 +34,7 @@ CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*=:> "  # more than the task
 VOCABULARY = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
 WRONG_SHARE = 0.6
 ROWS_PER_STEP = 64
-LR = 1e-3
+LR, WARMUP = 1e-3, 20
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -111,7 +111,7 @@ def warm_start(folder: Path, rows: list[dict], seed: int) -> Path:
     The learning rate falls to zero over the second half: at a constant one the share of right samples swings by 0.1
     from step to step, and where it ends would be luck.
     """
-    file, run = folder / "rows.jsonl", folder / "run"
+    file, run, steps = folder / "rows.jsonl", folder / "run", len(rows) // ROWS_PER_STEP
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = {
         "--model.path": folder / "start",
@@ -119,9 +119,9 @@ def warm_start(folder: Path, rows: list[dict], seed: int) -> Path:
         "--data.rows-per-step": ROWS_PER_STEP,
         "--data.shuffle": False,
         "--optimizer.lr": LR,
-        "--optimizer.warmup-steps": 20,
+        "--optimizer.warmup-steps": WARMUP,
         "--optimizer.schedule": "linear",
-        "--optimizer.decay-share": 0.5,
+        "--optimizer.decay-share": steps / 2 / (steps - WARMUP),
         "--run.seed": seed,
         "--run.device": "cpu",
         "--run.dir": run,

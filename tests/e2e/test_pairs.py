@@ -22,25 +22,25 @@ def by_page(page: str, folder, *more: str, place: int = 0) -> list[dict]:
 
 
 def test_preference_by_the_command_of_its_page_learns(tmp_path):
-    """Pairs that the policy prefers rightly beside its start: 0.984, 0.934 and 0.953 after 40 steps on seeds 0 to 2."""
+    """Pairs that the policy prefers rightly beside its start: 0.977, 0.965 and 0.953 after 60 steps on seeds 0 to 2."""
     rows = by_page("preference", tmp_path / "run")
     assert rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4), "log 2: the policy is the reference"
-    assert rows[-1]["eval/accuracy"] > 0.88 and rows[-1]["eval/loss"] < 0.57, rows
+    assert rows[-1]["eval/accuracy"] > 0.9 and rows[-1]["eval/loss"] < 0.5, rows
     assert rows[-1]["eval/rewards/margin"] > 0.3
 
 
 @pytest.mark.parametrize("method", ["dpo", "sppo", "raft"])
 def test_preference_on_own_samples_by_the_command_of_its_page_learns(method, tmp_path):
-    """Exact reversals on seeds 0, 1, 2: dpo 0.949, 0.961, 0.934; sppo 0.938, 0.910, 0.875; raft 0.965, 0.988, 0.969."""
+    """Exact reversals on seeds 0, 1, 2: dpo 0.977, 0.973, 0.941; sppo 0.949, 0.965, 0.914; raft 0.984, 0.977, 0.973."""
     rows = by_page("online_preference", tmp_path / "run", "--preference.method", method)
     assert 0.25 < rows[0]["eval/accuracy"] < 0.5 and rows[-1]["eval/accuracy"] > 0.85, rows
 
 
 def test_reward_model_by_the_command_of_its_page_learns(tmp_path):
-    """Pairs that are ranked rightly: 0.918, 0.973 and 0.969 after 100 steps on seeds 0 to 2."""
+    """Pairs that are ranked rightly: 0.941, 0.949 and 0.953 after 300 steps on seeds 0 to 2."""
     rows = by_page("reward_model", tmp_path / "run")
     assert rows[0]["eval/accuracy"] == 0.5, "the new head gives 0 to everything"
-    assert rows[-1]["eval/accuracy"] > 0.86 and rows[-1]["eval/loss"] < 0.3, rows
+    assert rows[-1]["eval/accuracy"] > 0.88 and rows[-1]["eval/loss"] < 0.25, rows
 
 
 def test_process_reward_model_by_the_command_of_its_page_learns(tmp_path):
