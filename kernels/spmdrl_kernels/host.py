@@ -52,7 +52,7 @@ def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
     if x.dtype == torch.bfloat16:
         # Reading a single row takes less time than widening the weight for it.
         return WIDENS and x.numel() > x.shape[-1]
-    return x.dtype == torch.float32 and x.numel() * len(weight_NK) >= WORTH_IT
+    return HALVED and x.dtype == torch.float32 and x.numel() * len(weight_NK) >= WORTH_IT
 
 
 def widened(*matrices: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

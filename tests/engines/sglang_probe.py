@@ -191,7 +191,7 @@ def measure(folder: Path, facts: dict) -> None:
             eval={"every": 0},
             checkpoint={"at_end": False},
             tracking={"trackers": ("jsonl",), "console": "plain"},
-            optimizer={"lr": 1e-3},
+            optimizer={"lr": 2.5e-4},
             rollout={"engine": "sglang", "prompts_per_step": 8, "samples_per_prompt": 4, "kv_cache_gib": 0.25},
         ),
         facts,
