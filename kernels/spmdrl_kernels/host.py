@@ -1,9 +1,9 @@
-"""Matmuls on a CPU: float32 by oneDNN where torch takes MKL's, bfloat16 in float32 where the CPU cannot multiply it.
+"""Matmuls on a CPU: float32 by oneDNN where MKL leaves half of it unused, bfloat16 in float32 where it cannot do that.
 
 torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU uses vectors of 256 bits. Where a core has
 twice that width (Zen 5), oneDNN takes half the time: a product of 2104 x 128 x 512 took 2.8 ms by MKL and 1.2 ms by
-oneDNN. On Zen 4 it takes as long for such a product, a tenth less for one of 1024 x 576 x 1536 (17.8 and 20.2 ms), and
-in tiles a fifth more for a sum over rows (23.1 and 19.5 ms), which MKL computes there.
+oneDNN. On Zen 4 MKL stays: in tiles oneDNN takes a tenth longer for the products of a micro-batch of 471 tokens (128 x
+512: 0.62 and 0.73 ms) and a twentieth less where whole tiles of 1024 rows fit (576 x 1536: 18.6 and 17.4 ms).
 
 oneDNN compiles a kernel of about 1 MiB for every shape and keeps a thousand of them, so products are cut into tiles of
 few sizes; torch does the rest.
@@ -46,7 +46,7 @@ WIDENS = AVAILABLE and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def takes(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
-    """True where this module multiplies x @ weight.T: on the host, where it is faster than torch."""
+    """True where this module multiplies x @ weight.T faster than torch does."""
     if not (x.is_cpu and x.dtype == weight_NK.dtype and AVAILABLE):
         return False
     if x.dtype == torch.bfloat16:
@@ -64,6 +64,8 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
     """x @ weight.T + bias, [T, N], of float32 or bfloat16 matrices on the host; without gradient."""
     if x_TK.dtype == torch.bfloat16:
         return linear(*widened(x_TK, weight_NK, bias_N)).to(x_TK.dtype)  # type: ignore[arg-type]
+    if not HALVED:
+        return torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     parts = []
     for rows, tiled in _tiles(len(x_TK), weight_NK.numel()):
         if tiled:
@@ -74,7 +76,7 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
 
 
 def outer(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
-    """a.T @ b, [M, N], where oneDNN is faster summed over T in the order of its tiles; as `linear`."""
+    """a.T @ b, [M, N], by oneDNN summed over T in the order of its tiles; as `linear`."""
     if a_TM.dtype == torch.bfloat16:
         return outer(*widened(a_TM, b_TN)).to(a_TM.dtype)  # type: ignore[arg-type]
     if not HALVED:

@@ -169,20 +169,24 @@ def _row_bytes(values: torch.Tensor) -> int:
     return values.element_size() * (values[0].numel() if len(values) else int(torch.tensor(values.shape[1:]).prod()))
 
 
-def _gather_items(values: torch.Tensor, lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Ragged rows in another order (or a selection of them)."""
+def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Places of ragged rows in another order (or of a selection of them), among all rows end to end."""
     starts = torch.cumsum(lengths_n, 0) - lengths_n
     picked = lengths_n[order]
     offsets = torch.arange(int(picked.sum())) - torch.repeat_interleave(torch.cumsum(picked, 0) - picked, picked)
-    return values[(torch.repeat_interleave(starts[order], picked) + offsets).to(values.device)]
+    return torch.repeat_interleave(starts[order], picked) + offsets
 
 
 def select(table: Table, order: torch.Tensor) -> Table:
     """The items `order` (int64 [m]) of a table, in that order."""
+    # Most columns have the lengths of another one, and one place for each number.
+    distinct = {id(lengths): lengths for lengths in table.lengths.values()}
+    picked = {key: (lengths[order], _places(lengths, order)) for key, lengths in distinct.items()}
+    of = {name: picked[id(lengths)] for name, lengths in table.lengths.items()}
     return Table(
         table.keys_nK[order],
-        {k: v[order] for k, v in table.lengths.items()},
-        {k: _gather_items(v, table.lengths[k], order) for k, v in table.values.items()},
+        {name: lengths for name, (lengths, _) in of.items()},
+        {name: values[of[name][1].to(values.device)] for name, values in table.values.items()},
     )
 
 
@@ -248,7 +252,9 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
             # A copy aligns the bytes for the wider type.
             parts[name].append(inbox[at : at + size].clone().view(ref.dtype).view(-1, *ref.shape[1:]))
             at += size
-    lengths = {name: rows[:, n_keys + column] for column, name in enumerate(names)}
+    # Columns that share their lengths in one table do so in all.
+    shared = {id(like.lengths[name]): rows[:, n_keys + column] for column, name in enumerate(names)}
+    lengths = {name: shared[id(like.lengths[name])] for name in names}
     return Table(rows[:, :n_keys], lengths, {name: torch.cat(p) for name, p in parts.items()})
 
 

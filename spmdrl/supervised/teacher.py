@@ -24,7 +24,9 @@ from spmdrl.supervised.rows import open_mixture, pack
 from spmdrl.supervised.stored import MANIFEST, Stored, indexed, read_manifest, wait, write
 
 NEEDED = ("ids", "logp")
-NOT_OF_ROWS = ("data.rows_per_step", "data.epochs", "data.eval", "data.max_refused", "data.chat_template")
+NOT_OF_ROWS = (
+    *("data.rows_per_step", "data.epochs", "data.shuffle", "data.eval", "data.max_refused", "data.chat_template"),
+)
 """Settings of `--data` that do not change the tokens of a row, and one whose text is compared instead."""
 PART = 2**12
 """Bytes of each tensor that are hashed at its beginning and in its middle."""

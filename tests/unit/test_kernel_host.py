@@ -11,7 +11,7 @@ needs_onednn = pytest.mark.skipif(not host.AVAILABLE, reason="torch was built wi
 
 @pytest.fixture(params=[True, False], ids=["halved", "full width"])
 def halved(request, monkeypatch) -> bool:
-    """A CPU of which MKL uses half, and another one, on which it sums over rows."""
+    """A CPU of which MKL uses half, and another one, on which it multiplies float32 matrices."""
     monkeypatch.setattr(host, "HALVED", request.param)
     return request.param
 
@@ -47,7 +47,7 @@ def test_kernel_host_linear_is_linear(rows, bias, halved):
     linear, reference = layer(128, 520, bias)
     x = make(1, rows, 128).requires_grad_()
     wanted = x.detach().double().requires_grad_()
-    assert host.takes(x, linear.weight)
+    assert host.takes(x, linear.weight) == halved
     y, exact = linear(x), reference(wanted)
     # A gradient that is a view with strides 0, as that of a sum, and another one.
     for weight in (torch.ones(()).expand(y.shape), make(*y.shape, seed=1)):
@@ -58,8 +58,9 @@ def test_kernel_host_linear_is_linear(rows, bias, halved):
 
 
 @needs_onednn
-def test_kernel_host_tiles_have_few_sizes(monkeypatch, halved):
+def test_kernel_host_tiles_have_few_sizes(monkeypatch):
     """oneDNN keeps 1 MiB for each shape that it compiles: a thousand lengths must not be a thousand shapes."""
+    monkeypatch.setattr(host, "HALVED", True)
     shapes, own = set(), torch.ops.mkldnn._linear_pointwise
 
     class Seen:
@@ -79,6 +80,7 @@ def test_kernel_host_tiles_have_few_sizes(monkeypatch, halved):
 
 @needs_onednn
 def test_kernel_host_takes_large_float32_alone(monkeypatch):
+    monkeypatch.setattr(host, "HALVED", True)
     x, weight = make(64, 128), make(512, 128)
     assert host.takes(x, weight) and not host.takes(x[:63], weight)
     monkeypatch.setattr(host, "WIDENS", False)
