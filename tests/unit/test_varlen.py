@@ -107,7 +107,7 @@ def test_keys_of_a_branch_are_its_trunk_and_its_own():
 def test_trunks_of_one_length_need_no_mask():
     """On a GPU float32 goes through SDPA: its causality from the end equals the mask that a CPU gets."""
     below = [(0, 5), (0, 5), (5, 3), (5, 3), (5, 3)]
-    starts, lengths = [8, 10, 13, 16, 20], [2, 3, 3, 4, 2]
+    starts, lengths = [8, 14, 21, 28, 36], [6, 7, 7, 8, 6]
     cuda = _branch_classes(below, starts, lengths, torch.device("cpu"), exact=True)
     assert [c.sequences for c in cuda] == [2, 3] and all(c.trunks is None for c in cuda)
     for c in cuda:

@@ -16,6 +16,9 @@ from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.attention.varlen import Runs, make_runs
 from spmdrl.spmd.devices import kind_of
 
+SHORT = 16
+"""Tokens of nodes that are laid out as one length."""
+
 
 @dataclass
 class LengthClass:
@@ -68,7 +71,7 @@ class Packing:
 
     @cached_property
     def classes(self) -> list[LengthClass]:
-        """The layout for attention over padded rows, of which at most half is padding."""
+        """The layout for attention over padded rows, of which at most three tenths are padding."""
         classes = _whole_classes(self.trunks, self.device)
         if self.branches:
             # On a GPU, causality aligned to the end then needs no mask.
@@ -117,9 +120,10 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def _alike(lengths: list[int]) -> list[list[int]]:
-    """Group the indices of similar lengths: one group if lengths are nearly equal, otherwise one per power of two."""
-    uneven = sum(lengths) * 2 < max(lengths) * len(lengths)
-    return _grouped([n.bit_length() if uneven else 0 for n in lengths])
+    """Group the indices of similar lengths: one group if a fifth of it is padding at most, otherwise two per octave."""
+    uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
+    # Padding of the shortest costs less than a call for each of their lengths.
+    return _grouped([(max(n, SHORT) ** 2).bit_length() if uneven else 0 for n in lengths])
 
 
 def _grouped(marks: list[int]) -> list[list[int]]:
