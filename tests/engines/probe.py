@@ -332,7 +332,7 @@ def interrupted(p: Probe) -> dict:
 
         load(given(), version)
 
-    p.shake(0.05)
+    p.shake(0.02)
     p.engine.load = half
     facts["push"], facts["version"] = outcome(p.push), p.engine.version
     p.engine.load = load

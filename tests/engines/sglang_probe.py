@@ -95,7 +95,7 @@ def corrupt(p: Probe) -> dict:
         return call(do, **what)
 
     def attempt(name: str) -> None:
-        p.shake(0.05)
+        p.shake(0.02)
         facts[name] = [outcome(p.push), p.engine.version, outcome(lambda: p.engine.submit(p.request(prompt)))]
 
     p.engine.load = turned
