@@ -182,6 +182,7 @@ def test_stale_samples_are_corrected_unless_told_otherwise():
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_resume_goes_on_with_what_was_sampled_ahead(staleness, colocated, tmp_path):
     saving = {"rollout": {"staleness": staleness}, "checkpoint": {"every": 1, "keep": 1, "at_end": False}}
+    saving["model"] = DOUBLE
     folder = str(tmp_path / "run")
     before = run_ranks(split_demo, 2, folder, split(1), saving, 3)
     after = run_ranks(split_demo, 2, folder, split(1), saving)
