@@ -7,8 +7,8 @@ Real jobs train SmolLM2-135M on 8 pairs of GSM8K: a question with its answer and
 its chat template. Each step takes all pairs of the job. The reference is the starting model, and both sides run it in
 every step. TRL pads the sides of `batch` pairs to the longest; spmdrl has micro-batches of as many tokens as are
 stated, in which a pair's prompt runs once. Both have one thread per rank and no activation checkpointing. Log p of
-the chosen sides and, in float32, the loss must agree in the first and in the last step (SAME). In bfloat16 the loss is
-a difference of sums that are rounded by more than they differ.
+the chosen sides and the loss must agree in the first and in the last step (SAME). In bfloat16 the loss is that of sums
+whose rounding is as large as what the steps change, so that log p is the stricter check there.
 
 The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; steps count after
 the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use). Peak memory is the largest resident
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from benchmarks import _rows  # noqa: E402
 
-SAME = {"float32": {"losses": 1e-4, "logp": 1e-4}, "bfloat16": {"logp": 5e-3}}
+SAME = {"float32": {"losses": 1e-4, "logp": 1e-4}, "bfloat16": {"losses": 0.1, "logp": 5e-3}}
 """Largest relative difference, in the first and in the last step, of the losses and of log p of the chosen sides."""
 BETA = 0.1
 

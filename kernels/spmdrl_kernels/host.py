@@ -1,9 +1,9 @@
-"""Matmuls on a CPU: float32 by oneDNN where MKL leaves half of it unused, bfloat16 in float32 where it cannot do that.
+"""Matmuls on a CPU: float32 by oneDNN where MKL uses half of its width, bfloat16 in float32 where it is slow.
 
 torch 2.13 multiplies float32 matrices on x86 by MKL, which on an AMD CPU uses vectors of 256 bits. Where a core has
 twice that width (Zen 5), oneDNN takes half the time: a product of 2104 x 128 x 512 took 2.8 ms by MKL and 1.2 ms by
-oneDNN. On Zen 4 MKL stays: in tiles oneDNN takes a tenth longer for the products of a micro-batch of 471 tokens (128 x
-512: 0.62 and 0.73 ms) and a twentieth less where whole tiles of 1024 rows fit (576 x 1536: 18.6 and 17.4 ms).
+oneDNN. On Zen 4 torch's own products are taken: for a micro-batch of 471 tokens, which are no whole tiles, MKL needed
+0.62 ms and oneDNN 0.73 (128 x 512), for one of 1024 tokens 18.6 and 17.4 (576 x 1536).
 
 oneDNN compiles a kernel of about 1 MiB for every shape and keeps a thousand of them, so products are cut into tiles of
 few sizes; torch does the rest.

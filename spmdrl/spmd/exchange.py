@@ -179,7 +179,7 @@ def _places(lengths_n: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def select(table: Table, order: torch.Tensor) -> Table:
     """The items `order` (int64 [m]) of a table, in that order."""
-    # Most columns have the lengths of another one, and one place for each number.
+    # Columns that share one tensor of lengths, as those of a batch do, share their places.
     distinct = {id(lengths): lengths for lengths in table.lengths.values()}
     picked = {key: (lengths[order], _places(lengths, order)) for key, lengths in distinct.items()}
     of = {name: picked[id(lengths)] for name, lengths in table.lengths.items()}
@@ -252,9 +252,7 @@ def _unpack(inbox: torch.Tensor, rows: torch.Tensor, of: torch.Tensor, widths: l
             # A copy aligns the bytes for the wider type.
             parts[name].append(inbox[at : at + size].clone().view(ref.dtype).view(-1, *ref.shape[1:]))
             at += size
-    # Columns that share their lengths in one table do so in all.
-    shared = {id(like.lengths[name]): rows[:, n_keys + column] for column, name in enumerate(names)}
-    lengths = {name: shared[id(like.lengths[name])] for name in names}
+    lengths = {name: rows[:, n_keys + column] for column, name in enumerate(names)}
     return Table(rows[:, :n_keys], lengths, {name: torch.cat(p) for name, p in parts.items()})
 
 

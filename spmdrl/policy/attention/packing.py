@@ -17,7 +17,7 @@ from spmdrl.policy.attention.varlen import Runs, make_runs
 from spmdrl.spmd.devices import kind_of
 
 SHORT = 16
-"""Tokens of nodes that are laid out as one length."""
+"""Sequences of so many tokens or fewer are laid out together."""
 
 
 @dataclass
@@ -120,9 +120,9 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def _alike(lengths: list[int]) -> list[list[int]]:
-    """Group the indices of similar lengths: one group if a fifth of it is padding at most, otherwise two per octave."""
+    """Group the indices of similar lengths: one if at most a fifth of it is padding, else two per power of two."""
     uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
-    # Padding of the shortest costs less than a call for each of their lengths.
+    # Short sequences cost less padded than in a call for each of their lengths.
     return _grouped([(max(n, SHORT) ** 2).bit_length() if uneven else 0 for n in lengths])
 
 
