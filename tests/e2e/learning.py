@@ -52,7 +52,7 @@ OWN: dict[str, str] = {
 }
 """Flags of presets that have no recipe and need settings of their own here."""
 
-TEACHER = argv("--algo.updates_per_step 4 --run.steps 16 --eval.every 16 --checkpoint.at_end")
+TEACHER = argv("--algo.updates_per_step 4 --run.steps 32 --eval.every 32 --checkpoint.at_end")
 """Flags of the teacher, as recipes/distill/README.md has them."""
 DISTILLED = "opd"
 """The recipe of `spmdrl.distill`."""

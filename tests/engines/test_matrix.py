@@ -244,8 +244,13 @@ def test_parity_of_runs_that_learn_something(cell):
     assert {finish for step in samples for *_, finish in step} == {"stop", "length"}
 
 
-def test_parity_is_lost_by_another_learning_rate(cell):
-    """The check can fail: a learning rate 5% higher shows in numbers and samples."""
-    found = differences(cell("hf", 1, "colocated"), cell("hf", 1, "colocated", "--optimizer.lr 1.05e-3"))
-    for name in ("samples differ", "loss", "entropy/mean", "grad_norm"):
-        assert any(name in line for line in found), (name, found)
+def test_parity_is_lost_by_another_learning_rate(cell, mixture):
+    """The check can fail: a learning rate 5% higher shows in numbers and samples.
+
+    Of the default model's greedy tokens, of which it is nearly sure, so little changes none.
+    """
+    for model, names in {"": (), mixture: ("samples differ",)}.items():
+        faster = f"{model} --optimizer.lr 1.05e-3"
+        found = differences(cell("hf", 1, "colocated", model), cell("hf", 1, "colocated", faster))
+        for name in (*names, "loss", "entropy/mean", "grad_norm"):
+            assert any(name in line for line in found), (name, found)

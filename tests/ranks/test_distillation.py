@@ -193,7 +193,8 @@ def test_a_student_that_is_its_teacher_learns_nothing(distill, dtype, tmp_path):
 
 
 def test_layout_a_teacher_on_ranks_of_its_own_teaches_the_same(teacher, tmp_path):
-    more = {"distill": {"beta": 0.5, "top_k": 8}}
+    # With 32 prompts a step the mean divergence is known well enough for its fall to show.
+    more = {"distill": {"beta": 0.5, "top_k": 8}, "rollout": {"prompts_per_step": 32}, "optimizer": {"lr": 3e-3}}
     (one,) = run_ranks(trained, 1, str(tmp_path / "one"), teacher, more)
     apart = {"parallel": {"placement": "split", "rollout_ranks": 1, "scoring_ranks": 1}}
     four = run_ranks(trained, 4, str(tmp_path / "four"), teacher, more | apart)

@@ -28,9 +28,10 @@ def test_layout_one_rank_and_two_train_to_the_same_loss(two_ranks, tmp_path):
             for name in a.keys() - {"microbatches"}:
                 # A maximum over logp differences is that of two engines' rounding.
                 assert abs(a[name] - b[name]) < 1e-5, (a["step"], name, a[name], b[name])
-    # It learns something at every step, on something.
+    # It learns something at every step, on something; a loss, of terms of both signs, may pass through 0 once.
+    assert sum(abs(row["loss"]) > 1e-3 for row in one) >= STEPS - 1
     for row in one:
-        assert abs(row["loss"]) > 1e-4 and row["grad_norm"] > 0.05 and row["lr"] > 0
+        assert row["grad_norm"] > 0.5 and row["lr"] > 0
         assert 0 < row["reward/mean"] < 1 and row["entropy/mean"] > 0.05 and row["advantage/nonzero"] > 0.3
         assert row["logp_diff/max"] < 1e-5
     assert one[-1]["kl/mean"] > 10 * max(one[0]["kl/mean"], 1e-6)
