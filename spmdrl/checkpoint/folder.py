@@ -116,7 +116,8 @@ def check_settings(folder: Path, cfg: TrainingConfig, world: World) -> list[str]
     """Checks that a run which goes on from its folder has the settings it began with. Collective; returns notes.
 
     Raises:
-        ValueError: settings that change the answer differ, each one listed, unless `--run.allow-changes`.
+        ValueError: it is a run of another entry point, or settings that change the answer differ, each one listed,
+            unless `--run.allow-changes`.
     """
     told: dict = {"notes": [], "error": ""}
     path = folder / "config.yaml"
@@ -125,7 +126,12 @@ def check_settings(folder: Path, cfg: TrainingConfig, world: World) -> list[str]
     if world.is_first and path.exists():
         found = differences(path, cfg)
         told["notes"] = found.notes
-        if found.lines and cfg.run.allow_changes:
+        if found.other:
+            told["error"] = (
+                f"{folder} holds a run of {found.other}, with which this one cannot go on: take another --run.dir (or "
+                "--run.name), or --run.fresh (moves that folder aside and starts over)"
+            )
+        elif found.lines and cfg.run.allow_changes:
             told["notes"].append("--run.allow-changes: " + "; ".join(found.lines))
         elif found.lines:
             told["error"] = (

@@ -221,6 +221,10 @@ def reference_problems(config: Any, has: bool) -> list[str]:
 def method_problems(chosen: PreferenceMethod, losses: dict[str, float]) -> list[str]:
     """Problems of the losses together with their settings, a line each. losses: as `losses_of` returns them."""
     problems, unpaired = [], UNPAIRED & losses.keys()
+    if chosen.loss and chosen.method != PreferenceMethod().method:
+        problems.append(
+            f"--preference.method {chosen.method}: --preference.loss names the losses; leave one of them out"
+        )
     if unpaired and len(losses) > 1:
         problems.append(f"--preference.loss {shown(chosen.loss)}: {sorted(unpaired)[0]} stands alone")
     needs = {"robust", "exo_pair"} & losses.keys()

@@ -5,7 +5,8 @@ on with others would be neither the first run nor the second.
 """
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,29 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
     return found
 
 
+OWN_SECTIONS = {
+    "spmdrl.distill": "distill",
+    "spmdrl.sft": "sft",
+    "spmdrl.reward_model": "reward_model",
+    "spmdrl.online_preference": "preference rollout",
+    "spmdrl.preference": "preference",
+    "spmdrl.train": "rollout",
+}
+"""Entry point -> sections of settings that tell its runs from those of the entry points below it."""
+
+
+def entry_point(sections: Iterable[Any]) -> str:
+    """Return the entry point whose settings have these sections; empty where it is none's."""
+    there = set(sections)
+    return next((name for name, own in OWN_SECTIONS.items() if there.issuperset(own.split())), "")
+
+
 @dataclass
 class Differences:
     """Differences between a run folder's settings and a run's."""
 
+    other: str = ""
+    """The entry point that wrote them, where it is another one than this run's."""
     lines: list[str] = field(default_factory=list)
     """Settings that a resume must keep, one line each: `--optimizer.lr: 0.0002 there, 0.001 here`."""
     notes: list[str] = field(default_factory=list)
@@ -157,6 +177,8 @@ def differences(path: Path, cfg: TrainingConfig) -> Differences:
         if not isinstance(nested, dict):
             raise TypeError("it holds no settings")
         there = flat(nested)
+        wrote = entry_point(nested)
+        out.other = wrote if wrote != entry_point(each.name for each in fields(cfg)) else ""
         unknown = sorted(set(there) - set(leaves(type(cfg))))
         if unknown:
             out.notes.append(f"{path} has settings that are not known here: {', '.join(unknown)}")

@@ -72,6 +72,8 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
     problems = supervised_problems(config, world_size, OWN_RULES, config.data.max_tokens)
     if config.sft.neftune and config.policy.backend == "megatron":
         problems.append(f"--sft.neftune {config.sft.neftune}: is of the fsdp backend; take 0")
+    if "" in config.sft.add_tokens or len(set(config.sft.add_tokens)) < len(config.sft.add_tokens):
+        problems.append(f"--sft.add-tokens {shown(config.sft.add_tokens)}: each is a text, and none is there twice")
     if config.sft.add_tokens and config.lora.rank:
         problems.append(
             f"--sft.add-tokens {shown(config.sft.add_tokens)}: with --lora.rank the rows of new tokens would not be "

@@ -77,9 +77,13 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
         return pair_of(row, prompt, completion, columns, system)
     text = column_of(row, columns.text, TEXTS)
     if isinstance(text, str):
-        if not text:
+        if not text.strip():
             raise RowError("its text is empty")
         return Example(text=text)
+    if text is not None:
+        raise RowError(f"its text is {kind_of(text)}, not text")
+    if messages is not None:
+        raise RowError(f"its messages are {kind_of(messages)}, not a list of messages")
     raise RowError(
         f"its columns are {', '.join(map(str, row)) or 'none'}: it needs messages ({', '.join(MESSAGES)}), a prompt "
         f"({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)}), or text ({', '.join(TEXTS)}); other "
@@ -127,7 +131,7 @@ def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: s
         raise RowError(f"its prompt is {kind_of(prompt)} and its completion {kind_of(completion)}: both must be text")
     if row.get("input") and "instruction" in row:
         prompt = f"{prompt}\n\n{row['input']}"
-    if not completion:
+    if not completion.strip():
         raise RowError("its completion is empty")
     return Example(prompt=prompt, text=completion)
 

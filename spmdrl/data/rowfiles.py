@@ -186,10 +186,10 @@ def open_rows(spec: str) -> Indexed | Streamed:
     if kind == "stream":
         return Hub(spec, rest)
     if kind in HUBS:
-        return Table(rest.split(":")[0], HUBS[kind](rest), columnar=True)
+        return Table(spec, HUBS[kind](rest), columnar=True)
     if kind in ("builtin", "reasoning-gym"):
         found = read_source(spec, "prompt", "answer")
-        return Table(found.name, found.rows, found.unit)
+        return Table(spec, found.rows, found.unit)
     path = Path(spec).expanduser()
     if not path.is_file():
         raise ValueError(f"no data file {spec!r} (--data.train, --data.eval): a source is {FORMS}")

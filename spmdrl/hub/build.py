@@ -12,6 +12,9 @@ from spmdrl.hub.quantized import drop_quantization
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """`--model.dtype` in torch's terms."""
 
+SCORERS = ("ForSequenceClassification", "ForTokenClassification")
+"""Ends of the names of classes whose head gives scores."""
+
 
 def build_model(
     folder: Path,
@@ -115,6 +118,11 @@ def _kind(config: Any, head: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     if head == "lm":
+        if scorers := [name for name in config.architectures or [] if name.endswith(SCORERS)]:
+            raise ValueError(
+                f"its config.json names {scorers[0]}, a reward model, whose scores a language model would lose: take "
+                "the language model that it began as"
+            )
         return AutoModelForCausalLM
     if head == "steps" and type(config) not in AutoModelForTokenClassification._model_mapping:
         raise ValueError(

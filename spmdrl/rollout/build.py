@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.engines import engine_name, vllm_wants_gpu
+from spmdrl.config.fields import flag
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.schema import Config
 from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
@@ -221,8 +222,10 @@ def stop_tokens(folder: Path, tokenizer) -> set[int]:
     return {i for i in [tokenizer.eos_token_id, *ids] if i is not None}
 
 
-def prompt_room(cfg: Config, folder: Path) -> int:
+def prompt_room(cfg: Config, folder: Path, setting: str = "rollout.max_new_tokens") -> int:
     """Return the longest prompt, in tokens, for which the settings and the model's context length leave room.
+
+    setting: where the user gave the number of new tokens.
 
     Raises:
         ValueError: they leave none.
@@ -230,8 +233,8 @@ def prompt_room(cfg: Config, folder: Path) -> int:
     context = context_length(folder, cfg.model.trust_remote_code)
     if context <= cfg.rollout.max_new_tokens:
         raise ValueError(
-            f"--rollout.max-new-tokens {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} "
-            f"takes {context} tokens in all"
+            f"{flag(setting)} {cfg.rollout.max_new_tokens} leaves no room for a prompt: {cfg.model.path} takes "
+            f"{context} tokens in all"
         )
     return min(cfg.rollout.max_prompt_tokens, context - cfg.rollout.max_new_tokens)
 

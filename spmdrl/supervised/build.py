@@ -29,7 +29,7 @@ from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
-from spmdrl.supervised.rows import Encode, Precomputed, Rows, encoded, open_mixture
+from spmdrl.supervised.rows import NAMED, Encode, Precomputed, Rows, encoded, open_mixture
 from spmdrl.supervised.run import SupervisedRun
 
 C = TypeVar("C", bound=SupervisedConfig)
@@ -149,6 +149,14 @@ def assemble(
         )
     mixture = open_mixture(cfg)
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
+    if cfg.data.rows_per_step > (mixture.rows or cfg.data.rows_per_step):
+        session.warn(
+            f"--data.rows-per-step {cfg.data.rows_per_step}: a step takes some of the {mixture.rows} rows twice"
+        )
+    if not cfg.data.chat_template and not getattr(begun.tokenizer, "chat_template", None):
+        session.note(
+            "the tokenizer has no chat template: rows of messages are rendered as ChatML (--data.chat-template)"
+        )
     data = Rows(cfg, world, mixture, begun.encode, known)
     held_out = evaluation_rows(session, begun.encode)
     if known:
@@ -191,14 +199,19 @@ def evaluation_rows(session: Session[SupervisedConfig], encode: Encode) -> Place
     source: Any = open_rows(cfg.data.eval)
     if hasattr(source, "rows"):
         raise ValueError(f"--data.eval {cfg.data.eval}: a stream cannot be measured again and again; take a file")
+    if not len(source):
+        raise ValueError(f"{cfg.data.eval} holds no rows (--data.eval)")
     count = min(len(source), cfg.eval.rows or len(source))
     drawn = [Drawn(source.where(i), partial(source.__getitem__, i)) for i in range(count)]
     found = encoded(drawn, range(count), encode)
     if not found.sequences:
         raise ValueError(f"--data.eval {cfg.data.eval}: no row can be used, such as {'; '.join(found.refused[:3])}")
+    if session.world.is_first:
+        found.name_rows()
     if found.refused:
         session.warn(f"{len(found.refused)} rows of --data.eval are refused, the first one is {found.refused[0]}")
-    session.note(f"{count - len(found.refused)} rows of {cfg.data.eval} are held out")
+    told = "".join(f", {found.counts[name]} {name}" for name in NAMED if found.counts[name])
+    session.note(f"{len({place for place, *_ in found.sequences})} rows of {cfg.data.eval} are held out{told}")
     return found.sequences
 
 

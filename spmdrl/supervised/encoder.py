@@ -22,7 +22,7 @@ class Encoded:
     samples: list[int] = field(default_factory=list)
     """The sample that each sequence is of its row; empty: they are counted from 0."""
     notes: Counter = field(default_factory=Counter)
-    """Counts: truncated, dropped, split, departs, unstopped."""
+    """Counts: truncated, dropped, split, departs, unstopped, unanswered."""
 
 
 class Encoder:
@@ -101,6 +101,7 @@ class Encoder:
         if not out.sequences:
             raise RowError("none of its messages is trained: their fields or --sft.train-on leave all of them out")
         out.notes["split"] += len(out.sequences) > 1
+        out.notes["unanswered"] += example.dialogue.messages[-1]["role"] != "assistant"
         return out
 
     def _marked(self, example: Example) -> list[Sequence]:

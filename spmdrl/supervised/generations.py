@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spmdrl.config.engines import engine_name
 from spmdrl.config.supervised import SupervisedConfig, sampling_run
 from spmdrl.data.tokens import Masked
 from spmdrl.policy.models import Models
@@ -30,13 +31,13 @@ class Generations:
         self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
         run = sampling_run(cfg, str(folder))
         check_engine(run, world.device.type == "cpu")
-        session.note(f"starting engine {run.rollout.engine}, which samples every {cfg.generate.every} steps")
+        session.note(f"starting engine {engine_name(run)}, which samples every {cfg.generate.every} steps")
         named = replace(session, cfg=run)  # type: ignore[type-var]
         self.engine = sleeping_engine(named, models, stop_tokens(folder, tokenizer))  # type: ignore[arg-type]
         self.memory = Memory(run, models, self.engine, session.timer, world)
         with self.memory.training_phase():
             pass
-        room, asked = prompt_room(run, folder), [split(sequence) for sequence in held]
+        room, asked = prompt_room(run, folder, "generate.max_new_tokens"), [split(sequence) for sequence in held]
         self.asked = [pair for pair in asked if len(pair[0]) <= room][: cfg.generate.prompts]
 
     def sample(self, step: int) -> list[dict]:

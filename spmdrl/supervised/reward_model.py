@@ -6,8 +6,9 @@ from spmdrl.config.reward_model import RewardModelConfig
 from spmdrl.data.batch import Batch
 from spmdrl.data.dialogues import RowError
 from spmdrl.data.step_rows import StepColumns, has_steps
+from spmdrl.hub.build import SCORERS
 from spmdrl.hub.folder import read_config
-from spmdrl.hub.resolve import named, resolve
+from spmdrl.hub.resolve import resolve
 from spmdrl.policy.backends import backend
 from spmdrl.policy.labels import check_head
 from spmdrl.policy.models import Models
@@ -20,7 +21,7 @@ from spmdrl.supervised.sides import SideEncoder, pack_sides
 from spmdrl.supervised.step_scores import StepObjective
 from spmdrl.supervised.steps import StepEncoder, pack_steps
 
-SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+SEQUENCES, TOKENS = SCORERS
 """Ends of the names of classes in which reward models of responses and of steps are saved."""
 STEP_LABELS = ("wrong", "right")
 """Labels of a process reward model, whose score of a step is the probability of the second."""
@@ -83,15 +84,15 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
 
     Raises:
         ValueError: a model of another class, or a classifier whose head is not in its folder or has another number of
-            scores.
+            scores or other names of them.
     """
     cfg, steps = session.cfg, session.cfg.reward_model.rows == "steps"
     count = 2 if steps else max(1, len(cfg.reward_model.outputs))
     wanted = "a process reward model has 2" if steps else f"--reward-model.outputs has {count}"
     config, kind = read_config(begun.folder, cfg.model.trust_remote_code), TOKENS if steps else SEQUENCES
     if any(name.endswith(kind) for name in config.architectures or []):
-        with named(f"--model.path {cfg.model.path}"):
-            check_head(begun.folder, f"--model.path {cfg.model.path}", count, wanted)
+        check_head(begun.folder, f"--model.path {cfg.model.path}", count, wanted)
+        check_names(config, f"--model.path {cfg.model.path}", cfg.reward_model.outputs)
         session.note(f"building reward model {cfg.model.path} ({cfg.model.dtype})")
     elif not any(name.endswith("ForCausalLM") for name in config.architectures or []):
         raise ValueError(
@@ -106,6 +107,23 @@ def scorer(session: Session[RewardModelConfig], begun: Start) -> Any:
     )
     describe(model.hf_config, begun.tokenizer, kind, STEP_LABELS if steps else cfg.reward_model.outputs)
     return model
+
+
+def check_names(config: Any, said: str, outputs: tuple[str, ...]) -> None:
+    """Check that several scores of a classifier (a HF config) have these names, in this order, where it names them.
+
+    said: begins the message.
+
+    Raises:
+        ValueError: they have others.
+    """
+    names = tuple(str(config.id2label[i]) for i in sorted(config.id2label))
+    unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(names))
+    if len(outputs) > 1 and not unnamed and names != outputs:
+        raise ValueError(
+            f"{said}: its scores are {', '.join(names)}; give --reward-model.outputs these names in this order, or the "
+            f"rows of {outputs[0]} would train the score {names[0]}"
+        )
 
 
 def describe(config: Any, tokenizer: Any, kind: str, outputs: tuple[str, ...]) -> None:

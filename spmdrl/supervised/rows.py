@@ -22,8 +22,13 @@ log = logging.getLogger("spmdrl")
 
 STRIDE = 0x9E3779B1
 """Keeps seeds of neighbouring tokens apart."""
-COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped")
+FEW = 1000
+"""Rows from which on the share of refused ones is that of the rows so far; up to there it is that of so many rows, or
+of the set where that is smaller."""
+COUNTED = ("rows", "refused", "truncated", "dropped", "split", "departs", "unstopped", "unanswered")
 """Counts of a step, in the order in which they travel."""
+NAMED = ("truncated", "dropped", "unanswered")
+"""Those of rows of which a part is left out, which the log names."""
 
 
 def open_mixture(cfg: SupervisedConfig) -> Mixture:
@@ -95,6 +100,15 @@ class Step:
     counts: Counter = field(default_factory=Counter)
     refused: list[str] = field(default_factory=list)
     """One line for each refused row: its place, and why."""
+    shortened: list[str] = field(default_factory=list)
+    """One line for each row of which a part is left out: its place, and which of `NAMED` it counts as."""
+
+    def name_rows(self) -> None:
+        """Write the refused rows, and those of which a part is left out, to the log file of this rank."""
+        for line in self.refused:
+            log.warning("refused: %s", line, extra={"file_only": True})
+        for line in self.shortened:
+            log.info("left out in part: %s", line, extra={"file_only": True})
 
 
 class Rows:
@@ -126,8 +140,7 @@ class Rows:
         mine = future.result()
         if not last:
             self._begin(step + 1)
-        for line in mine.refused:
-            log.warning("refused: %s", line, extra={"file_only": True})
+        mine.name_rows()
         counts = torch.tensor([mine.counts[name] for name in COUNTED], dtype=torch.int64)
         counts = Counter(dict(zip(COUNTED, all_reduce(counts, "sum", self.world.host_group).tolist(), strict=True)))
         self.totals += Counter({name: counts[name] for name in ("rows", "refused")})
@@ -137,7 +150,9 @@ class Rows:
 
     def _check_refused(self, mine: Step) -> None:
         allowed = self.cfg.data.max_refused
-        if self.totals["refused"] <= allowed * self.totals["rows"]:
+        # A few rows say little of the share: whether a bad one is drawn early or late must not decide.
+        judged = max(self.totals["rows"], min(self.mixture.rows or FEW, FEW))
+        if self.totals["refused"] <= allowed * judged:
             return
         told = [
             line
@@ -182,6 +197,8 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
             out.refused.append(f"{each.where}: {e}")
             continue
         out.counts += found.notes
+        if part := [name for name in NAMED if found.notes[name]]:
+            out.shortened.append(f"{each.where}: {', '.join(part)}")
         out.sequences += [(place, i, sequence) for i, sequence in zip(samples, found.sequences, strict=True)]
     return out
 

@@ -242,6 +242,14 @@ def test_refused_rows_are_named_counted_and_end_the_job(data, tmp_path):
     assert len(told) == 3
 
 
+def test_a_bad_row_among_the_first_ends_no_job_whose_share_of_them_is_small(data, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(json.dumps(row) + "\n" for row in [{"other": 1}, *rows(40)]))
+    more = {"data": {"train": (str(bad),), "shuffle": False, "rows_per_step": 8}, "eval": {"every": 0}}
+    run_ranks(trained, 1, str(tmp_path / "run"), data, more | {"run": {"steps": 2}})
+    assert [row["data/refused"] for row in metrics(tmp_path / "run")] == [1, 0]
+
+
 def first_rows(world, folder: str, data: str, sections: dict) -> list:
     """Returns tokens and mask of the sequences of the first step."""
     run = opened(world, folder, data, sections)

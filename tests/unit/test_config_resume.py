@@ -24,6 +24,7 @@ from spmdrl.config.sft import SFTConfig
 from spmdrl.session.checkpoints import unlike
 
 SCHEMAS = (Config, SFTConfig, PreferenceConfig, RewardModelConfig, OnlinePreferenceConfig, DistillationConfig)
+ENTRY_POINTS = ("train", "sft", "preference", "reward_model", "online_preference", "distill")
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
 FLAGS = ["--optimizer.lr", "0.001", "--algo.preset", "dapo", "--lora.targets", "q_proj", "v_proj"]
 
@@ -145,6 +146,20 @@ def test_resume_settings_older_than_the_program_count_as_their_defaults(folder):
     assert found.lines == ["--optimizer.lr: 0.0002 there, 0.001 here"]
     assert found.notes == [f"{path} has settings that are not known here: rollout.gone"]
     assert differences(path, load("--critic.lr", "1")).lines[-1] == "--critic.lr: 0.0005 there, 1.0 here"
+
+
+@pytest.mark.parametrize("there", SCHEMAS)
+@pytest.mark.parametrize("here", SCHEMAS)
+def test_resume_a_run_of_another_entry_point_is_refused_by_its_name(tmp_path, there, here):
+    checkpoint.write_config(tmp_path, there())
+    cfg = here()
+    cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, allow_changes=True))
+    if there is here:
+        assert checkpoint.check_settings(tmp_path, cfg, ALONE) == []
+        return
+    name = next(name for name, schema in zip(ENTRY_POINTS, SCHEMAS, strict=True) if schema is there)
+    with pytest.raises(ValueError, match=f"holds a run of spmdrl.{name}, with which"):
+        checkpoint.check_settings(tmp_path, cfg, ALONE)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "\x00", "3", "", "{1: 2}", "optimizer: 5", "? [a]\n: b", "&a [*a]"])

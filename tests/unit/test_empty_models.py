@@ -142,6 +142,15 @@ def test_heads_are_those_of_from_pretrained_and_a_value_head_starts_at_zero(tmp_
         assert_same(filled(tmp_path, head=head), build_model(tmp_path, "float32", False, "eager", head))
 
 
+def test_a_reward_model_is_no_language_model(tmp_path, folders):
+    folder = shutil.copytree(folders("qwen2_tied"), tmp_path / "scorer")
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(told | {"architectures": ["Qwen2ForSequenceClassification"]}))
+    for build in (build_model, empty_model):
+        with pytest.raises(ValueError, match="names Qwen2ForSequenceClassification, a reward model"):
+            build(folder, "float32")
+
+
 def test_inner_model_alone_is_read_into_the_whole_one(tmp_path, folders):
     """A folder that was written from the model without its head has names without `model.`."""
     tensors = load_file(folders("qwen2_tied") / "model.safetensors")

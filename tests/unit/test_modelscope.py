@@ -94,7 +94,7 @@ def test_what_modelscope_lacks_is_told_with_the_flag(hub):
 def test_rows_of_modelscope_by_index_and_as_prompts(hub):
     rows = open_rows("ms:Owner/Rows")
     assert [rows[i]["question"] for i in range(len(rows))] == [f"train {i}" for i in range(4)]
-    assert rows.where(2) == "Owner/Rows, row 2"
+    assert rows.where(2) == "ms:Owner/Rows, row 2"
     held = read_source("ms:Owner/Rows::test", "question", "answer", 3)
     assert held.rows == [{"question": f"test {i}", "answer": str(i)} for i in range(3)] and held.name == "Owner/Rows"
     assert hub.asked[0] == ("datasets", "Owner/Rows", {"ignore_patterns": ["*.py"]})

@@ -204,6 +204,10 @@ def test_the_task_that_ships_here_has_one_right_side():
         ("--preference.loss exo_pair", "exo_pair needs one above 0, such as 0.1"),
         ("--data.max-tokens 5000", "the 10000 tokens of a row must fit --policy.max-tokens-per-microbatch 8192"),
         ("--preference.method simpo --preference.divergence js", "is read by none of the losses (simpo)"),
+        (
+            "--preference.method simpo --preference.loss ipo",
+            "--preference.loss names the losses; leave one of them out",
+        ),
         ("--preference.method kto --preference.weighted", "is read by none of the losses (kto)"),
         ("--preference.weighted --preference.loss aot", "aot compares responses of different pairs"),
         ("--preference.loss sigmoid sigmoid=0.5", "sigmoid is there twice"),

@@ -1,6 +1,9 @@
 """Rows of supervised fine-tuning as tokens with a loss mask, their counts, and the settings that say how."""
 
 import dataclasses
+import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ from spmdrl.config.resume import FREE, listed, may_change
 from spmdrl.config.sft import SFTConfig, check_sft
 from spmdrl.config.supervised import split_weight
 from spmdrl.data.dialogues import RowError
+from spmdrl.data.mixture import Drawn
 from spmdrl.data.rendering import TemplateError
+from spmdrl.supervised.build import evaluation_rows
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import shown
+from spmdrl.supervised.rows import encoded
 from tests.unit.dialogues import tokenizer_for
 
 CHATML = (
@@ -116,6 +122,33 @@ def test_a_message_that_the_template_drops_is_refused():
         encoder(DROPS)(row)
 
 
+def test_rows_of_which_a_part_is_left_out_are_counted_and_named():
+    more = {"role": "user", "content": "three"}
+    unanswered, long = [*TALK, more], [*TALK, more, TALK[1] | {"content": "and so on " * 300}]
+    drawn = [Drawn(f"rows:{i}", partial(dict, messages=said)) for i, said in enumerate((unanswered, long, TALK))]
+    found = encoded(drawn, range(3), encoder(data={"max_tokens": 200}))
+    assert found.counts["unanswered"] == found.counts["truncated"] == 1 and found.counts["refused"] == 0
+    assert found.shortened == ["rows:0: unanswered", "rows:1: truncated"]
+
+
+def test_held_out_rows_that_are_left_out_are_told_at_the_start(tmp_path, caplog):
+    file, said = tmp_path / "rows.jsonl", []
+    answer = TALK[1] | {"content": "and so on " * 300}
+    rows = [{"messages": TALK}, {"messages": [TALK[0], answer]}, {"other": 1}, {"messages": TALK}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encode = encoder(data={"eval": str(file), "max_tokens": 200, "too_long": "drop"})
+    cfg = dataclasses.replace(SFTConfig(), data=encode.data)
+    session = SimpleNamespace(cfg=cfg, world=SimpleNamespace(is_first=True), note=said.append, warn=said.append)
+    with caplog.at_level("INFO", logger="spmdrl"):
+        assert len(evaluation_rows(session, encode)) == 2
+    assert said[0].startswith("1 rows of --data.eval are refused, the first one is") and f"{file}:3" in said[0]
+    assert said[1] == f"2 rows of {file} are held out, 1 dropped"
+    assert [line.split(f"{file}:")[1][:1] for line in caplog.messages] == ["3", "2"]
+    file.write_text("")
+    with pytest.raises(ValueError, match="rows.jsonl holds no rows"):
+        evaluation_rows(session, encode)
+
+
 def test_messages_after_the_last_turn_are_left_out():
     row = {"messages": [*TALK, {"role": "user", "content": "three"}]}
     assert trained(encoder(), row) == ["first<|im_end|>", "second<|im_end|>"]
@@ -133,6 +166,7 @@ def test_messages_after_the_last_turn_are_left_out():
         ("--generate.every 5", "its prompts come from --data.eval"),
         ("--sft.neftune 5 --policy.backend megatron", "is of the fsdp backend"),
         ("--sft.add-tokens <a> --lora.rank 4", "the rows of new tokens would not be trained"),
+        ("--sft.add-tokens <a> <b> <a>", "none is there twice"),
         ("--parallel.tp 2", "must be 1; the fsdp backend takes"),
         ("--optimizer.decay-share 0.5", "needs --optimizer.schedule linear or cosine"),
         ("--optimizer.schedule linear --optimizer.decay-share 0", "must be above 0"),

@@ -2,12 +2,14 @@
 
 import dataclasses
 import random
+from contextlib import nullcontext
 
 import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.reward_model import RewardModelConfig, ScoredDataConfig, check_reward_model
@@ -20,7 +22,7 @@ from spmdrl.hub.build import empty_model
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.supervised.preview import shown
-from spmdrl.supervised.reward_model import ScoredEncoder
+from spmdrl.supervised.reward_model import ScoredEncoder, check_names
 from spmdrl.supervised.scores import report
 from spmdrl.supervised.step_scores import describe
 from spmdrl.supervised.steps import StepEncoder, pack_steps
@@ -120,6 +122,22 @@ def test_rows_of_steps_are_refused_where_pairs_are_learnt():
     with pytest.raises(RowError, match=r"labelled steps \(completions, labels\).*take --reward-model.rows steps"):
         encode(ROW)
     assert len(encode(ROW | {"chosen": "one", "rejected": "two"}).sequences) == 2
+
+
+@pytest.mark.parametrize(
+    ("there", "outputs", "refused"),
+    [
+        (("helpful", "safe"), ("safe", "helpful"), True),
+        (("helpful", "safe"), ("kind", "safe"), True),
+        (("helpful", "safe"), ("helpful", "safe"), False),
+        (("LABEL_0", "LABEL_1"), ("safe", "helpful"), False),
+        (("reward",), (), False),
+    ],
+)
+def test_scores_that_have_names_keep_them(there, outputs, refused):
+    config = LlamaConfig(id2label=dict(enumerate(there)), num_labels=len(there))
+    with pytest.raises(ValueError, match="its scores are helpful, safe; give") if refused else nullcontext():
+        check_names(config, "--model.path x", outputs)
 
 
 def test_the_last_step_alone():

@@ -71,7 +71,7 @@ class Packing:
 
     @cached_property
     def classes(self) -> list[LengthClass]:
-        """The layout for attention over padded rows, of which at most three tenths are padding."""
+        """The layout for attention over padded rows, of similar lengths (`_alike`)."""
         classes = _whole_classes(self.trunks, self.device)
         if self.branches:
             # On a GPU, causality aligned to the end then needs no mask.
