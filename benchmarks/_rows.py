@@ -150,7 +150,7 @@ def measure(script: str, job: Any, rows: list[dict], encode: Callable[[Any, Path
     }
 
 
-def finish(row: dict, tokens: int, same: dict[str, dict[str, float]]) -> dict:
+def finish(row: dict, tokens: int, same: dict[str, dict[str, tuple[float, float]]]) -> dict:
     """Return a job's row with tokens a second, once the sides agree.
 
     same: dtype -> `losses` or `logp` -> largest relative difference in the first step and in the last one, and of the

@@ -9,7 +9,6 @@ T tokens of a file, N sequences, M tokens with numbers; L tokens of one sequence
 
 import hashlib
 import json
-import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from spmdrl.spmd.exchange import all_gather_text, all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.supervised.rows import Encode, encoded
 
-log = logging.getLogger("spmdrl")
 MANIFEST = "manifest.json"
 PLACES = ("tokens", "lengths", "mask")
 STEPS = 4
@@ -90,8 +88,7 @@ def write(
     for part, places in row_parts(session, sources):
         found = encoded(part, places, encode)
         rows, refused = rows + found.counts["rows"], refused + found.refused
-        for line in found.refused:
-            log.warning("refused: %s", line)
+        found.name_rows()
         batch = balance(pack(found.sequences), world)
         with session.timer("logp"):
             writer.take(batch, numbers(batch))

@@ -131,10 +131,15 @@ def slow(hosts: Sequence[str], reports: Reports, floors: tuple[float, float]) ->
 
 
 def second_look(suspects: Sequence[str], clean: Sequence[str]) -> list[list[Pair]]:
-    """Makes rounds that pair each suspect with a node that is known to be good."""
-    step = max(1, len(clean))
-    parts = [suspects[at : at + step] for at in range(0, len(suspects), step)]
-    return [list(zip(clean, part, strict=False)) for part in parts] if clean else []
+    """Makes rounds that pair each suspect with a node that is known to be good.
+
+    Where there is none, the suspects meet once more, and the other one of each pair listens: one meeting may fail by
+    chance, and then there is nobody else to tell.
+    """
+    if not clean:
+        return [[(second, first) for first, second in pairs] for pairs in rounds_of(suspects)]
+    parts = [suspects[at : at + len(clean)] for at in range(0, len(suspects), len(clean))]
+    return [list(zip(clean, part, strict=False)) for part in parts]
 
 
 # ── the whole ────────────────────────────────────────────────────────────────
@@ -171,7 +176,7 @@ def choose(
     left = [host for host in left if host not in bad]
     suspects, odd = slow(left, reports, floors)
     clean = [host for host in left if host not in suspects]
-    if suspects and clean:
+    if len(suspects) > 1 or (suspects and clean):
         say(f"second look at {', '.join(suspects)}")
         again = second_look(list(suspects), clean)
         seconds = min(SECOND, ALL - (time.monotonic() - began))
