@@ -4,7 +4,7 @@
 Where the loss of a token depends on that token alone, it can be taken while the logits of its chunk are still there: 3.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -141,24 +141,6 @@ class _Caller:
                 )
 
 
-def _logits(logits_CV, hidden_CD, weight_VD, pieces: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Fill the logits of a chunk, and yield them piece by piece, before they are rounded to a narrow dtype.
-
-    A logp from rounded logits would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp
-    from 1. The gradient is taken from the rounded logits, which stay in `logits_CV`, with a logsumexp of their own.
-    """
-    if not narrow(hidden_CD):
-        for columns in pieces:
-            product_(logits_CV[:, columns], hidden_CD, weight_VD[columns].t(), False)
-            yield columns, logits_CV[:, columns]
-        return
-    n, vocab = logits_CV.shape
-    blocks = Blocks(n, vocab, n, even(vocab, EXACT_BYTES[place_of(hidden_CD.device)] // (4 * max(1, n)), 256))
-    for _, columns, exact_CV in blocks.products(hidden_CD, weight_VD):
-        logits_CV[:, columns].copy_(exact_CV)
-        yield columns, exact_CV
-
-
 def _states(
     job: Job,
     operations,
@@ -173,21 +155,34 @@ def _states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill the logits of a chunk; its states [4, C] over the whole vocabulary, from exact logits and from those kept.
 
+    A logp from rounded logits would differ from `linear_logprob`'s by 2^-9 of the logit, and a ratio to an old logp
+    from 1. So narrow logits are made in fp32, piece by piece, before they are rounded. The gradient is taken from the
+    rounded ones, with a logsumexp of their own.
+
     rounded: True where the logits kept are narrow and need a state of their own; else both states are the same one.
     """
-    state_4C = rounded_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
-    if rounded:
-        rounded_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
-    for columns, piece_CV in _logits(logits_CV, hidden_CD, weight_VD, pieces):
-        at_C = targets_C - (job.vocabulary.start + columns.start)
-        operations.add_stats_(operations.borrow(piece_CV), state_4C, at_C, scale_C, job.softcap, second)
-        if rounded:
-            piece_CV = operations.borrow(logits_CV[:, columns])
-            operations.add_stats_(piece_CV, rounded_4C, at_C, scale_C, job.softcap, second)
+    state_4C = kept_4C = new_state(len(hidden_CD), job.dtype, hidden_CD.device)
+    n, vocab = logits_CV.shape
+    first = job.vocabulary.start
+    more = scale_C, job.softcap, second
+    if narrow(hidden_CD):
+        kept_4C = new_state(n, job.dtype, hidden_CD.device) if rounded else state_4C
+        blocks = Blocks(n, vocab, n, even(vocab, EXACT_BYTES[place_of(hidden_CD.device)] // (4 * max(1, n)), 256))
+        for _, columns, exact_CV in blocks.products(hidden_CD, weight_VD):
+            at_C = targets_C - (first + columns.start)
+            if rounded:
+                operations.add_rounded_(exact_CV, state_4C, logits_CV[:, columns], kept_4C, at_C, *more)
+            else:
+                operations.add_stats_(operations.borrow(exact_CV), state_4C, at_C, *more)
+    else:
+        for columns in pieces:
+            piece_CV = logits_CV[:, columns]
+            product_(piece_CV, hidden_CD, weight_VD[columns].t(), False)
+            operations.add_stats_(operations.borrow(piece_CV), state_4C, targets_C - (first + columns.start), *more)
     job.vocabulary.merge_(state_4C, second)
     if rounded:
-        job.vocabulary.merge_(rounded_4C, second)
-    return state_4C, rounded_4C
+        job.vocabulary.merge_(kept_4C, second)
+    return state_4C, kept_4C
 
 
 @torch.enable_grad()

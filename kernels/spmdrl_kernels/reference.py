@@ -57,6 +57,25 @@ class TorchRows:
         elif second == "collision":
             state_4C[SECOND].add_(e_CV.square_().sum(dim=1))
 
+    def add_rounded_(
+        self,
+        exact_CV: torch.Tensor,
+        state_4C: torch.Tensor,
+        kept_CV: torch.Tensor,
+        kept_4C: torch.Tensor,
+        targets_C: torch.Tensor,
+        scale_C: torch.Tensor | None,
+        softcap: float | None,
+        second: str,
+    ) -> None:
+        """Round a block of logits into kept_CV; take the exact ones into state_4C, and the rounded ones into kept_4C.
+
+        The other arguments are those of `add_stats_`. kept_4C may lack the target's logit.
+        """
+        kept_CV.copy_(exact_CV)
+        for logits_CV, into_4C in ((exact_CV, state_4C), (kept_CV, kept_4C)):
+            self.add_stats_(self.borrow(logits_CV), into_4C, targets_C, scale_C, softcap, second)
+
     def logit_gradient(
         self,
         logits_CV: torch.Tensor,

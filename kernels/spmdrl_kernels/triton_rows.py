@@ -17,8 +17,11 @@ import triton.language as tl
 from spmdrl_kernels.vocabulary import SECOND
 
 SECONDS: dict[str, Any] = {"": 0, "entropy": 1, "collision": 2}
-STATS_BLOCK, STATS_BLOCK_FP64, GRADIENT_BLOCK = 4096, 512, 2048
-"""Columns that one program holds at a time. With 1024 and more of them in fp64 registers spill (bench/compiled.py)."""
+GRADIENT_BLOCK = 2048
+"""Columns that one program of the gradient holds at a time."""
+STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 4, 4
+STATS_LANES_FP64, STATS_STEPS_FP64 = 256, 2
+"""Columns that one program of the states holds at a time: lanes times steps. A lane's steps are in one thread."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -40,6 +43,48 @@ def _distribution_logits(raw, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _fold(y, tops, totals, seconds, SECOND: tl.constexpr):
+    """Fold columns y [steps, lanes] into a state for each lane: its maximum m, and sums relative to it.
+
+    When m rises to m', with a = e^(m - m'):
+        sum    <- a sum + sum e^(y - m')
+        second <- a (second + (m - m') sum) + sum e^(y - m') (y - m')          for the entropy
+        second <- a^2 second + sum e^(2 (y - m'))                              for the collision probability
+    """
+    risen = tl.maximum(tops, tl.max(y, axis=0))
+    gap = tops - risen
+    a = tl.exp(gap)
+    shifted = y - risen[None, :]
+    e = tl.exp(shifted)
+    if SECOND == 1:
+        # e = 0 where y = -inf, and 0 * -inf is nan.
+        seconds = a * (seconds + gap * totals) + tl.sum(e * tl.maximum(shifted, -1e30), axis=0)
+    if SECOND == 2:
+        seconds = a * a * seconds + tl.sum(e * e, axis=0)
+    return risen, a * totals + tl.sum(e, axis=0), seconds
+
+
+@triton.jit
+def _join(state, state_stride, row, tops, totals, seconds, SECOND: tl.constexpr):
+    """Join the lanes' states with the row's own in memory, which holds what earlier columns left."""
+    top = tl.load(state + row)
+    total = tl.load(state + state_stride + row)
+    second = tl.load(state + 2 * state_stride + row)
+    best = tl.maximum(top, tl.max(tops, axis=0))
+    gap = top - best
+    gaps = tops - best
+    a = tl.exp(gap)
+    each = tl.exp(gaps)
+    if SECOND == 1:
+        second = a * (second + gap * total) + tl.sum(each * (seconds + gaps * totals), axis=0)
+    if SECOND == 2:
+        second = a * a * second + tl.sum(each * each * seconds, axis=0)
+    tl.store(state + row, best)
+    tl.store(state + state_stride + row, a * total + tl.sum(each * totals, axis=0))
+    tl.store(state + 2 * state_stride + row, second)
+
+
+@triton.jit
 def _stats_kernel(
     logits,
     row_stride,
@@ -48,56 +93,60 @@ def _stats_kernel(
     scales,
     state,
     state_stride,
+    kept,
+    kept_stride,
+    kept_state,
     SOFTCAP: tl.constexpr,
     SECOND: tl.constexpr,
     FP64: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """One program a row: fold the row's columns into its state (max, sum, second, target), see `vocabulary.py`.
 
-    Walks the row in steps of BLOCK with a running maximum m. When m rises to m', with a = e^(m - m'):
-        sum    <- a sum + sum e^(y - m')
-        second <- a (second + (m - m') sum) + sum e^(y - m') (y - m')          for the entropy
-        second <- a^2 second + sum e^(2 (y - m'))                              for the collision probability
-    m starts at what earlier columns left, or at a number so low that a is 0; never at 0, and never at -inf, whose
-    difference to itself is nan.
+    Each lane has a state of its own, so that threads speak to each other once a row and not once a block: a maximum and
+    sums over a block of threads at every step took half of the time. Lanes start at the maximum that earlier columns
+    left, or at a number so low that its e^x is 0; never at -inf, whose difference to itself is nan.
+
+    With `kept` the logits are also rounded into it, and the rounded ones are folded into `kept_state`.
     """
     row = tl.program_id(0).to(tl.int64)
+    dtype = tl.float64 if FP64 else tl.float32
+    lanes = tl.arange(0, LANES)
+    steps = tl.arange(0, STEPS)
     top = tl.load(state + row)
-    total = tl.load(state + state_stride + row)
-    second = tl.load(state + 2 * state_stride + row)
     scale = top * 0 + 1
     if scales is not None:
         scale = tl.load(scales + row)
+    tops = tl.zeros([LANES], dtype) + top
+    totals = tl.zeros([LANES], dtype)
+    seconds = tl.zeros([LANES], dtype)
+    if kept is not None:
+        kept_tops = tl.zeros([LANES], dtype) + tl.load(kept_state + row)
+        kept_totals = tl.zeros([LANES], dtype)
+        kept_seconds = tl.zeros([LANES], dtype)
     target = tl.load(targets + row)
     row_logits = logits + row * row_stride
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        raw = tl.load(row_logits + at, mask=at < columns, other=0.0)
-        raw = raw.to(tl.float64) if FP64 else raw.to(tl.float32)
-        y, _ = _distribution_logits(raw, scale, SOFTCAP)
-        y = tl.where(at < columns, y, float("-inf"))
-        risen = tl.maximum(top, tl.max(y, axis=0))
-        gap = top - risen
-        a = tl.exp(gap)
-        shifted = y - risen
-        e = tl.exp(shifted)
-        if SECOND == 1:
-            # e = 0 where y = -inf, and 0 * -inf is nan.
-            finite = tl.where(shifted > float("-inf"), shifted, 0.0)
-            second = a * (second + gap * total) + tl.sum(e * finite, axis=0)
-        if SECOND == 2:
-            second = a * a * second + tl.sum(e * e, axis=0)
-        total = a * total + tl.sum(e, axis=0)
-        top = risen
-    tl.store(state + row, top)
-    tl.store(state + state_stride + row, total)
-    tl.store(state + 2 * state_stride + row, second)
+    for start in range(0, columns, STEPS * LANES):
+        at = start + steps[:, None] * LANES + lanes[None, :]
+        inside = at < columns
+        raw = tl.load(row_logits + at, mask=inside, other=0.0)
+        y, _ = _distribution_logits(raw.to(dtype), scale, SOFTCAP)
+        y = tl.where(inside, y, float("-inf"))
+        tops, totals, seconds = _fold(y, tops, totals, seconds, SECOND)
+        if kept is not None:
+            rounded = raw.to(kept.dtype.element_ty)
+            tl.store(kept + row * kept_stride + at, rounded, mask=inside)
+            y, _ = _distribution_logits(rounded.to(dtype), scale, SOFTCAP)
+            y = tl.where(inside, y, float("-inf"))
+            kept_tops, kept_totals, kept_seconds = _fold(y, kept_tops, kept_totals, kept_seconds, SECOND)
+    _join(state, state_stride, row, tops, totals, seconds, SECOND)
+    if kept is not None:
+        _join(kept_state, state_stride, row, kept_tops, kept_totals, kept_seconds, SECOND)
     if (target >= 0) & (target < columns):
-        target_raw = tl.load(row_logits + target)
-        target_raw = target_raw.to(tl.float64) if FP64 else target_raw.to(tl.float32)
-        target_y, _ = _distribution_logits(target_raw, scale, SOFTCAP)
-        tl.store(state + 3 * state_stride + row, target_y)
+        raw = tl.load(row_logits + target)
+        y, _ = _distribution_logits(raw.to(dtype), scale, SOFTCAP)
+        tl.store(state + 3 * state_stride + row, y)
 
 
 @triton.jit
@@ -159,11 +208,20 @@ class TritonRows:
 
     def add_stats_(self, logits_CV, state_4C, targets_C, scale_C, softcap, second) -> None:
         """As `TorchRows.add_stats_`, but leaves the logits as they are."""
+        self._stats(logits_CV, state_4C, None, None, targets_C, scale_C, softcap, second)
+
+    def add_rounded_(self, exact_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second) -> None:
+        """As `TorchRows.add_rounded_`, in one pass."""
+        assert kept_CV.shape == exact_CV.shape and kept_CV.stride(1) == 1 and kept_4C.stride() == state_4C.stride()
+        self._stats(exact_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second)
+
+    def _stats(self, logits_CV, state_4C, kept_CV, kept_4C, targets_C, scale_C, softcap, second) -> None:
         rows, columns = logits_CV.shape
-        most = STATS_BLOCK_FP64 if self.fp64 else STATS_BLOCK
         if not rows or not columns:
             return
         assert logits_CV.stride(1) == 1 and state_4C.stride(1) == 1 and len(state_4C) == SECOND + 2
+        most = (STATS_LANES_FP64, STATS_STEPS_FP64) if self.fp64 else (STATS_LANES, STATS_STEPS)
+        lanes = min(most[0], max(16, triton.next_power_of_2(columns)))
         with _on(logits_CV):
             _stats_kernel[(rows,)](
                 logits_CV,
@@ -173,8 +231,15 @@ class TritonRows:
                 scale_C,
                 state_4C,
                 state_4C.stride(0),
+                kept_CV,
+                0 if kept_CV is None else kept_CV.stride(0),
+                kept_4C,
+                SOFTCAP=softcap,
                 SECOND=SECONDS[second],
-                **self._constants(softcap, columns, most),
+                FP64=self.fp64,
+                LANES=lanes,
+                STEPS=min(most[1], triton.next_power_of_2(triton.cdiv(columns, lanes))),
+                num_warps=STATS_WARPS,
             )
 
     def logit_gradient(
@@ -187,9 +252,9 @@ class TritonRows:
             return out_CV
         assert logits_CV.stride(1) == out_CV.stride(1) == 1 and out_CV.shape == logits_CV.shape
         assert grad_entropy_C is None or entropy_C is not None
-        constants = self._constants(softcap, columns, GRADIENT_BLOCK)
+        block = min(GRADIENT_BLOCK, max(16, triton.next_power_of_2(columns)))
         with _on(logits_CV):
-            _gradient_kernel[(rows, triton.cdiv(columns, constants["BLOCK"]))](
+            _gradient_kernel[(rows, triton.cdiv(columns, block))](
                 logits_CV,
                 logits_CV.stride(0),
                 out_CV,
@@ -201,14 +266,12 @@ class TritonRows:
                 None if entropy_C is None else entropy_C.contiguous(),
                 grad_logp_C.contiguous(),
                 None if grad_entropy_C is None else grad_entropy_C.contiguous(),
-                **constants,
+                SOFTCAP=softcap,
+                FP64=self.fp64,
+                BLOCK=block,
+                num_warps=8,
             )
         return out_CV
-
-    def _constants(self, softcap: float | None, columns: int, most: int) -> dict[str, Any]:
-        """Constants that a kernel is compiled with. Warps are chosen here and not tried out, see above."""
-        block = min(most, max(16, triton.next_power_of_2(columns)))
-        return {"SOFTCAP": softcap, "FP64": self.fp64, "BLOCK": block, "num_warps": 8}
 
 
 def _on(tensor: torch.Tensor):

@@ -24,6 +24,11 @@ class Rows:
         """See `TritonRows`."""
         COUNTED[0].numbers.forget(state_4C)
 
+    def add_rounded_(self, exact_CV, state_4C, kept_CV, kept_4C, *args: Any) -> None:
+        """See `TritonRows`."""
+        for changed in (state_4C, kept_CV, kept_4C):
+            COUNTED[0].numbers.forget(changed)
+
     def logit_gradient(self, logits_CV, *args: Any, out_CV: torch.Tensor | None = None) -> torch.Tensor:
         """See `TritonRows`."""
         out = args[-1] if len(args) == 8 else out_CV

@@ -82,8 +82,8 @@ def test_liger_layers_are_the_same_model():
     tokens, lengths = torch.arange(3, 40).repeat(2), torch.tensor([37, 37])
     mask = (torch.arange(74) % 37 > 0).cuda()
     found = []
-    for liger in (False, True):
-        hf = build_model(TINY, torch.float32, False, attention.register()).cuda()
+    for liger, dtype in ((False, torch.float64), (False, torch.float32), (True, torch.float32)):
+        hf = build_model(TINY, torch.float32, False, attention.register()).to("cuda", dtype)
         if liger:
             use_liger(hf, torch.device("cuda"))
             assert any("Liger" in type(m).__name__ or "liger" in m.forward.__module__ for m in hf.modules())
@@ -91,8 +91,11 @@ def test_liger_layers_are_the_same_model():
         logp, entropy = model(tokens.cuda(), lengths, mask, 1.0)
         (logp * torch.linspace(-1, 1, 74, device="cuda") + entropy).sum().backward()
         found.append([logp.detach(), entropy.detach(), *(p.grad for p in model.parameters())])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+    for exact, plain, other in zip(*found, strict=True):
+        # Liger rounds at other places than transformers does, and may be as far from float64 within a factor.
+        error, usual = ((x.double() - exact.double()).norm() for x in (other, plain))
+        print(f"{tuple(exact.shape)}: {error / exact.norm():.1e}, transformers {usual / exact.norm():.1e}")
+        assert error <= 10 * usual + 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("extra", [[], ["--policy.offload", "host", "--model.dtype", "bfloat16"]])
