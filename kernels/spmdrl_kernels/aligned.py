@@ -201,7 +201,7 @@ class _Aligned(torch.autograd.Function):
                 if cap_CV is not None:
                     gradient_CV.mul_(cap_CV)
                 sums.add(rows, columns, gradient_CV, spare_CV)
-        ctx.gradients = sums.finish() if any(need) else (None, None)
+        ctx.sums = sums
         ctx.mark_non_differentiable(slope_T, distance_T, entropy_T)
         return (distance_T.double() * job.weight_T.double()).sum(), slope_T, distance_T, entropy_T
 
@@ -209,7 +209,7 @@ class _Aligned(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_total, *_):
         """Hands out the gradients [T, D] and [V, D] times that of the sum."""
-        if ctx.gradients is None:
+        if ctx.sums is None:
             raise RuntimeError("backward through aligned_loss works once: its gradients were handed out")
-        gradients, ctx.gradients = ctx.gradients, None
-        return *(None if x is None else x.mul_(grad_total) for x in gradients), None, None
+        sums, ctx.sums = ctx.sums, None
+        return *sums.finish(grad_total), None, None

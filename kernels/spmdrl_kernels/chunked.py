@@ -207,7 +207,6 @@ class _ChunkedLoss(torch.autograd.Function):
         """The sum, a scalar, then what the caller has logged, [T] each; gradients are kept for backward."""
         need = (needed and ctx.needs_input_grad[0], needed and ctx.needs_input_grad[1])
         dtype, vocabulary = job.dtype, job.vocabulary
-        sums = Gradients(job.blocks, hidden_TD, weight_VD, need, vocabulary, dtype)
         operations = row_operations(job.backend, hidden_TD.device, dtype)
         second = "entropy" if caller.entropy else ""
         parts: list[dict[str, torch.Tensor]] = []
@@ -220,6 +219,8 @@ class _ChunkedLoss(torch.autograd.Function):
             else job.blocks.columns
         )
         pieces = list(spans(vocabulary.size, step))
+        blocks = Blocks(job.blocks.tokens, job.blocks.vocab, job.blocks.rows, step)
+        sums = Gradients(blocks, hidden_TD, weight_VD, need, vocabulary, dtype)
         for rows in spans(len(hidden_TD), job.blocks.rows):
             n, scale_C, hidden_CD, targets_C = rows.stop - rows.start, job.scale(rows), hidden_TD[rows], targets_T[rows]
             logits_CV = buffer[: n * vocabulary.size].view(n, vocabulary.size)
@@ -243,7 +244,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 block_CV, at_C = logits_CV[:, columns], targets_C - (vocabulary.start + columns.start)
                 given = (at_C, scale_C, job.softcap, lse_C, flatness_C, grad_logp_C, gradients[1])
                 sums.add(rows, columns, operations.logit_gradient(operations.borrow(block_CV), *given), block_CV)
-        ctx.gradients = sums.finish() if any(need) else (None, None)
+        ctx.sums = sums
         if not parts:
             # The caller's names and dtypes on a rank without tokens are those of the others.
             none = [targets_T.new_zeros(0, dtype=dtype)] * (1 + caller.entropy)
@@ -260,8 +261,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_total, *_):
         """Hands out the gradients [T, D] and [V, D] times that of the sum."""
-        if ctx.gradients is None:
+        if ctx.sums is None:
             raise RuntimeError("backward through chunked_loss works once: its gradients were handed out")
-        gradients, ctx.gradients = ctx.gradients, None
+        sums, ctx.sums = ctx.sums, None
         # Where backward starts from the sum itself this multiplies by 1; a check would wait for the device.
-        return *(None if x is None else x.mul_(grad_total) for x in gradients), None, None, None, None
+        return *sums.finish(grad_total), None, None, None, None

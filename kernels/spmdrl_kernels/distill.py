@@ -150,7 +150,7 @@ class _Distillation(torch.autograd.Function):
                 if slope_CV is not None:
                     gradient_CV.mul_(slope_CV)
                 sums.add(rows, columns, gradient_CV, spare_CV)
-        ctx.gradients = sums.finish() if any(need) else (None, None)
+        ctx.sums = sums
         weight_TK = torch.stack([weight_T.double() for _, weight_T in job.teachers], 1)
         ctx.mark_non_differentiable(divergence_TK, entropy_T)
         return (divergence_TK.double() * weight_TK).sum(), divergence_TK, entropy_T
@@ -159,7 +159,7 @@ class _Distillation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_total, *_):
         """Hands out the gradients [T, D] and [V, D] times that of the sum."""
-        if ctx.gradients is None:
+        if ctx.sums is None:
             raise RuntimeError("backward through distillation_loss works once: its gradients were handed out")
-        gradients, ctx.gradients = ctx.gradients, None
-        return *(None if x is None else x.mul_(grad_total) for x in gradients), None, None
+        sums, ctx.sums = ctx.sums, None
+        return *sums.finish(grad_total), None, None

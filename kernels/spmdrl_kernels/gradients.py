@@ -21,17 +21,17 @@ class Gradients:
         """need: True where the gradient is needed, for hidden and for weight. dtype: that of sums over blocks."""
         self.hidden_TD, self.weight_VD, self.vocabulary = hidden_TD, weight_VD, vocabulary
         # Where all rows are in one block, the matmul's own registers sum over the tokens: no fp32 copy of the weight's
-        # gradient, which is the largest tensor here.
-        once = blocks.rows >= blocks.tokens
+        # gradient, which is the largest tensor here. So it is with hidden where all columns are.
         empty = blocks.tokens == 0 or blocks.vocab == 0
+        whole = blocks.columns >= blocks.vocab and vocabulary.group is None
         self.hidden_sum = self.weight_sum = None
         if need[0]:
-            self.hidden_sum = torch.empty(hidden_TD.shape, dtype=dtype, device=hidden_TD.device)
+            held = hidden_TD.dtype if whole else dtype
+            self.hidden_sum = torch.empty(hidden_TD.shape, dtype=held, device=hidden_TD.device)
             self.hidden_sum[: len(hidden_TD) if empty else 0] = 0
         if need[1]:
-            self.weight_sum = torch.empty(
-                weight_VD.shape, dtype=weight_VD.dtype if once else dtype, device=weight_VD.device
-            )
+            held = weight_VD.dtype if blocks.rows >= blocks.tokens else dtype
+            self.weight_sum = torch.empty(weight_VD.shape, dtype=held, device=weight_VD.device)
             self.weight_sum[0 if empty else blocks.vocab :] = 0
         self.buffer = hidden_TD.new_empty(0)
 
@@ -54,8 +54,20 @@ class Gradients:
         if self.hidden_sum is not None:
             product_(self.hidden_sum[rows], low_CV, self.weight_VD[columns], columns.start > 0)
 
-    def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both gradients in the inputs' dtype, that of hidden summed over the whole vocabulary."""
-        dtype = self.hidden_TD.dtype
-        hidden = None if self.hidden_sum is None else self.vocabulary.sum_(self.hidden_sum).to(dtype)
-        return hidden, None if self.weight_sum is None else self.weight_sum.to(dtype)
+    def finish(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both gradients in the inputs' dtype, that of hidden summed over the whole vocabulary; works once.
+
+        factor: a scalar that multiplies both.
+        """
+        hidden, weight = self.hidden_sum, self.weight_sum
+        self.hidden_sum = self.weight_sum = None
+        if hidden is not None:
+            hidden = self.vocabulary.sum_(hidden)
+        return self._finished(hidden, factor), self._finished(weight, factor)
+
+    def _finished(self, total: torch.Tensor | None, factor: torch.Tensor | None) -> torch.Tensor | None:
+        if total is None or factor is None:
+            return None if total is None else total.to(self.hidden_TD.dtype)
+        # Multiplied and rounded in one pass.
+        out = total if total.dtype == self.hidden_TD.dtype else torch.empty_like(total, dtype=self.hidden_TD.dtype)
+        return torch.mul(total, factor.to(total.dtype), out=out)
