@@ -36,6 +36,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = (
     "distill",
     "engines",
+    "gpu",
     "growth",
     "megatron",
     "online_preference",
