@@ -74,6 +74,8 @@ class Samples:
     state: torch.Tensor | None = None
     """int64 [T]: what the turn of this token answered to; equal numbers are equal states (of one prompt). None: all
     first turns of a prompt answer to it, and every later one to a state of its own."""
+    parent: torch.Tensor | None = None
+    """int64 [T]: the turn that the turn of this token follows, -1 for none. None: the one before it."""
     gather: Gather = alone
     """(seq_n, columns_nK) -> (rows of every rank in sample order [N, K], this rank's places in them [n])."""
 
@@ -193,7 +195,7 @@ def check(x: Samples) -> None:
     tokens, sequences = tuple(x.mask.shape), tuple(x.group.shape)
     if x.mask.ndim != 1 or x.mask.dtype != torch.bool or x.group.ndim != 1:
         raise ValueError(f"mask must be bool [T] and group [B], got {x.mask.dtype} {tokens} and {sequences}")
-    per_token = ("rewards", "seq", "values", "logp", "collision", "process", "ends", "turn", "state")
+    per_token = ("rewards", "seq", "values", "logp", "collision", "process", "ends", "turn", "state", "parent")
     inputs = {name: (getattr(x, name), tokens) for name in per_token}
     inputs |= {"group": (x.group, sequences), "baseline": (x.baseline, sequences)}
     inputs |= {f"parts[{name!r}]": (part, sequences) for name, part in x.parts.items()}
@@ -201,7 +203,7 @@ def check(x: Samples) -> None:
         if value is not None and tuple(value.shape) != shape:
             like = "group" if shape is sequences else "mask"
             raise ValueError(f"{name} must be {shape} like {like}, got {tuple(value.shape)}")
-    for name in ("seq", "group", "turn", "state"):
+    for name in ("seq", "group", "turn", "state", "parent"):
         value = getattr(x, name)
         if value is not None and (value.is_floating_point() or value.dtype == torch.bool):
             raise ValueError(f"{name} must hold integers, got {value.dtype}")

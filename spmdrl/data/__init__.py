@@ -14,9 +14,11 @@ rowfiles.py    rows that need not fit in memory: files by index, streams
 mixture.py     the order of the rows of a supervised job, with weights
 prompts.py     the prompts of a run
 order.py       the order in which prompts are drawn, by seed and count
-episode.py     one sample of a prompt: observed and sampled tokens, and its reward
+segment.py     tokens of an episode that were sampled or observed together
+episode.py     one sample of a prompt: a tree of segments, and its reward
+paths.py       the paths of an episode that branches
 batch.py       packs many episodes end to end and divides them among ranks
 packing.py     forms micro-batches up to a token budget
-tree.py        shares a prompt's tokens among its samples
+tree.py        computes once the tokens that samples of a prompt or paths of an episode share
 treefile.py    plain values and tensors as one safetensors file
 """

@@ -2,32 +2,43 @@
 
 Row t of a per-token tensor describes the token at t itself: `logp[t]` is log p(tokens[t] | earlier tokens of the same
 sequence). The first token of a sequence has no such value; its mask is False.
+
+An episode that branches has a sequence for each of its paths, which lie beside each other; the last one is that which
+ended. A sampled token of several paths is under the mask in the first of them alone. Losses and statistics take an
+episode for one whole: they sum over its sequences, and take what it is worth from the first.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from spmdrl.data.episode import FINISH_REASONS, Episode, episode_of
+from spmdrl.data.episode import FINISH_REASONS, Episode, Segment, segments_of
+from spmdrl.data.paths import Path, add_path, paths_of
 from spmdrl.spmd.balance import assign_balanced, assign_groups, assign_units
 from spmdrl.spmd.exchange import Table, exchange, lexsort, select
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.world import World
 
-KEYS = ("position", "sample")
+KEYS = ("position", "sample", "path")
 """Sample order: the keys by which every batch is sorted (law 3)."""
+IDENTITY = (*KEYS, "paths")
+"""Columns that tell which path of which episode a sequence is."""
 
 
 @dataclass
 class Batch:
-    """B sequences, T tokens, sorted by (position, sample).
+    """B sequences of E episodes, T tokens, sorted by (position, sample, path).
 
     lengths: int64 [B]. token: name -> [T]; always holds tokens, version (int64), mask (bool), rollout_logp (float32);
-    under routing replay also experts (int16 [T, W], see `Episode`); if turns are compared, turn and state (int64, see
-    `Segment`). mask is the loss mask; if it omits sampled tokens, sampled (bool) marks all tokens that the policy
-    sampled.
-    seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward, baseline (float64).
+    under routing replay also experts (int16 [T, W], see `Episode`); if turns are compared, turn, state and parent
+    (int64, see `Segment`); if rewards fall in turns, turn_reward (float64), on the last sampled token of the turn. mask
+    is the loss mask; if it omits sampled tokens, sampled (bool) marks all tokens that the policy sampled; both leave
+    out tokens that an earlier path of the episode has.
+    seq: name -> [B]; always holds prompt, sample, position, version, finish, turns (int64), reward, baseline (float64),
+    alike for all paths of an episode; path and paths (int64), the number of the path and how many the episode has.
+    Without those two every sequence is an episode. A copy of an episode goes on counting its paths.
     """
 
     lengths: torch.Tensor
@@ -64,6 +75,50 @@ class Batch:
         return torch.repeat_interleave(torch.arange(len(self), device=self.device), self.lengths)
 
     @property
+    def identity(self) -> dict[str, torch.Tensor]:
+        """The columns of `IDENTITY`, int64 [B]."""
+        ones = torch.ones_like(self.lengths)
+        return {name: self.seq.get(name, ones * (name == "paths")) for name in IDENTITY}
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """int64 [B, 3]: the columns of `KEYS`."""
+        return torch.stack([self.identity[name] for name in KEYS], 1)
+
+    @property
+    def begins(self) -> torch.Tensor:
+        """bool [B]: True for the first path of an episode."""
+        told = self.identity
+        return told["path"] % told["paths"] == 0
+
+    @property
+    def firsts(self) -> torch.Tensor:
+        """int64 [E]: the first sequence of each episode."""
+        return torch.nonzero(self.begins).flatten()
+
+    @property
+    def lasts(self) -> torch.Tensor:
+        """int64 [E]: the last sequence of each episode, the path that ended."""
+        ends = torch.full((len(self),), True, device=self.device)
+        ends[:-1] = self.begins[1:]
+        return torch.nonzero(ends).flatten()
+
+    @property
+    def episode(self) -> torch.Tensor:
+        """int64 [B]: the episode of each sequence, 0 .. E - 1."""
+        return torch.cumsum(self.begins, 0) - 1
+
+    @property
+    def branches(self) -> bool:
+        """True if an episode has several paths."""
+        return bool((self.identity["paths"] > 1).any())
+
+    @property
+    def episode_index(self) -> torch.Tensor:
+        """int64 [T]: the episode of each token, 0 .. E - 1."""
+        return self.per_token(self.episode)
+
+    @property
     def sampled(self) -> torch.Tensor:
         """bool [T]: True for tokens that the policy sampled, even if the loss omits them (`mask`)."""
         return self.token.get("sampled", self.token["mask"])
@@ -73,6 +128,12 @@ class Batch:
         """int64 [B]: number of tokens that the policy sampled."""
         counts = torch.zeros(len(self), dtype=torch.int64, device=self.device)
         return counts.index_add_(0, self.seq_index, self.sampled.long())
+
+    @property
+    def sampled_per_episode(self) -> torch.Tensor:
+        """int64 [E]: number of tokens that the policy sampled."""
+        counts = self.sampled_per_seq
+        return torch.zeros_like(self.firsts).index_add_(0, self.episode, counts)
 
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
         """Repeat a per-sequence value for each of its tokens: [B] -> [T]."""
@@ -91,6 +152,15 @@ class Batch:
         masked = torch.where(self.token["mask"], x_T, torch.zeros((), dtype=x_T.dtype, device=self.device)).double()
         return torch.zeros(len(self), dtype=torch.float64, device=self.device).index_add_(0, self.seq_index, masked)
 
+    def of_last(self, x_B: torch.Tensor) -> torch.Tensor:
+        """A per-sequence value of each episode's last path, at all of its sequences: [B] -> [B]."""
+        return x_B[self.lasts][self.episode]
+
+    def sum_episodes(self, x_T: torch.Tensor) -> torch.Tensor:
+        """Sum of a per-token value over the loss mask of each episode, at all of its sequences: [T] -> [B], float64."""
+        sums = torch.zeros(len(self.firsts), dtype=torch.float64, device=self.device)
+        return sums.index_add_(0, self.episode, self.sum_tokens(x_T))[self.episode]
+
     def select(self, index: torch.Tensor) -> "Batch":
         """Return the sequences `index` (int64 [m]), in that order."""
         picked = select(to_table(self), index)
@@ -106,9 +176,13 @@ class Batch:
 
 
 def from_episodes(
-    episodes: list[Episode], part_names: tuple[str, ...] = (), experts_width: int = 0, turns: bool = False
+    episodes: list[Episode],
+    part_names: tuple[str, ...] = (),
+    experts_width: int = 0,
+    turns: bool = False,
+    turn_rewards: bool = False,
 ) -> Batch:
-    """Pack episodes in sample order; an empty list gives an empty batch with every column.
+    """Pack the paths of episodes in sample order; an empty list gives an empty batch with every column.
 
     The optional columns must be the same on every rank.
 
@@ -116,74 +190,87 @@ def from_episodes(
         episodes: episodes of this rank.
         part_names: reward parts kept as `part/<name>` columns, nan where a sample has no such part.
         experts_width: columns of `Episode.experts`, kept as `token["experts"]`; 0: not kept.
-        turns: keep `token["turn"]` and `token["state"]`.
+        turns: keep `token["turn"]`, `token["state"]` and `token["parent"]`.
+        turn_rewards: keep `token["turn_reward"]`; otherwise rewards of turns are a part of the total alone.
     """
-    ordered = sorted(episodes, key=lambda e: (e.position, e.sample))
+    ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in paths_of(e)]
 
-    def pack(pick, dtype):
-        return torch.cat([pick(e).to(dtype) for e in ordered]) if ordered else torch.zeros(0, dtype=dtype)
+    def pack(pick: Callable[[Path], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([pick(path).to(dtype) for path in ordered]) if ordered else torch.zeros(0, dtype=dtype)
 
     def column(values, dtype=torch.int64):
         return torch.tensor(list(values), dtype=dtype)
 
+    def logp(s: Segment) -> torch.Tensor:
+        return torch.zeros(len(s)) if s.logp is None else s.logp
+
     token = {
-        "tokens": pack(lambda e: e.tokens, torch.int64),
-        "mask": pack(lambda e: e.mask, torch.bool),
-        "rollout_logp": pack(lambda e: e.rollout_logp, torch.float32),
-        "version": pack(lambda e: e.versions, torch.int64),
+        "tokens": pack(lambda p: p.pack(lambda s: s.tokens), torch.int64),
+        "mask": pack(lambda p: p.pack(lambda s: torch.full((len(s),), s.sampled)), torch.bool),
+        "rollout_logp": pack(lambda p: p.pack(logp), torch.float32),
+        "version": pack(lambda p: p.pack(lambda s: torch.full((len(s),), s.version)), torch.int64),
     }
     if turns:
-        token["turn"] = pack(lambda e: e.spread([s.turn for s in e.segments]), torch.int64)
-        token["state"] = pack(lambda e: e.spread([s.state for s in e.segments]), torch.int64)
+        parents = {id(p.episode): p.episode.parents() for p in ordered}
+        token["turn"] = pack(lambda p: p.spread([s.turn for s in p.segments]), torch.int64)
+        token["state"] = pack(lambda p: p.spread([s.state for s in p.segments]), torch.int64)
+        token["parent"] = pack(lambda p: p.spread([parents[id(p.episode)][s.turn] for s in p.segments]), torch.int64)
+    if turn_rewards:
+        token["turn_reward"] = pack(Path.turn_rewards, torch.float64)
     if experts_width:
         none = torch.full((0, experts_width), -1, dtype=torch.int16)
-        token["experts"] = torch.cat([none, *(all_experts(e, experts_width) for e in ordered)])
+        rows = [all_experts(p.episode, experts_width)[p.episode.rows(p.indices)] for p in ordered]
+        token["experts"] = torch.cat([none, *rows])
     names = ("prompt", "sample", "position", "version", "turns")
-    seq = {name: column(getattr(e, name) for e in ordered) for name in names}
-    seq["finish"] = column(FINISH_REASONS.index(e.finish) for e in ordered)
-    seq["reward"] = column((e.reward for e in ordered), torch.float64)
-    seq["baseline"] = column((e.baseline for e in ordered), torch.float64)
+    seq = {name: column(getattr(p.episode, name) for p in ordered) for name in names}
+    seq |= {"path": column(p.number for p in ordered), "paths": column(p.paths for p in ordered)}
+    seq["finish"] = column(FINISH_REASONS.index(p.episode.finish) for p in ordered)
+    seq["reward"] = column((p.episode.reward for p in ordered), torch.float64)
+    seq["baseline"] = column((p.episode.baseline for p in ordered), torch.float64)
     for name in part_names:
-        part = (e.parts.get(name, 0.0 if e.timed_out else math.nan) for e in ordered)
+        part = (p.episode.parts.get(name, 0.0 if p.episode.timed_out else math.nan) for p in ordered)
         seq[f"part/{name}"] = column(part, torch.float64)
-    return Batch(column(len(e) for e in ordered), token, seq)
+    return Batch(column(len(p) for p in ordered), token, seq)
 
 
 def all_experts(episode: Episode, width: int) -> torch.Tensor:
-    """Return `Episode.experts` for all tokens, int16 [L, width], -1 if unknown."""
-    out = torch.full((len(episode), width), -1, dtype=torch.int16)
+    """Return `Episode.experts` for the tokens of all segments, int16 [N, width], -1 if unknown."""
+    out = torch.full((sum(map(len, episode.segments)), width), -1, dtype=torch.int16)
     if episode.experts is not None:
         out[: len(episode.experts)] = episode.experts
     return out
 
 
 def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
-    """Turn the sequences with sampled tokens back into episodes, to look at them. leave_out: parts of the reward."""
+    """Turn the episodes with sampled tokens back, to look at them. leave_out: parts of the reward.
+
+    Turns, rewards of turns and which turn follows which are not known then.
+    """
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
-    names = ("prompt", "sample", "position", "finish", "reward")
-    parts = {name.removeprefix("part/"): x_B.tolist() for name, x_B in batch.seq.items() if name.startswith("part/")}
-    told = [
-        {name: x_B[i] for name, x_B in parts.items() if name not in leave_out and not math.isnan(x_B[i])}
-        for i in range(len(batch))
-    ]
-    rows = zip(*columns, *(batch.seq[name].tolist() for name in names), told, strict=True)
-    return [
-        episode_of(
-            *(prompt, sample, position, tokens, mask, logp, version, FINISH_REASONS[finish]), reward=reward, parts=some
-        )
-        for tokens, mask, logp, version, prompt, sample, position, finish, reward, some in rows
-        if bool(mask.any())
-    ]
+    paths = list(zip(*columns, strict=True))
+    names = [name for name in batch.seq if name.startswith("part/") and name.removeprefix("part/") not in leave_out]
+    seq = {name: batch.seq[name].tolist() for name in ("prompt", "sample", "position", "finish", "reward", *names)}
+    out = []
+    for i, last in zip(batch.firsts.tolist(), batch.lasts.tolist(), strict=True):
+        (tokens, mask, *rest), *others = paths[i : last + 1]
+        parts = {name.removeprefix("part/"): seq[name][i] for name in names if not math.isnan(seq[name][i])}
+        prompt, sample, position, finish = (seq[name][i] for name in ("prompt", "sample", "position", "finish"))
+        segments = segments_of(tokens, mask, *rest)
+        episode = Episode(prompt, sample, position, segments, FINISH_REASONS[finish], seq["reward"][i], parts)
+        for path in others:
+            add_path(episode, *path)
+        if any(s.sampled for s in episode.segments):
+            out.append(episode)
+    return out
 
 
 def to_table(batch: Batch) -> Table:
     """Convert a batch to named ragged columns, which `spmd.exchange` moves."""
-    keys = torch.stack([batch.seq[k] for k in KEYS], 1)
     ones = torch.ones(len(batch), dtype=torch.int64)
     lengths = {f"token/{k}": batch.lengths for k in batch.token} | {f"seq/{k}": ones for k in batch.seq}
     values = {f"token/{k}": v for k, v in batch.token.items()} | {f"seq/{k}": v for k, v in batch.seq.items()}
-    return Table(keys, lengths, values)
+    return Table(batch.keys, lengths, values)
 
 
 def from_table(table: Table) -> Batch:
@@ -197,7 +284,7 @@ def balance(batch: Batch, world: World) -> Batch:
     """Give every data position the same amount of work in every optimizer step. Collective over the world.
 
     Any rank may bring sequences, each of them once; the ranks of a position (`World.holders`) return the same share,
-    and ranks that hold none an empty batch.
+    and ranks that hold none an empty batch. All paths of an episode go to the same position.
     `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost there: both come from
     data, and only the latter may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64) is the part of
     that work that samples of a prompt on one rank do once. If `seq["unit"]` is there, all sequences of a position go to
@@ -215,20 +302,27 @@ def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
     table = to_table(batch)
     # These columns travel in the keys, so that every rank plans alike.
     shared, bound = "common" in batch.seq, "unit" in batch.seq
-    plan = [batch.seq[name] for name in ("update", "work", *(["common"] if shared else []))]
+    seq = batch.seq | batch.identity
+    plan = [seq[name] for name in ("paths", "update", "work", *(["common"] if shared else []))]
     table.keys_nK = torch.cat([table.keys_nK, torch.stack(plan, 1)], 1)
     if copies > 1:
         # Repeat each row for each rank of its position; sorted by keys the copies stay together.
         table = select(table, torch.arange(len(batch)).repeat_interleave(copies))
 
     def assign(rows: torch.Tensor) -> torch.Tensor:
-        position, _, share, work, *rest = rows[::copies, : len(KEYS) + len(plan)].unbind(1)
-        common = rest[0] if shared else torch.zeros_like(work)
+        place, _, path, paths, step, cost, *rest = rows[::copies, : len(KEYS) + len(plan)].unbind(1)
+        begins = path % paths == 0
+        episode, first = torch.cumsum(begins, 0) - 1, torch.nonzero(begins).flatten()
+        position, share = place[first], step[first]
+        work = torch.zeros_like(share).index_add_(0, episode, cost)
+        common = rest[0][first] if shared else torch.zeros_like(work)
         if bound:
-            return holders[assign_units(work, share, position, common, positions)].flatten()
-        if not shared:
-            return holders[assign_balanced(work, share, positions)].flatten()
-        return holders[assign_groups(work, share, position, common, positions)].flatten()
+            target = assign_units(work, share, position, common, positions)
+        elif shared:
+            target = assign_groups(work, share, position, common, positions)
+        else:
+            target = assign_balanced(work, share, positions)
+        return holders[target[episode]].flatten()
 
     received, _ = exchange(table, assign, peers.group, peers.device)
     return from_table(received)
@@ -260,7 +354,7 @@ def gather_rows(
     Returns:
         float64 [N, K], the same on every rank, and int64 [n], the places of this rank's rows in it.
     """
-    keys = torch.stack([batch.seq[k][seq_n].double() for k in KEYS], 1)
+    keys = batch.keys[seq_n].double()
     rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))
     start = sum(len(part) for part in rows[: peers.index])
     everyone = torch.cat([part.cpu() for part in rows])

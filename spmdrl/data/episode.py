@@ -3,48 +3,44 @@
 An episode is a list of segments. The first is the prompt; each turn adds the tokens that the policy sampled and, if the
 environment answers, those that it then observed. A response that several versions of the weights sampled, because it
 was cut short and continued a step later, has a segment for each version.
+
+The segments form a tree that only grows: each follows another one, by default the one before it. A turn may begin a
+branch, because the history that the policy sees was rewritten or shortened, or because it goes on from an earlier
+place; tokens that branches have in common are held once. A path leads from the first segment to one that nothing
+follows; an episode that never branches is its only path.
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from spmdrl.data.segment import (
+    BY_PATH,
+    NONE,
+    PREVIOUS,
+    STATES,
+    Segment,
+    prompt_segment,
+    segments_of,
+    shared_length,
+)
+
+__all__ = ["FINISH_REASONS", "STATES", "Episode", "Segment", "episode_of", "prompt_segment", "segments_of"]
+
 FINISH_REASONS = ("stop", "length", "abort")
 """Why an episode ended: end token, stop string or the environment; token limit; cut off by the caller."""
-STATES = 2**52
-"""Numbers of states lie below this bound, so that float64 holds them exactly."""
-
-
-@dataclass
-class Segment:
-    """n consecutive tokens, sampled or observed together."""
-
-    tokens: torch.Tensor
-    """int64 [n]."""
-    logp: torch.Tensor | None = None
-    """float32 [n], log p of each token as the engine reported it at the sampling temperature. None: the policy observed
-    these tokens and did not sample them."""
-    version: int = 0
-    """Weight version that sampled it; 0 if it was observed."""
-    turn: int = 0
-    """The prompt and the first response are turn 0; each answer of the environment begins another turn."""
-    state: int = 0
-    """Number of the state that the turn responds to; equal numbers mean equal states of one prompt. 0: the prompt."""
-
-    @property
-    def sampled(self) -> bool:
-        """True if the policy sampled it."""
-        return self.logp is not None
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 @dataclass
 class Episode:
-    """One sample of one prompt: observed and sampled tokens, and their reward. L tokens in all."""
+    """One sample of one prompt: observed and sampled tokens, and their reward.
+
+    L: tokens of the path that is being continued, which ends with the last segment. Properties that give a value for
+    each token, and the length, speak of that path.
+    """
 
     prompt: int
     """Prompt index in its source. Episodes of one prompt form a group."""
@@ -54,10 +50,11 @@ class Episode:
     """Number of the prompt among all that the run draws; in a step's batch its place, 0 .. prompts_per_step - 1.
     Distinguishes two draws of the same prompt."""
     segments: list[Segment]
-    """The segments in order; the first one is the prompt."""
+    """The segments in order of creation; the first one begins with the prompt."""
     finish: str = ""
     """One of FINISH_REASONS; empty until the episode ends."""
     reward: float = 0.0
+    """The rewards of all turns and the final one, added up."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward. A missing name does not mean 0, unless the grading timed out."""
     timed_out: bool = False
@@ -67,39 +64,77 @@ class Episode:
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, if one was sampled."""
     experts: torch.Tensor | None = None
-    """int16 [n, W], the experts that each of the first n tokens was sent to, layer by layer; -1 if unknown. W:
-    `hub.routing.Experts.width`. The routing of the other tokens is unknown."""
+    """int16 [n, W], the experts that each of the first n tokens of all segments, laid end to end, was sent to, layer by
+    layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""
 
     def __post_init__(self):
         assert self.finish in ("", *FINISH_REASONS), self.finish
 
     def __len__(self) -> int:
-        return sum(map(len, self.segments))
+        return sum(len(self.segments[i]) for i in self.path)
+
+    # ── the tree ─────────────────────────────────────────────────────────────
+
+    def before(self, index: int) -> int:
+        """Return the index of the segment that a segment follows, -1 for none."""
+        after = self.segments[index].after
+        return index - 1 if after == PREVIOUS else max(after, -1)
+
+    def path_to(self, index: int) -> list[int]:
+        """Return the indices of the segments from the first one to this one; none for -1."""
+        path = []
+        while index >= 0:
+            path.append(index)
+            index = self.before(index)
+        return path[::-1]
+
+    @property
+    def path(self) -> list[int]:
+        """Indices of the segments of the path that is being continued."""
+        return self.path_to(len(self.segments) - 1)
+
+    def paths(self) -> list[list[int]]:
+        """Return the segment indices of every path, in the order in which the paths' last segments were created."""
+        followed = {self.before(i) for i in range(len(self.segments))}
+        return [self.path_to(i) for i in range(len(self.segments)) if i not in followed]
+
+    def along(self, pick: Callable[[Segment], torch.Tensor], path: list[int] | None = None) -> torch.Tensor:
+        """Lay what `pick` gives of each segment of a path end to end. path: None: the one that is being continued."""
+        return torch.cat([pick(self.segments[i]) for i in (self.path if path is None else path)])
+
+    def parents(self) -> list[int]:
+        """Return, for each turn, the number of the turn that it follows, -1 for none."""
+        out = [BY_PATH] * self.turns
+        for i, s in enumerate(self.segments):
+            if out[s.turn] == BY_PATH:
+                before = [self.segments[j] for j in self.path_to(self.before(i))]
+                told = [earlier.turn for earlier in before if earlier.sampled and earlier.turn != s.turn]
+                out[s.turn] = s.parent if s.parent != BY_PATH else told[-1] if told else -1
+        return out
+
+    # ── tokens of the path that is being continued ───────────────────────────
 
     @property
     def tokens(self) -> torch.Tensor:
         """int64 [L]."""
-        return torch.cat([s.tokens for s in self.segments])
+        return self.along(lambda s: s.tokens)
 
     @property
     def mask(self) -> torch.Tensor:
         """bool [L]: True for tokens that the policy sampled."""
-        return torch.cat([torch.full((len(s),), s.sampled) for s in self.segments])
+        return self.along(lambda s: torch.full((len(s),), s.sampled))
 
     @property
     def rollout_logp(self) -> torch.Tensor:
         """float32 [L]: log p as the engine reported it, 0 where the mask is False."""
-        return torch.cat([torch.zeros(len(s)) if s.logp is None else s.logp for s in self.segments])
+        return self.along(lambda s: torch.zeros(len(s)) if s.logp is None else s.logp)
 
     @property
     def versions(self) -> torch.Tensor:
         """int64 [L]: weight version that sampled each token, 0 where the mask is False."""
-        return self.spread([s.version for s in self.segments])
+        return self.along(lambda s: torch.full((len(s),), s.version))
 
-    def spread(self, values: list[int]) -> torch.Tensor:
-        """Repeat a number per segment for each of its tokens: int64 [L]."""
-        lengths = torch.tensor([len(s) for s in self.segments])
-        return torch.repeat_interleave(torch.tensor(values, dtype=torch.int64), lengths)
+    # ── the whole episode ────────────────────────────────────────────────────
 
     @property
     def version(self) -> int:
@@ -112,9 +147,20 @@ class Episode:
         return self.segments[-1].turn + 1
 
     @property
+    def opening(self) -> int:
+        """The number of segments that hold the prompt; branches that begin inside it divide it."""
+        rest = (i for i, s in enumerate(self.segments) if s.sampled or s.turn)
+        return next(rest, len(self.segments))
+
+    @property
     def made(self) -> int:
-        """The number of tokens after the prompt."""
-        return len(self) - len(self.segments[0])
+        """The number of tokens after the prompt, those of all branches."""
+        return sum(len(s) for s in self.segments[self.opening :])
+
+    @property
+    def turn_rewards(self) -> float:
+        """The rewards that fell in turns, added up: the episode's without the final one."""
+        return sum(s.reward for s in self.segments)
 
     @property
     def response(self) -> list[int]:
@@ -130,46 +176,125 @@ class Episode:
                 Segment(torch.tensor(tokens, dtype=torch.int64), numbers, version, last.turn, last.state)
             )
 
-    def add_observed(self, tokens: list[int], state: int | None = None) -> None:
+    def add_observed(
+        self, tokens: list[int], state: int | None = None, after: int | None = None, parent: int = BY_PATH
+    ) -> None:
         """Append an answer of the environment, which begins a turn.
 
-        state: number of the state that it shows; None: the tokens so far are the state.
+        Args:
+            tokens: the tokens that the policy observes.
+            state: number of the state that they show; None: the tokens of the path so far are the state.
+            after: index of the segment that they follow (`cut` finds the one that ends at a token); None: the last one.
+                Any other begins a branch.
+            parent: as in `Segment`.
 
         Raises:
-            ValueError: there are no tokens, a token is negative, or the number is not in its range.
+            ValueError: there are no tokens, a token is negative, or a number is not in its range.
         """
         if not tokens or min(tokens) < 0:
             raise ValueError(f"an observation needs one token or more, none of them negative; it is {tokens}")
         if state is not None and not 0 <= state < STATES:
             raise ValueError(f"the number of a state must be from 0 to 2^52 - 1; it is {state}")
+        last = len(self.segments) - 1
+        after = last if after is None else after
+        if after != NONE and not 0 <= after <= last:
+            raise ValueError(f"an observation must follow one of the segments 0 to {last}; it follows {after}")
+        if not BY_PATH <= parent < self.turns:
+            raise ValueError(f"a turn must follow one of the turns 0 to {self.turns - 1}; it follows {parent}")
         observed, turn = torch.tensor(tokens, dtype=torch.int64), self.turns
         if state is None:
-            path = torch.cat([self.tokens, observed]).numpy().tobytes()
+            earlier = [self.segments[i].tokens for i in self.path_to(after)]
+            path = torch.cat([*earlier, observed]).numpy().tobytes()
             state = int.from_bytes(hashlib.blake2b(path, digest_size=8).digest()) % STATES
-        self.segments.append(Segment(observed, None, 0, turn, state))
+        place = PREVIOUS if after == last else after
+        self.segments.append(Segment(observed, None, 0, turn, state, place, parent))
 
+    def fork(self, prompt: list[int], state: int | None = None) -> int:
+        """Begin a turn whose whole prompt is given: the history was rewritten or shortened. Returns the shared tokens.
 
-def prompt_segment(tokens: list[int]) -> Segment:
-    """Return the segment with which an episode begins."""
-    return Segment(torch.tensor(tokens, dtype=torch.int64))
+        Tokens that the prompt has in common with a path, its last one apart, are shared with it; the rest is observed.
+        The turn follows, in time, the one that was sampled last. A prompt that continues the current path only adds to
+        it. state: as in `add_observed`.
 
+        Raises:
+            ValueError: the prompt is empty, or a token is negative.
+        """
+        if not prompt or min(prompt) < 0:
+            raise ValueError(f"a prompt needs one token or more, none of them negative; it is {prompt}")
+        wanted, ends, found = torch.tensor(prompt, dtype=torch.int64), [], (0, -1)
+        whole: list[bool] = []
+        for i, s in enumerate(self.segments):
+            before = self.before(i)
+            start = ends[before] if before >= 0 else 0
+            same = 0
+            if before < 0 or whole[before]:
+                same = shared_length(s.tokens, wanted[start:])
+            ends.append(start + len(s))
+            whole.append((before < 0 or whole[before]) and same == len(s))
+            # Among equals the last: the current path is added to where that is possible.
+            if start + same >= found[0] and (before < 0 or whole[before]):
+                found = (start + same, i)
+        shared = min(found[0], len(prompt) - 1)
+        sampled = [s.turn for s in self.segments if s.sampled]
+        at = self.cut(shared, self.path_to(found[1])) if shared else NONE
+        self.add_observed(prompt[shared:], state, at, max(sampled, default=-1))
+        return shared
 
-def segments_of(
-    tokens_L: torch.Tensor, mask_L: torch.Tensor, logp_L: torch.Tensor, version_L: torch.Tensor | int = 0
-) -> list[Segment]:
-    """Cut columns into segments where the mask or version changes; tokens observed after a response begin a turn."""
-    versions = torch.as_tensor(version_L).expand(len(tokens_L))
-    changes = (mask_L[1:] != mask_L[:-1]) | (mask_L[1:] & (versions[1:] != versions[:-1]))
-    sizes = torch.cat([changes.nonzero().flatten() + 1, torch.tensor([len(tokens_L)])]).diff(prepend=torch.tensor([0]))
-    out: list[Segment] = []
-    at, turn = 0, 0
-    for size in sizes.tolist():
-        piece, sampled = slice(at, at + size), bool(mask_L[at])
-        turn += bool(out) and not sampled
-        logp = logp_L[piece].float() if sampled else None
-        out.append(Segment(tokens_L[piece], logp, int(versions[at]) if sampled else 0, turn))
-        at += size
-    return out
+    def cut(self, tokens: int, path: list[int] | None = None) -> int:
+        """Return the index of the segment of a path that ends after so many tokens; one that goes on is cut in two.
+
+        The later part keeps the reward. path: None: the one that is being continued.
+
+        Raises:
+            ValueError: the path has no such token.
+        """
+        end, path = 0, self.path if path is None else path
+        for index in path:
+            begin, end = end, end + len(self.segments[index])
+            if begin < tokens <= end:
+                if tokens < end:
+                    self._cut(index, tokens - begin)
+                return index
+        raise ValueError(f"a path of {end} tokens can be cut after token 1 to {end}, not after {tokens}")
+
+    def _cut(self, index: int, at: int) -> None:
+        """Cut a segment after `at` of its tokens; what followed it follows the later part."""
+        s = self.segments[index]
+        logp = (None, None) if s.logp is None else (s.logp[:at], s.logp[at:])
+        parts = [
+            replace(s, tokens=s.tokens[:at], logp=logp[0], reward=0.0),
+            replace(s, tokens=s.tokens[at:], logp=logp[1], after=PREVIOUS),
+        ]
+        # Other episodes may hold these segments, so none is written into.
+        later = [replace(x, after=x.after + 1) if x.after >= index else x for x in self.segments[index + 1 :]]
+        self.segments[index:] = parts + later
+
+    def add_reward(self, reward: float) -> None:
+        """Add a reward that fell as the last response was answered."""
+        index = max(i for i, s in enumerate(self.segments) if s.sampled)
+        s = self.segments[index]
+        self.segments[index] = replace(s, reward=s.reward + reward)
+
+    def add_experts(self, experts: torch.Tensor) -> None:
+        """Note the experts, int16 [n, W], of the first n tokens of the path that is being continued.
+
+        A token whose experts are known keeps them.
+        """
+        known = experts[:0] if self.experts is None else self.experts
+        rows = self.rows(self.path)[: len(experts)]
+        fresh = rows >= len(known)
+        size = max(len(known), int(rows.max()) + 1 if len(rows) else 0)
+        out = torch.full((size, experts.shape[1]), -1, dtype=experts.dtype)
+        out[: len(known)] = known
+        out[rows[fresh]] = experts[fresh]
+        self.experts = out
+
+    def rows(self, path: list[int]) -> torch.Tensor:
+        """Return the place of each token of a path among those of all segments laid end to end, int64 [L]."""
+        starts = [0]
+        for s in self.segments:
+            starts.append(starts[-1] + len(s))
+        return torch.cat([torch.arange(starts[i], starts[i + 1]) for i in path])
 
 
 def episode_of(

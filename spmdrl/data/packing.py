@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.data.batch import Batch
-from spmdrl.data.tree import trunks
+from spmdrl.data.tree import Shared, prompt_lengths, shared_tokens
 from spmdrl.spmd.balance import karmarkar_karp, largest
 
 
@@ -18,30 +18,47 @@ class Unit:
 
 
 def units_of(batch: Batch, budget: int, share: bool) -> list[Unit]:
-    """Split a batch into units: single sequences, or under `share` as many samples of a prompt as fit the budget.
+    """Split a batch into units: single episodes, or under `share` as many samples of a prompt as fit the budget.
 
-    Neighbours with the same `seq["unit"]`, if the batch has that column, are always in one unit: a pair whose loss is
-    of both.
+    All paths of an episode are in one unit; under `share` their common tokens run once. Neighbours with the same
+    `seq["unit"]`, if the batch has that column, are always in one unit: a pair whose loss is of both.
     """
     lengths = batch.lengths.tolist()
-    if len(batch) < 2 or not (share or "unit" in batch.seq):
+    if len(batch) < 2 or not (share or "unit" in batch.seq or batch.branches):
         return [Unit([i], n) for i, n in enumerate(lengths)]
-    trunk_of, sizes = list(range(len(batch))), lengths
-    if share:
-        trunk_of, sizes = trunks(batch.token["tokens"], batch.lengths, batch.token["mask"], batch.token.get("experts"))
-    together = batch.seq["unit"].tolist() if "unit" in batch.seq else list(range(len(batch)))
+    shared = _shared(batch).tokens if share else [0] * len(batch)
+    together = batch.seq.get("unit", batch.episode).tolist()
     starts = [i for i in range(len(batch)) if i == 0 or together[i] != together[i - 1]]
-    shares = [i > 0 and trunk_of[i] == trunk_of[i - 1] for i in range(len(batch))]
     units: list[Unit] = []
     for start, end in zip(starts, [*starts[1:], len(batch)], strict=True):
-        inside = sum(lengths[i] - (sizes[i] if shares[i] else 0) for i in range(start + 1, end))
-        alone, joined = lengths[start] + inside, lengths[start] - sizes[start] + inside
-        if shares[start] and units[-1].tokens + joined <= budget:
+        alone = lengths[start] + sum(lengths[i] - shared[i] for i in range(start + 1, end))
+        joined = alone - shared[start]
+        if shared[start] and units[-1].tokens + joined <= budget:
             units[-1].members += range(start, end)
             units[-1].tokens += joined
         else:
             units.append(Unit(list(range(start, end)), alone))
     return units
+
+
+def _shared(batch: Batch) -> Shared:
+    token = batch.token
+    return shared_tokens(token["tokens"], batch.lengths, token["mask"], batch.begins, token.get("experts"))
+
+
+def work_of(batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Estimate the work of each sequence in tokens: all of it, and the part that samples of its prompt do once.
+
+    int64 [B] both. share: shared tokens are computed once; a later path of an episode then has what it adds. Without it
+    nothing is common.
+    """
+    if not share:
+        return batch.lengths, torch.zeros_like(batch.lengths)
+    work = batch.lengths
+    if batch.branches:
+        work = torch.where(batch.begins, work, work - torch.tensor(_shared(batch).tokens, dtype=torch.int64))
+    common = torch.minimum(prompt_lengths(batch.lengths, batch.token["mask"]), work - 1)
+    return work, torch.where(batch.begins, common, 0)
 
 
 def microbatch_count(lengths_B: torch.Tensor, budget: int) -> int:
@@ -80,7 +97,7 @@ def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
         if size > budget:
             raise ValueError(
                 f"a sequence of {size} tokens is longer than --policy.max-tokens-per-microbatch {budget}; "
-                f"set it to at least {size}"
+                f"set it to at least {size} (an episode that branches counts with all its paths)"
             )
         slot = next((b for b, free in enumerate(room) if free >= size), None)
         if slot is None:

@@ -1,17 +1,19 @@
-"""Shared prompts: the samples of a group as a tree, their prompt's tokens once, each sample a branch on it.
+"""Shared tokens as a tree: those that the samples of a prompt, or the paths of an episode, begin with are held once.
 
-A pack [T] holds every sample whole, prompt and response end to end. The transformer runs on the tree's tokens [R]
-instead: the tokens that the samples of a prompt share are computed once, and autograd sums their gradient over the
-samples. The states are then copied back to the tokens of the pack, so heads and losses need not know of the tree.
+A pack [T] holds every sequence whole, end to end. The transformer runs on the tree's tokens [R] instead: tokens that
+sequences share are computed once, and autograd sums their gradient over the sequences. The states are then copied back
+to the tokens of the pack, so heads and losses need not know of the tree.
 
-B: sequences of the pack; G: trunks, the distinct prompts. The trunk of a sequence is all tokens before its first
-sampled one.
+B: sequences of the pack; N: nodes of the tree, runs of tokens that the same sequences share. A node sees itself and the
+nodes on the way to its root. The samples of a prompt share all tokens before their first sampled one, if all of those
+are equal; the paths of an episode share as many as are equal.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
+
+from spmdrl.data.segment import shared_length
 
 
 @dataclass
@@ -19,17 +21,27 @@ class Tree:
     """The mapping between the tokens of a pack and those of its tree. All on the host."""
 
     keep: torch.Tensor
-    """int64 [R]: token of the pack at each row of the tree: of each trunk, its first sequence's; then all branches."""
+    """int64 [R]: token of the pack at each row of the tree: first all roots', then the other nodes'."""
     place: torch.Tensor
     """int64 [T]: row of the tree that holds each token of the pack."""
     positions: torch.Tensor
-    """int64 [R]: position of each row in its sequence."""
-    trunk_lengths: list[int]
-    """[G]: number of tokens of each trunk."""
-    branch_lengths: list[int]
-    """[B]: number of tokens of each branch; the branches of a trunk are adjacent."""
-    trunk_of: list[int]
-    """[B]: the trunk of each branch."""
+    """int64 [R]: position of each row in its sequences."""
+    lengths: list[int]
+    """[N]: number of tokens of each node, 1 or more; nodes lie end to end in the tree, roots first."""
+    parents: list[int]
+    """[N]: the node that each node follows, -1 for a root."""
+
+
+@dataclass
+class Shared:
+    """The tokens that each sequence of a pack has in common with an earlier one."""
+
+    source: list[int]
+    """[B]: the earlier sequence; the sequence itself where there is none."""
+    tokens: list[int]
+    """[B]: the number of tokens at the beginning that are also the source's, fewer than the sequence has."""
+    prompts: list[int]
+    """[B]: the tokens that samples of the same prompt would share with this sequence; 0 for a later path."""
 
 
 def prompt_lengths(lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
@@ -39,56 +51,88 @@ def prompt_lengths(lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tenso
     return lengths_B.scatter_reduce(0, seq_T[mask_T], inside_T[mask_T], "amin")
 
 
-def trunks(
-    tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor, experts_T: torch.Tensor | None = None
-) -> tuple[list[int], list[int]]:
-    """Return ([B] the trunk of each sequence, numbered from 0; [B] its length). Only neighbours share a trunk.
+def shared_tokens(
+    tokens_T: torch.Tensor,
+    lengths_B: torch.Tensor,
+    mask_T: torch.Tensor,
+    begins_B: torch.Tensor | None = None,
+    experts_T: torch.Tensor | None = None,
+) -> Shared:
+    """Find the tokens that each sequence shares with an earlier one. Takes host tensors.
 
-    A sequence without a sampled token is all trunk but its last token, so that every sequence has a branch.
-    experts_T: [T, ...] under routing replay; tokens of a shared trunk must then have the same experts too.
+    A prompt is shared with the episode before it alone, and the last token of a sequence never is.
+
+    Args:
+        tokens_T: int64 [T].
+        lengths_B: int64 [B].
+        mask_T: bool [T].
+        begins_B: bool [B], True for the first path of an episode (`Batch.begins`); None: each sequence is an episode.
+        experts_T: [T, ...] under routing replay; shared tokens must then have the same experts too.
     """
-    columns_T = [tokens_T] if experts_T is None else [tokens_T, experts_T]
-    starts, lengths = (torch.cumsum(lengths_B, 0) - lengths_B).tolist(), lengths_B.tolist()
-    first_B = prompt_lengths(lengths_B, mask_T).tolist()
-    trunk_of: list[int] = []
-    sizes: list[int] = []
-    leader = 0
-    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        size = min(first_B[i], length - 1)
-        same = (
-            i > 0
-            and size == sizes[leader]
-            and all(torch.equal(x[start : start + size], x[starts[leader] : starts[leader] + size]) for x in columns_T)
-        )
-        if not same:
-            leader = i
-        trunk_of.append(trunk_of[-1] + (not same) if trunk_of else 0)
-        sizes.append(size)
-    return trunk_of, sizes
+    columns = [tokens_T[:, None]] if experts_T is None else [tokens_T[:, None], experts_T.flatten(1)]
+    lengths, first_B = lengths_B.tolist(), prompt_lengths(lengths_B, mask_T).tolist()
+    rows = [x.split(lengths) for x in columns]
+    begins = [True] * len(lengths) if begins_B is None else begins_B.tolist()
+    found = Shared([], [], [])
+    leader = begin = 0
+    for i, length in enumerate(lengths):
+        source, tokens, prompt = i, 0, 0
+        if begins[i]:
+            begin, prompt = i, min(first_B[i], length - 1)
+            same = i > 0 and prompt == found.prompts[leader]
+            if same and all(torch.equal(x[i][:prompt], x[leader][:prompt]) for x in rows):
+                source, tokens = leader, prompt
+            else:
+                leader = i
+        for other in range(begin, i):
+            alike = min(length - 1, *(shared_length(x[i], x[other]) for x in rows))
+            if alike > tokens:
+                source, tokens = other, alike
+        found.source.append(source)
+        found.tokens.append(tokens)
+        found.prompts.append(prompt)
+    return found
 
 
 def plan_tree(
-    tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor, experts_T: torch.Tensor | None = None
+    tokens_T: torch.Tensor,
+    lengths_B: torch.Tensor,
+    mask_T: torch.Tensor,
+    begins_B: torch.Tensor | None = None,
+    experts_T: torch.Tensor | None = None,
 ) -> Tree | None:
-    """Plan the tree of a pack; None if no two neighbours share a prompt. Takes host tensors; see `trunks`."""
-    trunk_of, sizes = trunks(tokens_T, lengths_B, mask_T, experts_T)
-    count = trunk_of[-1] + 1 if trunk_of else 0
-    if count == len(trunk_of):
+    """Plan the tree of a pack; None if no sequences share tokens. Arguments as in `shared_tokens`."""
+    shared = shared_tokens(tokens_T, lengths_B, mask_T, begins_B, experts_T)
+    if not any(shared.tokens):
         return None
     lengths = lengths_B.tolist()
+    # Each sequence brings the tokens behind its shared ones, cut where its prompt ends and where others leave it.
+    cuts = [{n, prompt or n} for n, prompt in zip(shared.tokens, shared.prompts, strict=True)]
+    owner = []
+    for source, n in zip(shared.source, shared.tokens, strict=True):
+        while n and n <= shared.tokens[source]:
+            source = shared.source[source]
+        owner.append(source)
+        cuts[source].add(n)
+    bounds = [sorted(cut | {end}) for cut, end in zip(cuts, lengths, strict=True)]
+    pieces = [(i, at) for i, ends in enumerate(bounds) for at in range(len(ends) - 1)]
+    pieces.sort(key=lambda piece: shared.tokens[piece[0]] > 0 or piece[1] > 0)
+    number = {piece: node for node, piece in enumerate(pieces)}
+    parents = []
+    for i, at in pieces:
+        if at:
+            parents.append(number[i, at - 1])
+        else:
+            n = shared.tokens[i]
+            parents.append(number[owner[i], bounds[owner[i]].index(n) - 1] if n else -1)
+    spans = [(i, bounds[i][at], bounds[i][at + 1]) for i, at in pieces]
+    sizes = [end - begin for _, begin, end in spans]
     starts = (torch.cumsum(lengths_B, 0) - lengths_B).tolist()
-    leaders = [i for i, g in enumerate(trunk_of) if i == 0 or g != trunk_of[i - 1]]
-    trunk_lengths = [sizes[i] for i in leaders]
-    branch_lengths = [n - size for n, size in zip(lengths, sizes, strict=True)]
-    trunk_starts = [0, *accumulate(trunk_lengths)]
-    row = sum(trunk_lengths)
-    keep = [torch.arange(starts[i], starts[i] + sizes[i]) for i in leaders]
-    positions = [torch.arange(n) for n in trunk_lengths]
-    place = []
-    for i, (start, size, branch) in enumerate(zip(starts, sizes, branch_lengths, strict=True)):
-        first = trunk_starts[trunk_of[i]]
-        place += [torch.arange(first, first + size), torch.arange(row, row + branch)]
-        keep.append(torch.arange(start + size, start + size + branch))
-        positions.append(torch.arange(size, size + branch))
-        row += branch
-    return Tree(torch.cat(keep), torch.cat(place), torch.cat(positions), trunk_lengths, branch_lengths, trunk_of)
+    keep = torch.cat([torch.arange(starts[i] + begin, starts[i] + end) for i, begin, end in spans])
+    positions = torch.cat([torch.arange(begin, end) for _, begin, end in spans])
+    row_of = torch.empty(len(tokens_T), dtype=torch.int64)
+    row_of[keep] = torch.arange(len(keep))
+    place = list(row_of.split(lengths))
+    for i, (source, n) in enumerate(zip(shared.source, shared.tokens, strict=True)):
+        place[i] = torch.cat([place[source][:n], place[i][n:]])
+    return Tree(keep, torch.cat(place), positions, sizes, parents)

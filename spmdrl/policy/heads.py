@@ -47,16 +47,19 @@ class Trunk:
         before: bool,
         experts_TLK: torch.Tensor | None = None,
         noise: Noise | None = None,
+        begins_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
         """Return the tokens under the mask that this rank answers for, int64 [n]; the state of each [n, D]; the slice.
 
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: give the state before a token, which
         predicts it, instead of the one after it. experts_TLK: experts that routers must choose, FREE where they are
-        free to choose (`hub/routing.py`). noise: added to the embeddings; not with prompts that run once.
+        free to choose (`hub/routing.py`). noise: added to the embeddings; not with prompts that run once. begins_B:
+        bool [B], False for a further path of the episode before (`data/tree.py`); None: there are none.
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
-        tree = plan_tree(tokens_T, lengths_B, mask_T, experts_TLK) if self.share else None
+        begins_B = None if begins_B is None else begins_B.cpu()
+        tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK) if self.share else None
         rows = torch.nonzero(mask_T).flatten()
         if tree is None:
             packing = plan_packing(lengths_B, device, self.attention, self.group)
@@ -133,17 +136,18 @@ class PackedLM(nn.Module):
         experts_TLK: torch.Tensor | None = None,
         token_loss: TokenLoss | HeadFunction | None = None,
         noise: Noise | None = None,
+        begins_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
         tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: what the
         second tensor holds. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1) where they are free to
         choose. token_loss: see the contract; logp and entropy then have no gradient, and a third element is added: the
-        loss of this rank's rows (a scalar), which has one. A `HeadFunction` gives all of them itself. noise: see
-        `Trunk`.
+        loss of this rank's rows (a scalar), which has one. A `HeadFunction` gives all of them itself. noise, begins_B:
+        see `Trunk`.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise)
+        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise, begins_B)
         targets = tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
         if callable(token_loss):
@@ -197,12 +201,14 @@ class PackedScalar(nn.Module):
         mask_T: torch.Tensor,
         temperature: float,
         second: Second = "entropy",
+        begins_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The number of each token under the mask, [T] (float32, float64 for float64 models), and zeros alike.
 
-        [T, L] where the head has L labels, two or more. temperature and second have no meaning here.
+        [T, L] where the head has L labels, two or more. temperature and second have no meaning here. begins_B: see
+        `Trunk`.
         """
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, before=not self.after)
+        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, before=not self.after, begins_B=begins_B)
         value = self.hf.score(states)
         value = value[:, 0] if value.shape[1] == 1 else value
         value = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)

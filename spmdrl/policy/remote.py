@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from spmdrl.data.batch import KEYS, Batch, deal
-from spmdrl.data.tree import prompt_lengths
+from spmdrl.data.batch import Batch, deal
+from spmdrl.data.packing import work_of
 from spmdrl.policy.contract import HeadFunction, Policy, Second
 from spmdrl.spmd.exchange import Table, exchange, select
 from spmdrl.spmd.peers import Peers
@@ -77,11 +77,9 @@ class RemotePolicy:
         place = torch.nonzero(self.world.holders == self.world.rank)
         origin, copy = (int(x) for x in place[0]) if len(place) else (0, 0)
         index_B = torch.arange(len(batch))
-        seq = {name: batch.seq[name] for name in KEYS}
-        seq |= {"origin": torch.full_like(index_B, origin), "index": index_B}
-        seq |= {"update": torch.zeros_like(index_B), "work": batch.lengths}
-        if self.share:
-            seq["common"] = torch.minimum(prompt_lengths(batch.lengths, batch.token["mask"]), batch.lengths - 1)
+        work, common = work_of(batch, self.share)
+        seq = batch.identity | {"origin": torch.full_like(index_B, origin), "index": index_B}
+        seq |= {"update": torch.zeros_like(index_B), "work": work} | ({"common": common} if self.share else {})
         token = {name: batch.token[name] for name in ("tokens", "mask")}
         return Batch(batch.lengths, token, seq).select(index_B[: len(batch) if copy == 0 else 0])
 

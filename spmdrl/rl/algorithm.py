@@ -69,28 +69,37 @@ class Algorithm:
             cut_B = batch.seq["finish"] == FINISH_REASONS.index("length")
             batch.token["sampled"] = batch.token["mask"]
             batch.token["mask"] = overlong_mask(batch.token["mask"], batch.seq_index, cut_B)
-        # Sums of magnitudes: a sequence whose advantages cancel still has a gradient.
-        batch.seq["advantage"] = batch.sum_tokens(advantages_T.abs())
+        # Sums of magnitudes: an episode whose advantages cancel still has a gradient.
+        batch.seq["advantage"] = batch.sum_episodes(advantages_T.abs())
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward."""
-        token, mask_T, seq_T = batch.token, batch.token["mask"], batch.seq_index
+        """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward.
+
+        An episode is one sequence of it, all its paths end to end. Rewards of turns fall where the turns end; the last
+        token has what shaping leaves of the outcome beside them.
+        """
+        token, mask_T, seq_T, first_E = batch.token, batch.token["mask"], batch.episode_index, batch.firsts
+        outcome_E = batch.seq[outcome][first_E]
         kl_T = None
         if outcome == "shaped" and self.settings.kl_in == "reward" and self.state["kl_coef"]:
             kl_T = kl_estimate(self.settings.kl_estimator, token["old_logp"], token["ref_logp"], mask_T).double()
         optional = {name: token[key].double() for name, key in OPTIONAL.items() if key in token}
         if values in token:
             optional["values"] = token[values].double()
-        optional |= {name: token[name] for name in ("turn", "state") if name in token}
+        optional |= {name: token[name] for name in ("turn", "state", "parent") if name in token}
+        in_turns = outcome == "shaped" and "turn_reward" in token
+        if in_turns:
+            outcome_E = outcome_E - batch.sum_episodes(token["turn_reward"])[first_E]
+        rewards_T = token_rewards(outcome_E, kl_T, self.state["kl_coef"], mask_T, seq_T)
         return Samples(
-            rewards=token_rewards(batch.seq[outcome], kl_T, self.state["kl_coef"], mask_T, seq_T),
+            rewards=rewards_T + torch.where(mask_T, token["turn_reward"], 0.0) if in_turns else rewards_T,
             mask=mask_T,
             seq=seq_T,
-            group=batch.seq["position"],
-            baseline=batch.seq["baseline"],
-            parts={k.removeprefix("part/"): v for k, v in batch.seq.items() if k.startswith("part/")},
-            gather=lambda seq_n, columns_nK: gather_rows(batch, seq_n, columns_nK, peers),
+            group=batch.seq["position"][first_E],
+            baseline=batch.seq["baseline"][first_E],
+            parts={k.removeprefix("part/"): v[first_E] for k, v in batch.seq.items() if k.startswith("part/")},
+            gather=lambda seq_n, columns_nK: gather_rows(batch, first_E[seq_n], columns_nK, peers),
             **optional,
         )
 

@@ -6,7 +6,7 @@ from spmdrl.algos.advantages import SCORE
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch, from_episodes, share_out
 from spmdrl.data.episode import Episode
-from spmdrl.data.tree import prompt_lengths
+from spmdrl.data.packing import work_of
 from spmdrl.rl.algorithm import Algorithm
 from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.spmd.exchange import gather_names
@@ -25,6 +25,7 @@ def pack(
     experts_width: int = 0,
     share_prompts: bool = False,
     model_parts: tuple[str, ...] = (),
+    turn_rewards: bool = False,
 ) -> Batch:
     """This rank's episodes as a batch that knows which optimizer step uses which sequence. Collective.
 
@@ -38,19 +39,19 @@ def pack(
         experts_width: as in `from_episodes`.
         share_prompts: what samples of a prompt do once counts once in `seq["work"]`.
         model_parts: parts that a reward model will add.
+        turn_rewards: an environment may reward turns; their rewards then fall where the turns end.
     """
     # A rank without samples knows no names of reward parts, and the columns must agree.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
     prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
-    batch = from_episodes(episodes, names, experts_width, "turns" in algo.needs)
+    batch = from_episodes(episodes, names, experts_width, "turns" in algo.needs, turn_rewards)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
-    batch.seq["work"] = batch.lengths
+    batch.seq["work"], common = work_of(batch, share_prompts)
     if algo.skip_zero_advantage:
         # Groups come whole from an engine; one that agrees will not be run, and counts as next to nothing.
-        batch.seq["work"] = torch.where(batch.group_differs(), batch.lengths, 1)
+        batch.seq["work"] = torch.where(batch.group_differs(), batch.seq["work"], 1)
     if share_prompts:
-        common = prompt_lengths(batch.lengths, batch.token["mask"])
         batch.seq["common"] = torch.minimum(common, batch.seq["work"] - 1)
     batch = replay.mix(batch, seed, step, Peers(world.group, world.device))
     check_parts(batch, cfg, model_parts)

@@ -8,6 +8,7 @@ from spmdrl.algos.correction import finish_monitors
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import FINISH_REASONS, Episode
+from spmdrl.data.segment import PREVIOUS
 from spmdrl.spmd.peers import Peers
 from spmdrl.tracking.metrics import Metrics
 
@@ -41,17 +42,17 @@ def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Column
     """
     found = {"reward": "reward", "model": "model"} | {f"model/{name}": f"part/{name}" for name in labels}
     found |= {"model/steps": "steps"} if "steps" in batch.seq else {}
-    columns = [batch.seq[key].double() for key in ("position", "sample", *found.values())]
+    columns = [batch.seq[key][batch.firsts].double() for key in ("position", "sample", *found.values())]
     rows = torch.cat(peers.rows(torch.stack(columns, 1))).tolist()
     return {(int(place), int(sample)): dict(zip(found, row, strict=True)) for place, sample, *row in rows}
 
 
 def sample_row(step: int, episode: Episode, decode) -> dict:
     """An episode as text."""
-    begin, *rest = episode.segments
+    begin, rest = episode.segments[: episode.opening], episode.segments[episode.opening :]
     row = {
         "step": step,
-        "prompt": decode(begin.tokens.tolist()),
+        "prompt": decode([t for s in begin for t in s.tokens.tolist()]),
         "completion": decode([t for s in rest for t in s.tokens.tolist()], skip_special_tokens=True),
         "reward": episode.reward if math.isfinite(episode.reward) else None,
         "finish": episode.finish,
@@ -60,34 +61,37 @@ def sample_row(step: int, episode: Episode, decode) -> dict:
     } | {f"part/{name}": value for name, value in episode.parts.items()}
     if len(episode.segments) > SINGLE:
         row["segments"] = [
-            {"turn": s.turn, "text": decode(s.tokens.tolist())} | ({"version": s.version} if s.sampled else {})
-            for s in episode.segments
+            {"turn": s.turn, "text": decode(s.tokens.tolist())}
+            | ({"version": s.version} if s.sampled else {})
+            | ({"after": episode.before(i)} if s.after != PREVIOUS else {})
+            for i, s in enumerate(episode.segments)
         ]
     return row
 
 
 def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
-    """Add what a batch says of itself: rewards, lengths, endings. Every rank adds the same names.
+    """Add what a batch says of its episodes: rewards, lengths, endings. Every rank adds the same names.
 
     reward_model: its rewards are known here alone, so `reward/mean` is of the batch, and not of all that was graded.
     """
-    n = len(batch)
+    seq = {name: x_B[batch.firsts] for name, x_B in batch.seq.items()}
+    n = len(seq["reward"])
     # nan: a response that was given and not graded.
-    reward = batch.seq["reward"][~batch.seq["reward"].isnan()]
+    reward = seq["reward"][~seq["reward"].isnan()]
     for name in ("reward/trained", *(["reward/mean"] if reward_model else [])):
         stats.add(name, reward.mean() if len(reward) else 0.0, len(reward))
-    for name in batch.seq:
+    for name in seq:
         if name.startswith("part/"):
             # nan: a sample without it.
-            part = batch.seq[name][~batch.seq[name].isnan()]
+            part = seq[name][~seq[name].isnan()]
             stats.add(f"reward/{name}", part.mean(), len(part))
-    sampled = batch.sampled_per_seq.double()
+    sampled = batch.sampled_per_episode.double()
     stats.add("response_length/mean", sampled.mean() if n else 0.0, n)
     stats.add_max("response_length/max", sampled.max() if n else 0.0)
-    cut = (batch.seq["finish"] == FINISH_REASONS.index("length")).double()
+    cut = (seq["finish"] == FINISH_REASONS.index("length")).double()
     stats.add("response_length/cut", cut.mean() if n else 0.0, n)
     if "advantage" in batch.seq:
-        nonzero = (batch.seq["advantage"] != 0).double()
+        nonzero = (seq["advantage"] != 0).double()
         stats.add("advantage/nonzero", nonzero.mean() if n else 0.0, n)
     stats.add_sum("tokens", batch.n_tokens)
 

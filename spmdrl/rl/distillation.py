@@ -173,7 +173,13 @@ def answer(prompt: Prompt, cfg: DistillationConfig) -> str:
 
 
 def told(batch: Batch, prompts: dict[int, list[int]]) -> Batch:
-    """The batch as the teacher reads it: every response after the teacher's prompt."""
+    """The batch as the teacher reads it: every response after the teacher's prompt.
+
+    Raises:
+        ValueError: an episode branches, so that its paths have prompts of their own.
+    """
+    if batch.branches:
+        raise ValueError("a teacher with a prompt of its own reads episodes that do not branch: leave the prompt out")
     lengths, mask_T = batch.lengths.tolist(), batch.token["mask"]
     starts = prompt_lengths(batch.lengths, mask_T).tolist()
     tokens, masks = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)]

@@ -132,7 +132,9 @@ def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, wo
     sums = torch.zeros(len(names) + 1, dtype=torch.float64)
     if models.reward_model:
         scores = reading.read(batch, models.reward_model)
-        sums = torch.stack([x.sum() for x in (scores.response_B, *scores.labels.values(), torch.ones(len(batch)))])
+        of_each = (scores.response_B, *scores.labels.values(), torch.ones(len(batch)))
+        # The last path of an episode that branches is what was answered in the end.
+        sums = torch.stack([x[batch.lasts].sum() for x in of_each])
     # Ranks that share a position hold the same sequences, each of them as many.
     *totals, count = all_reduce(sums.double(), "sum", world.host_group).tolist()
     return {name: total / max(1.0, count) for name, total in zip(names, totals, strict=True)}

@@ -56,26 +56,26 @@ class PolicyObjective(Objective):
         algo, first = self.algo, self.policy.updates_done == self.start
         on_policy = algo.old_logp == "policy" and first
         mask_T, good_T = share.token["mask"], share.per_token(share.seq["reward"] > 0)
-        local = count_totals(mask_T, share.seq_index)
+        local, first_E = count_totals(mask_T, share.episode_index), share.firsts
         counts = torch.tensor([local.tokens, local.sequences, float((mask_T & good_T).sum())], dtype=torch.float64)
         tokens, sequences, good = self.peers.sum(counts).tolist()
         if algo.select is not None:
             logp_T = share.token["old_logp"] if on_policy else self.policy.logprobs(share, self.temperature)[0]
-            place_T = torch.arange(share.n_tokens) - share.per_token(share.cu_seqlens[:-1].long())
+            place_T = torch.arange(share.n_tokens) - share.cu_seqlens.long()[first_E][share.episode_index]
             share.token["selected"] = algo.select(
                 Selecting(
                     logp=logp_T.double(),
                     old_logp=share.token["old_logp"].double(),
                     advantages=share.token["advantages"].double(),
                     mask=mask_T,
-                    seq=share.seq_index,
-                    sequences=len(share),
+                    seq=share.episode_index,
+                    sequences=len(first_E),
                     draw=uniform(share.per_token(share.seq["seed"]), place_T),
-                    gather=lambda seq_n, columns_nK: gather_rows(share, seq_n, columns_nK, self.peers),
+                    gather=lambda seq_n, columns_nK: gather_rows(share, first_E[seq_n], columns_nK, self.peers),
                 ),
                 **algo.loss_settings,
             )
-        # Sequences without advantage are left out of the forward.
+        # Episodes without advantage are left out of the forward.
         active = share.seq["advantage"] != 0 if algo.skip_zero_advantage else None
         return PolicyShared(Totals(tokens, sequences), active, on_policy, first, self.policy.version, good)
 
@@ -113,7 +113,7 @@ class PolicyObjective(Objective):
     def inputs(self, micro: Batch, shared: PolicyShared, device: torch.device) -> dict[str, torch.Tensor]:
         """Inputs of `token_losses` beside logp and entropy, [T] on the device."""
         x = {k: micro.token[k].to(device) for k in LOSS_COLUMNS if k in micro.token}
-        mask, seq = x["mask"], micro.seq_index.to(device)
+        mask, seq = x["mask"], micro.episode_index.to(device)
         x |= {"seq": seq, "weight": token_weights(self.algo.aggregation, mask, seq, shared.totals, self.algo.horizon)}
         if self.algo.old_logp == "policy":
             correction_T = self.weights(x["old_logp"], x["rollout_logp"], mask, seq)
@@ -204,7 +204,7 @@ class CriticObjective(Objective):
         """Implements `loss` of the contract, from the value of each token."""
         value = first_T
         token = {k: micro.token[k].to(value.device) for k in ("mask", self.returns, self.values)}
-        mask, seq = token["mask"], micro.seq_index.to(value.device)
+        mask, seq = token["mask"], micro.episode_index.to(value.device)
         old, target = token[self.values].to(value.dtype), token[self.returns].to(value.dtype)
         per_token, stats = value_loss(value, old, target, mask, self.clip)
         weights_T = token_weights("token-mean", mask, seq, shared.totals)
@@ -233,7 +233,7 @@ class ProcessObjective(Objective):
         """Implements `loss` of the contract, from logp."""
         logp = first_T
         token = {k: micro.token[k].to(logp.device) for k in ("mask", "process_ref_logp")}
-        mask, seq = token["mask"], micro.seq_index.to(logp.device)
+        mask, seq = token["mask"], micro.episode_index.to(logp.device)
         outcome_T = micro.per_token(micro.seq["reward"].clamp(0, 1)).to(logp.device)
         reference_T = token["process_ref_logp"].to(logp.dtype)
         per_token = implicit_reward_loss(logp, reference_T, mask, seq, outcome_T, self.beta)
@@ -244,7 +244,7 @@ class ProcessObjective(Objective):
 
 
 def totals(share: Batch, peers: Peers) -> Totals:
-    """Counts tokens and sequences of one optimizer step over all ranks. Collective."""
-    local = count_totals(share.token["mask"], share.seq_index)
+    """Counts tokens and episodes of one optimizer step over all ranks. Collective."""
+    local = count_totals(share.token["mask"], share.episode_index)
     tokens, sequences = peers.sum(torch.tensor([local.tokens, local.sequences], dtype=torch.float64)).tolist()
     return Totals(tokens, sequences)

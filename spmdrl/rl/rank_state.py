@@ -149,6 +149,8 @@ class RankState:
         numbers, share, shares = dealt(self.world.rank, self.world.size, before)
         entries = [(step, Batch(**tree)) for i in numbers for step, tree in read(i)["replay"]]
         for step, batch in sorted(entries, key=lambda entry: entry[0]):
+            # Batches of before episodes had paths have one of each.
+            batch.seq |= batch.identity
             mine = batch
             if shares > 1:
                 place_B = torch.unique(batch.seq["position"], return_inverse=True)[1]

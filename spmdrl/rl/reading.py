@@ -11,7 +11,7 @@ import torch
 from spmdrl.algos.samples import last_sampled
 from spmdrl.config.classifier import FLAG, ClassifierConfig, read_classifier
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import KEYS, Batch
+from spmdrl.data.batch import Batch
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.steps import step_ends, tokens_of_ends
 from spmdrl.data.tree import prompt_lengths
@@ -180,7 +180,7 @@ class Reading:
             return Places(found_n, token, batch, read)
         lengths = torch.tensor([len(made) for made in written], dtype=torch.int64)
         flat = torch.tensor([x for made in written for x in made], dtype=torch.int64)
-        seq = {name: batch.seq[name] for name in (*KEYS, "prompt")}
+        seq = batch.identity | {"prompt": batch.seq["prompt"]}
         return Places(found_n, token, Batch(lengths, {"tokens": flat}, seq), read)
 
     def _decode(self, tokens: list[int]) -> str:

@@ -220,8 +220,7 @@ def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
         episode.add_sampled(completion.tokens, completion.logp, plan.version)
     if completion.experts is not None:
         # An earlier part's tokens ran again, by later weights: what counts is how their logp came about.
-        known = completion.experts[:0] if episode.experts is None else episode.experts
-        episode.experts = torch.cat([known, completion.experts[len(known) :]])
+        episode.add_experts(completion.experts)
     if over:
         episode.finish = completion.finish
 

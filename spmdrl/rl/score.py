@@ -39,9 +39,10 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
         metrics.merge(add_model_scores(batch, models, algo, cfg.reward.model_coef))
     if "cost" in algo.needs:
         batch.seq["cost"] = costs(batch, models, cfg.safety.cost)
-        metrics.add("safety/cost", batch.seq["cost"].mean() if len(batch) else 0.0, len(batch))
+        cost_E = batch.seq["cost"][batch.firsts]
+        metrics.add("safety/cost", cost_E.mean() if len(batch) else 0.0, len(cost_E))
         metrics.add("safety/multiplier", algo.state["multiplier"])
-    mask_T, seq_T = token["mask"], batch.seq_index
+    mask_T, seq_T = token["mask"], batch.episode_index
     if algo.old_logp == "policy":
         second = "entropy" if algo.entropy_before else "collision"
         token["old_logp"], other_T = models.policy.logprobs(batch, temperature, second)
@@ -73,7 +74,8 @@ def score(batch: Batch, models: Models, algo: Algorithm, cfg: Config, peers: Pee
         token["process"] = implicit_rewards(logp_T, token["process_ref_logp"], mask_T, cfg.process_reward.beta)
         metrics.add("reward/process", mean(token["process"], mask_T), mask_T.sum())
     batch.seq["shaped"] = shape(batch, cfg, algo.state, peers)
-    metrics.add("reward/shaped", batch.seq["shaped"].mean() if len(batch) else 0.0, len(batch))
+    shaped_E = batch.seq["shaped"][batch.firsts]
+    metrics.add("reward/shaped", shaped_E.mean() if len(batch) else 0.0, len(shaped_E))
     return metrics
 
 
@@ -94,14 +96,18 @@ def serve(batch: Batch, models: Models, algo: Algorithm, temperature: float) -> 
 def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float) -> Metrics:
     """Add the reward model's scores to the reward, its labels to the parts, scores of steps to the tokens. Collective.
 
-    coef: factor on the score in the reward.
+    An episode that branches has the scores of its last path. coef: factor on the score in the reward.
 
     Raises:
         ValueError: a label has the name of a part.
     """
     assert models.reward_model is not None, "the run builds what the settings name"
-    metrics, n = Metrics(), len(batch)
+    metrics, first_E = Metrics(), batch.firsts
+    n = len(first_E)
     scores = (models.reading or AtLast(steps="scored steps" in algo.needs)).read(batch, models.reward_model)
+    scores.response_B = batch.of_last(scores.response_B)
+    scores.labels = {name: batch.of_last(score_B) for name, score_B in scores.labels.items()}
+    scores.steps_B = None if scores.steps_B is None else batch.of_last(scores.steps_B)
     batch.seq["reward"] = batch.seq["reward"] + coef * scores.response_B
     told = {"reward/model": scores.response_B} | {f"reward/model/{k}": v for k, v in scores.labels.items()}
     if scores.steps_B is not None:
@@ -109,7 +115,7 @@ def add_model_scores(batch: Batch, models: Models, algo: Algorithm, coef: float)
     if models.reading is not None:
         batch.seq["model"] = scores.response_B
     for name, score_B in told.items():
-        metrics.add(name, score_B.mean() if n else 0.0, n)
+        metrics.add(name, score_B[first_E].mean() if n else 0.0, n)
     for name, score_B in scores.labels.items():
         if f"part/{name}" in batch.seq:
             raise ValueError(
@@ -126,7 +132,7 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
     """[B]: the cost model's score plus the reward part that is named. Collective where there is a model."""
     cost_B = torch.zeros(len(batch), dtype=torch.float64)
     if models.cost_model:
-        cost_B += (models.cost_reading or AtLast()).read(batch, models.cost_model).response_B
+        cost_B += batch.of_last((models.cost_reading or AtLast()).read(batch, models.cost_model).response_B)
     if part:
         cost_B += batch.seq[f"part/{part}"]
     return cost_B
@@ -137,8 +143,9 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
 
     state: `Algorithm.state`, whose running moments of the reward move.
     """
-    shaping, longest = cfg.shaping, cfg.rollout.max_new_tokens
-    reward_B, length_B = batch.seq["reward"], batch.sampled_per_seq
+    shaping, longest, first_E = cfg.shaping, cfg.rollout.max_new_tokens, batch.firsts
+    # B: episodes until the end, where every path gets what its episode has.
+    reward_B, length_B = batch.seq["reward"][first_E], batch.sampled_per_episode
     bounds = ((shaping.clip_low, -1), (shaping.clip_high, 1))
     if shaping.clip_low is not None or shaping.clip_high is not None:
         low, high = (bound if bound is not None else wide * math.inf for bound, wide in bounds)
@@ -158,9 +165,9 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
         reward_B = reward_B + length_penalty_linear(length_B, longest, shaping.length_coef)
     elif shaping.length_penalty == "group":
         # The samples of a group may be on several ranks.
-        columns = torch.stack([length_B.double(), batch.seq["reward"], batch.seq["position"].double()], 1)
-        rows, mine = gather_rows(batch, torch.arange(len(batch)), columns, peers)
+        given = (batch.seq["reward"][first_E], batch.seq["position"][first_E].double())
+        rows, mine = gather_rows(batch, first_E, torch.stack([length_B.double(), *given], 1), peers)
         reward_B = (
             reward_B + shaping.length_coef * length_penalty_group(rows[:, 0], rows[:, 1] > 0, rows[:, 2].long())[mine]
         )
-    return reward_B
+    return reward_B[batch.episode]

@@ -19,7 +19,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.policy.grad_guard import AnomalousStep, Guard
 from spmdrl.policy.models import Models
 from spmdrl.rl.algorithm import Algorithm
-from spmdrl.spmd.exchange import all_reduce
+from spmdrl.spmd.exchange import all_reduce, lexsort
 from spmdrl.spmd.world import World
 
 FILE = "spike.json"
@@ -129,8 +129,7 @@ def read(place: Path) -> tuple[dict, Batch]:
     try:
         token, seq = ({k: torch.cat([p[kind][k] for p in parts]) for k in parts[0][kind]} for kind in ("token", "seq"))
         batch = Batch(torch.cat([part["lengths"] for part in parts]), token, seq)
-        order = sorted(range(len(batch)), key=lambda i: (int(batch.seq["position"][i]), int(batch.seq["sample"][i])))
-        return told, batch.select(torch.tensor(order, dtype=torch.int64))
+        return told, batch.select(lexsort(batch.keys))
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{place}: its files do not make one batch ({type(error).__name__}: {error})") from error
 

@@ -98,7 +98,7 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
     total = stats.reduce(lambda x, op: x).get("loss", math.nan)
     yield f"loss     {total:.8g}"
     yield f"norm     {norm:.8g}" + (f", {verdict(norm, told['norm'])}" if same else "")
-    found = [alone_loss(policy, batch, int(i), objective, shared) for i in rows]
+    found = [alone_loss(policy, batch, int(i), objective, shared) for i in rows if batch.begins[i]]
     tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
     yield from table(policy, batch, found, objective, shared, top, tokenizer)
 
@@ -177,10 +177,13 @@ def verdict(norm: float, want: float) -> str:
 
 
 def alone_loss(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> dict:
-    """Returns the part of one sequence in the loss, and the largest distance of its logp from old_logp."""
+    """Returns the part of one episode in the loss, and the largest distance of its logp from old_logp.
+
+    index: its first sequence.
+    """
     import torch
 
-    one = batch.select(torch.tensor([index]))
+    one = whole(batch, index)
     with torch.no_grad():
         first_T, second_T = next(iter(policy.numbers([one], objective.temperature, "entropy")))
         value = objective.loss(one, first_T, second_T, shared).loss.item()
@@ -192,17 +195,22 @@ def alone_loss(policy: Any, batch: "Batch", index: int, objective: Any, shared: 
 
 
 def norm_of(policy: Any, batch: "Batch", index: int, objective: Any, shared: Any) -> float:
-    """Returns the norm of the gradient of one sequence's part of the loss."""
-    import torch
-
-    policy.gradient([batch.select(torch.tensor([index]))], objective, shared)
+    """Returns the norm of the gradient of one episode's part of the loss. index: its first sequence."""
+    policy.gradient([whole(batch, index)], objective, shared)
     norm = policy.gradient_norm()
     policy.zero_grad()
     return norm
 
 
+def whole(batch: "Batch", index: int) -> "Batch":
+    """Returns all paths of the episode of a sequence."""
+    import torch
+
+    return batch.select(torch.nonzero(batch.episode == batch.episode[index]).flatten())
+
+
 def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer):
-    """Yields lines of the sequences that matter most: not finite ones, then by |loss| and by |logp - old_logp|."""
+    """Yields lines of the episodes that matter most: not finite ones, then by |loss| and by |logp - old_logp|."""
 
     def size(row: dict, name: str) -> float:
         return abs(row[name]) if math.isfinite(row[name]) else math.inf
@@ -221,8 +229,8 @@ def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int
         for row in (row for row in found if "norm" not in row):
             row["norm"] = norm_of(policy, batch, row["index"], objective, shared)
         rows = sorted(found, key=lambda row: (math.isfinite(row["loss"]) and math.isfinite(row["norm"]), -row["norm"]))
-    sampled_B, lengths = batch.sampled_per_seq, batch.lengths.tolist()
-    advantage_B = batch.sum_tokens(batch.token["advantages"]) / sampled_B.clamp(min=1)
+    sampled_B, lengths = batch.sampled_per_episode[batch.episode], batch.lengths.tolist()
+    advantage_B = batch.sum_episodes(batch.token["advantages"]) / sampled_B.clamp(min=1)
     tokens = batch.token["tokens"].split(lengths)
     masks = batch.token["mask"].split(lengths)
     yield f"{'prompt':>7} {'sample':>6} {'norm':>10} {'loss':>11} {'|dlogp|':>9} {'reward':>8} {'advantage':>10} tokens"

@@ -6,7 +6,7 @@ import torch
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import episode_of
 from spmdrl.data.packing import microbatch_count, microbatches, units_of
-from spmdrl.data.tree import plan_tree, prompt_lengths, trunks
+from spmdrl.data.tree import plan_tree, prompt_lengths, shared_tokens
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.varlen import KERNELS
 from spmdrl.policy.heads import PackedLM, PackedScalar
@@ -45,12 +45,13 @@ def test_a_tree_holds_every_token_at_its_place():
     assert torch.equal(tokens[tree.keep][tree.place], tokens)
     inside = torch.cat([torch.arange(n) for n in lengths.tolist()])
     assert torch.equal(tree.positions[tree.place], inside)
-    assert len(tree.keep) == sum(tree.trunk_lengths) + sum(tree.branch_lengths) < len(tokens)
-    assert min(tree.branch_lengths) >= 1
-    # The sequence without a sampled token has another trunk, and cuts its group in two.
-    trunk_of, sizes = trunks(tokens, lengths, mask)
-    assert trunk_of == [0, 0, 0, 1, 2, 3, 4, 4, 4, 5, 5]
-    assert sizes[5] == lengths[5] - 1 and prompt_lengths(lengths, mask)[5] == lengths[5]
+    assert len(tree.keep) == sum(tree.lengths) < len(tokens)
+    assert min(tree.lengths) >= 1
+    # The sequence without a sampled token has another prompt, and cuts its group in two.
+    shared = shared_tokens(tokens, lengths, mask)
+    assert shared.source == [0, 0, 0, 3, 4, 5, 6, 6, 6, 9, 9]
+    assert [n > 0 for n in shared.tokens] == [source < i for i, source in enumerate(shared.source)]
+    assert shared.prompts[5] == lengths[5] - 1 and prompt_lengths(lengths, mask)[5] == lengths[5]
 
 
 def test_nothing_in_common_is_no_tree():

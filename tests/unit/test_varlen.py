@@ -90,7 +90,7 @@ def test_older_torch_is_not_told_of_grouped_heads(monkeypatch):
 
 
 def test_keys_of_a_branch_are_its_trunk_and_its_own():
-    packing = Packing([3, 2], [2, 1, 4], [0, 0, 1], torch.device("cpu"), "auto", TokenSlice(12))
+    packing = Packing([3, 2, 2, 1, 4], [-1, -1, 0, 0, 1], torch.device("cpu"), "auto", TokenSlice(12))
     runs = packing.runs
     assert runs.ends_q.tolist() == [0, 3, 5, 7, 8, 12] and runs.longest_q == 4
     assert runs.ends_k.tolist() == [0, 3, 5, 10, 14, 20] and runs.longest_k == 6
@@ -98,15 +98,15 @@ def test_keys_of_a_branch_are_its_trunk_and_its_own():
     branches = [0, 1, 2, 5, 6], [0, 1, 2, 7], [3, 4, 8, 9, 10, 11]
     assert runs.key_rows.tolist() == [0, 1, 2, 3, 4, *(row for rows in branches for row in rows)]
     # Nothing grows with the square of a length.
-    long = Packing([1000], [500] * 8, [0] * 8, torch.device("cpu"), "auto", TokenSlice(5000)).runs
+    long = Packing([1000, *[500] * 8], [-1, *[0] * 8], torch.device("cpu"), "auto", TokenSlice(5000)).runs
     assert long.key_rows is not None and len(long.key_rows) == 1000 + 8 * 1500
-    alone = Packing([3, 2], [], [], torch.device("cpu"), "auto", TokenSlice(5)).runs
+    alone = Packing([3, 2], [-1, -1], torch.device("cpu"), "auto", TokenSlice(5)).runs
     assert alone.key_rows is None and alone.ends_k is alone.ends_q
 
 
 def test_trunks_of_one_length_need_no_mask():
     """On a GPU float32 goes through SDPA: its causality from the end equals the mask that a CPU gets."""
-    below = [(0, 5), (0, 5), (5, 3), (5, 3), (5, 3)]
+    below = [[(0, 5)], [(0, 5)], [(5, 3)], [(5, 1), (6, 2)], [(5, 3)]]
     starts, lengths = [8, 14, 21, 28, 36], [6, 7, 7, 8, 6]
     cuda = _branch_classes(below, starts, lengths, torch.device("cpu"), exact=True)
     assert [c.sequences for c in cuda] == [2, 3] and all(c.trunks is None for c in cuda)

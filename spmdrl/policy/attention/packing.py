@@ -1,4 +1,4 @@
-"""How a packed row [T] divides into sequences, or into the trunks and branches of a tree (`data/tree.py`).
+"""How a packed row [T] divides into sequences, or into the nodes of a tree (`data/tree.py`).
 
 A pack has two layouts, each made when a layer first asks for it: rows end to end for the kernels of `varlen.py`, which
 pads nothing; and sequences of similar length side by side, padded, for everything else (`packed.py`).
@@ -22,7 +22,10 @@ SHORT = 16
 
 @dataclass
 class LengthClass:
-    """Sequences (or branches on trunks) of similar length, and the places of their tokens in the pack."""
+    """Sequences (or nodes of a tree) of similar length, and the places of their tokens in the pack.
+
+    The trunk of a node is all that it sees before itself.
+    """
 
     gather: torch.Tensor
     """int64 [B * L]: token of each padded slot (padding repeats the first token)."""
@@ -35,7 +38,7 @@ class LengthClass:
     trunk: int = 0
     """Longest trunk, P; 0 for whole sequences."""
     keys: torch.Tensor | None = None
-    """int64 [B * (P + L)]: token of each slot of a branch's keys, its trunk's first and aligned to the right."""
+    """int64 [B * (P + L)]: token of each slot of a node's keys, its trunk's first and aligned to the right."""
     trunks: torch.Tensor | None = None
     """int64 [B]: length of each trunk; None where all are P."""
 
@@ -44,12 +47,10 @@ class LengthClass:
 class Packing:
     """How one packed row [T] divides into sequences; made once a forward, used by every layer."""
 
-    trunks: list[int]
-    """Lengths of the sequences that see only themselves: all sequences of a pack, or the trunks of a tree."""
-    branches: list[int]
-    """Length of each branch, which sees its trunk and itself; branches follow the trunks."""
-    trunk_of: list[int]
-    """The trunk of each branch."""
+    lengths: list[int]
+    """Number of tokens of each node; nodes lie end to end. The sequences of a pack are nodes without parents."""
+    parents: list[int]
+    """The node that each node follows, -1 for those that see only themselves, which come first."""
     device: torch.device
     kind: str
     """`--policy.attention`."""
@@ -60,23 +61,20 @@ class Packing:
 
     @cached_property
     def runs(self) -> Runs:
-        """The layout for kernels that take sequences end to end: a branch's keys are its trunk's and its own."""
-        if not self.branches:
-            return make_runs(self.trunks, self.device)
-        keys = [[(first, n)] for first, n in zip(_starts(self.trunks), self.trunks, strict=True)]
-        keys += [
-            [trunk, (first, n)] for trunk, first, n in zip(self._below, self._branch_starts, self.branches, strict=True)
-        ]
-        return make_runs(self.trunks + self.branches, self.device, keys)
+        """The layout for kernels that take sequences end to end: keys are a node's own and those of its trunk."""
+        if self.roots == len(self.lengths):
+            return make_runs(self.lengths, self.device)
+        return make_runs(self.lengths, self.device, self.spans)
 
     @cached_property
     def classes(self) -> list[LengthClass]:
         """The layout for attention over padded rows, of similar lengths (`_alike`)."""
-        classes = _whole_classes(self.trunks, self.device)
-        if self.branches:
+        classes = _whole_classes(self.lengths[: self.roots], self.device)
+        if self.roots < len(self.lengths):
             # On a GPU, causality aligned to the end then needs no mask.
             exact = kind_of(self.device) == "cuda"
-            classes += _branch_classes(self._below, self._branch_starts, self.branches, self.device, exact)
+            below, own = [spans[:-1] for spans in self.spans[self.roots :]], _starts(self.lengths)[self.roots :]
+            classes += _branch_classes(below, own, self.lengths[self.roots :], self.device, exact)
         return classes
 
     @cached_property
@@ -85,15 +83,22 @@ class Packing:
         return torch.argsort(torch.cat([c.tokens for c in self.classes]))
 
     @property
-    def _below(self) -> list[tuple[int, int]]:
-        """The first token of each branch's trunk, and its length."""
-        starts = _starts(self.trunks)
-        return [(starts[g], self.trunks[g]) for g in self.trunk_of]
+    def roots(self) -> int:
+        """The number of nodes without a parent."""
+        return self.parents.count(-1)
 
-    @property
-    def _branch_starts(self) -> list[int]:
-        base = sum(self.trunks)
-        return [base + start for start in _starts(self.branches)]
+    @cached_property
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """The runs of tokens (first one, number) that each node sees, from its root's to its own."""
+        own = list(zip(_starts(self.lengths), self.lengths, strict=True))
+        out: list[list[tuple[int, int]]] = []
+        for node in range(len(own)):
+            chain, at = [], node
+            while at >= 0:
+                chain.append(own[at])
+                at = self.parents[at]
+            out.append(chain[::-1])
+        return out
 
 
 def plan_packing(
@@ -104,15 +109,14 @@ def plan_packing(
     group: ranks over which the tokens are divided (`ulysses.py`); None for whole packs.
     """
     lengths = lengths_B.tolist()
-    return Packing(lengths, [], [], device, kind, TokenSlice(sum(lengths), group))
+    return Packing(lengths, [-1] * len(lengths), device, kind, TokenSlice(sum(lengths), group))
 
 
 def plan_tree_packing(
     tree: Tree, device: torch.device, kind: str = "auto", group: dist.ProcessGroup | None = None
 ) -> Packing:
-    """Plan the packing of a tree (`data/tree.py`): trunks are sequences, and a branch sees its trunk and itself."""
-    part = TokenSlice(sum(tree.trunk_lengths) + sum(tree.branch_lengths), group)
-    return Packing(tree.trunk_lengths, tree.branch_lengths, tree.trunk_of, device, kind, part)
+    """Plan the packing of a tree (`data/tree.py`): a node sees those on the way to its root, and itself."""
+    return Packing(tree.lengths, tree.parents, device, kind, TokenSlice(sum(tree.lengths), group))
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -155,24 +159,27 @@ def _whole_classes(lengths: list[int], device: torch.device) -> list[LengthClass
 
 
 def _branch_classes(
-    below: list[tuple[int, int]], starts: list[int], lengths: list[int], device: torch.device, exact: bool
+    below: list[list[tuple[int, int]]], starts: list[int], lengths: list[int], device: torch.device, exact: bool
 ) -> list[LengthClass]:
-    """Length classes of branches.
+    """Length classes of nodes that follow others.
 
-    below: first token and length of each branch's trunk. starts, lengths: first token and length of each branch. exact:
-    all trunks of a class have the same length.
+    below: the runs of tokens of each node's trunk (first one, number), at least one. starts, lengths: first token and
+    length of each node. exact: all trunks of a class have the same length.
     """
     alike_trunks = _grouped if exact else _alike
+    trunks = [sum(n for _, n in spans) for spans in below]
     out = []
     for alike in _alike(lengths):
-        for same in alike_trunks([below[i][1] for i in alike]):
+        for same in alike_trunks([trunks[i] for i in alike]):
             members = [alike[i] for i in same]
             gather, real, width = _padded([starts[i] for i in members], [lengths[i] for i in members])
-            firsts, sizes = torch.tensor([below[i] for i in members]).unbind(1)
+            sizes = torch.tensor([trunks[i] for i in members])
             trunk = int(sizes.max())
-            # Slot j of the trunk, counted from the right, so that its last token stands before every branch.
-            back = torch.arange(trunk)[None] - (trunk - sizes[:, None])
-            keys = torch.cat([firsts[:, None] + back.clamp(min=0), gather], 1)
+            # Slot j of the trunk, counted from the right, so that its last token stands before every node.
+            back = (torch.arange(trunk)[None] - (trunk - sizes[:, None])).clamp(min=0)
+            rows = [torch.cat([torch.arange(first, first + n) for first, n in below[i]]) for i in members]
+            trunk_keys = torch.stack([row[slot] for row, slot in zip(rows, back, strict=True)])
+            keys = torch.cat([trunk_keys, gather], 1)
             out.append(
                 LengthClass(
                     gather.flatten().to(device),

@@ -155,6 +155,8 @@ class FsdpPolicy(Learner):
         lengths_B = batch.lengths if real else torch.tensor([2])
         mask_T = batch.token["mask"] if real else torch.tensor([False, True])
         more: dict[str, Any] = {} if token_loss is None else {"token_loss": token_loss}
+        if self.share and batch.branches:
+            more["begins_B"] = batch.begins
         if self.routers and real:
             more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
         if real and "noise" in batch.token:

@@ -1,0 +1,67 @@
+"""The paths of an episode that branches, one after the other, and an episode made of its paths again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from spmdrl.data.episode import Episode
+from spmdrl.data.segment import NONE, Segment, segments_of, shared_length
+
+
+@dataclass
+class Path:
+    """One path of an episode: its segments, and which of them no earlier path has."""
+
+    episode: Episode
+    number: int
+    paths: int
+    indices: list[int]
+    segments: list[Segment]
+    first: list[bool]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.segments))
+
+    def pack(self, pick: Callable[[Segment], torch.Tensor]) -> torch.Tensor:
+        """What `pick` gives of each segment, as `pick` gives it of an observed one where an earlier path has it."""
+        told = zip(self.segments, self.first, strict=True)
+        return torch.cat([pick(s if first else replace(s, logp=None, version=0)) for s, first in told])
+
+    def spread(self, values: list[int]) -> torch.Tensor:
+        """Repeat a number per segment for each of its tokens: int64 [L]."""
+        lengths = torch.tensor([len(s) for s in self.segments])
+        return torch.repeat_interleave(torch.tensor(values, dtype=torch.int64), lengths)
+
+    def turn_rewards(self) -> torch.Tensor:
+        """float64 [L]: the reward of each sampled segment at its last token."""
+        rewards = self.pack(lambda s: torch.zeros(len(s), dtype=torch.float64))
+        for s, first, end in zip(self.segments, self.first, accumulate(map(len, self.segments)), strict=True):
+            if first and s.sampled and len(s):
+                rewards[end - 1] = s.reward
+        return rewards
+
+
+def paths_of(episode: Episode) -> list[Path]:
+    """Return the paths of an episode in their order; a segment belongs to the first path that has it."""
+    seen: set[int] = set()
+    out, paths = [], episode.paths()
+    for number, indices in enumerate(paths):
+        segments = [episode.segments[i] for i in indices]
+        out.append(Path(episode, number, len(paths), indices, segments, [i not in seen for i in indices]))
+        seen |= set(indices)
+    return out
+
+
+def add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: torch.Tensor, version: torch.Tensor):
+    """Add a path, given as columns [L], to an episode that has the earlier ones."""
+    alike = [(shared_length(episode.along(lambda s: s.tokens, path), tokens), path) for path in episode.paths()]
+    shared, path = max(alike, key=lambda pair: pair[0])
+    # What is sampled here is no earlier path's, whatever the tokens are.
+    sampled = torch.nonzero(mask).flatten().tolist()
+    shared = min([shared, len(tokens) - 1, *sampled[:1]])
+    after, turn = episode.cut(shared, path) if shared else NONE, episode.turns
+    rest = segments_of(tokens[shared:], mask[shared:], logp[shared:], version[shared:])
+    for i, s in enumerate(rest):
+        episode.segments.append(replace(s, turn=turn + s.turn, **({} if i else {"after": after})))

@@ -1,0 +1,74 @@
+"""The pieces of an episode: tokens that were sampled or observed together, and which piece follows which."""
+
+from dataclasses import dataclass
+
+import torch
+
+STATES = 2**52
+"""Numbers of states lie below this bound, so that float64 holds them exactly."""
+PREVIOUS, NONE = -1, -2
+"""Values of `Segment.after`: the segment before it in the list; no segment."""
+BY_PATH = -2
+"""Value of `Segment.parent`: the turn that was sampled last before it on its path."""
+
+
+@dataclass
+class Segment:
+    """n consecutive tokens, sampled or observed together."""
+
+    tokens: torch.Tensor
+    """int64 [n]."""
+    logp: torch.Tensor | None = None
+    """float32 [n], log p of each token as the engine reported it at the sampling temperature. None: the policy observed
+    these tokens and did not sample them."""
+    version: int = 0
+    """Weight version that sampled it; 0 if it was observed."""
+    turn: int = 0
+    """The prompt and the first response are turn 0; each answer of the environment begins another turn."""
+    state: int = 0
+    """Number of the state that the turn responds to; equal numbers mean equal states of one prompt. 0: the prompt."""
+    after: int = PREVIOUS
+    """Index of the segment that it follows. PREVIOUS: the one before it in the list; NONE: it begins a tree."""
+    parent: int = BY_PATH
+    """Number of the turn that its turn follows in time, -1 for none. BY_PATH: the last sampled one before it on its
+    path."""
+    reward: float = 0.0
+    """Reward that fell when the response that this sampled segment ends was answered."""
+
+    @property
+    def sampled(self) -> bool:
+        """True if the policy sampled it."""
+        return self.logp is not None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def prompt_segment(tokens: list[int]) -> Segment:
+    """Return the segment with which an episode begins."""
+    return Segment(torch.tensor(tokens, dtype=torch.int64))
+
+
+def segments_of(
+    tokens_L: torch.Tensor, mask_L: torch.Tensor, logp_L: torch.Tensor, version_L: torch.Tensor | int = 0
+) -> list[Segment]:
+    """Cut columns into segments where the mask or version changes; tokens observed after a response begin a turn."""
+    versions = torch.as_tensor(version_L).expand(len(tokens_L))
+    changes = (mask_L[1:] != mask_L[:-1]) | (mask_L[1:] & (versions[1:] != versions[:-1]))
+    sizes = torch.cat([changes.nonzero().flatten() + 1, torch.tensor([len(tokens_L)])]).diff(prepend=torch.tensor([0]))
+    out: list[Segment] = []
+    at, turn = 0, 0
+    for size in sizes.tolist():
+        piece, sampled = slice(at, at + size), bool(mask_L[at])
+        turn += bool(out) and not sampled
+        logp = logp_L[piece].float() if sampled else None
+        out.append(Segment(tokens_L[piece], logp, int(versions[at]) if sampled else 0, turn))
+        at += size
+    return out
+
+
+def shared_length(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Return the number of rows at the beginning that two tensors have in common."""
+    n = min(len(a), len(b))
+    different = (a[:n] != b[:n]).reshape(n, -1).any(1).nonzero()
+    return int(different[0]) if len(different) else n
