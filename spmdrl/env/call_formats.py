@@ -1,0 +1,310 @@
+"""Readers of the forms in which models write tool calls: text -> (text without calls, calls).
+
+Each form has its source beside it. `Tools` are OpenAI function schemas, which the forms that write values as plain text
+need to tell `1` from `"1"`.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmdrl.env.call_reading import Call, MalformedError, arguments_of, between, broken, call_of, json_at
+
+Tools = Sequence[dict[str, Any]]
+CODE = "python"
+"""Name of the tool that blocks of code call, with the argument `code`."""
+MOST_TRIES = 64
+"""Braces that are tried where calls have no mark."""
+
+
+def hermes(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    Hermes and Qwen 2.5 and 3: https://github.com/NousResearch/Hermes-Function-Calling
+    """
+
+    def read(text: str, at: int) -> tuple[list[Call], int]:
+        value, at = json_at(text, at)
+        return [call_of(value)], at
+
+    return between(text, re.compile("<tool_call>"), "</tool_call>", read)
+
+
+def qwen3_coder(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+    Qwen3-Coder, Qwen3.5 and Nemotron 3: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct. The outer pair of
+    marks may be missing; a value loses one newline at each end.
+    """
+
+    def read(text: str, at: int) -> tuple[list[Call], int]:
+        if not text.endswith("<function=", 0, at):
+            raise MalformedError("there is no <function=NAME>")
+        end = text.find("</function>", at)
+        name, closed, body = text[at : end if end >= 0 else len(text)].partition(">")
+        name = name.strip()
+        if not closed or not name or end < 0:
+            raise MalformedError("there is no <function=NAME> with its </function>", name if closed else "")
+        arguments = {}
+        parts = re.split(r"<parameter=", body)
+        for i, part in enumerate(parts[1:], 1):
+            key, closed, value = part.partition(">")
+            value, ended, _ = value.partition("</parameter>")
+            if not closed or (not ended and i == len(parts) - 1):
+                raise MalformedError("a <parameter=NAME> is not closed by </parameter>", name)
+            value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key.strip()] = typed(value, name, key.strip(), tools)
+        if parts[0].strip():
+            raise MalformedError("there is other text than <parameter=NAME> in the function", name)
+        at = end + len("</function>")
+        closing = re.compile(r"\s*</tool_call>").match(text, at)
+        return [Call(name, arguments)], closing.end() if closing else at
+
+    return between(text, re.compile(r"<tool_call>(?:\s*<function=)?|<function="), "", read)
+
+
+def glm(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`.
+
+    GLM-4.5 to 4.7: https://huggingface.co/zai-org/GLM-4.5
+    """
+
+    def read(text: str, at: int) -> tuple[list[Call], int]:
+        end = text.find("</tool_call>", at)
+        parts = text[at : end if end >= 0 else len(text)].split("<arg_key>")
+        name = parts[0].strip()
+        if not name or end < 0:
+            raise MalformedError("there is no </tool_call>" if name else "it has no name", name)
+        if re.search(r"[\s<>]", name):
+            raise MalformedError("its name is not followed by <arg_key>")
+        arguments = {}
+        for part in parts[1:]:
+            key, closed, rest = part.partition("</arg_key>")
+            before, opened, value = rest.partition("<arg_value>")
+            value, ended, _ = value.partition("</arg_value>")
+            if not (closed and opened and ended) or before.strip():
+                raise MalformedError("an <arg_key> has no <arg_value> that is closed", name)
+            arguments[key.strip()] = typed(value, name, key.strip(), tools)
+        return [Call(name, arguments)], end
+
+    return between(text, re.compile("<tool_call>"), "</tool_call>", read)
+
+
+def mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and `[TOOL_CALLS]NAME[ARGS]{...}` of later models.
+
+    https://docs.mistral.ai/cookbooks/concept-deep-dive-tokenization-tool_calling
+    """
+
+    def read(text: str, at: int) -> tuple[list[Call], int]:
+        named = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]([A-Za-z0-9]+))?(?:\[ARGS\])?").match(text, at)
+        if named:
+            name = named[1]
+            try:
+                value, at = json_at(text, named.end())
+            except MalformedError as error:
+                raise MalformedError(f"the arguments are {error}", name) from None
+            return [Call(name, arguments_of(value, name), named[2] or "")], at
+        value, at = json_at(text, at)
+        return [call_of(each) for each in (value if isinstance(value, list) else [value])], at
+
+    return between(text, re.compile(r"\[TOOL_CALLS\]"), "", read)
+
+
+def deepseek(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read calls of DeepSeek V3 and R1 (type, name and a block of JSON) and of V3.1 (name and JSON).
+
+    https://huggingface.co/deepseek-ai/DeepSeek-V3-0324, https://huggingface.co/deepseek-ai/DeepSeek-V3.1
+    """
+    first, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+    def read(text: str, at: int) -> tuple[list[Call], int]:
+        lead = re.compile(r"([^<\n]{1,200})<｜tool▁sep｜>").match(text, at)
+        if not lead:
+            raise MalformedError("there is no name before <｜tool▁sep｜>")
+        block = re.compile(r"([^\n<]{1,200})\n```json\n").match(text, lead.end())
+        name = (block or lead)[1].strip()
+        try:
+            value, at = json_at(text, (block or lead).end())
+        except MalformedError as error:
+            raise MalformedError(f"the arguments are {error}", name) from None
+        if block:
+            fence = re.compile(r"\s*```").match(text, at)
+            at = fence.end() if fence else at
+        return [Call(name, arguments_of(value, name))], at
+
+    kept, calls = between(text, re.compile(first), end, read)
+    return re.sub("<｜tool▁calls▁(begin|end)｜>", "", kept), calls
+
+
+def llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read `{"name": ..., "parameters": {...}}`, several with `;` between, and what follows `<|python_tag|>`.
+
+    Llama 3.1 to 3.3: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1. After the tag stand JSON, a
+    built-in tool (`NAME.call(query="...")`), or a program for the tool `python`.
+    """
+    tag = "<|python_tag|>"
+    before, tagged, rest = text.partition(tag)
+    if tagged and not rest.lstrip().startswith("{"):
+        return before, [_python_tag(rest.strip())]
+    text = before + rest
+    # A text that begins as a call does, or has the tag, is meant as one.
+    meant = len(before) if tagged else 0 if re.match(r'\s*\{\s*"name"\s*:', text) else -1
+    kept: list[str] = []
+    calls: list[Call] = []
+    at, done, tries = 0, 0, 0
+    while (start := text.find("{", at)) >= 0 and tries < MOST_TRIES:
+        try:
+            value, end = json_at(text, start)
+            if meant < 0 and not ({"name"} < value.keys() and {"arguments", "parameters"} & value.keys()):
+                raise MalformedError("some other object")
+            calls.append(call_of(value))
+        except MalformedError as error:
+            if meant >= 0 and not calls and not text[meant:start].strip():
+                return text[:meant], [broken(error)]
+            tries, at = tries + 1, start + 1
+            continue
+        kept.append(text[done:start])
+        at = done = end
+    kept.append(text[done:])
+    if not calls:
+        return text, []
+    return "".join(kept[:1] + [each for each in kept[1:] if each.strip(" \n\t;")]), calls
+
+
+def _python_tag(text: str) -> Call:
+    """Return the call that text after `<|python_tag|>` is."""
+    if re.match(r"\w+\.call\(", text) and len(text) < 10_000:
+        try:
+            tree = ast.parse(text, mode="eval").body
+            assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute)
+            assert isinstance(tree.func.value, ast.Name) and not tree.args
+            given = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
+            return Call(tree.func.value.id, json.loads(json.dumps(given)))
+        except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
+            return broken(MalformedError("not NAME.call(KEY=VALUE)", text.partition(".")[0]))
+    return Call(CODE, {"code": text}) if text else broken(MalformedError("nothing follows <|python_tag|>"))
+
+
+def gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read the channels of a harmony answer: calls are messages with a recipient, `to=functions.NAME`.
+
+    https://github.com/openai/harmony/blob/main/docs/format.md. The analysis channel is not in the text that is
+    returned; `analysis` returns it.
+    """
+    kept: list[str] = []
+    calls: list[Call] = []
+    for header, body in _messages(text):
+        to = re.search(r"\bto=([^\s<]+)", header)
+        if not to:
+            if "<|channel|>analysis" not in header:
+                kept.append(body)
+            continue
+        name = to[1].removeprefix("functions.")
+        if len(calls) >= MOST_TRIES:
+            calls.append(broken(MalformedError(f"more than {MOST_TRIES} calls in one turn")))
+            break
+        if name == CODE and not body.lstrip().startswith("{"):
+            calls.append(Call(CODE, {"code": body}))
+            continue
+        try:
+            value, end = json_at(body, 0)
+            if body[end:].strip():
+                raise MalformedError("there is other text after the JSON")
+            calls.append(Call(name, arguments_of(value, name)))
+        except MalformedError as error:
+            calls.append(broken(MalformedError(str(error), name)))
+    return "\n".join(kept), calls
+
+
+def analysis(text: str) -> str:
+    """Return the analysis channel of a harmony answer."""
+    found = [body for header, body in _messages(text) if "<|channel|>analysis" in header and "to=" not in header]
+    return "\n".join(found)
+
+
+def _messages(text: str) -> list[tuple[str, str]]:
+    """Return (header, body) of the messages of a harmony answer, whose first `<|start|>assistant` is in the prompt."""
+    out = []
+    for message in text.split("<|start|>"):
+        header, found, body = message.partition("<|message|>")
+        if not found:
+            header, body = "", "" if "<|channel|>" in message else message
+        body = re.split(r"<\|(?:end|call|return)\|>", body, maxsplit=1)[0]
+        if found or body:
+            out.append((header, body))
+    return out
+
+
+def python(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read blocks of code that begin with ```` ```python ```` as calls of the tool `python`. They stay in the text.
+
+    Code-interpreter recipes write so: ReTool, https://arxiv.org/abs/2504.11536
+    """
+    calls: list[Call] = []
+    at = 0
+    opening, closing = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n", re.MULTILINE), re.compile(r"^[ \t]*```", re.M)
+    while (start := opening.search(text, at)) and len(calls) < MOST_TRIES:
+        end = closing.search(text, start.end())
+        if end is None:
+            why = "The block of code is not closed by ```, so it was not run."
+            calls.append(Call(CODE, None, error=why, inline=True))
+            break
+        calls.append(Call(CODE, {"code": text[start.end() : end.start()]}, inline=True))
+        at = end.end()
+    return text, calls
+
+
+def none(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """Read no calls."""
+    return text, []
+
+
+FORMATS: dict[str, Callable[[str, Tools], tuple[str, list[Call]]]] = {
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "glm": glm,
+    "mistral": mistral,
+    "deepseek": deepseek,
+    "gpt_oss": gpt_oss,
+    "llama3": llama3,
+    "python": python,
+    "none": none,
+}
+"""Readers by name."""
+
+
+def typed(value: str, function: str, key: str, tools: Tools) -> Any:
+    """Return a value that was written as text, by the type that the function's schema gives it.
+
+    Without schemas it is what it is as JSON, or else text.
+    """
+    kinds = _kinds(function, key, tools)
+    plain = value.strip()
+    if "null" in kinds and plain.lower() == "null":
+        return None
+    if "integer" in kinds and re.fullmatch(r"[+-]?\d{1,4000}", plain):
+        return int(plain)
+    if "boolean" in kinds and plain.lower() in ("true", "false", "1", "0"):
+        return plain.lower() in ("true", "1")
+    if kinds and not kinds & {"integer", "number", "object", "array"}:
+        return value
+    try:
+        found, end = json_at(plain, 0)
+    except MalformedError:
+        return value
+    return value if end < len(plain) or isinstance(found, str) else found
+
+
+def _kinds(function: str, key: str, tools: Tools) -> set[str]:
+    """Return the JSON types that a schema allows an argument; empty if it says nothing. Unknown ones are text."""
+    for tool in tools:
+        about = tool.get("function", tool)
+        if about.get("name") == function:
+            schema = about.get("parameters", {}).get("properties", {}).get(key, {"type": "string"})
+            options = [schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())]
+            kinds = [option.get("type", ()) for option in options if isinstance(option, dict)]
+            return {name for kind in kinds for name in ([kind] if isinstance(kind, str) else kind)}
+    return {"string"} if tools else set()

@@ -1,0 +1,159 @@
+"""The parts that readers of tool calls share: a call, JSON inside a text, and calls between marks.
+
+Every reader takes time in proportion to the text: it goes forward only, and gives up after `MOST_CALLS` calls.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MOST_CALLS = 64
+"""Calls of one turn that are read."""
+SPACE = re.compile(r"\s*")
+
+
+@dataclass
+class Call:
+    """A call of a tool, as the model wrote it."""
+
+    name: str
+    arguments: dict[str, Any] | None
+    """JSON values by name; None if the call is malformed."""
+    id: str = ""
+    error: str = ""
+    """The fault of a malformed call, in a sentence for the model; empty for a call that can be made."""
+    inline: bool = False
+    """True for a block of code, which stays in the content of the message."""
+
+
+class MalformedError(ValueError):
+    """A text is no call; the message says why to the model."""
+
+    def __init__(self, why: str, name: str = ""):
+        """name: of the tool, where it could be read."""
+        super().__init__(why)
+        self.name = name
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
+
+
+def skip_space(text: str, at: int) -> int:
+    """Return the place of the next character that is no white space."""
+    found = SPACE.match(text, at)
+    assert found
+    return found.end()
+
+
+def json_at(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a place, and the place after it. Lone surrogates in strings become `?`.
+
+    Raises:
+        MalformedError: there is none.
+    """
+    at = skip_space(text, at)
+    try:
+        value, end = DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise MalformedError(f"not valid JSON: {error.msg} at character {error.pos - at}") from None
+    except RecursionError:
+        raise MalformedError("not valid JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise MalformedError(f"not valid JSON: {error}") from None
+    if "\\u" in text[at:end]:
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value, end
+
+
+def arguments_of(value: Any, name: str) -> dict[str, Any]:
+    """Return the arguments of a call: an object, or an object as JSON in a string.
+
+    Raises:
+        MalformedError: they are something else.
+    """
+    if isinstance(value, str):
+        try:
+            value, end = json_at(value, 0)
+        except MalformedError as error:
+            raise MalformedError(f"the arguments are {error}", name) from None
+    if not isinstance(value, dict):
+        raise MalformedError("the arguments are no JSON object", name)
+    return value
+
+
+def call_of(value: Any) -> Call:
+    """Return the call that an object describes: `name`, `arguments` (or `parameters`), and `id` if it has one.
+
+    Raises:
+        MalformedError: it describes none.
+    """
+    if not isinstance(value, dict):
+        raise MalformedError('not a JSON object with "name" and "arguments"')
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise MalformedError('it has no "name"')
+    given = next((value[key] for key in ("arguments", "parameters") if key in value), None)
+    if given is None:
+        raise MalformedError('it has no "arguments"', name)
+    said = value.get("id")
+    return Call(name, arguments_of(given, name), said if isinstance(said, str) else "")
+
+
+def broken(error: MalformedError) -> Call:
+    """Return the call that stands for a malformed one."""
+    return Call(error.name, None, error=f"The tool call is malformed: {error}.")
+
+
+Read = Callable[[str, int], tuple[list[Call], int]]
+"""Reads what follows a mark: (text, place) -> (calls, place after them). It may raise MalformedError."""
+
+
+def between(text: str, opening: re.Pattern[str], closing: str, read: Read) -> tuple[str, list[Call]]:
+    """Return the text outside of marks, and the calls inside.
+
+    opening: begins a call. closing: ends it, where there is such a mark; it may be missing at the end of the text.
+    """
+    kept: list[str] = []
+    calls: list[Call] = []
+    at = 0
+    while start := opening.search(text, at):
+        kept.append(text[at : start.start()])
+        if len(calls) >= MOST_CALLS:
+            calls.append(broken(MalformedError(f"more than {MOST_CALLS} calls in one turn")))
+            return "".join(kept), calls
+        try:
+            found, at = read(text, start.end())
+            if closing:
+                at = skip_space(text, at)
+                if not text.startswith(closing, at) and at < len(text):
+                    name = found[-1].name if found else ""
+                    raise MalformedError(f"there is other text before {closing}", name)
+                at += len(closing)
+            calls += found
+        except MalformedError as error:
+            calls.append(broken(error))
+            at = _after(text, start.end(), opening, closing)
+    kept.append(text[at:])
+    return "".join(kept), calls
+
+
+def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
+    """Return the end of a malformed call: its closing mark, the next call, or the end of the text."""
+    again = opening.search(text, at)
+    until = again.start() if again else len(text)
+    end = text.find(closing, at, until) if closing else -1
+    return end + len(closing) if end >= 0 else until

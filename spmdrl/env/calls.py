@@ -1,0 +1,171 @@
+"""Tool calls in the text of an assistant's turn: read in the form in which the model writes them.
+
+The forms are in call_formats.py. `format_of` finds the one that a chat template shows, by a call that the template
+renders and the form's reader reads back.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.env.call_formats import FORMATS, Tools, analysis
+from spmdrl.env.call_reading import Call
+
+__all__ = ["FORMATS", "Call", "Said", "as_message", "format_of", "hear", "parse"]
+
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Marks around a thought."""
+CALLS = {
+    "hermes": "<tool_call>",
+    "qwen3_coder": "<tool_call>",
+    "glm": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "deepseek": "<｜tool▁calls▁begin｜>",
+    "llama3": "<|python_tag|>",
+}
+"""The mark that begins the calls of a turn, and ends a thought that is not closed."""
+SHOWN = {
+    "deepseek": "<｜tool▁call▁begin｜>",
+    "mistral": "[TOOL_CALLS]",
+    "gpt_oss": "<|channel|>commentary",
+    "qwen3_coder": "<function=",
+    "glm": "<arg_key>",
+    "hermes": "<tool_call>",
+}
+"""Marks in templates that describe calls but do not render them; the first that is found tells."""
+PROBE = "zq7probe"
+
+
+@dataclass
+class Said:
+    """A turn of the assistant, as read."""
+
+    content: str
+    """The text without calls and thought; blocks of code stay."""
+    calls: list[Call]
+    message: dict[str, Any] = field(default_factory=dict)
+    """The turn as a message for chat templates (`as_message`)."""
+    thought: str = ""
+
+
+def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], str]:
+    """Return the content, the calls and the thought of an assistant's turn. Any text can be read.
+
+    Args:
+        text: the turn, decoded with its control tokens. The token that ends the turn may be left out.
+        format: a name of `FORMATS`.
+        tools: OpenAI function schemas. Forms that write arguments as plain text take their types from there.
+
+    Raises:
+        ValueError: no form has this name.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"no form of tool calls is called {format!r}: take one of {', '.join(FORMATS)}")
+    text = text.encode("utf-8", "replace").decode()
+    if format == "gpt_oss":
+        thought, rest = analysis(text), text
+    else:
+        thought, rest = _apart(text, CALLS.get(format, ""))
+    content, calls = FORMATS[format](rest, tools)
+    for i, call in enumerate(calls):
+        call.id = call.id or f"call{i:05}"
+    return content if content == text else content.strip(), calls, thought.strip()
+
+
+def _apart(text: str, mark: str) -> tuple[str, str]:
+    """Return (thought, rest). A thought whose beginning is in the prompt has an end only.
+
+    mark: begins the calls. A call before the end of a thought that was not begun here is a call.
+    """
+    for begin, end in THOUGHTS:
+        start = text.find(begin)
+        if start >= 0 and not text[:start].strip():
+            start += len(begin)
+            close = text.find(end, start)
+            if close < 0:
+                close = text.find(mark, start) if mark else -1
+                return (text[start:close], text[close:]) if close >= 0 else (text[start:], "")
+            return text[start:close], text[close + len(end) :]
+        close = text.find(end)
+        if close >= 0 and (start < 0 or close < start) and not (mark and 0 <= text.find(mark) < close):
+            return text[:close], text[close + len(end) :]
+    return "", text
+
+
+def hear(text: str, format: str, tools: Tools = ()) -> Said:
+    """Return an assistant's turn, read, with its message. Arguments and errors: see `parse`."""
+    content, calls, thought = parse(text, format, tools)
+    said = Said(content, calls, thought=thought)
+    said.message = as_message(said)
+    return said
+
+
+def as_message(said: Said) -> dict[str, Any]:
+    """Return a turn as a message in OpenAI's form, for chat templates.
+
+    Arguments are objects, not JSON text. A malformed call stands there too, without arguments, so that the answer to
+    it follows a call; a block of code does not, as it stands in the content.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.thought:
+        message["reasoning_content"] = said.thought
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name or "malformed_call", "arguments": call.arguments or {}},
+        }
+        for call in said.calls
+        if not call.inline
+    ]
+    return message | {"tool_calls": calls} if calls else message
+
+
+def format_of(template: str) -> str:
+    """Return the form of tool calls that a chat template shows; `none` if it shows none.
+
+    template: jinja text.
+
+    Raises:
+        ValueError: it shows calls in a form that no reader reads.
+    """
+    shown = _rendered_call(template)
+    # A call without marks is looked for last: readers of bare JSON find it within others' marks too.
+    for name in FORMATS:
+        if PROBE in shown and name not in ("python", "none"):
+            if name == "llama3" and not shown.lstrip().startswith(("{", "<|python_tag|>")):
+                continue
+            calls = parse(shown, name)[1]
+            if [(call.name, call.arguments) for call in calls] == [(PROBE, {"a": PROBE})]:
+                return name
+    if PROBE in shown:
+        raise ValueError(
+            f"the chat template shows tool calls in a form that is not read here ({shown.strip()[:80]!r}): "
+            f"name the form in which the model writes them, one of {', '.join(FORMATS)}"
+        )
+    return next((name for name, mark in SHOWN.items() if mark in template), "none")
+
+
+@dataclass
+class _Bare:
+    """The part of a tokenizer that renders templates."""
+
+    chat_template: str
+    special_tokens_map: dict[str, str]
+
+
+def _rendered_call(template: str) -> str:
+    """Return the text that a template adds for an assistant's turn with one call; empty if it refuses it."""
+    from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
+
+    call = {"id": "call00000", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
+    asked = [{"role": "user", "content": "a"}]
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tokens: dict[str, str] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    try:
+        render = Renderer(_Bare(template, tokens), template)
+        before, whole = render(Dialogue(asked), ask=True), render(Dialogue([*asked, turn]))
+    except TemplateError:
+        return ""
+    added = whole[len(os.path.commonprefix([before, whole])) :]
+    return added if PROBE in added else whole

@@ -1,0 +1,182 @@
+"""Python for a model: programs that run in the sandbox, each by itself or in a session that keeps its variables."""
+
+import atexit
+import threading
+from typing import Any
+
+from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError
+from spmdrl.sandbox.open import open_for
+from spmdrl.sandbox.session import Answer, Session
+from spmdrl.sandbox.warm import Warm
+
+
+class Sandboxes:
+    """Warm sandboxes of this process that nobody uses at the moment, by provider. May be used from several threads."""
+
+    def __init__(self) -> None:
+        self.idle: dict[str, list[Warm]] = {}
+        self.lock = threading.Lock()
+
+    def take(self, provider: str) -> Warm:
+        """Return a sandbox for one user.
+
+        Raises:
+            SandboxError: none works here.
+        """
+        with self.lock:
+            if held := self.idle.get(provider):
+                return held.pop()
+        return open_for(provider)
+
+    def give_back(self, provider: str, warm: Warm) -> None:
+        """Take a sandbox back in which nothing runs."""
+        with self.lock:
+            self.idle.setdefault(provider, []).append(warm)
+
+    def close(self) -> None:
+        """End the idle ones."""
+        with self.lock:
+            held, self.idle = [warm for each in self.idle.values() for warm in each], {}
+        for warm in held:
+            warm.close()
+
+
+SANDBOXES = Sandboxes()
+atexit.register(SANDBOXES.close)
+
+
+class Python:
+    """The tool `python`, which runs every program by itself. It holds nothing between calls."""
+
+    def __init__(
+        self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512, longest: int = 10_000
+    ) -> None:
+        """Take settings.
+
+        provider: sandbox, as `--sandbox.provider`. seconds: wall time of a program. longest: characters of output.
+        """
+        self.provider, self.longest = provider, longest
+        self.limits = Limits(seconds=seconds, cpu_seconds=max(1, round(seconds)), memory_mib=memory_mib)
+        self.timeout_s = seconds + 20.0
+
+    def reset(self, row: dict, seed: int) -> None:
+        """Begin an episode with the prompt of its row."""
+
+    def python(self, code: str) -> str:
+        """Run a Python program and return what it prints. Nothing is kept for the next program.
+
+        Args:
+            code: The program. Print what you want to see.
+        """
+        warm = SANDBOXES.take(self.provider)
+        try:
+            ended = warm.run(Program(code), self.limits)
+        except BaseException:
+            warm.close()
+            raise
+        SANDBOXES.give_back(self.provider, warm)
+        return shortened(told(ended, self.limits), self.longest)
+
+    def state(self) -> dict:
+        """Return what an episode has to keep, which is nothing."""
+        return {}
+
+    def restore(self, state: dict) -> None:
+        """Go on from `state`."""
+
+
+class PythonSession:
+    """The tool `python`, which keeps variables from call to call. An episode is taken up again by running them anew."""
+
+    def __init__(
+        self,
+        provider: str = "auto",
+        seconds: float = 10.0,
+        memory_mib: int = 512,
+        longest: int = 10_000,
+        lifetime: float = 3600.0,
+    ) -> None:
+        """Take settings.
+
+        seconds: wall time of a call. lifetime: wall time of a session. The others: see `Python`.
+        """
+        self.provider, self.seconds, self.longest = provider, seconds, longest
+        self.limits = Limits(seconds=lifetime, cpu_seconds=max(1, round(lifetime)), memory_mib=memory_mib)
+        self.timeout_s = seconds + 20.0
+        self.warm: Warm | None = None
+        self.session: Session | None = None
+        self.lock = threading.Lock()
+
+    def reset(self, row: dict, seed: int) -> None:
+        """Begin an episode with the prompt of its row and no variables."""
+        self.close()
+
+    def python(self, code: str) -> str:
+        """Run Python as a cell of a notebook: variables are kept, and the value of the last expression is printed.
+
+        Args:
+            code: The lines to run.
+        """
+        with self.lock:
+            if self.session is None:
+                self.warm = SANDBOXES.take(self.provider)
+                self.session = Session(self.warm, self.limits)
+            answer = self.session.run(code, self.seconds)
+            ended = self.session.channel.outcome is not None
+            if ended:
+                self._end()
+        lost = "\nThe session has ended: its variables are lost." if ended else ""
+        return shortened(_told(answer), self.longest) + lost
+
+    def close(self) -> None:
+        """End the session. May be called twice."""
+        with self.lock:
+            self._end()
+
+    def _end(self) -> None:
+        warm, session, self.warm, self.session = self.warm, self.session, None, None
+        if warm is None:
+            return
+        try:
+            if session is not None:
+                session.close()
+            SANDBOXES.give_back(self.provider, warm)
+        except SandboxError:
+            warm.close()
+
+
+def told(ended: Outcome, limits: Limits) -> str:
+    """Return a program's output and how it failed, for the model.
+
+    Raises:
+        SandboxError: the sandbox could not run it.
+    """
+    if ended.verdict == "failure":
+        raise SandboxError(f"the program could not be run: {ended.why}")
+    why = {
+        "ok": "",
+        "timeout": f"The program was stopped after {limits.seconds:g} s.",
+        "memory": f"The program was stopped: it may use {limits.memory_mib} MiB of memory.",
+        "output": f"The program was stopped: it printed more than {limits.output_kib} KiB.",
+    }.get(ended.verdict, "" if ended.stderr.strip() else f"The program failed: {ended.why}.")
+    return _joined(ended.stdout, ended.stderr, why)
+
+
+def _told(answer: Answer) -> str:
+    """Return the answer of a session, for the model."""
+    if answer.verdict == "ok":
+        return _joined(answer.printed)
+    return _joined(answer.printed, f"{answer.error}: {answer.why}" if answer.error else f"It failed: {answer.why}.")
+
+
+def _joined(*parts: Any) -> str:
+    text = "\n".join(part.rstrip() for part in parts if part.strip())
+    return text or "(nothing was printed)"
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return text with its middle left out where it is too long, which it says."""
+    if len(text) <= longest:
+        return text
+    head, tail = text[: longest // 2], text[len(text) - longest // 2 :]
+    return f"{head}\n[{len(text) - len(head) - len(tail)} characters are left out here]\n{tail}"

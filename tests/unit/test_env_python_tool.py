@@ -1,0 +1,69 @@
+"""Programs and sessions of the tool `python`, in a real sandbox."""
+
+import pytest
+
+from spmdrl.env.python_tool import SANDBOXES, Python, PythonSession, shortened
+from spmdrl.sandbox.base import SandboxError
+from spmdrl.sandbox.open import open_sandbox
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_sandbox():
+    try:
+        SANDBOXES.give_back("auto", open_sandbox())
+    except SandboxError as error:
+        pytest.skip(str(error))
+    yield
+    SANDBOXES.close()
+
+
+def test_programs_stand_alone():
+    tool = Python(seconds=3.0)
+    assert tool.python("x = 20\nprint(x + 1)\nprint('Zürich 漢字')") == "21\nZürich 漢字"
+    assert "NameError" in tool.python("print(x)")
+    assert tool.python("x = 1") == "(nothing was printed)"
+    assert "SyntaxError" in tool.python("def f(:")
+    assert tool.python("import sys; sys.exit(3)") == "The program failed: exit code 3."
+    printed = tool.python("print('before')\n1 / 0")
+    assert printed.startswith("before\nTraceback") and printed.endswith("ZeroDivisionError: division by zero")
+    tool.restore(tool.state())
+
+
+def test_programs_are_stopped_and_their_output_is_cut():
+    tool = Python(seconds=1.0, longest=100)
+    assert tool.python("print('a', flush=True)\nwhile True: pass") == "a\nThe program was stopped after 1 s."
+    cut = tool.python("print('a' * 1000 + 'b' * 1000)")
+    assert cut == "a" * 50 + "\n[1900 characters are left out here]\n" + "b" * 50
+    endless = tool.python("while True: print('x' * 1000)")
+    assert endless.endswith("it printed more than 256 KiB.")
+    # The sandbox goes on.
+    assert tool.python("print(1)") == "1"
+    assert len(SANDBOXES.idle["auto"]) == 1
+
+
+def test_sessions_keep_variables_until_they_end():
+    tool = PythonSession(seconds=2.0)
+    tool.reset({}, 0)
+    assert tool.python("x = 20\nx + 1") == "21"
+    assert tool.python("x / 0") == "ZeroDivisionError: division by zero"
+    assert tool.python("y = x * 2") == "(nothing was printed)"
+    assert tool.python("print(y)") == "40"
+    stopped = tool.python("while True: pass")
+    assert "no answer within 2 s" in stopped and stopped.endswith("its variables are lost.")
+    assert tool.python("x").startswith("NameError")
+    assert "its variables are lost" in tool.python("import os; os._exit(1)")
+    assert tool.python("z = 1\nz") == "1"
+    tool.reset({}, 0)
+    assert tool.python("z").startswith("NameError")
+    tool.close()
+    tool.close()
+    assert not hasattr(tool, "state")
+
+
+def test_a_provider_that_does_not_exist_is_named():
+    with pytest.raises(SandboxError, match="no sandbox is called 'wonder'"):
+        Python(provider="wonder").python("1")
+
+
+def test_short_text_is_whole():
+    assert shortened("abc", 3) == "abc"
