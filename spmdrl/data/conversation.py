@@ -193,18 +193,19 @@ class Conversation:
     def _changed(self, told: _Told, turn: int, tail: Tail | None, said: str | None) -> str | None:
         """Return the text of the next prompt if the template renders in it otherwise what is before; else None.
 
-        said: text of the sampled turn without its end. Where the template shows it, nothing has changed.
+        said: text of the sampled turn without its end. Nothing has changed where the template shows it, and something
+        has where it shows none of the turn's thought.
         """
         dialogue = told.dialogue
         text, before = self.render(dialogue, True), self.render(dialogue.upto(turn), True)
         if tail is None or not text.startswith(before):
             return text
-        if said is not None and text[len(before) :].replace(told.mark, "").startswith(said):
-            return None
-        message = dialogue.messages[turn]
-        thought = next((message[key] for key in THOUGHTS if message.get(key)), "").strip()
-        if thought not in text[len(before) :]:
-            return text
+        if said is not None:
+            if text[len(before) :].replace(told.mark, "").startswith(said):
+                return None
+            thought = next((dialogue.messages[turn][key] for key in THOUGHTS if dialogue.messages[turn].get(key)), "")
+            if thought.strip() not in text[len(before) :]:
+                return text
         alone = self.render(dialogue.upto(turn + 1))
         kept = alone.endswith(tail.alone) and text.startswith(alone.removesuffix(tail.alone).rstrip())
         return None if kept else text

@@ -14,8 +14,9 @@ from os.path import commonprefix
 
 from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError
 
-STANDINS = ("Xk" + PROBE + "a", "9w" + PROBE + "b")
-"""Texts that stand for what an assistant said; they differ in the first and in the last character."""
+STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
+"""Texts that stand for what an assistant said; they differ in the first and the last character and in length."""
+THOUGHT = PROBE + "c"
 SHAPES = ("calls", "first call", "text and calls", "text")
 """Forms of the stand-in for a turn with calls of tools, from the most telling to the least.
 
@@ -88,22 +89,25 @@ def tail_of(
     new = told.messages[turn + 1 :]
     past = [Dialogue(_standins(told.messages, turn + 1, text, shape), told.tools, told.more) for text in STANDINS]
     asked = [render(_and(dialogue, new), True) for dialogue in past]
-    after = _shared_end(asked)
-    alone = _shared_end([render(dialogue) for dialogue in past])
     if asked[0] == asked[1]:
         raise TemplateError("it does not show the assistant's turn")
-    start, end, closes, mine = _ending(
-        controls, after, alone, shape == "text" or not past[0].messages[-1].get("tool_calls")
-    )
+    after = _after_standins(asked)
+    with_call = bool(past[0].messages[-1].get("tool_calls"))
+    if (shape, with_call) not in ends:
+        ends[shape, with_call] = _after_standins([render(dialogue) for dialogue in past])
+    alone = ends[shape, with_call]
     probes = [f"{PROBE}{i:03d}" for i in range(len(new))]
     other = render(_and(past[0], [m | {"content": probe} for m, probe in zip(new, probes, strict=True)]), True)
-    before = asked[0][: len(asked[0]) - len(after) + (end if closes else start)]
+    before = asked[0].removesuffix(after)
     if not other.startswith(before):
         raise TemplateError("it renders a turn otherwise when the answer to it changes")
     for message, probe in zip(new, probes, strict=True):
         if probe not in other[len(before) :]:
             raise TemplateError(f"it does not show the {message['role']} message after the turn")
-    return Tail(after[start:], end - start if closes else 0, alone[mine:])
+    first = min(other.index(probe, len(before)) for probe in probes) - len(before)
+    if after[:first] != other[len(before) :][:first]:
+        raise TemplateError("it renders the end of a turn otherwise when the answer to it changes")
+    return _cut(controls, after, first, alone, with_call)
 
 
 def _and(dialogue: Dialogue, new: Sequence[dict]) -> Dialogue:
@@ -131,36 +135,37 @@ def _standins(messages: list[dict], count: int, text: str, shape: str) -> list[d
         ]
         said = {"role": "assistant", "content": "" if made and shape != "text and calls" else text}
         # The second stand-in has a thought and the first none, so that what follows depends on none either.
-        thought = {"reasoning_content": text} if text == STANDINS[1] and not (made and said["content"]) else {}
+        thought = {"reasoning_content": THOUGHT} if text == STANDINS[1] and not (made and said["content"]) else {}
         out.append(said | ({"tool_calls": made} if made else {}) | thought)
     return out
 
 
-def _shared_end(texts: list[str]) -> str:
-    return commonprefix([text[::-1] for text in texts])[::-1]
+def _after_standins(texts: list[str]) -> str:
+    """Return the end that the renderings share, which must begin where the stand-ins end."""
+    shared = commonprefix([text[::-1] for text in texts])[::-1]
+    if not all(text.removesuffix(shared).endswith(said) for text, said in zip(texts, STANDINS, strict=True)):
+        raise TemplateError("the text that it puts after an assistant's turn depends on what the assistant said")
+    return shared
 
 
-def _ending(controls: re.Pattern[str], after: str, alone: str, with_call: bool) -> tuple[int, int, bool, int]:
-    """Return where the end of the turn begins and ends in `after`, whether there is one, and its beginning in `alone`.
+def _cut(controls: re.Pattern[str], after: str, first: int, alone: str, with_call: bool) -> Tail:
+    """Return the tail, which begins with the first control token of the turn's end, or else of the next message.
 
-    after, alone: what follows the stand-in with answers and without. with_call: a call ends the turn.
-    Without an end the place is that of the first control token of the next message.
+    after, alone: text that follows the stand-in with answers and without. first: place of the first answer's text in
+    `after`. with_call: a call ends the turn.
     """
-    found, other = list(controls.finditer(after)), list(controls.finditer(alone))
+    found, other = list(controls.finditer(after, 0, first)), list(controls.finditer(alone))
     if not found:
-        raise TemplateError(
-            "the chat template writes no control token between an assistant's turn and the next message"
-        )
+        raise TemplateError("it writes no control token between an assistant's turn and the next message")
     same = 0
     while same < min(len(found), len(other)) and after[: found[same].end()] == alone[: other[same].end()]:
         same += 1
     if same:
         end = found[same - 1].end()
-        first = (
-            found[0].start() if not with_call and not controls.sub("", after[:end]).strip() else found[same - 1].start()
-        )
-        return first, end, True, first
-    # gpt-oss ends the last turn with another token than the turns before it.
-    if other and after[: found[0].start()] == alone[: other[0].start()]:
-        return found[0].start(), found[0].end(), True, other[0].start()
-    return found[0].start(), found[0].start(), False, len(alone)
+        whole = not with_call and not controls.sub("", after[:end]).strip()
+        start = found[0 if whole else same - 1].start()
+        return Tail(after[start:], end - start, alone[start:])
+    # gpt-oss ends the last turn with another token than those before. A token alone before the answer belongs to that.
+    if other and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
+        return Tail(after[found[0].start() :], len(found[0].group()), alone[other[0].start() :])
+    return Tail(after[found[0].start() :], 0, "")
