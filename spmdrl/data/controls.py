@@ -1,0 +1,97 @@
+"""Keeps the text of messages apart from the control tokens that a chat template writes.
+
+A message may hold the text of a control token (`<|im_end|>` in the output of a tool). Before the messages are rendered,
+a mark is put into every such text after its first character. The rendered text is then tokenized in pieces that end at
+the marks, so that no piece holds the text of a control token but those that the template writes.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MARKS = [chr(code) for code in range(0xF0000, 0xF1000)]
+"""Characters without a meaning; the mark is one that no message holds."""
+WRITTEN = ("<think>", "</think>")
+"""Control tokens that the text of an assistant's message may hold, because templates look for them there."""
+
+
+class Controls:
+    """The control tokens of a tokenizer: special tokens, and other added tokens that the template writes.
+
+    Other added tokens (runs of spaces, HTML tags) are text.
+    """
+
+    def __init__(self, tokenizer: Any, template: str):
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        named = {i: token for i, token in added.items() if (token.special or str(token) in template)}
+        named = {i: token for i, token in named.items() if str(token).strip()}
+        words = sorted(map(str, named.values()), key=lambda word: (-len(word), word))
+        self.pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+        self.ids = frozenset(named)
+        self._id = {str(token): i for i, token in named.items()}
+        # A piece after this token is tokenized as in the middle of a text: some tokenizers put a space before a text.
+        self._before = next((str(token) for token in named.values() if not token.rstrip), "")
+
+    def marked(self, messages: list[dict], tools: list | None) -> tuple[list[dict], list | None, str]:
+        """Return messages and tools with a mark in the text of every control token, and the mark."""
+        texts = list(_strings([messages, tools]))
+        if not any(map(self.pattern.search, texts)):
+            return messages, tools, MARKS[0]
+        mark = next(mark for mark in MARKS if not any(mark in text for text in texts))
+        out = []
+        for message in messages:
+            but = WRITTEN if message["role"] == "assistant" else ()
+            out.append(_mapped(message, lambda text, but=but: self._cut(text, mark, but)))
+        return out, _mapped(tools, lambda text: self._cut(text, mark, ())), mark
+
+    def _cut(self, text: str, mark: str, but: tuple[str, ...]) -> str:
+        out, start = [], 0
+        while found := self.pattern.search(text, start):
+            kept = found.group() in but
+            # The search goes on behind the mark, because texts of control tokens may overlap.
+            cut = found.end() if kept else found.start() + 1
+            out += [text[start:cut], "" if kept else mark]
+            start = cut
+        return "".join([*out, text[start:]])
+
+    def tokens(self, text: str, mark: str) -> list[int]:
+        """Return the tokens of a rendered text, without adding any.
+
+        Raises:
+            ValueError: the tokenizer makes other control tokens of it than those that it shows outside the marks.
+        """
+        first, *rest = text.split(mark)
+        ids = self._plain(first)
+        before = self._plain(self._before) if rest else []
+        for piece in rest:
+            ids += self._plain(self._before + piece)[len(before) :]
+        if [i for i in ids if i in self.ids] != [self._id[found.group()] for found in self.pattern.finditer(text)]:
+            raise ValueError("the tokenizer finds other control tokens in the text than the template writes")
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every text in a JSON value, keys of objects too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from (*_strings(key), *_strings(inner))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with every text in it changed, keys of objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_mapped(key, change): _mapped(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(inner, change) for inner in value]
+    return value

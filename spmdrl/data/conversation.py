@@ -1,0 +1,226 @@
+"""Turns the messages of a conversation into tokens between those that a policy samples, which are never changed.
+
+After an assistant's turn the context goes on with the text that the chat template puts between the turn and the next
+generation prompt (`turn_tail.py` finds and proves it), tokenized alone from the control token that ends the turn.
+
+Some templates render earlier turns otherwise once a message follows (Qwen3 and gpt-oss drop their thoughts). With
+history "keep" the context goes on as it was sampled. With "branch" the whole prompt is rendered anew where the template
+changes what is before it.
+
+Control tokens come from the template and the policy alone, never from the text of a message (`controls.py`).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from spmdrl.data.controls import Controls
+from spmdrl.data.rendering import PROBE, THOUGHTS, Dialogue, Renderer, TemplateError
+from spmdrl.data.turn_tail import SHAPES, STANDINS, Tail, linked, tail_of
+
+ASKED = {"role": "user", "content": "Xk" + PROBE}
+SAID = {"role": "assistant", "content": STANDINS[0]}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {"a": "b"}}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+ANSWERED = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": PROBE}
+"""Messages with which a template is looked at before any conversation."""
+
+
+@dataclass
+class Next:
+    """Tokens of the context after an assistant's turn."""
+
+    tokens: list[int]
+    """Observed tokens to append to the sampled ones; they end with the generation prompt. Empty if there is a fork."""
+    fork: list[int] | None = None
+    """The whole prompt of the next turn, where the template renders what is before it otherwise."""
+
+
+@dataclass
+class _Told:
+    """Messages in which the text of control tokens is marked."""
+
+    dialogue: Dialogue
+    mark: str
+
+
+class Conversation:
+    """Turns the messages of conversations into tokens, by one tokenizer and one chat template."""
+
+    def __init__(self, tokenizer: Any, template: str = "", history: str = "keep", more: dict | None = None):
+        """Prove that the template can be used for conversations.
+
+        template: jinja text instead of the tokenizer's own. history: "keep" appends to the context as it was sampled;
+        "branch" forks where the template renders earlier messages otherwise. more: variables of the template.
+
+        Raises:
+            ValueError: the history is neither, or it cannot be proved what the template puts between two turns; the
+                message names the template.
+        """
+        if history not in ("keep", "branch"):
+            raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
+        self.tokenizer, self.history, self.more = tokenizer, history, more or {}
+        self.name = "the given chat template" if template else f"the chat template of {tokenizer.name_or_path}"
+        self._shapes: dict[tuple, str] = {}
+        self._ends: dict[tuple, str] = {}
+        self._shown: set[tuple] = set()
+        try:
+            self.render = Renderer(tokenizer, template)
+        except TemplateError as e:
+            raise self._refused("hold a conversation", e) from e
+        self.controls = Controls(tokenizer, self.render.template)
+        self.next([ASKED], SAID, None, [], False, [ASKED])
+
+    @cached_property
+    def rewrites(self) -> bool:
+        """True if the template renders an earlier turn otherwise once a user's message or a tool's answer follows."""
+        thought = {"reasoning_content": STANDINS[1]}
+        ends = [([ASKED], said, [ASKED]) for said in (SAID, SAID | thought)]
+        ends += [([ASKED], CALLED | thought, [ANSWERED])]
+        ends += [([ASKED, CALLED | thought, ANSWERED], said, [ASKED]) for said in (SAID, SAID | thought)]
+        return any(self._rewritten(*end) for end in ends)
+
+    def _rewritten(self, messages: list[dict], assistant: dict, new: list[dict]) -> bool:
+        told, turn = self._told([*messages, assistant, *new], None), len(messages)
+        try:
+            return self._changed(told, turn, self._tail(told, turn), None) is not None
+        except TemplateError:
+            return False
+
+    @cached_property
+    def _takes_tools(self) -> bool:
+        self.next([ASKED], CALLED, None, [], False, [ANSWERED])
+        return True
+
+    def begin(self, messages: list[dict], tools: list | None = None) -> list[int]:
+        """Return the tokens of the first prompt, which end with the generation prompt.
+
+        messages: they end with the one to answer. tools: OpenAI function schemas. With tools it is proved that the
+        conversation can go on after a call.
+
+        Raises:
+            ValueError: the template refuses the messages, does not show one of them, or cannot go on after a call.
+        """
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError("a conversation begins with messages, of which the last is to be answered")
+        told = self._told(messages, tools)
+        try:
+            self._check_shown(told)
+            text = self.render(told.dialogue, True)
+        except TemplateError as e:
+            raise self._refused("begin the conversation", e) from e
+        assert not tools or self._takes_tools
+        return self.controls.tokens(text, told.mark)
+
+    def next(
+        self, messages: list[dict], assistant: dict, tools: list | None, made: list[int], ended: bool, new: list[dict]
+    ) -> Next:
+        """Return the tokens that follow an assistant's turn.
+
+        messages: all before the turn. assistant: the turn as a message, `{"role": "assistant", "content"}` with
+        `tool_calls` and `reasoning_content` where there are any; "keep" reads nothing but the names and ids of its
+        calls. made: the tokens sampled in the turn. ended: the last of them is a token that ends it. new: the messages
+        that follow, of tools, the user or the system.
+
+        A turn that ended with another token than the template's goes on after it. A turn that did not end gets the
+        missing end as observed tokens. Where the template refuses the turn as a message, it does not fork.
+
+        Raises:
+            ValueError: there are no new messages, or the template refuses them or does not show them after the turn.
+        """
+        if not new:
+            raise ValueError("no message follows the assistant's turn")
+        told, turn = self._told([*messages, assistant, *new], tools), len(messages)
+        tail, refusal = None, None
+        try:
+            tail = self._tail(told, turn)
+        except TemplateError as e:
+            refusal = e
+        if self.history == "branch":
+            try:
+                text = self._changed(told, turn, tail, self._said(made, ended))
+                if text is not None:
+                    self._check_shown(told)
+                    return Next([], self.controls.tokens(text, told.mark))
+            except TemplateError as e:
+                refusal = refusal or e
+        if tail is None:
+            raise self._refused("go on after an assistant's turn", refusal) from refusal
+        return Next(self._appended(tail, told.mark, made, ended))
+
+    def _refused(self, what: str, error: TemplateError | None) -> ValueError:
+        way = "; choose another with --data.chat-template (for example chatml)"
+        if self.history == "keep":
+            way = "; choose another with --data.chat-template (for example chatml), or the history branch"
+        return ValueError(f"{self.name} cannot {what}: {error}{way}")
+
+    def _told(self, messages: list[dict], tools: list | None) -> _Told:
+        messages, tools, mark = self.controls.marked(linked(messages), tools)
+        return _Told(Dialogue(messages, tools, self.more), mark)
+
+    def _check_shown(self, told: _Told) -> None:
+        """Raise TemplateError if the template leaves out a message. Each sequence of roles is looked at once."""
+        messages, tools = told.dialogue.messages, told.dialogue.tools
+        key = (tuple((m["role"], len(m.get("tool_calls") or [])) for m in messages), bool(tools))
+        if key in self._shown:
+            return
+        others = [m if m["role"] == "assistant" else m | {"content": f"{PROBE}{i:03d}"} for i, m in enumerate(messages)]
+        text = self.render(Dialogue(others, tools, self.more), True)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" and f"{PROBE}{i:03d}" not in text:
+                raise TemplateError(f"it does not show message {i + 1} ({message['role']})")
+        self._shown.add(key)
+
+    def _tail(self, told: _Told, turn: int) -> Tail:
+        """Return the tail by the first shape of stand-ins with which it can be proved."""
+        messages = told.dialogue.messages
+        calls = max(len(m.get("tool_calls") or []) for m in messages)
+        answers = any(m["role"] == "tool" for m in messages)
+        shapes = SHAPES if calls or answers else SHAPES[-1:]
+        key = (min(calls, 2), answers, tuple(m["role"] for m in messages[turn:]))
+        refusal = None
+        for shape in sorted(shapes, key=lambda shape: shape != self._shapes.get(key)):
+            try:
+                tail = tail_of(self.render, self.controls.pattern, told.dialogue, turn, shape, self._ends)
+            except TemplateError as e:
+                refusal = refusal or e
+                continue
+            self._shapes[key] = shape
+            return tail
+        assert refusal is not None
+        raise refusal
+
+    def _changed(self, told: _Told, turn: int, tail: Tail | None, said: str | None) -> str | None:
+        """Return the text of the next prompt if the template renders in it otherwise what is before; else None.
+
+        said: text of the sampled turn without its end. Nothing has changed where the template shows it, and something
+        has where it shows none of the turn's thought.
+        """
+        dialogue = told.dialogue
+        text, before = self.render(dialogue, True), self.render(dialogue.upto(turn), True)
+        if tail is None or not text.startswith(before):
+            return text
+        if said is not None:
+            if text[len(before) :].replace(told.mark, "").startswith(said):
+                return None
+            thought = next((dialogue.messages[turn][key] for key in THOUGHTS if dialogue.messages[turn].get(key)), "")
+            if thought.strip() not in text[len(before) :]:
+                return text
+        alone = self.render(dialogue.upto(turn + 1))
+        kept = alone.endswith(tail.alone) and text.startswith(alone.removesuffix(tail.alone).rstrip())
+        return None if kept else text
+
+    def _said(self, made: list[int], ended: bool) -> str:
+        made = made[:-1] if ended else made
+        return self.tokenizer.decode(made, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _appended(self, tail: Tail, mark: str, made: list[int], ended: bool) -> list[int]:
+        """Return the tokens of the tail that the sampled turn does not hold already."""
+        ids, end = self.controls.tokens(tail.text, mark), self.controls.tokens(tail.text[: tail.closing], mark)
+        leading = next((i for i, token in enumerate(ids) if token not in self.controls.ids), len(ids))
+        if ended and made and made[-1] in ids[:leading]:
+            return ids[ids.index(made[-1]) + 1 :]
+        if ended:
+            return ids[len(end) :]
+        held = next((n for n in range(len(end), 0, -1) if made[-n:] == end[:n]), 0)
+        return ids[held:]

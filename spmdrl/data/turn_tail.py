@@ -1,0 +1,171 @@
+"""Finds the text that a chat template puts between an assistant's turn and the next generation prompt, and proves it.
+
+The dialogue is rendered twice with the answers that follow the turn, and twice without them. All texts of assistants
+are stand-ins that differ between the two, so that the text at the end that both renderings share does not depend on
+what an assistant said. The control token that ends the turn is the last one that is there with and without the answers.
+A rendering with other answers shows that the text up to there does not depend on them, and that each of them is shown
+after it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+
+from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError
+
+STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
+"""Texts that stand for what an assistant said; they differ in the first and the last character and in length."""
+THOUGHT = PROBE + "c"
+SHAPES = ("calls", "first call", "text and calls", "text")
+"""Forms of the stand-in for a turn with calls of tools, from the most telling to the least.
+
+Some templates refuse several calls in one turn, and some show no calls: what follows the turn is then looked for with
+one call, or with none.
+"""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Text from the token that ends an assistant's turn to the end of the next generation prompt."""
+
+    text: str
+    """It begins with a control token."""
+    closing: int
+    """Count of its characters that belong to the turn: its end. 0: the template ends no turns."""
+    alone: str
+    """The text from the end of the turn when nothing follows it."""
+
+
+def linked(messages: list[dict]) -> list[dict]:
+    """Return the messages with the names and ids that templates want in calls of tools and in their answers.
+
+    An answer without a name or `tool_call_id` takes that of the call in the same place. A call without an id gets one
+    of nine letters and digits, which every template takes, and one without arguments gets none by name.
+    """
+    out: list[dict] = []
+    calls: list[dict] = []
+    waiting: list[dict] = []
+    for message in messages:
+        message = dict(message)
+        if message["role"] == "assistant":
+            calls = []
+            for call in message.get("tool_calls") or []:
+                function = dict(call.get("function") or {k: call.get(k) for k in ("name", "arguments")})
+                function["name"] = str(function.get("name") or "tool")
+                if function.get("arguments") is None:
+                    function["arguments"] = {}
+                calls.append({"id": call.get("id") or _id(len(calls)), "type": "function", "function": function})
+            message.pop("tool_calls", None)
+            message |= {"tool_calls": calls} if calls else {}
+            waiting = list(calls)
+        elif message["role"] == "tool":
+            called = next((c for c in calls if c["id"] == message.get("tool_call_id") and c in waiting), None)
+            called = called or next(iter(waiting), None)
+            if called is not None:
+                waiting.remove(called)
+                message["tool_call_id"] = message.get("tool_call_id") or called["id"]
+                message["name"] = message.get("name") or called["function"]["name"]
+        else:
+            calls, waiting = [], []
+        out.append(message)
+    return out
+
+
+def _id(place: int) -> str:
+    return f"call{place:05d}"
+
+
+def tail_of(
+    render: Renderer, controls: re.Pattern[str], told: Dialogue, turn: int, shape: str, ends: dict[tuple, str]
+) -> Tail:
+    """Return the text that follows the assistant's turn at index `turn` of a dialogue; messages after it are answers.
+
+    ends: keeps the text after a turn that nothing follows, which depends on the template alone.
+
+    Raises:
+        TemplateError: the template refuses the stand-ins, or one of the proofs fails; the message says which.
+    """
+    new = told.messages[turn + 1 :]
+    past = [Dialogue(_standins(told.messages, turn + 1, text, shape), told.tools, told.more) for text in STANDINS]
+    asked = [render(_and(dialogue, new), True) for dialogue in past]
+    if asked[0] == asked[1]:
+        raise TemplateError("it does not show the assistant's turn")
+    after = _after_standins(asked)
+    with_call = bool(past[0].messages[-1].get("tool_calls"))
+    if (shape, with_call) not in ends:
+        ends[shape, with_call] = _after_standins([render(dialogue) for dialogue in past])
+    alone = ends[shape, with_call]
+    probes = [f"{PROBE}{i:03d}" for i in range(len(new))]
+    other = render(_and(past[0], [m | {"content": probe} for m, probe in zip(new, probes, strict=True)]), True)
+    before = asked[0].removesuffix(after)
+    if not other.startswith(before):
+        raise TemplateError("it renders a turn otherwise when the answer to it changes")
+    for message, probe in zip(new, probes, strict=True):
+        if probe not in other[len(before) :]:
+            raise TemplateError(f"it does not show the {message['role']} message after the turn")
+    first = min(other.index(probe, len(before)) for probe in probes) - len(before)
+    if after[:first] != other[len(before) :][:first]:
+        raise TemplateError("it renders the end of a turn otherwise when the answer to it changes")
+    return _cut(controls, after, first, alone, with_call)
+
+
+def _and(dialogue: Dialogue, new: Sequence[dict]) -> Dialogue:
+    return Dialogue([*dialogue.messages, *new], dialogue.tools, dialogue.more)
+
+
+def _standins(messages: list[dict], count: int, text: str, shape: str) -> list[dict]:
+    """Return the first messages, with stand-ins for the assistant's.
+
+    An assistant's message without calls that answers of tools follow (the call was malformed) gets calls for them.
+    """
+    out: list[dict] = []
+    for i, message in enumerate(messages[:count]):
+        if message["role"] != "assistant":
+            out.append(message)
+            continue
+        calls = [(call["id"], call["function"]["name"]) for call in message.get("tool_calls") or []]
+        for answer in messages[i + 1 :]:
+            if message.get("tool_calls") or answer["role"] != "tool":
+                break
+            calls.append((answer.get("tool_call_id") or _id(len(calls)), answer.get("name") or "tool"))
+        calls = calls[: 1 if shape == "first call" else None] if shape != "text" else []
+        made = [
+            {"id": key, "type": "function", "function": {"name": name, "arguments": {"a": text}}} for key, name in calls
+        ]
+        said = {"role": "assistant", "content": "" if made and shape != "text and calls" else text}
+        # The second stand-in has a thought and the first none, so that what follows depends on none either.
+        thought = {"reasoning_content": THOUGHT} if text == STANDINS[1] and not (made and said["content"]) else {}
+        out.append(said | ({"tool_calls": made} if made else {}) | thought)
+    return out
+
+
+def _after_standins(texts: list[str]) -> str:
+    """Return the end that the renderings share, which must begin where the stand-ins end."""
+    shared = commonprefix([text[::-1] for text in texts])[::-1]
+    if not all(text.removesuffix(shared).endswith(said) for text, said in zip(texts, STANDINS, strict=True)):
+        raise TemplateError("the text that it puts after an assistant's turn depends on what the assistant said")
+    return shared
+
+
+def _cut(controls: re.Pattern[str], after: str, first: int, alone: str, with_call: bool) -> Tail:
+    """Return the tail, which begins with the first control token of the turn's end, or else of the next message.
+
+    after, alone: text that follows the stand-in with answers and without. first: place of the first answer's text in
+    `after`. with_call: a call ends the turn.
+    """
+    found, other = list(controls.finditer(after, 0, first)), list(controls.finditer(alone))
+    if not found:
+        raise TemplateError("it writes no control token between an assistant's turn and the next message")
+    same = 0
+    while same < min(len(found), len(other)) and after[: found[same].end()] == alone[: other[same].end()]:
+        same += 1
+    if same:
+        end = found[same - 1].end()
+        whole = not with_call and not controls.sub("", after[:end]).strip()
+        start = found[0 if whole else same - 1].start()
+        return Tail(after[start:], end - start, alone[start:])
+    # gpt-oss ends the last turn with another token than those before. A token alone before the answer belongs to that.
+    if other and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
+        return Tail(after[found[0].start() :], len(found[0].group()), alone[other[0].start() :])
+    return Tail(after[found[0].start() :], 0, "")
