@@ -17,7 +17,6 @@ order.py       the order in which prompts are drawn, by seed and count
 segment.py     tokens of an episode that were sampled or observed together
 episode.py     one sample of a prompt: a tree of segments, and its reward
 paths.py       the paths of an episode that branches
-episode.py     one sample of a prompt: observed and sampled tokens, and its reward
 scores.py      scores as user code gives them; keys.py names a sample in messages
 batch.py       packs many episodes end to end and divides them among ranks
 packing.py     forms micro-batches up to a token budget
