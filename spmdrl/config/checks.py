@@ -6,6 +6,7 @@ Everything here runs before a model is built. `check` reports all problems at on
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.classifier import classifier_problems
 from spmdrl.config.engines import adapter_problems, engine_problems
+from spmdrl.config.environment import environment_problems
 from spmdrl.config.fields import refuse
 from spmdrl.config.judge import judge_problems
 from spmdrl.config.judging import judging_problems
@@ -54,6 +55,7 @@ def run_problems(config: Config, world_size: int, here: bool = True) -> list[str
         + judge_problems(config.reward)
         + classifier_problems(config)
         + judging_problems(config)
+        + environment_problems(config)
         + placement_problems(config)
         if line.split(" ", 1)[0] not in bad
     ]

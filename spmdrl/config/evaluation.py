@@ -103,6 +103,8 @@ class EvaluationConfig:
     rollout: EvaluationRolloutConfig = field(default_factory=EvaluationRolloutConfig)
     filter: BadSampleConfig = field(default_factory=BadSampleConfig)
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
+    env: str = Config.env
+    """The environment of the samples, as in a training."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     eval: EvaluationEvalConfig = field(default_factory=partial(EvaluationEvalConfig, prompts=0))
@@ -123,6 +125,7 @@ def as_run(cfg: EvaluationConfig, prompts: int, steps: int = 0) -> Config:
         rollout=cfg.rollout,
         filter=FilterConfig(bad_sample=cfg.filter.bad_sample),
         data=dataclasses.replace(cfg.data, train=cfg.data.eval, limit=0),
+        env=cfg.env,
         reward=cfg.reward,
         sandbox=cfg.sandbox,
         eval=dataclasses.replace(cfg.eval, every=1, prompts=prompts),

@@ -15,6 +15,7 @@ import yaml
 from spmdrl.config.classifier import scored_by
 from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
+from spmdrl.config.environment import acts_by
 from spmdrl.config.fields import flag, leaves, shown
 from spmdrl.config.judge import graded_by
 from spmdrl.config.presets import with_preset
@@ -64,7 +65,7 @@ FIXED = (
     *("filter.keep", "filter.metric", "filter.low", "filter.high", "filter.resample", "filter.resample_power"),
     *("filter.replay_steps", "data.train", "data.prompt_column", "data.answer_column", "data.template", "data.system"),
     *("data.prefill", "data.chat", "data.chat_template", "data.limit", "data.shuffle"),
-    *("reward.function", "reward.more", "reward.gate", "reward.kwargs"),
+    *("env", "reward.function", "reward.more", "reward.gate", "reward.kwargs"),
     *("reward.model", "reward.model_coef"),
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
     *("data.rows_per_step", "data.epochs", "data.max_tokens", "data.too_long"),
@@ -127,7 +128,8 @@ def file_digests(cfg: TrainingConfig) -> dict[str, list[str]]:
             if named and not may_change(name, ""):
                 try:
                     if path.endswith(SUFFIXES):
-                        content = (scored_by if name == "reward.model" else graded_by)(path).encode()
+                        read = {"reward.model": scored_by, "env": acts_by}.get(name, graded_by)
+                        content = read(path).encode()
                     else:
                         content = Path(path).expanduser().read_bytes()
                 except OSError as error:

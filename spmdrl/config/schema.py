@@ -321,8 +321,8 @@ class RewardConfig:
     """`exact_match`, `first_integer`, `gsm8k` (wants `#### n`), `gsm8k_flexible` (last number), `numeric` (near it),
     `math` (symbolic), `boxed`, `math_dapo` (1 or -1), `math_dapo_boxed`, `choice` (a letter), `exact_match_qa`, `code`
     (1 if the program passes all tests), `code_partial` (the share that it passes), `reasoning_gym`, `auto` (by each
-    row's data_source), `judge.yaml` (a judge: docs/judge.md), `none` (0), or `path/to/file.py[:function]`
-    in a form of verl or TRL: docs/rewards.md."""
+    row's data_source), `judge.yaml` (a judge: docs/judge.md), `environment` (what `--env` gave), `none` (0), or
+    `path/to/file.py[:function]` in a form of verl or TRL: docs/rewards.md."""
     more: tuple[str, ...] = ()
     """Further rewards whose scores are added, each as `function=weight`; the weight is 1, as the first one's, where it
     is left out."""
@@ -431,6 +431,10 @@ class TrainingConfig:
 class Config(TrainingConfig):
     """Reinforcement learning of a language model. Every rank runs this same program."""
 
+    env: str = ""
+    """The environment that samples act in over several turns: `file.py:Class`, `builtin:NAME`, `file.py:TOOLS` (a list of
+    functions), `env.yaml` (with limits), verl's tool YAML, or `rows` (each row names its own): docs/agents.md. Empty: a
+    sample is one response."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

@@ -12,7 +12,7 @@ from spmdrl.config.fields import nearest
 SUFFIXES = (".yaml", ".yml")
 """Ends of a value that names such a file."""
 KINDS = {str: "text", int: "number", float: "number", dict: "list of names with numbers, such as {helpfulness: 0.65}"}
-"""Types that settings have, in words."""
+"""Types that settings have, in words; `object` is for any value."""
 
 
 def read_fields(
@@ -74,6 +74,8 @@ def _twice(root: yaml.Node | None) -> list[str]:
 
 def _as(kind: type, value: Any) -> Any:
     """Return a value of YAML as a setting's type: the type counts, not YAML's guess."""
+    if kind is object:
+        return value
     if kind is dict:
         return {str(name): _as(float, each) for name, each in {**value}.items()}
     if isinstance(value, (bool, list, dict)) or value is None:

@@ -28,6 +28,10 @@ class RewardInput:
     """The prompt as its row has it: text, or chat messages."""
     group: int = 1
     """Responses to this prompt that are graded together, where the grader wants whole groups."""
+    given: float | None = None
+    """The rewards that an environment gave the episode, added up; None without an environment (`--env`)."""
+    given_parts: dict[str, float] = field(default_factory=dict)
+    """Parts of its final reward."""
 
 
 @dataclass

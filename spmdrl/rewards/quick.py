@@ -9,11 +9,12 @@ from spmdrl.rewards.dapo import math_dapo, math_dapo_boxed
 from spmdrl.rewards.gsm8k import gsm8k, gsm8k_flexible
 from spmdrl.rewards.numeric import numeric
 from spmdrl.rewards.qa import exact_match_qa
-from spmdrl.rewards.text import exact_match, first_integer, none
+from spmdrl.rewards.text import environment, exact_match, first_integer, none
 
 QUICK: dict[str, Callable[[RewardInput], Reward]] = {
     "boxed": boxed,
     "choice": choice,
+    "environment": environment,
     "exact_match": exact_match,
     "exact_match_qa": exact_match_qa,
     "first_integer": first_integer,

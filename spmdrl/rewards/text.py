@@ -30,6 +30,16 @@ def none(item: RewardInput) -> Reward:
     return Reward(0.0)
 
 
+def environment(item: RewardInput) -> Reward:
+    """The rewards that the environment gave, with the parts of the final one.
+
+    Raises ValueError where no environment was there.
+    """
+    if item.given is None:
+        raise ValueError("no environment gave a reward: name one by --env")
+    return Reward(item.given, dict(item.given_parts))
+
+
 def exact_match(item: RewardInput) -> Reward:
     """1 when the response, stripped, is the truth, stripped."""
     return Reward(float(item.solution.strip() == str(item.ground_truth).strip()))

@@ -1,0 +1,169 @@
+"""The environments that a run's policy acts in, as `--env` names them: one environment, or a file of settings."""
+
+import hashlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from spmdrl.config.fields import ConfigError
+from spmdrl.config.rewards import weighted
+from spmdrl.config.schema import Config, RewardConfig
+from spmdrl.config.yaml_file import SUFFIXES, read_fields
+
+ROWS = "rows"
+"""`--env rows`: each row of the data names its environment, in its column `env`."""
+COLUMN = "env"
+OWN_REWARD = "environment"
+"""`--reward.function environment`: an episode's reward is what its environment gave, and nothing else."""
+
+
+@dataclass
+class EnvironmentConfig:
+    """An environment and its limits, as a file for `--env` says them (docs/agents.md)."""
+
+    environment: str = ""
+    """`file.py:Class`, `package.module:Class`, `builtin:NAME`, a list of tool functions as `file.py:TOOLS`, or `rows`,
+    if every row names its own in the column `env`."""
+    settings: dict = field(default_factory=dict)
+    """Keyword arguments of the environment's class."""
+    max_turns: int = 16
+    """Responses of an episode. After the last one the environment answers once more, and the episode ends."""
+    max_seconds: float = 0.0
+    """Seconds of an episode, its environment's and the engine's; 0: no limit. A run that reaches it is not exactly
+    repeatable."""
+    timeout: float = 30.0
+    """Seconds that a call may take, unless the environment has a `timeout_s`."""
+    reward_timeout: float = 60.0
+    """Seconds that the final reward may take."""
+    on_timeout: Literal["tell", "end"] = "tell"
+    """After a call that took too long the model is told of it (`tell`), or the episode ends too (`end`)."""
+    longest_answer: int = 10_000
+    """Characters of a tool's answer that the model sees. A longer one is cut, and the model is told."""
+    cut: Literal["head", "tail", "middle"] = "middle"
+    """The part of a longer answer that is kept; `middle`: its beginning and its end."""
+    calls: str = "auto"
+    """The form in which the model writes tool calls (docs/agents.md). `auto`: the one that the chat template shows."""
+    history: Literal["keep", "branch"] = "keep"
+    """For a chat template that renders earlier turns otherwise later on: `keep` goes on with what was sampled, `branch`
+    begins a branch of the episode with what the template makes of it."""
+    workers: int = 1
+    """Processes of each engine that run environments."""
+    memory_mb: int = 0
+    """MiB of memory that a process may have; 0: no limit."""
+
+
+_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_turns": (lambda x: x >= 1, "must be at least 1"),
+    "max_seconds": (lambda x: 0 <= x < float("inf"), "must be 0 or more"),
+    "timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
+    "reward_timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
+    "longest_answer": (lambda x: x >= 1, "must be at least 1"),
+    "workers": (lambda x: x >= 1, "must be at least 1"),
+    "memory_mb": (lambda x: x >= 0, "must be 0 or more"),
+}
+"""Rules of the settings that are numbers."""
+_CHOICES = {f.name: get_args(f.type) for f in fields(EnvironmentConfig) if get_origin(f.type) is Literal}
+DECIDE = ("environment", "settings", "max_turns", "on_timeout", "longest_answer", "cut", "calls", "history")
+"""Settings that decide what an episode is; a resume keeps them."""
+
+
+def read_environment(env: str) -> EnvironmentConfig:
+    """Return the environment that `--env` names, which is not empty, with its limits.
+
+    A YAML file that has verl's `tools` or `interaction` is an environment itself, with the usual limits.
+
+    Raises:
+        ValueError: it cannot be read, or settings do not serve: one line for each.
+    """
+    if not env.endswith(SUFFIXES):
+        return EnvironmentConfig(environment=env)
+    text = _text(env)
+    if any(line.startswith(("tools:", "interaction:")) for line in text.splitlines()):
+        return EnvironmentConfig(environment=env)
+    kinds = {f.name: str if f.name in _CHOICES else f.type for f in fields(EnvironmentConfig)}
+    kinds["settings"] = object
+    given, problems = read_fields("--env", env, kinds, "an environment (docs/agents.md)")  # type: ignore[arg-type]
+    found = EnvironmentConfig(**given)
+    if problems := problems or problems_of(found):
+        raise ValueError("\n".join(f"{env}: {problem}" for problem in problems))
+    return found
+
+
+def problems_of(found: EnvironmentConfig) -> list[str]:
+    """One line for each setting that does not serve."""
+    values = {name: getattr(found, name) for name in _NUMBERS}
+    problems = [f"{k} {x}: {_NUMBERS[k][1]}" for k, x in values.items() if not _NUMBERS[k][0](x)]
+    for name, choices in _CHOICES.items():
+        if getattr(found, name) not in choices:
+            problems.append(f"{name} {getattr(found, name)!r}: must be one of {', '.join(choices)}")
+    if not found.environment:
+        problems.append("environment '': name it, as file.py:Class or builtin:guess")
+    if not isinstance(found.settings, dict):
+        problems.append(f"settings {found.settings!r}: must be names with values, such as {{numbers: 8}}")
+    elif found.settings and found.environment == ROWS:
+        problems.append("settings: with environment rows each row has its own; leave them out")
+    return problems
+
+
+def environment_problems(cfg: Config) -> list[str]:
+    """One line for each setting that does not go with `--env`, or with its absence."""
+    if not cfg.env:
+        if cfg.reward.function == OWN_REWARD:
+            return [f"--reward.function {OWN_REWARD}: the reward of an environment needs one; name it by --env"]
+        return []
+    try:
+        read_environment(cfg.env)
+    except ValueError as error:
+        return [line if line.startswith("--env") else f"--env {line}" for line in str(error).splitlines()]
+    problems = []
+    if cfg.data.chat == "off":
+        problems.append("--data.chat off: an environment speaks in messages, which a chat template renders; leave it out")
+    if cfg.data.prefill:
+        problems.append("--data.prefill: the model's turns begin as it begins them with --env; leave it out")
+    if cfg.data.system:
+        problems.append("--data.system: with --env the system message stands in the prompt or comes from reset(); leave it out")
+    if cfg.rollout.routing_replay:
+        problems.append("--rollout.routing-replay True: not with --env; leave one of the two out")
+    return problems
+
+
+def weight_of(reward: RewardConfig) -> float:
+    """Return the weight of the environment's own rewards among the rewards of the settings, 0 where they do not count."""
+    named = [(reward.function, 1.0), *(weighted(each) for each in reward.more)]
+    return next((weight for function, weight in named if function == OWN_REWARD), 0.0)
+
+
+def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
+    """Refuse an environment without a word about the reward, whose default looks at the last response alone.
+
+    given: names of the settings that the user gave.
+
+    Raises:
+        ConfigError: naming the choices.
+    """
+    if cfg.env and cfg.reward.function == RewardConfig.function and "reward.function" not in given:
+        raise ConfigError(
+            f"--env {cfg.env}: say what an episode is worth by --reward.function {OWN_REWARD}, the environment's own "
+            "rewards, or by another one, which grades the last response"
+        )
+
+
+def acts_by(env: str) -> str:
+    """Return a text that changes where what decides an environment's episodes does; limits of time do not.
+
+    Raises:
+        ValueError: see `read_environment`.
+    """
+    found = read_environment(env)
+    name, _, attribute = found.environment.rpartition(":")
+    path = Path(name if name.endswith(".py") else found.environment if env == found.environment else "").expanduser()
+    own = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    return repr(([getattr(found, each) for each in DECIDE if each != "environment"], attribute or name, own))
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--env {file}: cannot be read ({error})") from None
