@@ -118,11 +118,15 @@ def environment_problems(cfg: Config) -> list[str]:
         return [line if line.startswith("--env") else f"--env {line}" for line in str(error).splitlines()]
     problems = []
     if cfg.data.chat == "off":
-        problems.append("--data.chat off: an environment speaks in messages, which a chat template renders; leave it out")
+        problems.append(
+            "--data.chat off: an environment speaks in messages, which a chat template renders; leave it out"
+        )
     if cfg.data.prefill:
         problems.append("--data.prefill: the model's turns begin as it begins them with --env; leave it out")
     if cfg.data.system:
-        problems.append("--data.system: with --env the system message stands in the prompt or comes from reset(); leave it out")
+        problems.append(
+            "--data.system: with --env the system message stands in the prompt or comes from reset(); leave it out"
+        )
     if cfg.rollout.routing_replay:
         problems.append("--rollout.routing-replay True: not with --env; leave one of the two out")
     return problems

@@ -10,7 +10,18 @@ from spmdrl.config.named import file_problems, name_problems
 from spmdrl.config.schema import Config, RewardConfig
 
 REWARDS = (
-    *("auto", "boxed", "choice", "code", "code_partial", "environment", "exact_match", "exact_match_qa", "first_integer", "gsm8k"),
+    *(
+        "auto",
+        "boxed",
+        "choice",
+        "code",
+        "code_partial",
+        "environment",
+        "exact_match",
+        "exact_match_qa",
+        "first_integer",
+        "gsm8k",
+    ),
     *("gsm8k_flexible", "math", "math_dapo", "math_dapo_boxed", "none", "numeric", "reasoning_gym"),
 )
 """Built-in rewards. The functions are in `rewards/quick.py` and `rewards/worker.py`."""

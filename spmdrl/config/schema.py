@@ -432,9 +432,9 @@ class Config(TrainingConfig):
     """Reinforcement learning of a language model. Every rank runs this same program."""
 
     env: str = ""
-    """The environment that samples act in over several turns: `file.py:Class`, `builtin:NAME`, `file.py:TOOLS` (a list of
-    functions), `env.yaml` (with limits), verl's tool YAML, or `rows` (each row names its own): docs/agents.md. Empty: a
-    sample is one response."""
+    """The environment in which samples act over several turns: `file.py:Class`, `builtin:NAME`, `file.py:TOOLS` (a list
+    of functions), `env.yaml` (with limits), verl's tool YAML, or `rows` (each row names its own): docs/agents.md.
+    Empty: a sample is one response."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)

@@ -68,7 +68,13 @@ def addition(digits: int, held_out: bool) -> list[dict]:
     ]
 
 
+def episodes(held_out: bool) -> list[dict]:
+    """Rows without a prompt, for environments that need nothing but a seed: 512 held out, 4,096 others to train on."""
+    return [{"prompt": "", "answer": ""} for _ in range(REVERSE_EVAL if held_out else REVERSE_TRAIN)]
+
+
 BUILTINS = {
+    "episodes": episodes,
     "reverse": reverse,
     "reverse-pairs": reverse_pairs,
     "reverse-steps": reverse_steps,

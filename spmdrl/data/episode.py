@@ -30,8 +30,9 @@ from spmdrl.data.segment import (
 
 __all__ = ["FINISH_REASONS", "STATES", "Episode", "Segment", "episode_of", "prompt_segment", "segments_of"]
 
-FINISH_REASONS = ("stop", "length", "abort")
-"""Why an episode ended: end token, stop string or the environment; token limit; cut off by the caller."""
+FINISH_REASONS = ("stop", "length", "abort", "turns", "time")
+"""Why an episode ended: end token, stop string or the environment; token limit; cut off by the caller, or by a failure
+of the environment; limit on turns; limit on time."""
 
 
 @dataclass
@@ -63,6 +64,10 @@ class Episode:
     """True if it could not be graded (`Reward.ungraded`): its reward is nan."""
     baseline: float = 0.0
     """Reward of the greedy response to the same prompt, if one was sampled."""
+    given: float | None = None
+    """All that an environment gave, turn by turn and at the end. None: there is none, or it has not ended."""
+    talk: dict | None = None
+    """JSON values by which an environment goes on with an episode that was cut short."""
     experts: torch.Tensor | None = None
     """int16 [n, W], the experts that each of the first n tokens of all segments, laid end to end, was sent to, layer by
     layer; -1 if unknown. W: `hub.routing.Experts.width`. The routing of the other tokens is unknown."""

@@ -58,12 +58,17 @@ class PromptSet:
     def _digest(self) -> str:
         h = hashlib.sha256()
         for p in self.prompts:
-            h.update(json.dumps([p.index, p.tokens, p.ground_truth]).encode())
+            read = p.tokens or [p.asked, p.extra]
+            h.update(json.dumps([p.index, read, p.ground_truth]).encode())
         return h.hexdigest()
 
 
-def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int, limit: int = 0) -> PromptSet:
+def load_prompts(
+    spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int, limit: int = 0, begun: bool = False
+) -> PromptSet:
     """Read a source (forms: `sources.FORMS`), at most `limit` rows of it (0: all), and encode its prompts.
+
+    begun: an environment begins the episodes: prompts are not encoded, and may be empty.
 
     Indices stay those of the source when long prompts are dropped. Raises ValueError naming the flag to change: no such
     source or column, nothing in it, a row that cannot be read (with its place), nothing short enough.
@@ -87,7 +92,7 @@ def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int,
     prompts, shortest = [], 0
     for index, row in enumerate(source.rows):
         try:
-            prompt = _from_row(index, row, data, tokenizer, source, verl)
+            prompt = _from_row(index, row, data, tokenizer, source, verl, begun)
         except ValueError as e:
             raise ValueError(f"{source.where(index)}: {e}") from e
         n = len(prompt.tokens)
@@ -102,7 +107,9 @@ def load_prompts(spec: str, data: DataConfig, tokenizer, max_prompt_tokens: int,
     return PromptSet(prompts, dropped=len(source.rows) - len(prompts), source=spec)
 
 
-def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool) -> Prompt:
+def _from_row(
+    index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool
+) -> Prompt:
     if verl:
         prompt, truth, extra = _verl_columns(row)
     else:
@@ -119,10 +126,13 @@ def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source
     if data.template:
         prompt = _apply_template(prompt, row, data.template)
     prefill = _format("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
-    tokens, text = encode(
-        tokenizer, prompt, system=data.system, prefill=prefill, chat=data.chat, chat_template=data.chat_template
-    )
-    if not tokens:
+    if begun:
+        tokens, text = [], prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
+    else:
+        tokens, text = encode(
+            tokenizer, prompt, system=data.system, prefill=prefill, chat=data.chat, chat_template=data.chat_template
+        )
+    if not tokens and not begun:
         raise ValueError("the prompt is empty: an engine needs at least one token")
     try:
         json.dumps(truth := json_able(truth))

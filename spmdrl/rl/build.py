@@ -1,10 +1,13 @@
 """Builds a run on every rank: prompts, models, checkpoints, engine, in an order for which memory suffices."""
 
 from spmdrl.algos.filters import FILTERS
+from spmdrl.config.environment import read_environment, weight_of
 from spmdrl.config.judge import judges as judge_files
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.rewards import runs_programs
 from spmdrl.config.schema import Config
+from spmdrl.data.chat import template_text
+from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import PromptSet, load_prompts
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
@@ -14,6 +17,7 @@ from spmdrl.policy.models import build_models
 from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.engine_judges import EngineJudges
+from spmdrl.rl.environment import Environment
 from spmdrl.rl.evaluation import Evaluation, is_evaluated
 from spmdrl.rl.prefetch import RolloutPrefetcher
 from spmdrl.rl.rank_state import RankState
@@ -22,6 +26,7 @@ from spmdrl.rl.replay_buffer import ReplayBuffer
 from spmdrl.rl.run import Run
 from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
+from spmdrl.rl.shared_environment import Shared
 from spmdrl.rl.spikes import Spikes
 from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
 from spmdrl.session.checkpoints import Checkpoints
@@ -47,7 +52,7 @@ def build_run(session: Session[Config]) -> Run:
     if "disk" in (cfg.policy.offload, cfg.reference.offload):
         scratch_folder()
     tokenizer = load_tokenizer(model_folder, trust)
-    room = prompt_room(cfg, model_folder)
+    room, stop = prompt_room(cfg, model_folder), stop_tokens(model_folder, tokenizer)
     prompts = same_prompts(session, tokenizer, cfg.data.train, room, cfg.data.limit, "--data.limit")
     asked = None
     if is_evaluated(cfg):
@@ -72,6 +77,7 @@ def build_run(session: Session[Config]) -> Run:
     # Of every rank: one without samples needs the column too.
     experts_width = experts_of(model_folder, trust).width if cfg.rollout.routing_replay else 0
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
+    environment = open_environment(session, tokenizer, stop, room) if cfg.env and world.samples else None
     models = build_models(cfg, world, algo.needs)
     models.reading = reading_of(cfg, models.labels, tokenizer, prompts)
     models.cost_reading = at_last("--safety.cost-model", cfg.safety.cost_model, trust)
@@ -83,13 +89,12 @@ def build_run(session: Session[Config]) -> Run:
     state = RunState(algo, spikes)
     checkpoints = Checkpoints(session, models, state, prompts.digest())
     first, greedy = checkpoints.start_step, "greedy" in algo.needs
-    stop = stop_tokens(model_folder, tokenizer)
     session.note(f"starting engine {cfg.rollout.engine}")
     engine = sleeping_engine(session, models, stop) if world.samples else None
     sampler = None
     if engine and grader:
         sampler = Sampler(cfg, world, session.timer, prompts, engine, grader, tokenizer, first, keep, greedy)
-        sampler.judges = judges
+        sampler.judges, sampler.environment = judges, environment
     replay = ReplayBuffer(cfg.filter, cfg.rollout.prompts_per_step)
     prefetcher = RolloutPrefetcher(sampler, cfg.rollout.staleness, first, cfg.run.steps, state.draws)
     memory = Memory(cfg, models, engine, session.timer, world)
@@ -115,9 +120,32 @@ def build_run(session: Session[Config]) -> Run:
     return run
 
 
+def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment | None:
+    """What the samples of this rank's engine act in. Collective over the engine.
+
+    ends: tokens that end a response. room: tokens of the longest first prompt.
+
+    Raises:
+        ValueError: there is no such environment, or the chat template is not fit for conversations.
+    """
+    from spmdrl.rl.agents import Agents
+
+    cfg, world = session.cfg, session.world
+    own = None
+    if world.engine_tp_rank == 0:
+        found = read_environment(cfg.env)
+        talk = Conversation(tokenizer, template_text(cfg.data.chat_template), found.history)
+        own = Agents(found, talk, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
+        session.note(f"environment {cfg.env}: {own.hello}; calls in the form {own.format}")
+        if talk.rewrites:
+            way = "goes on with what was sampled" if found.history == "keep" else "branches there"
+            session.note(f"the chat template renders earlier turns otherwise later on; history {found.history} {way}")
+    return own if world.engine_group is None else Shared(own, world.engine_group)
+
+
 def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:
     """Prompts of a source, which every rank must read alike. Collective."""
-    prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit)
+    prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit, bool(session.cfg.env))
     seen = all_gather_text(prompts.digest(), session.world.host_group)
     if len(set(seen)) > 1:
         odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]

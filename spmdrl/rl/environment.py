@@ -5,7 +5,13 @@ from typing import Protocol
 
 from spmdrl.data.episode import Episode
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
+from spmdrl.tracking.metrics import Metrics
 
+COUNTS = (
+    *("episodes", "turns", "calls", "failed_calls", "malformed", "timeouts", "cut", "forks", "failures"),
+    *("seconds", "idle"),
+)
+"""Sums that a rollout tells. seconds: of answers, over all turns; idle: in which an engine only waited for them."""
 Place = tuple[int, int]
 """(position, sample): the name of an episode inside a rollout."""
 
@@ -57,6 +63,11 @@ class Environment(Protocol):
 
     def take_counts(self) -> dict[str, float]:
         """Return sums of what happened since the last call, by name; the names are always the same."""
+        ...
+
+
+    def close(self) -> None:
+        """End all processes. May be called twice."""
         ...
 
 
@@ -113,6 +124,19 @@ class AtOnce:
     def take_counts(self) -> dict[str, float]:
         """See the contract."""
         return {}
+
+    def close(self) -> None:
+        """See the contract: there are none."""
+
+
+def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:
+    """Adds `env/*` of a step to its numbers (docs/metrics.md). counts: sums over all engines, named as in COUNTS."""
+    episodes, turns = max(1.0, counts["episodes"]), max(1.0, counts["turns"])
+    stats.add("env/turns", counts["turns"] / episodes)
+    stats.add("env/calls", counts["calls"] / episodes)
+    stats.add("env/seconds", counts["seconds"] / turns)
+    for name in ("failed_calls", "malformed", "timeouts", "cut", "forks", "failures", "idle"):
+        stats.add(f"env/{name}", counts[name])
 
 
 def place_of(episode: Episode) -> Place:

@@ -13,6 +13,7 @@ from spmdrl.config.methods import GROUP_BASELINES
 from spmdrl.config.schema import Config
 from spmdrl.data.episode import Episode
 from spmdrl.rewards.load import check_ungraded
+from spmdrl.rl.environment import COUNTS, describe_environment
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, unbegun
 from spmdrl.spmd.exchange import all_gather_rows, all_reduce
 from spmdrl.spmd.world import World
@@ -65,6 +66,8 @@ class Quota:
         self.positions = torch.zeros(0, dtype=torch.int64)
         """Positions of the prompts that were kept on any rank."""
         self.drawn = self.bad = self.unbegun = self.rounds = self.version = 0
+        self.counts: Counter[str] = Counter()
+        """Sums of what environments did, on this rank."""
 
     @property
     def most_rounds(self) -> int:
@@ -91,6 +94,7 @@ class Quota:
         if self.rounds == 0:
             plan.carried, plan.carried_by = self.carried, self.carried_by
             plan.must_end = self.step - self.partial if self.partial else -1
+        plan.keeps_cut = bool(self.partial)
         return plan
 
     def take(self, plan: RolloutPlan, result: RolloutResult) -> None:
@@ -104,6 +108,7 @@ class Quota:
             self.cut += rest if self.partial else []
             self.unbegun += 0 if self.partial else len(rest)
         self.drawn += more
+        self.counts.update(result.counts)
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
         if self.cfg.algo.advantage in GROUP_BASELINES and self.cfg.rollout.samples_per_prompt > 1:
             usable = with_others(usable)
@@ -145,6 +150,9 @@ class Quota:
             # Of all that was graded; a reward model sees only what is learnt from. Sorted, as they came in any order.
             reward_N = reward_N[~reward_N.isnan()].sort().values
             out.stats.add("reward/mean", reward_N.mean() if len(reward_N) else 0.0, len(reward_N))
+        if self.cfg.env:
+            counts = all_reduce(torch.tensor([self.counts[name] for name in COUNTS], dtype=torch.float64), "sum", group)
+            describe_environment(out.stats, dict(zip(COUNTS, counts.tolist(), strict=True)))
         if self.keep:
             out.stats.add("filter/rounds", self.rounds)
             out.stats.add("filter/accepted", len(self.positions) / max(1, drawn))

@@ -1,22 +1,25 @@
 """One rollout: prompts from the queue, samples from the engine, observations, rewards while the engine goes on."""
 
 import math
-from itertools import accumulate, pairwise
+import time
 
 import torch
 
-from spmdrl.data.episode import Episode
+from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.health.preempt import AbandonedError, agreed
 from spmdrl.health.status import tick
-from spmdrl.rewards.base import Grader, Reward, RewardInput
-from spmdrl.rewards.load import on_engine
+from spmdrl.rewards.base import Grader, Reward
 from spmdrl.rl.engine_judges import EngineJudges, is_abandoned
-from spmdrl.rl.environment import Environment, SingleTurn
-from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, request_key
+from spmdrl.rl.environment import AtOnce, Environment, Observation, SingleTurn
+from spmdrl.rl.grading import Grading
+from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan, RolloutResult, enough_here, request_key
 from spmdrl.rollout.engine import Completion, Engine, StaleEngineError
 from spmdrl.spmd.queue import PromptQueue, Tally
 from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Timer
+
+PATIENCE = 0.2
+"""Seconds that a rank waits at a time for environments, where its engine has nothing to do."""
 
 
 def collect(
@@ -42,7 +45,7 @@ def collect(
     if judges:
         judges.begin(plan)
     grading = Grading(grader, tokenizer, world.engine_tp_rank == 0)
-    return Rollout(plan, engine, grading, world, environment or SingleTurn()).run(timer)
+    return Rollout(plan, engine, grading, world, environment or AtOnce(SingleTurn())).run(timer)
 
 
 def raise_if_abandoned(result: RolloutResult, world: World) -> RolloutResult:
@@ -56,65 +59,6 @@ def raise_if_abandoned(result: RolloutResult, world: World) -> RolloutResult:
     return result
 
 
-class Grading:
-    """Episodes on their way through the reward function, and the rewards that are back, by (position, sample)."""
-
-    def __init__(self, grader: Grader, tokenizer, leads: bool):
-        """leads: False on an engine's other ranks, which grade only as far as the engine does, together with it."""
-        self.grader, self.tokenizer = grader, tokenizer
-        self.graders = [grader] if leads else on_engine(grader)
-        self.rewards: dict[tuple[int, int], Reward] = {}
-        self.submitted: set[tuple[int, int]] = set()
-
-    def ended(self, group: PromptGroup, episode: Episode) -> None:
-        """Have an episode that ended graded, or with it its whole group, if that has ended and the grader wants it."""
-        if not self.grader.wants_groups:
-            self.submit(group, episode)
-        elif group.done:
-            self.submit_all(group)
-
-    def submit_all(self, group: PromptGroup) -> None:
-        """Have the responses of a group graded, in the order of their samples."""
-        for episode in group.episodes:
-            self.submit(group, episode)
-
-    def submit(self, group: PromptGroup, episode: Episode) -> None:
-        """Have the last response graded."""
-        self.submitted.add((group.position, episode.sample))
-        if not self.graders:
-            return
-        prompt = group.prompt
-        # Without its end token, as a reward reads it.
-        text = self.tokenizer.decode(episode.response, skip_special_tokens=True)
-        item = RewardInput(
-            prompt.data_source, text, prompt.ground_truth, prompt.extra, prompt.asked, len(group.episodes)
-        )
-        # It begins with the prompt's index, which the grader's messages name.
-        for grader in self.graders:
-            grader.submit((prompt.index, episode.sample, group.position), item)
-
-    def poll(self) -> None:
-        """Take what is back."""
-        for grader in self.graders:
-            self._take(grader.poll())
-
-    def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
-        """Wait for all; False where the rollout was abandoned meanwhile. groups: those that are done."""
-        # Episodes of a carried group that ended in an earlier step were graded there, and are graded again: cheap, and
-        # nothing but their tokens has to be kept. A grader of whole groups has got all of them.
-        for group in groups:
-            for episode in group.episodes:
-                if (group.position, episode.sample) not in self.submitted:
-                    self.submit(group, episode)
-        with timer("reward"):
-            for grader in self.graders:
-                self._take(grader.drain(plan.may_end))
-        return not any(grader.pending for grader in self.graders)
-
-    def _take(self, graded: list[tuple[object, Reward]]) -> None:
-        self.rewards |= {(key[2], key[1]): reward for key, reward in graded if isinstance(key, tuple)}
-
-
 class Rollout:
     """A plan under way on one engine."""
 
@@ -126,9 +70,13 @@ class Rollout:
         self.groups: dict[int, PromptGroup] = {}
         self.waiting = list(plan.carried)
         self.running = self.begun = self.polls = 0
+        self.asked = 0
+        """Observations that the environment owes."""
+        self.idle = 0.0
+        """Seconds in which the engine had nothing to do, for the environments'."""
         # No engine starts with more than its even share: what is left goes to whoever is done first.
-        fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
-        self.limit = min(engine.capacity, fair + len(plan.carried) * plan.requests_per_prompt)
+        self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
+        self.fair += len(plan.carried) * plan.requests_per_prompt
 
     def run(self, timer: Timer) -> RolloutResult:
         """Sample until all is done or enough is there, then wait for the rewards."""
@@ -141,18 +89,23 @@ class Rollout:
                 abandoned = is_abandoned(plan, self.world, self.polls)
                 if abandoned or (self.tally.reached(ended) and not owed):
                     break
-            unfinished = [g for g in self.groups.values() if not g.done]
-            self.cut_short(unfinished)
+            self.cut_short(plan.keeps_cut and not abandoned)
+        unfinished = [g for g in self.groups.values() if not g.done]
         done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
         if abandoned or not self.grading.finish(done, plan, timer):
             # Of a grading that was abandoned the engine's other ranks hear in `raise_if_abandoned`.
             return RolloutResult([], [], self.begun, True)
         episodes = [e for group in done for e in finished(plan, group, self.grading.rewards)] if self.leads else []
-        return RolloutResult(episodes, unfinished + self.waiting, self.begun)
+        counts = self.environment.take_counts()
+        if counts:
+            counts["idle"] = self.idle
+        return RolloutResult(episodes, unfinished + self.waiting, self.begun, counts=counts)
 
     def admit(self) -> bool:
-        """Submit groups while there is room; False where nothing runs any more."""
-        room = max(-(-(self.limit - self.running) // self.plan.requests_per_prompt), 0)
+        """Begin groups while there is room; False where nothing is under way any more."""
+        # An episode that waits for its environment leaves its place in the engine to others.
+        free = min(self.engine.capacity - self.running, self.fair - self.running - self.asked)
+        room = max(-(-free // self.plan.requests_per_prompt), 0)
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
         # Every rank of the engine asks the queue, also for nothing.
         for place in self.queue.take(room - len(taken)):
@@ -161,8 +114,14 @@ class Rollout:
         for group in taken:
             self.groups[group.position] = group
             for episode in group.open:
-                self.submit(group, episode)
-        return self.running > 0
+                self.environment.open(self.plan, group, episode)
+                if episode.segments:
+                    self.submit(group, episode)
+                else:
+                    self.asked += 1
+        if taken:
+            self.observe()
+        return self.running + self.asked > 0
 
     def submit(self, group: PromptGroup, episode: Episode) -> None:
         """Have the engine go on with an episode."""
@@ -170,45 +129,80 @@ class Rollout:
         self.running += 1
 
     def advance(self) -> int:
-        """One step of the engine; how many groups it ended."""
-        ended = 0
+        """One step of the engine, and what environments said meanwhile; how many groups that ended."""
         tick()
-        for completion in self.engine.poll():
-            self.running -= 1
-            group = self.groups[completion.key[0]]
-            episode = group.episodes[completion.key[1]]
-            extend(episode, completion, self.plan)
-            if self.goes_on(group, episode):
-                self.submit(group, episode)
-                continue
-            ended += group.done
-            self.grading.ended(group, episode)
+        if self.running:
+            for completion in self.engine.poll():
+                self.running -= 1
+                group = self.groups[completion.key[0]]
+                episode = group.episodes[completion.key[1]]
+                extend(episode, completion, self.plan)
+                if completion.finish == "abort":
+                    episode.finish = "abort"
+                    self.grading.ended(group, episode)
+                    continue
+                self.environment.answer(self.plan, group, episode, completion.finish)
+                self.asked += 1
+            ended = self.observe()
+        else:
+            began = time.monotonic()
+            ended = self.observe(PATIENCE)
+            self.idle += time.monotonic() - began
         self.grading.poll()
         return ended
 
-    def goes_on(self, group: PromptGroup, episode: Episode) -> bool:
-        """Ask the environment for its answer to a response; False where the episode is over."""
-        if episode.finish != "stop":
-            return False
-        observed = self.environment.reply(group.prompt, episode)
-        if observed is None:
-            return False
-        if self.plan.room(episode) <= len(observed.tokens):
-            # No token is left for a response to it.
-            episode.finish = "length"
-            return False
-        episode.finish = ""
-        try:
-            episode.add_observed(observed.tokens, observed.state)
-        except ValueError as error:
-            raise ValueError(f"{type(self.environment).__name__}.reply: {error}") from error
-        return True
+    def observe(self, wait: float = 0.0, goes_on: bool = True) -> int:
+        """Take what environments said, waiting up to `wait` seconds; how many groups that ended.
 
-    def cut_short(self, unfinished: list[PromptGroup]) -> None:
-        """Stop what still runs and keep its tokens."""
-        keys = [request_key(e) for g in unfinished for e in g.open]
+        goes_on: False where the engine is to take up no episode.
+        """
+        ended = 0
+        for (position, sample), seen in self.environment.poll(wait):
+            self.asked -= 1
+            group = self.groups[position]
+            episode = group.episodes[sample]
+            try:
+                self.take(episode, seen)
+            except ValueError as error:
+                raise ValueError(f"{type(self.environment).__name__}: {error}") from error
+            if not episode.finish:
+                if goes_on:
+                    self.submit(group, episode)
+                continue
+            ended += group.done
+            if seen.failure:
+                self.grading.failed(group, episode, seen.failure)
+            self.grading.ended(group, episode)
+        return ended
+
+    def take(self, episode: Episode, seen: Observation) -> None:
+        """Add an observation to an episode. Raises ValueError where it does not fit."""
+        if seen.reward:
+            episode.add_reward(seen.reward)
+        if seen.over:
+            episode.finish, episode.given = seen.over, seen.given
+            episode.parts, episode.talk = seen.parts, None
+            if not episode.segments:
+                # It failed before it began; a batch never sees it.
+                episode.segments.append(prompt_segment([]))
+        elif not episode.segments:
+            episode.segments.append(prompt_segment(seen.tokens))
+        elif seen.anew:
+            episode.fork(seen.tokens, seen.state)
+        else:
+            episode.add_observed(seen.tokens, seen.state)
+
+    def cut_short(self, keep: bool) -> None:
+        """Stop what still runs and keep its tokens. keep: another step goes on with it."""
+        unfinished = [e for g in self.groups.values() for e in g.open]
+        keys = [request_key(e) for e in unfinished if e.segments]
         for completion in self.engine.abort(keys):
             extend(self.groups[completion.key[0]].episodes[completion.key[1]], completion, self.plan)
+        # What an environment was asked belongs to a response that the episode has.
+        while keep and self.asked:
+            tick()
+            self.observe(PATIENCE, goes_on=False)
+        self.environment.leave([e for e in unfinished if not e.finish], keep)
 
 
 def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
@@ -221,8 +215,6 @@ def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
     if completion.experts is not None:
         # An earlier part's tokens ran again, by later weights: what counts is how their logp came about.
         episode.add_experts(completion.experts)
-    if over:
-        episode.finish = completion.finish
 
 
 def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int], Reward]) -> list[Episode]:
@@ -258,26 +250,3 @@ def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int
             known = min(len(group.prompt.tokens), len(first))
             episode.experts = torch.cat([first[:known], episode.experts[known:]])
     return group.episodes[: plan.samples]
-
-
-def enough_here(plan: RolloutPlan, world: World) -> int:
-    """Groups that this engine alone has to bring under a fixed assignment; over all engines under the queue."""
-    if plan.assignment != "static" or not plan.enough:
-        return plan.enough
-    engines = world.engine_count
-    carried = plan.carried_by or [0] * engines
-    drawn = [len(range(engine, len(plan.prompts), engines)) for engine in range(engines)]
-    mine = shares(plan.enough, [c + d for c, d in zip(carried, drawn, strict=True)])[world.engine_index]
-    # 0 is a tally without an end: an engine that owes nothing stops at its first group.
-    return max(1, mine)
-
-
-def shares(enough: int, groups: list[int]) -> list[int]:
-    """Divides `enough` groups among engines in proportion to the groups that each has, never more than those.
-
-    They add up to `enough`, or to all groups where those are fewer.
-    """
-    total, ends = sum(groups), [0, *accumulate(groups)]
-    # Rounded at the ends, which are cumulative, so that nothing is lost in rounding.
-    marks = [min(enough, total) * end // max(1, total) for end in ends]
-    return [after - before for before, after in pairwise(marks)]

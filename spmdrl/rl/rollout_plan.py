@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
-from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt
 from spmdrl.rollout.engine import Key, Request
 from spmdrl.spmd.seeds import seed_for
@@ -63,6 +64,8 @@ class RolloutPlan:
     """Groups that this rank's engine goes on with; first in line."""
     carried_by: list[int] = field(default_factory=list)
     """Number of groups that each engine goes on with; empty: none does."""
+    keeps_cut: bool = False
+    """True where another step goes on with what is cut short."""
     must_end: int = -1
     """Groups born in this step or before are always awaited, whatever `enough` is."""
     may_end: Callable[[], bool] | None = None
@@ -74,10 +77,9 @@ class RolloutPlan:
         return self.samples + self.greedy
 
     def group(self, place: int) -> PromptGroup:
-        """Returns the prompt at this place, with nothing sampled yet."""
+        """Returns the prompt at this place, with episodes that have not begun."""
         prompt, position = self.prompts[place], self.first_position + place
-        begin = prompt_segment(prompt.tokens)
-        episodes = [Episode(prompt.index, sample, position, [begin]) for sample in range(self.requests_per_prompt)]
+        episodes = [Episode(prompt.index, sample, position, []) for sample in range(self.requests_per_prompt)]
         return PromptGroup(position, prompt, self.key[-1], episodes)
 
     def room(self, episode: Episode) -> int:
@@ -112,6 +114,8 @@ class RolloutResult:
     """Prompts of the plan up to the last one that this engine began; it began none beyond."""
     abandoned: bool = False
     """True if the result is not to be used."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Sums of what environments did on this rank."""
 
 
 def request_key(episode: Episode) -> Key:
@@ -127,3 +131,26 @@ def unbegun(plan: RolloutPlan, result: RolloutResult, last: int, world: World) -
     if plan.assignment != "static":
         return []
     return [plan.group(p) for p in range(world.engine_index, last, world.engine_count) if p >= result.begun]
+
+
+def enough_here(plan: RolloutPlan, world: World) -> int:
+    """Groups that this engine alone has to bring under a fixed assignment; over all engines under the queue."""
+    if plan.assignment != "static" or not plan.enough:
+        return plan.enough
+    engines = world.engine_count
+    carried = plan.carried_by or [0] * engines
+    drawn = [len(range(engine, len(plan.prompts), engines)) for engine in range(engines)]
+    mine = shares(plan.enough, [c + d for c, d in zip(carried, drawn, strict=True)])[world.engine_index]
+    # 0 is a tally without an end: an engine that owes nothing stops at its first group.
+    return max(1, mine)
+
+
+def shares(enough: int, groups: list[int]) -> list[int]:
+    """Divides `enough` groups among engines in proportion to the groups that each has, never more than those.
+
+    They add up to `enough`, or to all groups where those are fewer.
+    """
+    total, ends = sum(groups), [0, *accumulate(groups)]
+    # Rounded at the ends, which are cumulative, so that nothing is lost in rounding.
+    marks = [min(enough, total) * end // max(1, total) for end in ends]
+    return [after - before for before, after in pairwise(marks)]

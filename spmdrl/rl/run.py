@@ -267,4 +267,4 @@ class Run:
         """Close files and processes."""
         self.journal.close()
         if self.sampler:
-            self.sampler.grader.close()
+            self.sampler.close()

@@ -99,6 +99,12 @@ class Sampler:
                 return quota.experience()
         raise quota.shortage()
 
+    def close(self) -> None:
+        """End the processes of rewards and environments."""
+        self.grader.close()
+        if self.environment:
+            self.environment.close()
+
 
 def may_end() -> bool:
     """True if a preemption notice has left no more time for sampling."""

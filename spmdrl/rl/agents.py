@@ -1,0 +1,310 @@
+"""Conversations of the policy with environments in worker processes, from messages to tokens and back.
+
+A conversation is opened, then each response is read (`env/calls.py`) and said to its environment (`env/pool.py`), whose
+messages become the tokens that the policy goes on after (`data/conversation.py`); at the end it is scored. All of an
+engine's conversations go on at the same time: a slow tool delays its own episode alone.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from spmdrl.config.environment import COLUMN, ROWS, EnvironmentConfig
+from spmdrl.data.conversation import Conversation
+from spmdrl.data.episode import Episode
+from spmdrl.data.segment import shared_length
+from spmdrl.env.base import Call, Opening, PoolSettings, Reply, Said
+from spmdrl.env.calls import format_of, hear
+from spmdrl.env.pool import Pool
+from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
+from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
+from spmdrl.spmd.seeds import seed_for
+
+SEED = 0x454E56
+"""Key of the seeds of environments."""
+log = logging.getLogger("spmdrl")
+
+
+@dataclass
+class Talk:
+    """A conversation under way."""
+
+    opening: Opening
+    begun: float
+    """Time at which this rank began or took up the episode."""
+    messages: list[dict] = field(default_factory=list)
+    """All messages up to the last observation."""
+    tools: list[dict] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    """The policy's turns, in order."""
+    asked: str = "open"
+    """The request under way: `open`, `say`, `score`, or empty."""
+    heard: tuple[list[int], bool] = ((), False)  # type: ignore[assignment]
+    """Tokens of the turn that is being answered, and whether its last one ended it."""
+    path: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [L]: all tokens up to the end of that turn."""
+    waits: Callable[[], None] | None = None
+    """Request that begins when the one under way is answered."""
+    finish: str = ""
+    """Reason of the end, while the final reward is asked for."""
+    room: int = 0
+    """Tokens that the episode may still take."""
+    reward: float = 0.0
+    """Of the turn that is being answered."""
+    given: float = 0.0
+    """All rewards so far."""
+    resumed: bool = False
+
+
+class Agents:
+    """The environments of one engine's episodes; of several ranks, the first one has them."""
+
+    def __init__(
+        self,
+        found: EnvironmentConfig,
+        conversation: Conversation,
+        ends: set[int],
+        longest_prompt: int,
+        answer_column: str,
+        weight: float,
+    ):
+        """Start the workers and make the environment once.
+
+        ends: tokens that end a response. answer_column: name under which an environment finds the truth of its row,
+        beside `ground_truth`. weight: of the environment's rewards among the run's (`config.environment.weight_of`).
+
+        Raises:
+            ValueError: there is no such environment, or nobody can tell how the model writes calls.
+        """
+        self.found, self.conversation, self.ends = found, conversation, ends
+        self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
+        self.format = format_of(conversation.render.template) if found.calls == "auto" else found.calls
+        limits = PoolSettings(
+            found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout, found.memory_mb
+        )
+        self.pool = Pool(found.workers, limits)
+        self.hello = "each row's own"
+        if found.environment != ROWS:
+            try:
+                self.hello = self.pool.check(found.environment, found.settings)
+            except ValueError:
+                self.pool.shutdown()
+                raise
+        self.talks: dict[Place, Talk] = {}
+        self.ready: list[tuple[Place, Observation]] = []
+        self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
+
+    # ── the contract ─────────────────────────────────────────────────────────
+
+    def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
+        """See the contract."""
+        place, prompt = place_of(episode), group.prompt
+        name, settings = self.found.environment, self.found.settings
+        row = self._row(prompt)
+        if name == ROWS:
+            named = row.get(COLUMN)
+            name, settings = (named, {}) if isinstance(named, str) else _named(named)
+            if not name:
+                self._fail(place, f"its row has no environment in the column {COLUMN!r} (--env rows)")
+                return
+        seed = seed_for(plan.key[0], SEED, prompt.index, group.position)
+        talk = self.talks[place] = Talk(Opening(name, row, seed, settings), time.monotonic())
+        kept = episode.talk
+        if kept is None:
+            self.pool.open(place, talk.opening)
+            return
+        talk.resumed, talk.messages, talk.tools = True, list(kept["messages"]), kept["tools"]
+        talk.said = [Said(**each | {"calls": [Call(**call) for call in each["calls"]]}) for each in kept["said"]]
+        talk.given = kept["given"]
+        self.pool.open(place, talk.opening, talk.said, kept["state"])
+
+    def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
+        """See the contract."""
+        talk, place = self.talks[place_of(episode)], place_of(episode)
+        made, talk.room = episode.response, plan.room(episode)
+        ended = bool(made) and made[-1] in self.ends
+        self.counts["turns"] += 1
+        if finish != "stop" or talk.room <= 0:
+            self._begin(place, talk, lambda: self._score(place, talk, "length"))
+            return
+        text = self.conversation.tokenizer.decode(made[:-1] if ended else made, skip_special_tokens=False)
+        said = hear(text, self.format, talk.tools)
+        talk.heard, talk.path = (made, ended), episode.tokens
+
+        def say() -> None:
+            talk.asked = "say"
+            talk.said.append(said)
+            self.pool.say(place, said)
+
+        self._begin(place, talk, say)
+
+    def poll(self, wait: float = 0.0) -> list[tuple[Place, Observation]]:
+        """See the contract."""
+        until = time.monotonic() + wait
+        while True:
+            left = 0.0 if self.ready else max(0.0, until - time.monotonic())
+            for place, reply in self.pool.poll(left):
+                self._take(place, reply)
+            if self.ready or not left:
+                break
+        # In an order that no clock has a part in, as far as that goes: what came together is sorted.
+        ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
+        return ready
+
+    def leave(self, episodes: list[Episode], keep: bool) -> None:
+        """See the contract."""
+        for episode in episodes:
+            place = place_of(episode)
+            talk = self.talks.pop(place, None)
+            if talk is None:
+                continue
+            if keep and talk.asked == "open" and not talk.resumed:
+                # It has no token, and begins anew.
+                episode.talk = None
+            elif keep:
+                episode.talk = self._kept(place, talk)
+            self.pool.close(place)
+
+    def take_counts(self) -> dict[str, float]:
+        """See the contract."""
+        counts, self.counts = self.counts, dict.fromkeys(COUNTS, 0.0)
+        return counts
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.shutdown()
+
+    # ── requests and replies ─────────────────────────────────────────────────
+
+    def _begin(self, place: Place, talk: Talk, request: Callable[[], None]) -> None:
+        """Begin a request, after the one under way."""
+        if talk.asked:
+            talk.waits = request
+        else:
+            request()
+
+    def _take(self, place: Place, reply: Reply) -> None:
+        talk = self.talks[place]
+        asked, talk.asked = talk.asked, ""
+        for name in ("calls", "failed_calls", "malformed", "timeouts", "cut", "seconds"):
+            self.counts[name] += reply.counts.get(name, 0.0)
+        if reply.failure:
+            self._fail(place, reply.failure)
+        elif asked == "open":
+            self._opened(place, talk, reply)
+        elif asked == "say":
+            self._said(place, talk, reply)
+        else:
+            final = reply.reward or 0.0
+            reward = self.weight * talk.reward
+            seen = Observation(over=talk.finish, reward=reward, given=talk.given + final, parts=reply.parts)
+            self._over(place, seen)
+        if talk.waits and not talk.asked:
+            request, talk.waits = talk.waits, None
+            request()
+
+    def _opened(self, place: Place, talk: Talk, reply: Reply) -> None:
+        talk.tools = reply.tools
+        if talk.resumed:
+            talk.resumed = False
+            return
+        talk.messages = list(reply.messages)
+        try:
+            tokens = self.conversation.begin(talk.messages, talk.tools or None)
+        except ValueError as error:
+            self._fail(place, f"{talk.opening.name}: {error}")
+            return
+        if len(tokens) > self.longest_prompt:
+            self._fail(
+                place,
+                f"{talk.opening.name}: the first prompt has {len(tokens)} tokens; raise --rollout.max-prompt-tokens "
+                f"{self.longest_prompt}",
+            )
+            return
+        self.ready.append((place, Observation(tokens)))
+
+    def _said(self, place: Place, talk: Talk, reply: Reply) -> None:
+        """Go on after the answer to a turn, or end the episode."""
+        talk.reward = reply.reward or 0.0
+        talk.given += talk.reward
+        if reply.done or not reply.messages:
+            self._score(place, talk, "stop")
+            return
+        if len(talk.said) >= self.found.max_turns:
+            self._score(place, talk, "turns")
+            return
+        if self.found.max_seconds and time.monotonic() - talk.begun > self.found.max_seconds:
+            self._score(place, talk, "time")
+            return
+        said, (made, ended) = talk.said[-1], talk.heard
+        try:
+            follows = self.conversation.next(
+                talk.messages, said.message, talk.tools or None, made, ended, reply.messages
+            )
+        except ValueError as error:
+            self._fail(place, f"{talk.opening.name}: {error}")
+            return
+        tokens = follows.tokens if follows.fork is None else follows.fork
+        anew = follows.fork is not None
+        shared = shared_length(talk.path, torch.tensor(tokens)) if anew else 0
+        if talk.room <= len(tokens) - shared:
+            self._score(place, talk, "length")
+            return
+        talk.messages += [said.message, *reply.messages]
+        self.counts["forks"] += anew
+        self.ready.append((place, Observation(tokens, anew=anew, reward=self.weight * talk.reward)))
+        talk.reward = 0.0
+
+    def _score(self, place: Place, talk: Talk, finish: str) -> None:
+        talk.asked, talk.finish = "score", finish
+        self.pool.score(place)
+
+    def _fail(self, place: Place, why: str) -> None:
+        self.counts["failures"] += 1
+        self._over(place, Observation(over="abort", failure=why))
+
+    def _over(self, place: Place, seen: Observation) -> None:
+        self.counts["episodes"] += 1
+        self.ready.append((place, seen))
+        if self.talks.pop(place, None) is not None:
+            self.pool.close(place)
+
+    def _kept(self, place: Place, talk: Talk) -> dict:
+        """What a later step or another process needs to go on with an episode, as JSON values."""
+        self.pool.save(place)
+        state = next(reply.state for key, reply in self._answers(place) if key == place)
+        return {
+            "messages": talk.messages,
+            "tools": talk.tools,
+            "said": [asdict(said) for said in talk.said],
+            "given": talk.given,
+            "state": state,
+        }
+
+    def _answers(self, place: Place) -> list[tuple[Place, Reply]]:
+        """What the pool has, with what it said of others taken in."""
+        there = self.pool.poll()
+        for key, reply in there:
+            if key != place:
+                self._take(key, reply)
+        return there
+
+    def _row(self, prompt) -> dict:
+        """The columns of a prompt's row, as an environment gets them."""
+        row = prompt.extra | {"extra_info": prompt.extra, "data_source": prompt.data_source}
+        return row | {
+            "prompt": prompt.asked,
+            self.answer_column: prompt.ground_truth,
+            "ground_truth": prompt.ground_truth,
+        }
+
+
+def _named(named: object) -> tuple[str, dict]:
+    """Return name and settings of a row's environment, given as `{"name": ..., "settings": {...}}`."""
+    if not isinstance(named, dict):
+        return "", {}
+    settings = named.get("settings") or {}
+    return str(named.get("name") or ""), settings if isinstance(settings, dict) else {}

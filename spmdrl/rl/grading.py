@@ -1,0 +1,87 @@
+"""Episodes on their way through the reward function."""
+
+import math
+
+from spmdrl.data.episode import Episode
+from spmdrl.rewards.base import Grader, Reward, RewardInput, left_out
+from spmdrl.rewards.load import on_engine
+from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
+from spmdrl.tracking.metrics import Timer
+
+
+class Grading:
+    """Episodes on their way through the reward function, and the rewards that are back, by (position, sample)."""
+
+    def __init__(self, grader: Grader, tokenizer, leads: bool):
+        """leads: False on an engine's other ranks, which grade only as far as the engine does, together with it."""
+        self.grader, self.tokenizer = grader, tokenizer
+        self.graders = [grader] if leads else on_engine(grader)
+        self.rewards: dict[tuple[int, int], Reward] = {}
+        self.submitted: set[tuple[int, int]] = set()
+        self.failures = 0
+        """Episodes whose environment failed."""
+
+    def failed(self, group: PromptGroup, episode: Episode, why: str) -> None:
+        """Leave out an episode whose environment failed."""
+        self.failures += 1
+        episode.ungraded = True
+        left_out("environment", (group.prompt.index, episode.sample), why, self.failures)
+
+    def ended(self, group: PromptGroup, episode: Episode) -> None:
+        """Have an episode that ended graded, or with it its whole group, if that has ended and the grader wants it."""
+        if not self.grader.wants_groups:
+            self.submit(group, episode)
+        elif group.done:
+            self.submit_all(group)
+
+    def submit_all(self, group: PromptGroup) -> None:
+        """Have the responses of a group graded, in the order of their samples."""
+        for episode in group.episodes:
+            self.submit(group, episode)
+
+    def submit(self, group: PromptGroup, episode: Episode) -> None:
+        """Have the last response graded."""
+        place = group.position, episode.sample
+        self.submitted.add(place)
+        if episode.ungraded:
+            self.rewards[place] = Reward(math.nan, ungraded="its environment failed")
+            return
+        if not self.graders:
+            return
+        prompt = group.prompt
+        # Without its end token, as a reward reads it.
+        text = self.tokenizer.decode(episode.response, skip_special_tokens=True)
+        item = RewardInput(
+            prompt.data_source,
+            text,
+            prompt.ground_truth,
+            prompt.extra,
+            prompt.asked,
+            sum(not e.ungraded for e in group.episodes),
+            episode.given,
+            episode.parts,
+        )
+        # It begins with the prompt's index, which the grader's messages name.
+        for grader in self.graders:
+            grader.submit((prompt.index, episode.sample, group.position), item)
+
+    def poll(self) -> None:
+        """Take what is back."""
+        for grader in self.graders:
+            self._take(grader.poll())
+
+    def finish(self, groups: list[PromptGroup], plan: RolloutPlan, timer: Timer) -> bool:
+        """Wait for all; False where the rollout was abandoned meanwhile. groups: those that are done."""
+        # Episodes of a carried group that ended in an earlier step were graded there, and are graded again: cheap, and
+        # nothing but their tokens has to be kept. A grader of whole groups has got all of them.
+        for group in groups:
+            for episode in group.episodes:
+                if (group.position, episode.sample) not in self.submitted:
+                    self.submit(group, episode)
+        with timer("reward"):
+            for grader in self.graders:
+                self._take(grader.drain(plan.may_end))
+        return not any(grader.pending for grader in self.graders)
+
+    def _take(self, graded: list[tuple[object, Reward]]) -> None:
+        self.rewards |= {(key[2], key[1]): reward for key, reward in graded if isinstance(key, tuple)}
