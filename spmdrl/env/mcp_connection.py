@@ -1,0 +1,265 @@
+"""Connections to MCP servers: all of a process live on one event loop, in a thread of its own.
+
+The protocol: https://modelcontextprotocol.io/specification. The client is the official SDK's, which is asynchronous.
+"""
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import TimeoutError as LateError
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from spmdrl.config.dump import LEAST, REDACTED, redact_text
+
+SHOWN = 300
+"""Characters of a server's complaints that are shown."""
+MOST_PAGES = 100
+"""Pages of a list of tools."""
+T = TypeVar("T")
+
+
+class McpError(RuntimeError):
+    """A server or a tool of it failed; the message says why, without secrets."""
+
+
+@dataclass
+class Line:
+    """The place of a connection, which may be made anew."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    connection: "Connection | None" = None
+
+
+class Connection:
+    """One connection to a server, which a task of the loop holds from its beginning to its end."""
+
+    def __init__(self, words: list[str], url: str, env: dict[str, str], headers: dict[str, str], only: tuple[str, ...]):
+        """See `Mcp`."""
+        self.words, self.url, self.env, self.headers, self.only = words, url, env, headers, only
+        self.name = redact_text(url) if url else words[0]
+        self.schemas: list[dict[str, Any]] = []
+        self.client: Any = None
+        self.ended = False
+        self.task: asyncio.Task | None = None
+        self.ready, self.over = asyncio.Event(), asyncio.Event()
+        self.failure: BaseException | None = None
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+
+    async def enter(self) -> None:
+        """Connect, and list the tools. Raises whatever the SDK raises."""
+        # The SDK wants a connection to be left by the task that entered it.
+        self.task = asyncio.get_running_loop().create_task(self._hold())
+        _entered.add(self)
+        await self.ready.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def _hold(self) -> None:
+        from mcp import Client
+
+        try:
+            async with self._transport() as transport, Client(transport) as client:
+                self.client = client
+                self.schemas = await self._listed()
+                self.ready.set()
+                await self.over.wait()
+        except BaseException as error:
+            self.failure = error
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            _entered.discard(self)
+            self.ended = True
+            self.ready.set()
+
+    @asynccontextmanager
+    async def _transport(self) -> AsyncIterator[Any]:
+        if self.url:
+            import httpx2
+            from mcp.client.streamable_http import streamable_http_client
+
+            limits = httpx2.Timeout(30.0, read=300.0)
+            async with httpx2.AsyncClient(headers=self.headers, timeout=limits) as http:
+                yield streamable_http_client(self.url, http_client=http)
+        else:
+            from mcp import StdioServerParameters, stdio_client
+
+            server = StdioServerParameters(command=self.words[0], args=self.words[1:], env=self.env)
+            yield self._watched(stdio_client(server, errlog=self.errors))
+
+    @asynccontextmanager
+    async def _watched(self, transport: Any) -> AsyncIterator[Any]:
+        """Note the end of a server when it comes, so that the next call goes to another one."""
+        async with transport as (read, write):
+            yield Watched(read, self), write
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        found: list[Any] = []
+        cursor = None
+        for _ in range(MOST_PAGES):
+            page = await self.client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        names = [tool.name for tool in found]
+        if missing := sorted(set(self.only) - set(names)):
+            raise McpError(f"it has no tool {missing[0]!r} (`only`), but {', '.join(names) or 'none'}")
+        return [schema_of(tool) for tool in found if not self.only or tool.name in self.only]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool and return its result.
+
+        Raises:
+            McpError: there is no such tool.
+            Exception: whatever the SDK raises; `ended` is set where the server is gone.
+        """
+        if name not in {schema["function"]["name"] for schema in self.schemas}:
+            raise McpError(f"the server has no tool {name!r}")
+        from mcp import MCPError
+
+        try:
+            return await self.client.call_tool(name, arguments)
+        except MCPError:
+            # An answer of the server, unless the connection is gone: then no list of tools comes either.
+            await self._look()
+            raise
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            self.ended = True
+            raise
+
+    async def _look(self) -> None:
+        try:
+            await asyncio.wait_for(self.client.list_tools(cache_mode="bypass"), 2.0)
+        except Exception:
+            self.ended = True
+
+    async def leave(self) -> None:
+        """End the connection, in the background: a server has a few seconds to end by itself."""
+        self.ended = True
+        self.over.set()
+        if self.task is not None and not self.ready.is_set():
+            self.task.cancel()
+            self.ready.set()
+
+    def told(self, error: BaseException) -> str:
+        """Return an error as text without secrets."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        text = " ".join(str(error).split()) or type(error).__name__
+        return redact_text(self.without_secrets(text))
+
+    def complaints(self) -> str:
+        """Return the end of what the server wrote to standard error, without secrets."""
+        # The server writes at the place of this file that both share, so that it must not be moved.
+        size = os.fstat(self.errors.fileno()).st_size
+        text = os.pread(self.errors.fileno(), 4 * SHOWN, max(0, size - 4 * SHOWN)).decode("utf-8", "replace")
+        return redact_text(" ".join(self.without_secrets(text).split()))[-SHOWN:]
+
+    def without_secrets(self, text: str) -> str:
+        """Return text without the values of variables and headers of the settings."""
+        for value in {*self.env.values(), *self.headers.values()}:
+            if len(value) >= LEAST:
+                text = text.replace(value, REDACTED)
+        return text
+
+
+class Watched:
+    """The messages of a server; their end is the end of the connection."""
+
+    def __init__(self, inner: Any, connection: Connection):
+        """inner: the stream of the SDK."""
+        self.inner, self.connection = inner, connection
+
+    def __aiter__(self) -> "Watched":
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.inner.__anext__()
+        except StopAsyncIteration:
+            self.connection.ended = True
+            raise
+
+    async def __aenter__(self) -> "Watched":
+        await self.inner.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> Any:
+        return await self.inner.__aexit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def schema_of(tool: Any) -> dict[str, Any]:
+    """Return an MCP tool as an OpenAI function schema."""
+    parameters = tool.input_schema or {"type": "object", "properties": {}}
+    about = {"name": tool.name, "description": tool.description or tool.title or "", "parameters": parameters}
+    return {"type": "function", "function": about}
+
+
+def text_of(result: Any) -> tuple[bool, str]:
+    """Return whether a tool says that it failed, and its result as text, in which all that is no text is named."""
+    parts = []
+    for block in result.content:
+        inner = getattr(block, "resource", block)
+        text = getattr(inner, "text", None)
+        kind = getattr(inner, "mime_type", None) or block.type
+        parts.append(text if isinstance(text, str) else f"[{kind}, which cannot be shown]")
+    if not parts and result.structured_content is not None:
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return result.is_error, "\n".join(parts)
+
+
+_entered: set[Connection] = set()
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+
+
+def on_loop(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
+    """Run a coroutine on the loop of this process's connections and return its result.
+
+    seconds: after which the coroutine is cancelled.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            # The SDK logs what servers send, which may hold anything, and addresses; what matters is raised.
+            for name in ("mcp", "httpx2"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, daemon=True, name="mcp").start()
+            atexit.register(_end)
+    future = asyncio.run_coroutine_threadsafe(work, _loop)
+    try:
+        return future.result(seconds)
+    except LateError:
+        future.cancel()
+        raise
+
+
+def _end() -> None:
+    """Give servers the time to end that the SDK allows them."""
+
+    async def leave() -> None:
+        held = list(_entered)
+        for connection in held:
+            await connection.leave()
+        if tasks := [each.task for each in held if each.task is not None]:
+            await asyncio.wait(tasks, timeout=8.0)
+
+    with suppress(LateError):
+        on_loop(leave(), 10.0)

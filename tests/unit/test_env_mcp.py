@@ -1,0 +1,227 @@
+"""Tools of real MCP servers in processes of their own, over standard input and output and over HTTP."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+pytest.importorskip("mcp")
+
+from spmdrl.env.mcp_tools import Mcp, McpError
+
+SERVER = '''
+import asyncio, os, sys
+from mcp.server import MCPServer
+
+server = MCPServer("demo", log_level="ERROR")
+calls = 0
+
+
+@server.tool()
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def tally() -> str:
+    """Count calls."""
+    global calls
+    calls += 1
+    return f"{calls} of {os.getpid()}"
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(3)
+
+
+@server.tool()
+def reveal() -> str:
+    """Say what is secret."""
+    return "the token is " + os.environ["DEMO_TOKEN"]
+
+
+@server.tool()
+async def wait(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+if sys.argv[1:]:
+    server.run(transport="streamable-http", port=int(sys.argv[1]))
+else:
+    server.run(transport="stdio")
+'''
+SECRET = "hunter2secret"
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mcp") / "server.py"
+    path.write_text(SERVER)
+    return str(path)
+
+
+def gone(pid: int) -> None:
+    until = time.monotonic() + 10
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < until, "the server still runs"
+        time.sleep(0.02)
+
+
+def noticed(tool: Mcp) -> None:
+    until = time.monotonic() + 10
+    while tool.line.connection is not None and not tool.line.connection.ended:
+        assert time.monotonic() < until, "the end of the server was not seen"
+        time.sleep(0.02)
+
+
+def test_a_server_over_stdio_and_what_it_survives(script, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("TOKEN_OF_THIS_TEST", SECRET)
+    tool = Mcp(command=[sys.executable, script], env={"DEMO_TOKEN": "$TOKEN_OF_THIS_TEST"}, timeout=1.0)
+    tool.reset({}, 0)
+    schemas = {each["function"]["name"]: each["function"] for each in tool.tool_schemas()}
+    assert list(schemas) == ["add", "tally", "die", "reveal", "wait"]
+    assert schemas["add"]["description"] == "Add two numbers."
+    assert schemas["add"]["parameters"]["properties"]["a"]["type"] == "integer"
+    assert schemas["add"]["parameters"]["required"] == ["a"]
+    assert tool.call("add", {"a": 40, "b": 2}) == "42"
+
+    with pytest.raises(McpError, match="valid integer"):
+        tool.call("add", {"a": "x"})
+    with pytest.raises(McpError, match="no tool 'nothing'"):
+        tool.call("nothing", {})
+    with pytest.raises(McpError, match="did not answer within 1 s"):
+        tool.call("wait", {"seconds": 30})
+    assert tool.call("reveal", {}) == "the token is <redacted>"
+    with ThreadPoolExecutor(3) as threads:
+        begun = time.monotonic()
+        assert list(threads.map(lambda _: tool.call("wait", {"seconds": 0.5}), range(3))) == ["waited"] * 3
+        assert time.monotonic() - begun < 1.4, "calls wait for one another"
+
+    # It ends in a call, and is killed between two: the next call finds another one.
+    first, pid = tool.call("tally", {}).split(" of ")
+    with pytest.raises(McpError, match="the MCP server ended during the call"):
+        tool.call("die", {})
+    second, other = tool.call("tally", {}).split(" of ")
+    assert first == second == "1" and other != pid
+    os.kill(int(other), signal.SIGKILL)
+    noticed(tool)
+    third = tool.call("tally", {})
+    assert third.startswith("1 of ") and third != f"1 of {other}"
+
+    tool.close()
+    tool.close()
+    gone(int(third.split(" of ")[1]))
+    assert SECRET not in caplog.text
+
+
+def test_a_server_that_episodes_share(script):
+    settings = {"command": f"{sys.executable} {script}", "shared": True, "only": ["tally"]}
+    one, other = Mcp(**settings), Mcp(**settings)
+    one.reset({}, 0)
+    other.reset({}, 1)
+    first, second = one.call("tally", {}).split(" of "), other.call("tally", {}).split(" of ")
+    assert (first[0], second[0]) == ("1", "2") and first[1] == second[1]
+    one.close()
+    assert other.call("tally", {}).startswith("3 of ")
+    assert [each["function"]["name"] for each in other.tool_schemas()] == ["tally"]
+    with pytest.raises(McpError, match="no tool 'add'"):
+        other.call("add", {"a": 1})
+    os.kill(int(first[1]), signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+def started(script: str, port: int) -> subprocess.Popen:
+    server = subprocess.Popen([sys.executable, script, str(port)], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", port)) == 0:
+                return server
+        time.sleep(0.02)
+    raise AssertionError("the server does not start")
+
+
+def test_a_server_over_http_that_is_killed_and_comes_back(script):
+    port = free_port()
+    server = started(script, port)
+    tool = Mcp(url=f"http://127.0.0.1:{port}/mcp", timeout=5.0, headers={"Authorization": f"Bearer {SECRET}"})
+    try:
+        tool.reset({}, 0)
+        assert tool.call("add", {"a": 1}) == "2"
+        assert tool.call("tally", {}).startswith("1 of ")
+        server.kill()
+        server.wait()
+        for _ in range(2):
+            with pytest.raises(McpError) as error:
+                tool.call("add", {"a": 1})
+            assert SECRET not in str(error.value)
+        assert "is no MCP server that can be used" in str(error.value)
+        server = started(script, port)
+        assert tool.call("add", {"a": 2}) == "3"
+        # Another server in its place between two calls.
+        server.kill()
+        server.wait()
+        server = started(script, port)
+        try:
+            assert tool.call("add", {"a": 3}) == "4"
+        except McpError:
+            assert tool.call("add", {"a": 3}) == "4"
+    finally:
+        tool.close()
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"command": "cat"}, "cat is no MCP server that can be used"),
+        ({"command": "sleep 30", "connect": 0.5}, "did not list its tools within 0.5 s"),
+        ({"command": "yes", "connect": 0.5}, "yes is no MCP server"),
+        ({"command": "echo hello"}, "echo is no MCP server"),
+        ({"command": "no-such-command-here"}, "No such file"),
+        ({"command": ["sh", "-c", "echo bad token $KEY >&2"], "env": {"KEY": SECRET}}, "it said: bad token <redacted>"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "http://127.0.0.1:9/mcp is no MCP server"),
+        ({"url": f"http://user:{SECRET}@127.0.0.1:9/mcp"}, "is no MCP server"),
+    ],
+)
+def test_a_server_that_speaks_no_protocol_is_refused(settings, why):
+    begun = time.monotonic()
+    with pytest.raises(McpError, match=why) as error:
+        Mcp(**settings).reset({}, 0)
+    assert time.monotonic() - begun < 10
+    assert SECRET not in str(error.value)
+
+
+def test_settings_that_make_no_sense():
+    for settings in ({}, {"command": "a", "url": "http://a"}):
+        with pytest.raises(ValueError, match="either `command`"):
+            Mcp(**settings)
+    with pytest.raises(ValueError, match="http address"):
+        Mcp(url="ftp://a")
+    with pytest.raises(ValueError, match="NO_SUCH_VARIABLE_HERE, which is not set"):
+        Mcp(command="a", env={"A": "$NO_SUCH_VARIABLE_HERE"})
+    assert "connection" not in str(Mcp(command="a", env={"A": SECRET})), "nothing is started, nothing is shown"
+
+
+def test_a_tool_that_is_not_there_is_named(script):
+    with pytest.raises(McpError, match="no tool 'subtract'.*but add, tally, die, reveal, wait"):
+        Mcp(command=[sys.executable, script], only=["subtract"]).reset({}, 0)
