@@ -17,6 +17,7 @@ checks.py      checks all values together: calls the nine below
 rules.py       each number on its own
 judge.py       settings of a judge; judging.py: its rules with other settings
 classifier.py  settings of a reward model that a file describes
+user_code.py   imports files of the user's and puts their errors on one line
 yaml_file.py   reads the files of judges and reward models
 rewards.py     rewards that settings name, and the sandbox of those that run programs
 named.py       settings that name a function, built-in or in a user's file

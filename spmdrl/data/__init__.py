@@ -16,6 +16,7 @@ mixture.py     the order of the rows of a supervised job, with weights
 prompts.py     the prompts of a run
 order.py       the order in which prompts are drawn, by seed and count
 episode.py     one sample of a prompt: observed and sampled tokens, and its reward
+scores.py      scores as user code gives them; keys.py names a sample in messages
 batch.py       packs many episodes end to end and divides them among ranks
 packing.py     forms micro-batches up to a token budget
 tree.py        shares a prompt's tokens among its samples

@@ -2,10 +2,13 @@
 
 import logging
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from spmdrl.config.user_code import printable
+from spmdrl.data.keys import describe
+from spmdrl.data.scores import as_score
 
 NAMED = 10
 """Responses that could not be graded, of each rank, that the log names."""
@@ -114,18 +117,6 @@ class Grader(Protocol):
         ...
 
 
-def printable(text: str) -> str:
-    """Return a text on one line without characters that steer a terminal: parts of it may be a model's."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
-def describe(key: object) -> str:
-    """A key in words: an int is a prompt index, a tuple begins with (prompt, sample), others are shown as they are."""
-    if isinstance(key, tuple) and len(key) >= 2:
-        return f"prompt {key[0]}, sample {key[1]}"
-    return f"prompt {key}" if isinstance(key, int) else f"item {key}"
-
-
 def as_reward(value: object, finite: bool = True) -> Reward:
     """Check and convert the result of a reward function: a number, `{"score": number, ...}` or a Reward.
 
@@ -133,34 +124,12 @@ def as_reward(value: object, finite: bool = True) -> Reward:
     out. Raises TypeError for another type, ValueError for a part named `score` beside the score, and for a score that
     is not finite, where `finite` asks for one.
     """
+    applies = True
     if isinstance(value, Reward):
-        score, rest = value.score, value.parts
-        if "score" in rest:
+        if "score" in value.parts:
             raise ValueError("it returned a part named 'score', which stands for the score itself: rename the part")
-    elif isinstance(value, dict):
-        if "score" not in value:
-            raise TypeError(f'it returned a dict without "score" (keys: {", ".join(map(str, value)) or "none"})')
-        score, rest = value["score"], {k: v for k, v in value.items() if k != "score"}
-    else:
-        score, rest = value, {}
-    number = _number(score)
-    if number is None:
-        shape = getattr(score, "shape", None)
-        shape = "" if shape is None else f" of shape {tuple(shape)}"
-        raise TypeError(
-            f'it returned {type(score).__name__}{shape} where a number or {{"score": number, ...}} is wanted'
-        )
-    if finite and not math.isfinite(number):
-        raise ValueError(f"it returned the score {number}, which is not finite")
-    parts = {str(k): _number(v) for k, v in rest.items()}
-    applies = value.applies if isinstance(value, Reward) else True
-    return Reward(number, {k: v for k, v in parts.items() if v is not None and math.isfinite(v)}, applies=applies)
-
-
-def _number(value: object) -> float | None:
-    if callable(getattr(value, "item", None)):
-        # A scalar, or an array or tensor of one number; `size` is a method of torch's.
-        numel = getattr(value, "numel", None)
-        if (numel() if callable(numel) else getattr(value, "size", 1)) == 1:
-            value = value.item()  # type: ignore[attr-defined]
-    return float(value) if isinstance(value, numbers.Real) else None
+        applies, value = value.applies, {"score": value.score} | value.parts
+    score, parts = as_score(value)
+    if finite and not math.isfinite(score):
+        raise ValueError(f"it returned the score {score}, which is not finite")
+    return Reward(score, parts, applies=applies)

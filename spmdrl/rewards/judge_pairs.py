@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from spmdrl.config.judge import JudgeConfig
-from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe, left_out
+from spmdrl.data.keys import describe
+from spmdrl.rewards.base import Reward, RewardError, RewardInput, left_out
 from spmdrl.rewards.judge_asker import Answer, Asker, Counters
 from spmdrl.rewards.judge_verdict import BadVerdictError, Question, Verdict, parse_answer, shown_of, task_of
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 
 from spmdrl.config.judge import JudgeConfig
+from spmdrl.data.keys import describe
 from spmdrl.health.status import tick
-from spmdrl.rewards.base import RewardError, UngradedError, describe
+from spmdrl.rewards.base import RewardError, UngradedError
 from spmdrl.rewards.judge_asker import Answer, Case, Counters
 from spmdrl.rewards.judge_cache import Cache
 from spmdrl.rewards.judge_client import Client, TryAgainError, UnknownFormError

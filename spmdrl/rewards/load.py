@@ -8,7 +8,8 @@ from spmdrl.config.judge import is_judge, read_judge
 from spmdrl.config.rewards import IN_SANDBOX, functions, kwargs_of, same_names, short_name, weighted
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.data.builtin import nearest
-from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward, describe
+from spmdrl.data.keys import describe
+from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, as_reward
 from spmdrl.rewards.judge import Judge
 from spmdrl.rewards.judge_engine import EngineAsker
 from spmdrl.rewards.judge_pairs import Pairs

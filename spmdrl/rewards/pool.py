@@ -7,14 +7,14 @@ caller. A grading's time is taken by its worker, from the moment it starts, so a
 import json
 import logging
 import selectors
-import signal
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from spmdrl.data.keys import describe
 from spmdrl.health.status import tick
-from spmdrl.rewards.base import Reward, RewardError, RewardInput, describe, left_out
+from spmdrl.rewards.base import Reward, RewardError, RewardInput, left_out
 from spmdrl.rewards.process import Worker, spawn
 
 START_SECONDS = 120.0
@@ -230,15 +230,13 @@ class Pool:
         self._answer(request, left_out(self.name, self._items[request][0], why, self.ungraded))
 
     def _died(self, worker: Worker) -> None:
-        code = worker.end()
-        how = f"with exit code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}"
-        hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+        how = worker.end()
         if not worker.ready:
-            raise RewardError(f"--reward.function {self.name}: its process ended {how} while loading{hint}")
+            raise RewardError(f"--reward.function {self.name}: its process ended {how} while loading")
         under_way = worker.started is not None
         when = f"while grading {describe(self._items[worker.queue[0]][0])}" if under_way else "between two gradings"
         raise RewardError(
-            f"the process of reward function {self.name} ended {how}{hint} {when}: a reward function must return, not "
+            f"the process of reward function {self.name} ended {how} {when}: a reward function must return, not "
             "exit (--reward.function); its own output stands above, in this rank's log"
         )
 

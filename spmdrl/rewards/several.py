@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, describe, left_out
+from spmdrl.data.keys import describe
+from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, left_out
 
 TURN = 0.02
 """Seconds between two looks at rewards that are waited for."""

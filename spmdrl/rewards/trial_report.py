@@ -3,7 +3,7 @@
 import json
 import math
 
-from spmdrl.rewards.base import printable
+from spmdrl.config.user_code import printable
 from spmdrl.rewards.trial import OTHER, Row, Trial
 
 ENOUGH = 0.95

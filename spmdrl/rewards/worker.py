@@ -15,13 +15,10 @@ Out: {"ready": true, "note": text} or {"failed": text}     after loading; the no
 It imports nothing heavy of its own, so that a killed process is back at once.
 """
 
-import ctypes
 import importlib
-import importlib.util
 import inspect
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -29,7 +26,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from spmdrl.rewards.base import RewardInput, UngradedError, as_reward, printable
+from spmdrl.config.user_code import import_file, said
+from spmdrl.health.in_child import die_with, take_pipes, write_all
+from spmdrl.rewards.base import RewardInput, UngradedError, as_reward
 from spmdrl.rewards.forms import adapted
 
 POOLED = {
@@ -40,7 +39,6 @@ POOLED = {
     "reasoning_gym": "spmdrl.rewards.reasoning",
 }
 """Built-in rewards that run in the pool: name -> module, whose `load(name, settings)` gives the function."""
-_PR_SET_PDEATHSIG = 1
 
 
 def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput], object]:
@@ -50,17 +48,7 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
         return importlib.import_module(POOLED[name]).load(name, settings)
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
-    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
-    module_spec = importlib.util.spec_from_file_location(f"spmdrl_user_reward_{path.stem}", path)
-    assert module_spec and module_spec.loader, path
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses in it look themselves up there
-    try:
-        module_spec.loader.exec_module(module)
-    except SyntaxError as e:
-        raise ValueError(f"{e.filename or path}:{e.lineno}: {e.msg}") from e
-    except BaseException as e:  # SystemExit too
-        raise ValueError(f"importing {path} raised {_said(e)} ({_place(e)})") from e
+    module = import_file(path, f"spmdrl_user_reward_{path.stem}")
     function = getattr(module, name, None)
     if not callable(function):
         own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
@@ -68,20 +56,6 @@ def load_function(spec: str, settings: dict[str, Any]) -> Callable[[RewardInput]
             f"{path} has no function {name!r} (it has: {', '.join(own) or 'none'}); name one as file.py:name"
         )
     return adapted(function, f"{name} in {path}", settings)
-
-
-def _said(e: BaseException) -> str:
-    """Return type and text of an error on one line; the text of a user's own may itself raise one."""
-    try:
-        return printable(f"{type(e).__name__}: {e}")[:2000]
-    except BaseException as inner:
-        return f"{type(e).__name__}, whose text could not be made ({type(inner).__name__})"
-
-
-def _place(e: BaseException) -> str:
-    """File and line of the innermost frame of an error."""
-    frames = traceback.extract_tb(e.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no line known"
 
 
 def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) -> dict:
@@ -92,7 +66,7 @@ def _grade(function: Callable[[RewardInput], object], item: list, finite: bool) 
         return {"ungraded": str(e)[:2000]}
     except BaseException as e:  # exit() in user code is an error of that code
         trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": _said(e), "trace": trace[-4000:]}
+        return {"error": said(e), "trace": trace[-4000:]}
 
 
 def _loaded(route: Any, item: RewardInput) -> dict:
@@ -101,45 +75,24 @@ def _loaded(route: Any, item: RewardInput) -> dict:
         route.load(item)
     except Exception as e:
         trace = "".join(traceback.format_exception(e, limit=-4))
-        return {"error": _said(e), "trace": trace[-4000:]}
+        return {"error": said(e), "trace": trace[-4000:]}
     return {}
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before the call above
-        os._exit(0)
 
 
 def main() -> None:
     """Serve until stdin ends."""
-    _die_with(int(sys.argv[1]))
-    # A cluster's notice to all processes of a job is for the ranks to follow. A handler is set, because children of
-    # user code would inherit an ignored signal.
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    # A child that user code forks ends when it is told to.
-    os.register_at_fork(after_in_child=lambda: [signal.signal(number, old) for number, old in before.items()])
-    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    answers = os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # user code that reads stdin must not eat requests
-    os.dup2(2, 1)  # all that user code prints, at any level, goes to stderr
+    die_with(int(sys.argv[1]))
+    request_pipe, answers = take_pipes()
+    requests = os.fdopen(request_pipe, "r", encoding="utf-8")
 
     def send(message: dict) -> None:
-        line = (json.dumps(message) + "\n").encode()
-        try:
-            while line:
-                line = line[os.write(answers, line) :]
-        except BrokenPipeError:
-            # The rank has ended and said why; nobody waits for this answer.
-            os._exit(0)
+        write_all(answers, (json.dumps(message) + "\n").encode())
 
     try:
         hello = json.loads(requests.readline())
         function, finite = load_function(hello["function"], hello["settings"]), hello["finite"]
     except Exception as e:
-        send({"failed": str(e) if isinstance(e, ValueError) else _said(e)})
+        send({"failed": str(e) if isinstance(e, ValueError) else said(e)})
         return
     route = cast(Any, function) if hasattr(function, "needs") else None
     may_take = getattr(function, "may_take", None)

@@ -1,0 +1,47 @@
+"""Code of the user's: files that are imported, and its errors on one line."""
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+
+def import_file(path: Path, name: str) -> ModuleType:
+    """Import a file under a module's name; it may import its neighbours.
+
+    Raises:
+        ValueError: naming the file and the line.
+    """
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses in it look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as e:
+        raise ValueError(f"{e.filename or path}:{e.lineno}: {e.msg}") from e
+    except BaseException as e:  # SystemExit too
+        raise ValueError(f"importing {path} raised {said(e)} ({place(e)})") from e
+    return module
+
+
+def said(e: BaseException) -> str:
+    """Return type and text of an error on one line; the text of a user's own may itself raise one."""
+    try:
+        return printable(f"{type(e).__name__}: {e}")[:2000]
+    except BaseException as inner:
+        return f"{type(e).__name__}, whose text could not be made ({type(inner).__name__})"
+
+
+def place(e: BaseException) -> str:
+    """File and line of the innermost frame of an error."""
+    frames = traceback.extract_tb(e.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no line known"
+
+
+def printable(text: str) -> str:
+    """Return a text on one line without characters that steer a terminal: parts of it may be a model's."""
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -1,0 +1,40 @@
+"""Scores as user code gives them: a number, or a dict of a score and its named parts."""
+
+import math
+import numbers
+
+
+def as_score(value: object) -> tuple[float, dict[str, float]]:
+    """Return a score, which may not be finite, and its finite parts.
+
+    value: a number, a scalar of numpy or torch, or `{"score": number, name: number, ...}`. Entries that are not finite
+    numbers (verl's `pred` texts) are left out.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(value, dict):
+        if "score" not in value:
+            raise TypeError(f'it returned a dict without "score" (keys: {", ".join(map(str, value)) or "none"})')
+        score, rest = value["score"], {k: v for k, v in value.items() if k != "score"}
+    else:
+        score, rest = value, {}
+    number = as_number(score)
+    if number is None:
+        shape = getattr(score, "shape", None)
+        shape = "" if shape is None else f" of shape {tuple(shape)}"
+        raise TypeError(
+            f'it returned {type(score).__name__}{shape} where a number or {{"score": number, ...}} is wanted'
+        )
+    parts = {str(k): as_number(v) for k, v in rest.items()}
+    return number, {k: v for k, v in parts.items() if v is not None and math.isfinite(v)}
+
+
+def as_number(value: object) -> float | None:
+    """Return a number or a scalar of numpy or torch as a float, and None for anything else."""
+    if callable(getattr(value, "item", None)):
+        # A scalar, or an array or tensor of one number; `size` is a method of torch's.
+        numel = getattr(value, "numel", None)
+        if (numel() if callable(numel) else getattr(value, "size", 1)) == 1:
+            value = value.item()  # type: ignore[attr-defined]
+    return float(value) if isinstance(value, numbers.Real) else None

@@ -1,0 +1,154 @@
+"""A child process that works for this one, as its parent sees it: JSON lines over pipes that never block the parent.
+
+The child's side is in_child.py. A child dies with the thread that started it.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar, cast
+
+_RANK_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+}
+LEAVES_WITHIN = 2.0
+"""Seconds that an idle process gets to end by itself."""
+
+
+@dataclass(eq=False)
+class Child:
+    """A child process with its pipes."""
+
+    process: subprocess.Popen
+    selector: selectors.BaseSelector
+    """Selector that tells when the pipes are ready; `data` of a key is the child."""
+    spawned: float
+    """When its process was started, or when it began to load something else (time.monotonic())."""
+    ready: bool = False
+    """It does not load."""
+    to_send: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        """Pipe to the process."""
+        return cast(IO[bytes], self.process.stdin)
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """Pipe from the process."""
+        return cast(IO[bytes], self.process.stdout)
+
+    def flush(self) -> None:
+        """Write as much as the pipe takes; ask to be woken for the rest."""
+        fd = self.stdin.fileno()
+        try:
+            while self.to_send:
+                del self.to_send[: os.write(fd, self.to_send)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.to_send.clear()  # the process ended: reading shows how
+        watched = fd in self.selector.get_map()
+        if self.to_send and not watched:
+            self.selector.register(self.stdin, selectors.EVENT_WRITE, self)
+        elif watched and not self.to_send:
+            self.selector.unregister(self.stdin)
+
+    def read_lines(self) -> tuple[list[bytes], bool]:
+        """Whole lines that came since the last call, and whether the pipe was closed."""
+        ended = False
+        while True:
+            try:
+                data = os.read(self.stdout.fileno(), 1 << 16)
+            except BlockingIOError:
+                break
+            self.received += data
+            if not data:
+                ended = True
+                break
+        *lines, rest = bytes(self.received).split(b"\n")
+        self.received = bytearray(rest)
+        return lines, ended
+
+    def hang_up(self) -> None:
+        """Close the pipe to the process, at which it ends by itself. May be called twice."""
+        if not self.stdin.closed:
+            if self.stdin.fileno() in self.selector.get_map():
+                self.selector.unregister(self.stdin)
+            self.stdin.close()
+
+    def leave(self, within: float = LEAVES_WITHIN) -> None:
+        """Let the process end by itself, which it does at the end of its input, and clear up behind it."""
+        self.hang_up()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(within)
+
+    def kill(self) -> None:
+        """Close the pipes and kill the process with its children. May be called twice."""
+        self.hang_up()
+        if not self.stdout.closed:
+            if self.stdout.fileno() in self.selector.get_map():
+                self.selector.unregister(self.stdout)
+            self.stdout.close()
+        if self.process.returncode is None:  # not reaped, so the id is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def end(self) -> str:
+        """Wait briefly for the end of a process that closed its pipe, and say how it ended: `by signal SIGKILL`."""
+        for _ in range(100):  # wait for the end itself, so that a kill does not hide the exit code
+            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+                break
+            time.sleep(0.01)
+        self.kill()
+        code = self.process.returncode
+        hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+        return f"with exit code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}{hint}"
+
+
+C = TypeVar("C", bound=Child)
+
+
+def spawn(
+    kind: type[C], module: str, selector: selectors.BaseSelector, hello: dict[str, Any], variables: dict[str, str]
+) -> C:
+    """Start `python -m module <pid of this process>` and send it its first line.
+
+    kind: the class of what is returned. variables: further variables of the environment of the process.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=_environment() | variables,
+        bufsize=0,
+        start_new_session=True,  # a kill reaches its children too, and Ctrl-C is the caller's to handle
+    )
+    child = kind(process, selector, spawned=time.monotonic())
+    os.set_blocking(child.stdin.fileno(), False)
+    os.set_blocking(child.stdout.fileno(), False)
+    selector.register(child.stdout, selectors.EVENT_READ, child)
+    child.to_send += (json.dumps(hello) + "\n").encode()
+    child.flush()
+    return child
+
+
+def _environment() -> dict[str, str]:
+    """The caller's environment without the variables that make a process a rank, with one thread and no GPU."""
+    env = {
+        k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith(("TORCHELASTIC_", "PET_"))
+    }
+    root = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
+    # the memory of the device is accounted for elsewhere: nothing would see a child on it
+    return env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

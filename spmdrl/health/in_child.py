@@ -1,0 +1,43 @@
+"""The child's side of child.py: a process that serves its parent over its first two pipes, and dies with it."""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """End this process when its parent ends, however that happens. parent: its id."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the parent ended before the call above
+        os._exit(0)
+
+
+def take_pipes() -> tuple[int, int]:
+    """Return descriptors of the requests and the answers, and keep both from the user's code.
+
+    User code reads an empty stdin, and all that it prints goes to stderr. Signals that a cluster sends to all processes
+    of a job do nothing: they are for the ranks to follow.
+    """
+    # A handler is set, because children of user code would inherit an ignored signal.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    # A child that user code forks ends when it is told to.
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, old) for number, old in before.items()])
+    requests, answers = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def write_all(answers: int, line: bytes) -> None:
+    """Write to the parent, waiting as long as the pipe is full. Where the parent has ended, this process ends too."""
+    try:
+        while line:
+            line = line[os.write(answers, line) :]
+    except BrokenPipeError:
+        # The rank has ended and said why; nobody waits for this answer.
+        os._exit(0)
