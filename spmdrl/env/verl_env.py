@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from spmdrl.data.scores import as_number
 from spmdrl.env.opening import prompt_of
 from spmdrl.env.verl_modules import AgentData
 
@@ -95,10 +96,10 @@ class VerlTools:
         async def of(name: str) -> float:
             key, _ = await self._made[name]
             value = await _awaited(self._parts.tools[name].calc_reward(key, **self._of(name, "calc_reward_kwargs")))
-            try:
-                return float(0.0 if value is None else value + 0.0)
-            except (TypeError, ValueError):
-                raise TypeError(f"calc_reward of {name} returned {value!r}; a reward is a number") from None
+            number = 0.0 if value is None else as_number(value)
+            if number is None:
+                raise TypeError(f"calc_reward of {name} returned {value!r}; a reward is a number")
+            return number
 
         names = [name for name, made in self._made.items() if _succeeded(made)]
         parts = dict(zip(names, await asyncio.gather(*map(of, names)), strict=True))
