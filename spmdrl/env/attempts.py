@@ -84,3 +84,11 @@ class Attempts:
         kept = max(scores) if self._keep == "best" else scores[-1]
         tagged = self._tagged / len(scores)
         return {"score": kept, "first": scores[0], "attempts": float(len(self._scores)), "format": tagged}
+
+    def state(self) -> dict[str, Any]:
+        """Return the scores so far."""
+        return {"scores": self._scores, "tagged": self._tagged}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on after the attempts of a state."""
+        self._scores, self._tagged = list(state["scores"]), state["tagged"]

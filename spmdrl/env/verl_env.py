@@ -21,6 +21,8 @@ from typing import Any
 from uuid import uuid4
 
 from spmdrl.data.scores import as_number
+from spmdrl.env.answers import Answer
+from spmdrl.env.base import BrokenError
 from spmdrl.env.opening import prompt_of
 from spmdrl.env.verl_modules import AgentData
 
@@ -71,20 +73,24 @@ class VerlTools:
         """Return the tools' schemas in OpenAI's form."""
         return [schema_of(tool) for tool in self._parts.tools.values()]
 
-    async def call(self, name: str, arguments: dict) -> tuple[str, float] | str:
-        """Execute a tool. Return its text, and its reward if it has one. The caller answers exceptions to the model."""
+    async def call(self, name: str, arguments: dict) -> Answer:
+        """Execute a tool. Return its text and its reward, as it gave it.
+
+        Raises:
+            BrokenError: it returned something else than verl's three values.
+            Exception: whatever the tool raises, which is for the model to hear.
+        """
         tool, kwargs = self._parts.tools[name], self._of(name, "execute_kwargs")
         key, _ = await self._instance(name)
         more = {"agent_data": self._agent} if _takes(tool.execute, "agent_data") else {}
         result = await _awaited(tool.execute(key, _arguments(tool, arguments), **{**more, **kwargs}))
         if not isinstance(result, tuple) or len(result) != 3:
-            raise TypeError(f"execute of {name} returned {type(result).__name__}, not (response, reward, metrics)")
+            raise BrokenError(f"execute of {name} returned {type(result).__name__}, not (response, reward, metrics)")
         text, reward = _text(result[0]), result[1]
         self._agent.messages.append({"role": "tool", "name": name, "content": text})
-        if reward is None:
-            return text
-        self._agent.tool_rewards.append(reward)
-        return (text, reward) if self._counts else text
+        if reward is not None:
+            self._agent.tool_rewards.append(reward)
+        return Answer(text, reward if self._counts else None)
 
     async def reward(self) -> dict[str, float]:
         """Return each tool's `calc_reward` under its name, and `score`, their sum.

@@ -128,8 +128,14 @@ def _read(path: str) -> Parts:
             where = f"{path}: {key}[{number}]"
             if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str) or not entry["class_name"]:
                 raise ValueError(f"{where} has no class_name: give it as package.module.Class")
-            if not isinstance(entry.get("config") or {}, dict):
-                raise ValueError(f"{where}: config is a mapping, not {entry['config']!r}")
+            config = entry.get("config") or {}
+            if not isinstance(config, dict):
+                raise ValueError(f"{where}: config is a mapping, not {config!r}")
+            if key == "tools" and config.get("type", "native") != "native":
+                raise ValueError(
+                    f"{where}: only tools of config.type native are read from verl's YAML, and this is of type "
+                    f"{config['type']!r}; name an MCP server as an environment of its own"
+                )
             kind = _class(entry["class_name"], where)
             if key == "tools":
                 _add_tool(parts, kind, entry, where)
@@ -183,11 +189,6 @@ def _add_tool(parts: Parts, kind: type, entry: dict, where: str) -> None:
     if _kind(kind) != "tools":
         raise ValueError(f"{where}: {kind.__name__} is no tool; it has not all of {', '.join(METHODS['tools'])}")
     config, schema = dict(entry.get("config") or {}), entry.get("tool_schema")
-    if config.get("type", "native") != "native":
-        raise ValueError(
-            f"{where}: config.type {config['type']!r} is not read here, only native; name an MCP server as an "
-            "environment of its own"
-        )
     provide()
     schemas = importlib.import_module("verl.tools.schemas")
     if schema is not None:

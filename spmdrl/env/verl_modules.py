@@ -5,12 +5,13 @@ inherit from or fill in. The signatures are those of verl/tools/base_tool.py, ve
 verl/interactions/base.py in https://github.com/volcengine/verl. An installed verl is always taken instead.
 """
 
-import importlib.machinery
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -174,45 +175,46 @@ def _base_tool(schemas: dict[str, Any]) -> type:
     return BaseTool
 
 
-def provide() -> None:
-    """Put the modules in `sys.modules`, unless verl is installed or they are there.
-
-    Raises:
-        ValueError: pydantic is not installed.
-    """
-    if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
-        return
+@cache
+def _contents() -> dict[str, dict[str, Any]]:
     schemas = _schemas()
     tool = _base_tool(schemas)
-    contents: dict[str, dict[str, Any]] = {
-        "verl": {},
-        "verl.tools": {},
+    return {
         "verl.tools.schemas": schemas,
         "verl.tools.base_tool": {"BaseTool": tool, **schemas},
         "verl.tools.gsm8k_tool": {"Gsm8kTool": gsm8k_tool(tool, schemas["ToolResponse"])},
-        "verl.interactions": {},
         "verl.interactions.base": {"BaseInteraction": BaseInteraction},
         "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": gsm8k_interaction(BaseInteraction)},
-        "verl.utils": {},
-        "verl.utils.reward_score": {},
         "verl.utils.reward_score.gsm8k": {"compute_score": compute_score, "extract_solution": extract_solution},
         "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
-        "verl.experimental": {},
-        "verl.experimental.agent_loop": {},
         "verl.experimental.agent_loop.tool_agent_loop": {"AgentData": AgentData},
     }
-    for name, values in contents.items():
-        module = ModuleType(name, "Stands in for verl's module of this name; verl is not installed.")
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        module.__dict__.update(values)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules where nothing else finds verl: it stands last in `sys.meta_path`."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "verl":
+            return None
+        if "." in fullname and getattr(sys.modules["verl"].__spec__, "loader", None) is not self:
+            return None  # verl is installed
+        known = any(f"{name}.".startswith(f"{fullname}.") for name in _contents())
+        return ModuleSpec(fullname, self, is_package=True) if known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(_contents().get(module.__name__, {}))
+
+
+_FINDER = _Finder()
+
+
+def provide() -> None:
+    """Let files import the modules from here on, unless verl is installed. May be called again."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
 
 
 def provided() -> list[str]:
-    """Return the names of the modules that stand in for verl's, for messages."""
-    here = {name: module.__spec__ for name, module in sys.modules.items() if name.partition(".")[0] == "verl"}
-    return sorted(name for name, spec in here.items() if spec is not None and spec.loader is None)
+    """Return the names of the modules, for messages."""
+    return list(_contents())

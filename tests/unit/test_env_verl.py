@@ -11,9 +11,11 @@ import textwrap
 
 import pytest
 
+from spmdrl.env.answers import Answer
+from spmdrl.env.base import BrokenError
 from spmdrl.env.verl_form import is_mine, is_verl_yaml, load_yaml, wrap
 from spmdrl.env.verl_gsm8k import compute_score, extract_solution
-from spmdrl.env.verl_modules import provide
+from spmdrl.env.verl_modules import provide, provided
 
 TOOLS = '''
 import json
@@ -239,7 +241,7 @@ def test_every_hook_of_a_tool_is_called_with_the_rows_keywords(users):
 
     begun, said, reward, _ = asyncio.run(run())
     assert begun is None
-    assert said == [[("try 1: shut", -0.25)], [("try 2: open", 0.5)]]
+    assert said == [[Answer("try 1: shut", -0.25)], [Answer("try 2: open", 0.5)]]
     assert reward == {"open_safe": 1.0, "score": 1.0}
     key = logs()[0][1]
     assert logs() == [
@@ -283,7 +285,7 @@ def test_episodes_share_a_tool_and_not_its_state(users):
         _, said = await played(env, row, [[("safe", {"number": code})]])
         reward = await env.reward()
         await env.close()
-        return said[0][0][1], reward["score"]
+        return said[0][0].reward, reward["score"]
 
     async def all_of_them():
         return await asyncio.gather(*(one(row, 3) for row in rows))
@@ -304,7 +306,7 @@ def test_the_older_and_the_newer_forms_of_tools(users):
         return await played(env, row, [[("old", {"word": "abc"}), ("later", {"all": ["a"]})]])
 
     _, said = asyncio.run(run())
-    assert said == [[("mine cba", 0.5), "psst\n(1 images are not shown)"]]
+    assert said == [[Answer("mine cba", 0.5), Answer("psst\n(1 images are not shown)", None)]]
     assert env.tool_schemas()[1]["function"]["parameters"]["properties"]["all"]["items"] == {"type": "string"}
 
 
@@ -322,7 +324,7 @@ def test_calls_side_by_side_make_a_tool_once_and_a_failed_one_is_tried_again(use
         return said, reward
 
     said, reward = asyncio.run(run())
-    assert [each[0] for each in said[:3]] == ["try 1: open", "try 2: open", "try 3: open"]
+    assert [each.text for each in said[:3]] == ["try 1: open", "try 2: open", "try 3: open"]
     assert all(isinstance(each, RuntimeError) for each in said[3:])
     assert sum(entry[0] == "create" for entry in logs()) == 1 and sys.modules["safe_tools"].Broken.made == 2
     assert reward == {"safe": 1.0, "score": 1.0}
@@ -337,7 +339,7 @@ def test_rewards_can_be_left_to_the_reward_function(users):
         _, said = await played(env, row, [[("safe", {"number": 1})]])
         return said, await env.reward()
 
-    assert asyncio.run(run()) == ([["try 1: open"]], {"safe": 1.0, "score": 0.0})
+    assert asyncio.run(run()) == ([[Answer("try 1: open", None)]], {"safe": 1.0, "score": 0.0})
 
 
 def test_an_interaction_answers_until_it_ends(users):
@@ -398,7 +400,7 @@ def test_tools_and_an_interaction_together(users):
         return said, await env.reward(), await env.close()
 
     said, reward, _ = asyncio.run(run(row, turns))
-    assert [each[0] for each in said[0]] == ["try 1: shut", "try 2: open"]
+    assert [each.text for each in said[0]] == ["try 1: shut", "try 2: open"]
     assert said[1:] == [(None, None, False), ("wrong", 0.0, False), ("right", 1.0, True)]
     assert reward == {"safe": 1.0, "score": 1.0}
     heard = sys.modules["safe_users"].LOG[1][1]
@@ -442,7 +444,7 @@ def test_verls_gsm8k_examples_work_without_verl(users):
         return said, await env.reward(), await env.close()
 
     said, reward, _ = asyncio.run(run())
-    assert [each[0][1] for each in (said[0], said[2])] == [-0.05, 0.0]
+    assert [each[0].reward for each in (said[0], said[2])] == [-0.05, 0.0]
     assert [each[1:] for each in said[4:]] == [(0.0, False), (1.0, True)]
     assert reward == {"calc_gsm8k_reward": 1.0, "score": 1.0}
 
@@ -478,7 +480,7 @@ def test_a_class_alone_is_an_environment(users):
     assert not is_mine(nothing, "x:NoTool") and not is_mine(3, "x:y")
     env = wrap(safe, {"config": {"bonus": 2}, "tool_schema": SCHEMA})
     _, said = asyncio.run(played(env, {}, [[("open_safe", {"number": 0})]]))
-    assert said == [[("try 1: open", 2)]]
+    assert said == [[Answer("try 1: open", 2)]]
     _, said = asyncio.run(played(wrap(teacher, {}), {"interaction_kwargs": {"ground_truth": "a"}}, ["a"]))
     assert said == [("right", 1.0, True)]
 
@@ -489,7 +491,10 @@ BAD_FILES = {
     "no such module": ("tools: [{class_name: nowhere_at_all.Safe}]", "cannot import nowhere_at_all"),
     "no such class": ("tools: [{class_name: safe_tools.Nothing}]", "has no class Nothing: change class_name"),
     "not a tool": ("tools: [{class_name: safe_tools.NoTool}]", "NoTool is no tool; it has not all of create, execute"),
-    "part of verl": ("tools: [{class_name: verl.tools.search_tool.SearchTool}]", "of it there are only verl, verl.exp"),
+    "part of verl": (
+        "tools: [{class_name: verl.tools.search_tool.SearchTool}]",
+        "of it there are only verl.tools.schemas, ",
+    ),
     "no schema": ("tools: [{class_name: safe_tools.Nameless}]", "has no tool_schema"),
     "no name": ("tools: [{class_name: safe_tools.Safe, tool_schema: {type: function, function: {}}}]", "has no name"),
     "no function": ("tools: [{class_name: safe_tools.Safe, tool_schema: {type: function}}]", "has no `function`"),
@@ -497,7 +502,7 @@ BAD_FILES = {
         "tools: [{class_name: safe_tools.Safe, tool_schema: {type: function, function: {name: a}}}]",
         "description",
     ),
-    "mcp": ("tools: [{class_name: safe_tools.Safe, config: {type: mcp}}]", "'mcp' is not read here"),
+    "mcp": ("tools: [{class_name: verl.tools.mcp.Tool, config: {type: mcp}}]", "this is of type 'mcp'; name an MCP"),
     "config": ("tools: [{class_name: safe_tools.Safe, config: 3}]", "config is a mapping, not 3"),
     "no list": ("tools: {class_name: safe_tools.Safe}", "has a list `tools` or a list `interaction`"),
     "not YAML": ("tools: [", "is no YAML"),
@@ -563,13 +568,44 @@ def test_results_that_are_refused(users):
 
     async def run():
         await env.reset({"interaction_kwargs": {"query": "?"}}, 0)
-        text, reward = await env.call("odd", {})
-        assert text == "odd" and reward != reward, "the pool refuses rewards that are not finite"
+        answer = await env.call("odd", {})
+        assert answer.text == "odd" and answer.reward != answer.reward, "the pool refuses rewards that are not finite"
         with pytest.raises(TypeError, match="calc_reward of odd returned 'much'; a reward is a number"):
             await env.reward()
-        with pytest.raises(TypeError, match=r"execute of nameless returned str, not \(response, reward, metrics\)"):
+        with pytest.raises(BrokenError, match=r"execute of nameless returned str, not \(response, reward, metrics\)"):
             await env.call("nameless", {})
         with pytest.raises(TypeError, match="generate_response of the interaction wrong returned str"):
             await env.step({"role": "assistant", "content": ""})
 
     asyncio.run(run())
+
+
+def test_an_installed_verl_is_taken(users):
+    """Its modules are its own, and none is added to it."""
+    (users / "verl" / "tools").mkdir(parents=True)
+    for folder in ("verl", "verl/tools"):
+        (users / folder / "__init__.py").touch()
+    (users / "verl" / "tools" / "base_tool.py").write_text("BaseTool = 7")
+    sys.path.insert(0, str(users))
+    importlib.invalidate_caches()
+    provide()
+    assert importlib.import_module("verl.tools.base_tool").BaseTool == 7
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("verl.tools.schemas")
+
+
+def test_modules_that_stand_in_for_verls():
+    provide()
+    provide()
+    for name in provided():
+        assert importlib.import_module(name).__name__ == name
+    assert sum(type(finder).__name__ == "_Finder" for finder in sys.meta_path) == 1
+    schemas = importlib.import_module("verl.tools.schemas")
+    parsed = schemas.OpenAIFunctionCallSchema.from_openai_function_parsed_schema
+    as_parsed = schemas.OpenAIFunctionParsedSchema
+    assert parsed(as_parsed(name="a", arguments='{"b": 1}'))[0].arguments == {"b": 1}
+    assert [parsed(as_parsed(name="a", arguments=text))[1] for text in ("{}", "[]", "{")] == [False, True, True]
+    response = schemas.ToolResponse
+    assert response().is_empty() and response(text="a").is_text_only() and not response(image=[1]).is_text_only()
+    with pytest.raises(ValueError):
+        response(image=1)
