@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from spmdrl.config.user_code import said
 from spmdrl.data.builtin import nearest
 from spmdrl.data.reasoning import answer_of, score
 from spmdrl.env.opening import opening, seed_of
@@ -63,7 +64,7 @@ class Attempts:
             made = reasoning_gym.create_dataset(self._task, **config)
             entry = made[0]
         except Exception as e:  # each task checks its settings in its own way
-            raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({type(e).__name__}: {e})") from e
+            raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({said(e)})") from e
         self._score = lambda answer: float(made.score_answer(answer, entry))
         return opening(row, f"{entry['question']}\n\n{ASK}")
 

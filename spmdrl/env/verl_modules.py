@@ -86,14 +86,16 @@ def _schemas() -> dict[str, Any]:
         enum: list[Any] | None = None
 
     class OpenAIFunctionParametersSchema(Model):
-        type: str = "object"
+        type: str
         properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
         required: list[str] = Field(default_factory=list)
 
     class OpenAIFunctionSchema(Model):
         name: str
         description: str
-        parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
+        parameters: OpenAIFunctionParametersSchema = Field(
+            default_factory=lambda: OpenAIFunctionParametersSchema(type="object")
+        )
         strict: bool = False
 
     class OpenAIFunctionToolSchema(Model):

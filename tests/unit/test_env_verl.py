@@ -74,7 +74,7 @@ class Later(BaseTool):
     def get_openai_tool_schema(self):
         return OpenAIFunctionToolSchema.model_validate(
             {"type": "function", "function": {"name": "later", "description": "Waits.", "parameters": {
-                "properties": {"all": {"type": "array", "items": {"type": "string"}}}, "required": ["all"]}}}
+                "type": "object", "properties": {"all": {"type": "array", "items": {"type": "string"}}}}}}
         )
 
     async def create(self, instance_id=None, **kwargs):
