@@ -18,7 +18,7 @@ FLOORS = [
     ["health", "algos", "tracking"],
     ["spmd"],
     ["data", "hub", "sandbox", "weights"],
-    ["rewards", "policy", "rollout"],
+    ["rewards", "policy", "rollout", "env"],
     ["checkpoint"],
     ["session"],
     ["rl", "supervised"],

@@ -1,0 +1,147 @@
+"""Any result of a tool as valid text of bounded length, in time that is linear in the result's size."""
+
+import json
+import math
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.data.scores import as_number
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Sequences that steer a terminal (ECMA-48, CSI): colours and the like."""
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but tab and newline."""
+
+
+class BadRewardError(ValueError):
+    """A reward that is no finite number, which is the environment's fault."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A tool's result with more than text: a reward for the call, and whether the episode ends with it."""
+
+    text: Any = ""
+    """A text, or anything else that a tool may return."""
+    reward: float | None = 0.0
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Told:
+    """A tool's result as the model gets it."""
+
+    text: str
+    reward: float | None = None
+    done: bool = False
+    was_cut: bool = False
+
+
+def told(result: object, longest: int, cut: str) -> Told:
+    """Return a tool's result as text of `longest` characters at most, and a note where it was cut.
+
+    result: an `Answer`, `(text, reward)`, or a value as `text` of an Answer: a text, bytes (UTF-8), a JSON value, or an
+    object, of which its own `str()` is taken. cut: the part that is kept, `head`, `tail`, or all but the `middle`.
+
+    Raises:
+        BadRewardError: the reward is not a finite number.
+        Exception: whatever making the text of an object raises.
+    """
+    reward, done = None, False
+    if isinstance(result, Answer):
+        result, reward, done = result.text, result.reward, bool(result.done)
+    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str) and _is_reward(result[1]):
+        result, reward = result
+    text, was_cut = cut_text(raw_text(result), longest, cut)
+    return Told(text, finite(reward), done, was_cut)
+
+
+def finite(reward: object) -> float | None:
+    """Return a reward as a float, None as None.
+
+    Raises:
+        BadRewardError: it is neither.
+    """
+    if reward is None:
+        return None
+    number = as_number(reward)
+    if number is None or not math.isfinite(number):
+        raise BadRewardError(f"gave the reward {str(reward)[:50]}, which is not a finite number")
+    return number
+
+
+def raw_text(value: object) -> str | bytes:
+    """Return a value as text that may still be long and hold any character. An object's `str()` may raise."""
+    if value is None:
+        return ""
+    if isinstance(value, str | bytes):
+        return value
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    if value is True or value is False or isinstance(value, int | float | dict | list | tuple):
+        try:
+            return json.dumps(value, ensure_ascii=False, default=_plain)
+        except (TypeError, ValueError):  # keys that are no text, a list inside itself, a number of too many digits
+            return str(value)
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else raw_text(plain)
+
+
+def cut_text(raw: str | bytes, longest: int, cut: str) -> tuple[str, bool]:
+    """Return `raw` as valid text, cut with a note to the model where it is longer than `longest`; and whether it was.
+
+    Bytes are counted and cut before they are decoded. Everything but the cut costs time by `longest` alone.
+    """
+    if len(raw) <= longest:
+        return valid(raw), False
+    unit = "characters" if isinstance(raw, str) else "bytes"
+    size, half = len(raw), longest // 2
+    note = f"[the {cut if cut != 'middle' else 'beginning and the end'} of {size} {unit}: {longest} are shown]"
+    if cut == "head":
+        return f"{valid(raw[:longest])}\n{note}", True
+    if cut == "tail":
+        return f"{note}\n{valid(raw[size - longest :])}", True
+    return f"{valid(raw[: longest - half])}\n{note}\n{valid(raw[size - half :])}", True
+
+
+def valid(raw: str | bytes) -> str:
+    """Return text that encodes as UTF-8 and has no control characters but tabs and newlines.
+
+    Bytes that are no UTF-8, lone surrogates and control characters become U+FFFD; a terminal's colours are left out.
+    """
+    if isinstance(raw, bytes):
+        text = raw.decode("utf-8", "replace")
+    else:  # pairs of surrogates become the character that they stand for
+        text = raw.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    text = _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return _CONTROLS.sub("\ufffd", text)
+
+
+def joined(blocks: list[Any]) -> str:
+    """Return the text of a message's content that is a list of blocks.
+
+    Raises:
+        TypeError: one of them is no text.
+    """
+    for block in blocks:
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+            raise TypeError(f"a message has a block of the kind {kind}, and only texts are taken")
+    return "".join(block["text"] for block in blocks)
+
+
+def _is_reward(value: object) -> bool:
+    return not isinstance(value, bool | str) and as_number(value) is not None
+
+
+def _plain(value: Any) -> Any:
+    """Return a JSON value or text for an object, the same in every process."""
+    if isinstance(value, Set):  # the order of a set differs between processes
+        return sorted(value, key=str)
+    if isinstance(value, bytes | bytearray):
+        return valid(bytes(value))
+    if type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__:
+        return f"a {type(value).__name__} object"  # its own text is an address in memory
+    return str(value)

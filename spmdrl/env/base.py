@@ -1,0 +1,113 @@
+"""Types that a pool's callers and its workers share."""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class BrokenError(Exception):
+    """A tool of an environment that is itself at fault raises this: the episode is left out, the model is not told."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """An environment to open."""
+
+    name: str
+    """What `forms.load` reads."""
+    row: dict[str, Any]
+    """Columns of the dataset's row, as JSON has them; `prompt` is a text or messages."""
+    seed: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+@dataclass
+class Call:
+    """A call of a tool, as the model wrote it."""
+
+    name: str
+    arguments: dict[str, Any] | None
+    """JSON values by name; None if the call is malformed."""
+    id: str = ""
+    error: str = ""
+    """The fault of a malformed call, in a sentence for the model."""
+    inline: bool = False
+    """True for a block of code, which stays in the content of the message."""
+    late: bool = False
+    """It was made and did not answer in time. A replay says so again and does not make it."""
+
+
+@dataclass
+class Said:
+    """A turn of the assistant, as parsed."""
+
+    content: str
+    """The text without calls."""
+    calls: list[Call] = field(default_factory=list)
+    message: dict[str, Any] = field(default_factory=dict)
+    """The turn as a message, which `step` gets; empty: `{"role": "assistant", "content": content}`."""
+    thought: str = ""
+
+
+@dataclass
+class Reply:
+    """An environment's answer to one request of the pool."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """To append: `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid text. From `open`: the whole
+    prompt."""
+    reward: float | None = None
+    """Rewards that fell in this turn, summed over calls and step; from `score`, the final one. None: there was none."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """From `score`: parts of the reward by name."""
+    done: bool = False
+    """The episode has ended."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """From `open`: OpenAI function schemas."""
+    state: Any = None
+    """From `save`: a JSON value, or None where the environment is to be replayed."""
+    failure: str = ""
+    """The environment itself failed: the episode is to be left out. Text for the log."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Of a turn: calls, failed_calls (they raised), timeouts, cut (texts), malformed (calls that could not be made),
+    and the seconds that the turn took, which alone depend on the machine."""
+    replayed: list[list[dict[str, Any]]] = field(default_factory=list)
+    """From `open` with turns to replay: the messages that followed each of them."""
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Limits of a pool."""
+
+    timeout_s: float = 30.0
+    """Seconds that a call may take, of environments without a `timeout_s` of their own."""
+    reward_timeout_s: float = 60.0
+    """Seconds that `reward()` may take."""
+    longest_answer: int = 10_000
+    """Characters of a tool's or a step's text that are kept."""
+    cut: str = "middle"
+    """The part that is kept of a longer text: `head`, `tail`, or both with the `middle` left out."""
+    on_timeout: str = "tell"
+    """After a call that ran out of time the model is told (`tell`), or the episode ends as well (`end`)."""
+    memory_mb: int = 0
+    """Memory that a worker may have, in MiB; 0: no bound."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        for name in ("timeout_s", "reward_timeout_s"):
+            if not (0 < getattr(self, name) < math.inf):
+                raise ValueError(f"{name} is {getattr(self, name)}: give seconds above 0")
+        if self.longest_answer < 1 or self.memory_mb < 0:
+            raise ValueError("longest_answer must be 1 or more, and memory_mb 0 or more")
+        if self.cut not in ("head", "tail", "middle"):
+            raise ValueError(f"cut is {self.cut!r}: take head, tail or middle")
+        if self.on_timeout not in ("tell", "end"):
+            raise ValueError(f"on_timeout is {self.on_timeout!r}: take tell or end")
+
+
+def digest(messages: list[dict[str, Any]]) -> str:
+    """Return a short text that is equal for equal messages only."""
+    return hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=16).hexdigest()

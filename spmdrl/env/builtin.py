@@ -1,0 +1,86 @@
+"""Built-in environments, whose texts have lower-case letters, digits and few signs, which small tokenizers know."""
+
+import random
+import re
+from typing import Any
+
+from spmdrl.env.answers import Answer
+
+_NUMBER = re.compile(r"\d{1,9}")
+
+
+class Guess:
+    """Guess a number: the first number in a message is the guess, and the answer is `higher` or `lower`.
+
+    The reward is 1 for the right number, less `late` for each guess before it, and 0 without it. Halving the range
+    finds each of n numbers within log2(n) + 1 guesses.
+    """
+
+    parallel_calls = False
+
+    def __init__(self, numbers: int = 8, turns: int = 4, late: float = 0.0):
+        """numbers: the number is one of 1 .. numbers. turns: guesses at most. late: taken off for each guess before."""
+        if numbers < 1 or turns < 1 or not 0 <= late * turns <= 1:
+            raise ValueError("numbers and turns must be 1 or more, and late from 0 to 1 / turns")
+        self._numbers, self._turns, self._late = numbers, turns, late
+        self._number, self._used, self._found = 0, 0, False
+
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        """Draw a number by the seed, or take the row's `number`."""
+        self._number = int(row.get("number") or random.Random(seed).randint(1, self._numbers))
+        self._used, self._found = 0, False
+        return row.get("prompt") or f"guess 1-{self._numbers}:"
+
+    def step(self, message: dict[str, Any]) -> tuple[str | None, float | None, bool]:
+        """Compare the number in a message."""
+        guess = _NUMBER.search(message["content"] or "")
+        text, reward, done = self._compare(int(guess[0]) if guess else None)
+        return (None if done else text), reward, done
+
+    def _compare(self, guess: int | None) -> tuple[str, float | None, bool]:
+        self._used += 1
+        self._found = guess == self._number
+        done = self._found or self._used >= self._turns
+        reward = (1.0 - self._late * (self._used - 1)) * self._found if done else None
+        if guess is None:
+            return "no number", reward, done
+        return "yes" if self._found else "higher" if guess < self._number else "lower", reward, done
+
+    def state(self) -> dict[str, Any]:
+        """Return the number and the guesses that were used."""
+        return {"number": self._number, "used": self._used, "found": self._found}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self._number, self._used, self._found = state["number"], state["used"], state["found"]
+
+
+class GuessTool:
+    """The game of `Guess`, with a tool for the guesses."""
+
+    parallel_calls = False
+
+    def __init__(self, numbers: int = 8, turns: int = 4, late: float = 0.0):
+        """See `Guess`."""
+        self._game = Guess(numbers, turns, late)
+
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        """See `Guess`."""
+        return self._game.reset(row, seed)
+
+    def guess(self, number: int) -> Answer:
+        """Compare a number with the hidden one.
+
+        Args:
+            number: The number that you guess.
+        """
+        text, reward, done = self._game._compare(number)
+        return Answer(text, reward, done)
+
+    def state(self) -> dict[str, Any]:
+        """See `Guess`."""
+        return self._game.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `Guess`."""
+        self._game.restore(state)

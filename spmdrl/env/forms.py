@@ -1,0 +1,192 @@
+"""Environments by name: classes, lists of tools and single tools, in files and modules, and built-in ones.
+
+An environment is an object with some of these members, each a plain or an async function:
+
+reset(row, seed)             messages, the user's text, or None for the row's own prompt
+step(message)                (messages | text | None, reward | None, done)
+any other public method      a tool, where it has a docstring; its arguments have types
+tools                        a list of typed functions, instead of methods
+tool_schemas(), call(name, arguments)     OpenAI function schemas, and what makes the calls, instead of both
+reward()                     a number, {"score": number, name: number}, or None
+state(), restore(state)      a JSON value, from which an environment goes on that was reset with the same row and seed
+close()
+timeout_s                    seconds that each call may take
+parallel_calls               False: calls of one turn run one after another, in their order
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from spmdrl.config.fields import nearest
+from spmdrl.config.user_code import import_file, place, said
+from spmdrl.env.operations import by_name, tool_of
+from spmdrl.env.trl import FromTRL, Functions, is_trl
+
+BUILTIN = {
+    "guess": "spmdrl.env.builtin:Guess",
+    "guess_tool": "spmdrl.env.builtin:GuessTool",
+}
+"""Built-in environments: name -> where the class is."""
+PARTS = {
+    "reset": ("row", "seed"),
+    "step": ("message",),
+    "call": ("name", "arguments"),
+    "restore": ("state",),
+    "reward": (),
+    "state": (),
+    "close": (),
+    "tool_schemas": (),
+}
+"""Members of an environment that are no tools, with their parameters."""
+RESERVED = (*PARTS, "tools")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A name, read."""
+
+    make: Callable[[dict[str, Any]], Any]
+    """settings -> an environment. Raises ValueError where the settings do not fit."""
+    kind: str
+    hello: str
+    """What was found, for the log."""
+
+
+def load(name: str) -> Form:
+    """Return what makes the environments of a name: `file.py:Class`, `package.module:Class` or `builtin:guess`.
+
+    In place of the class may stand a function or a list of functions, which are the tools, a class that was written for
+    TRL's `environment_factory`, or a `functools.partial` of a class.
+
+    Raises:
+        ValueError: naming the file and what is wrong.
+    """
+    for recognise in OF_NAMES:
+        if form := recognise(name):
+            return form
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name or not attribute:
+        raise ValueError(
+            f"the environment {name!r} is no name of one: write file.py:Class, package.module:Class, or one of "
+            f"{', '.join(f'builtin:{each}' for each in BUILTIN)}"
+        )
+    module = _module(module_name, name)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            own = [k for k, v in vars(module).items() if not k.startswith("_") and _is_own(v, module)]
+            raise ValueError(f"the environment {name}: there is no {attribute} in it (it has: {', '.join(own) or '-'})")
+        found = getattr(found, part)
+    for recognise in OF_OBJECTS:
+        if form := recognise(found, name):
+            return form
+    raise ValueError(
+        f"the environment {name} is of the type {type(found).__name__}: name a class, a function that is a tool, or a "
+        "list of such functions"
+    )
+
+
+def _builtin(name: str) -> Form | None:
+    kind, _, short = name.partition(":")
+    if kind != "builtin":
+        return None
+    if short not in BUILTIN:
+        near = nearest(short, BUILTIN)
+        hint = f": did you mean builtin:{near[0]}?" if near else ""
+        raise ValueError(f"there is no environment {name}{hint} Built-in ones: {', '.join(BUILTIN)}")
+    return load(BUILTIN[short])
+
+
+def _module(module_name: str, name: str) -> ModuleType:
+    if module_name.endswith(".py"):
+        path = Path(module_name)
+        if not path.is_file():
+            raise ValueError(f"the environment {name}: there is no file {module_name} (from {Path.cwd()})")
+        # Two files of one name in different folders are two modules.
+        return import_file(path.resolve(), f"spmdrl_user_env_{'_'.join(path.resolve().with_suffix('').parts[1:])}")
+    try:
+        return importlib.import_module(module_name)
+    except BaseException as e:  # SystemExit too
+        raise ValueError(f"the environment {name}: importing {module_name} raised {said(e)} ({place(e)})") from e
+
+
+def _is_own(value: object, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__ or isinstance(value, list | functools.partial)
+
+
+# ── objects ──────────────────────────────────────────────────────────────────
+
+
+def _tools(found: Any, name: str) -> Form | None:
+    """A function, or a list of functions."""
+    functions = [found] if isinstance(found, FunctionType) else found
+    if not isinstance(functions, list | tuple):
+        return None
+    if not functions:
+        raise ValueError(f"the environment {name} is an empty list: put functions into it, which are the tools")
+    names = ", ".join(by_name(map(tool_of, functions), name))
+    return Form(lambda settings: made(Functions, name, settings, list(functions)), "tools", f"tools {names}")
+
+
+def _class(found: Any, name: str) -> Form | None:
+    """A class, of ours or TRL's, or a partial of one."""
+    kind = found.func if isinstance(found, functools.partial) else found
+    if not inspect.isclass(kind):
+        return None
+    if is_trl(kind):
+        return Form(lambda settings: FromTRL(made(found, name, settings)), "trl", f"TRL's class {kind.__name__}")
+    check_class(kind, name)
+    return Form(lambda settings: made(found, name, settings), "class", f"class {kind.__name__}")
+
+
+def check_class(kind: type, name: str) -> None:
+    """Refuse a class whose members cannot be called as they will be.
+
+    Raises:
+        ValueError: naming the member.
+    """
+    if not hasattr(kind, "reset"):
+        raise ValueError(f"the environment {name} has no reset: write def reset(self, row, seed)")
+    for one, other in (("state", "restore"), ("restore", "state"), ("tool_schemas", "call"), ("call", "tool_schemas")):
+        if hasattr(kind, one) and not hasattr(kind, other):
+            raise ValueError(f"the environment {name} has {one} without {other}: write both or neither")
+    for member, names in PARTS.items():
+        function = inspect.getattr_static(kind, member, None)
+        if not isinstance(function, FunctionType):
+            continue
+        wanted = f"def {member}({', '.join(['self', *names])})"
+        try:
+            signature = inspect.signature(function)
+            # reset is called by keywords, in any order
+            signature.bind(None, **dict.fromkeys(names)) if member == "reset" else signature.bind(None, *names)
+        except TypeError as e:
+            raise ValueError(f"the environment {name}: {member} is called as {wanted}: {e}") from e
+
+
+def made(kind: Callable[..., Any], name: str, settings: dict[str, Any], *first: Any) -> Any:
+    """Return an object of a class by its settings.
+
+    Raises:
+        ValueError: the class does not take these settings.
+    """
+    try:
+        inspect.signature(kind).bind(*first, **settings)
+    except TypeError as e:
+        raise ValueError(
+            f"the settings of the environment {name} ({', '.join(settings) or 'none'}) do not fit: {e}"
+        ) from e
+    except ValueError:
+        pass  # some classes show no signature
+    return kind(*first, **settings)
+
+
+OF_NAMES: list[Callable[[str], Form | None]] = [_builtin]
+"""Read a name as a whole; the first that knows it gives its form."""
+OF_OBJECTS: list[Callable[[Any, str], Form | None]] = [_tools, _class]
+"""Read the object that a name `file.py:object` names; the first that knows it gives its form."""

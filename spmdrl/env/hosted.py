@@ -1,0 +1,299 @@
+"""One open environment in a worker: its requests, one at a time, and what its code may do wrong."""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from spmdrl.config.user_code import place, said
+from spmdrl.data.scores import as_score
+from spmdrl.env.answers import BadRewardError, Told, cut_text, finite, joined, raw_text, told, valid
+from spmdrl.env.base import BrokenError, PoolSettings, digest
+from spmdrl.env.forms import RESERVED
+from spmdrl.env.limits import LateError, Limits, RaisedError
+from spmdrl.env.operations import ArgumentsError, Tool, by_name, checked_schema, methods_of, tool_of
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class FailedError(Exception):
+    """The environment itself failed; the text says what and why."""
+
+
+@dataclass
+class Turn:
+    """The answer to one turn of the assistant, while it is made."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    done: bool = False
+    late: list[int] = field(default_factory=list)
+    """Indices of the calls that did not answer."""
+    counts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("calls", "failed_calls", "timeouts", "cut", "malformed", "seconds"), 0)
+    )
+
+
+class Hosted:
+    """An environment. Every request returns the reply's fields as JSON has them, or raises FailedError."""
+
+    def __init__(
+        self,
+        environment: Any,
+        row: dict[str, Any],
+        settings: PoolSettings,
+        limits: Limits,
+        begins: Callable[[str, float], None],
+    ):
+        """begins: called when a call begins, with its name and the time at which its limit is over; may be changed."""
+        self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
+        self.begins = begins
+        own = getattr(environment, "timeout_s", None)
+        self._seconds = settings.timeout_s if own is None else own
+        if not isinstance(self._seconds, int | float) or not 0 < self._seconds < math.inf:
+            raise FailedError(f"has the timeout_s {own!r}: give seconds above 0")
+        self._tools: dict[str, Tool] = {}
+
+    # ── requests ─────────────────────────────────────────────────────────────
+
+    def check(self) -> dict[str, Tool]:
+        """Return the typed functions that are its tools, by name."""
+        if hasattr(self._environment, "tool_schemas"):
+            return {}
+        try:
+            return by_name(map(tool_of, functions_of(self._environment)), "it")
+        except ValueError as e:
+            raise FailedError(f"offers tools that cannot be used: {e}") from None
+
+    async def open(self, seed: int, state: str | None, turns: list[dict], digests: list[str]) -> dict[str, Any]:
+        """Reset it, restore it to a state (JSON text), and run turns again.
+
+        digests: of the answers that the turns had; those that are known must come again.
+        """
+        result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
+        if result is None:
+            result = self._row.get("prompt")
+            if not result:
+                raise FailedError("returned None from reset, and the row has no prompt: return messages or a text")
+        messages = _messages(result, "reset", math.inf, "head")[0]
+        if not messages:
+            raise FailedError("returned no messages from reset")
+        self._tools = await self._offered()
+        if state is not None:
+            if not hasattr(self._environment, "restore"):
+                raise FailedError("was saved with a state and has no restore(state)")
+            await self._own("restore", partial(self._environment.restore, json.loads(state)))
+        replayed = []
+        for i, turn in enumerate(turns):
+            again = (await self._turn(turn)).messages
+            if i < len(digests) and digest(again) != digests[i]:
+                raise FailedError(
+                    f"gave other messages when turn {i + 1} was run again: one that depends on more than row and seed "
+                    "needs state() and restore(state)"
+                )
+            replayed.append(again)
+        tools = [tool.schema for tool in self._tools.values()]
+        return {"messages": messages, "tools": tools, "replayed": replayed, **await self._saved()}
+
+    async def say(self, turn: dict) -> dict[str, Any]:
+        """Run a turn's calls, and step."""
+        begin = time.monotonic()
+        answer = await self._turn(turn)
+        answer.counts["seconds"] = time.monotonic() - begin
+        return {
+            "messages": answer.messages,
+            "reward": math.fsum(answer.rewards) if answer.rewards else None,
+            "done": answer.done,
+            "counts": answer.counts,
+            "late": answer.late,
+            "digest": digest(answer.messages),
+            **await self._saved(),
+        }
+
+    async def score(self) -> dict[str, Any]:
+        """Ask for the final reward."""
+        if not hasattr(self._environment, "reward"):
+            return {"reward": None, "parts": {}}
+        value = await self._own("reward", self._environment.reward, self._settings.reward_timeout_s)
+        if value is None:
+            return {"reward": None, "parts": {}}
+        try:
+            score, parts = as_score(value)
+        except TypeError as e:
+            raise FailedError(f"failed in reward: {e}") from None
+        if not math.isfinite(score):
+            raise FailedError(f"returned the reward {score}, which is not finite")
+        return {"reward": score, "parts": parts}
+
+    async def close(self) -> None:
+        """Let it clear up."""
+        if hasattr(self._environment, "close"):
+            await self._own("close", self._environment.close)
+
+    # ── one turn ─────────────────────────────────────────────────────────────
+
+    async def _turn(self, turn: dict) -> Turn:
+        answer, calls = Turn(), turn["calls"]
+        if getattr(self._environment, "parallel_calls", True):
+            results = await asyncio.gather(*(self._call(i, call, answer) for i, call in enumerate(calls)))
+        else:
+            results = [await self._call(i, call, answer) for i, call in enumerate(calls)]
+        answer.late.sort()
+        for call, result in zip(calls, results, strict=True):
+            message = {"role": "tool", "content": result.text, "name": valid(call["name"][:100])}
+            if call["id"]:
+                message["tool_call_id"] = valid(call["id"][:100])
+            answer.messages.append(message)
+            answer.counts["cut"] += result.was_cut
+            answer.done |= result.done
+            if result.reward is not None:
+                answer.rewards.append(result.reward)
+        answer.counts["calls"] = len(calls)
+        if not answer.done:
+            if hasattr(self._environment, "step"):
+                await self._step(turn["message"] or {"role": "assistant", "content": turn["content"]}, answer)
+            else:
+                answer.done = not calls
+        return answer
+
+    async def _call(self, index: int, call: dict, answer: Turn) -> Told:
+        """Make a call. Whatever the model wrote or the tool does is an answer to the model."""
+        late = LateError(self._seconds)
+        try:
+            if call["late"]:
+                raise late
+            if call["error"] or call["arguments"] is None:
+                raise ArgumentsError(call["error"] or "the arguments of this call cannot be read")
+            tool = self._tools.get(call["name"])
+            if tool is None:
+                known = ", ".join(self._tools) or "none"
+                raise ArgumentsError(f"there is no tool {call['name'][:100]!r}; the tools are: {known}")
+            made = tool.bound(call["arguments"])
+            what = f"tool {tool.name}"
+            result = await self._limits.run(what, self._seconds, self.begins, made)
+            as_text = partial(told, result, self._settings.longest_answer, self._settings.cut)
+            if isinstance(result, str | bytes):
+                return as_text()
+            # The text of anything else may take long, and that of an object is its own code.
+            return await self._limits.run(what, self._seconds, self.begins, as_text)
+        except ArgumentsError as e:
+            answer.counts["malformed"] += 1
+            return self._told(str(e))
+        except LateError as e:
+            answer.counts["timeouts"] += 1
+            answer.late.append(index)
+            return Told(f"the tool {e}", done=self._settings.on_timeout == "end")
+        except RaisedError as e:
+            if isinstance(e.error, BrokenError | BadRewardError):
+                raise FailedError(f"failed in tool {call['name']}: {e.error}") from None
+            answer.counts["failed_calls"] += 1
+            return self._told(_text_of(e.error))
+
+    def _told(self, text: str) -> Told:
+        text, was_cut = cut_text(text, self._settings.longest_answer, self._settings.cut)
+        return Told(text, was_cut=was_cut)
+
+    async def _step(self, message: dict, answer: Turn) -> None:
+        result = await self._own("step", partial(self._environment.step, message))
+        if not isinstance(result, tuple | list) or len(result) != 3:
+            raise FailedError(f"must return (messages, reward, done) from step, and returned {said_type(result)}")
+        messages, reward, done = result
+        limit = self._settings.longest_answer
+        made, cuts = _messages([] if messages is None else messages, "step", limit, self._settings.cut)
+        answer.messages += made
+        answer.counts["cut"] += cuts
+        try:
+            number = finite(reward)
+        except BadRewardError as e:
+            raise FailedError(f"{e}, in step") from None
+        if number is not None:
+            answer.rewards.append(number)
+        answer.done = bool(done)
+
+    # ── the environment's own functions ──────────────────────────────────────
+
+    async def _own(self, what: str, function: Callable[[], Any], seconds: float = 0.0) -> Any:
+        """Call one of the environment's own functions, which must not fail."""
+        try:
+            return await self._limits.run(what, seconds or self._seconds, self.begins, function)
+        except LateError as e:
+            raise FailedError(f"{e} in {what}") from None
+        except RaisedError as e:
+            where = "" if isinstance(e.error, BrokenError) else f" ({place(e.error)})"
+            raise FailedError(f"failed in {what}: {said(e.error)}{where}") from None
+
+    async def _offered(self) -> dict[str, Tool]:
+        """Return its tools by name."""
+        if not hasattr(self._environment, "tool_schemas"):
+            return self.check()
+        schemas = await self._own("tool_schemas", self._environment.tool_schemas)
+        try:
+            tools = []
+            for schema in schemas or []:
+                whole = checked_schema(schema, "it")
+                call = partial(self._environment.call, whole["function"]["name"])
+                tools.append(Tool(whole, call, by_keyword=False, closed=False))
+            return by_name(tools, "it")
+        except ValueError as e:
+            raise FailedError(f"offers tools that cannot be used: {e}") from None
+
+    async def _saved(self) -> dict[str, str]:
+        """Return its state as JSON text, or why it cannot be saved."""
+        if not hasattr(self._environment, "state"):
+            return {}
+        try:
+            state = await self._limits.run("state", self._seconds, self.begins, self._environment.state)
+            return {} if state is None else {"state": json.dumps(state, allow_nan=False)}
+        except LateError as e:
+            return {"unsaved": f"state {e}"}
+        except RaisedError as e:
+            return {"unsaved": f"state raised {said(e.error)}"}
+        except (TypeError, ValueError, RecursionError) as e:
+            return {"unsaved": f"state is no JSON value: {said(e)}"}
+
+
+def functions_of(environment: Any) -> list[Callable[..., Any]]:
+    """Return the typed functions that are an environment's tools: its attribute `tools`, or its methods."""
+    listed = getattr(environment, "tools", None)
+    return list(listed) if isinstance(listed, list | tuple) else methods_of(environment, RESERVED)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return type and text of an error for the model."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:  # its text is its own code
+        return said(error)
+
+
+def said_type(value: object) -> str:
+    """Name the type of a value, of a tuple with its length."""
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
+
+
+def _messages(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
+    """Return messages with valid text, and how many texts were cut. A text is a message of the user."""
+    given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
+    given = [given] if isinstance(given, dict) else given
+    if not isinstance(given, list | tuple):
+        raise FailedError(f"must return messages, a text or None from {what}, and returned {said_type(given)}")
+    out, cuts = [], 0
+    for message in given:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise FailedError(
+                f'must return messages {{"role": ..., "content": ...}} with a role of {", ".join(ROLES)} from {what}, '
+                f"and returned {str(message)[:100]!r}"
+            )
+        content = message.get("content")
+        try:
+            raw = joined(content) if isinstance(content, list) else raw_text(content)
+            text, was_cut = cut_text(raw, int(min(longest, len(raw))), cut)
+            cuts += was_cut
+            out.append(json.loads(json.dumps({**message, "content": text})))
+        except (TypeError, ValueError) as e:
+            raise FailedError(f"returned a message from {what} that is neither text nor JSON: {e}") from None
+    return out, cuts

@@ -1,0 +1,122 @@
+"""Calls of user code with a time limit: async functions on the loop, others in threads."""
+
+import asyncio
+import functools
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+THREADS = 128
+"""Calls of plain functions that run at once in a process; a further one waits, and its time does not run."""
+GONE_WITHIN = 1.0
+"""Seconds after its limit in which a call may still end by itself. As no thread can be ended, its process goes then."""
+
+
+class LateError(Exception):
+    """A call did not answer within its limit."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"did not answer within {seconds:g} s")
+
+
+class RaisedError(Exception):
+    """A call raised."""
+
+    def __init__(self, error: BaseException):
+        """error: what it raised."""
+        super().__init__(repr(error))
+        self.error = error
+
+
+class Limits:
+    """Runs calls, each within its limit, and says where one does not end."""
+
+    def __init__(self, hangs: Callable[[str], None]):
+        """hangs: called with the name of a call that still runs `GONE_WITHIN` seconds after its limit."""
+        self._hangs = hangs
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
+        self._free = asyncio.Semaphore(THREADS)
+
+    async def run(
+        self, what: str, seconds: float, begins: Callable[[str, float], None], function: Callable[[], Any]
+    ) -> Any:
+        """Call a function and return its result.
+
+        what: its name. begins: called with the name and the time (time.monotonic()) at which its limit
+        will be over.
+
+        Raises:
+            LateError: it did not answer within `seconds`. An async function was cancelled; a thread goes on.
+            RaisedError: it raised anything.
+        """
+        if inspect.iscoroutinefunction(_innermost(function)):
+            end = time.monotonic() + seconds
+            begins(what, end)
+            return await self._awaited(what, seconds, end, function())
+        await self._free.acquire()
+        end = time.monotonic() + seconds
+        begins(what, end)
+        thread = self._threads.submit(_outcome, function)
+        work = asyncio.wrap_future(thread)
+        work.add_done_callback(lambda _: self._free.release())
+        result = await self._within(what, seconds, end, work, thread)
+        if inspect.isawaitable(result):  # a plain function that returned a coroutine
+            return await self._awaited(what, seconds, end, result)
+        return result
+
+    async def _awaited(self, what: str, seconds: float, end: float, result: Awaitable[Any]) -> Any:
+        task = asyncio.ensure_future(_outcome_of(result))
+        return await self._within(what, seconds, end, task, task)
+
+    async def _within(
+        self, what: str, seconds: float, end: float, work: asyncio.Future, real: Future | asyncio.Future
+    ) -> Any:
+        """real: ends when the call itself does; `work` ends at once when it is cancelled."""
+        try:
+            await asyncio.wait({work}, timeout=max(0.0, end - time.monotonic()))
+        except asyncio.CancelledError:  # the environment is closed meanwhile
+            self._stop(what, end, work, real)
+            raise
+        if not work.done():
+            self._stop(what, end, work, real)
+            raise LateError(seconds)
+        if work.cancelled():
+            raise RaisedError(asyncio.CancelledError())
+        result, error = work.result()
+        if error is not None:
+            raise RaisedError(error)
+        return result
+
+    def _stop(self, what: str, end: float, work: asyncio.Future, real: Future | asyncio.Future) -> None:
+        def look() -> None:
+            if not real.done():
+                self._hangs(what)
+
+        work.cancel()
+        asyncio.get_running_loop().call_later(max(0.0, end - time.monotonic()) + GONE_WITHIN, look)
+
+
+def _innermost(function: Callable[[], Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    # An object with an async __call__ counts as well.
+    return function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return (result, error). Futures do not carry StopIteration, and SystemExit would end the loop."""
+    try:
+        return function(), None
+    except BaseException as e:
+        return None, e
+
+
+async def _outcome_of(result: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await result, None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as e:
+        return None, e

@@ -1,0 +1,104 @@
+"""An open environment as the caller's side keeps it: whatever is needed to open it again in another process."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.data.keys import describe
+from spmdrl.env.base import Opening, Said, digest
+from spmdrl.health.child import Child
+
+
+@dataclass(eq=False)
+class Process(Child):
+    """A process of environments."""
+
+    holds: int = 0
+    """Environments in it."""
+
+
+@dataclass(eq=False)
+class Record:
+    """An environment and the request that it works on."""
+
+    key: Hashable
+    number: int
+    opening: Opening
+    worker: Process | None = None
+    """The process that it is open in; None where it is to be opened at the next request."""
+    state: str | None = None
+    """Its newest state that could be saved, as JSON text."""
+    turns: list[dict] = field(default_factory=list)
+    """The turns since that state, or since the reset."""
+    digests: list[str] = field(default_factory=list)
+    """Of the answers to them."""
+    failure: str = ""
+    deaths: int = 0
+    """Times that its process died while it worked on the present request."""
+
+    request: int = -1
+    """Number of the request under way, -1 for none."""
+    do: str = ""
+    said: Any = None
+    """The turn under way, as the caller gave it."""
+    turn: dict | None = None
+    """The same, as it travels."""
+    begun: list[tuple[str, float]] = field(default_factory=list)
+    """Names of calls that began for it, and the times at which their limits are over."""
+
+    @property
+    def end(self) -> float:
+        """When the limits of all calls that began are over (time.monotonic())."""
+        return max((end for _, end in self.begun), default=float("inf"))
+
+    def message(self) -> dict[str, Any]:
+        """Return the request under way, with all that opens the environment where it is in no process."""
+        message: dict[str, Any] = {"id": self.request, "do": self.do, "env": self.number}
+        if self.turn is not None:
+            message["turn"] = self.turn
+        if self.worker is None:
+            opening = self.opening
+            message["open"] = {
+                "name": opening.name,
+                "row": opening.row,
+                "seed": opening.seed,
+                "settings": opening.settings,
+                "state": self.state,
+                "turns": self.turns,
+                "digests": self.digests,
+            }
+        return message
+
+    def keep(self, reply: dict[str, Any]) -> None:
+        """Take what a reply says of the state after it, and out of the reply."""
+        done, late, told = self.turn, reply.pop("late", []), reply.pop("digest", "")
+        for i in late:
+            assert done is not None
+            done["calls"][i]["late"] = self.said.calls[i].late = True
+        state = reply.pop("state", None)
+        if state is not None:
+            self.state, self.turns, self.digests = state, [], []
+        elif done is not None:
+            self.turns.append(done)
+            self.digests.append(told)
+        elif self.do == "open":
+            self.digests = [digest(messages) for messages in reply["replayed"]]
+
+    def failed(self, why: str) -> str:
+        """Return a failure in words that name the environment and the row."""
+        return f"the environment {self.opening.name} of {describe(self.key)} (seed {self.opening.seed}) {why}"
+
+
+def wired(said: Said) -> dict[str, Any]:
+    """Return a turn as it travels to a process."""
+    calls = [
+        {
+            "name": str(call.name),
+            "arguments": call.arguments,
+            "id": str(call.id or ""),
+            "error": str(call.error),
+            "late": bool(getattr(call, "late", False)),
+        }
+        for call in said.calls
+    ]
+    return {"content": said.content, "message": said.message, "calls": calls}

@@ -1,0 +1,76 @@
+"""Environments and tools that were written for TRL (https://huggingface.co/docs/trl/openenv), as environments of ours.
+
+A class of `environment_factory` has `reset(**columns)`, which returns None or a text that is appended to the last
+message of the row's prompt. Its other public methods are tools. `get_reward()`, or else an attribute `reward`, gives
+the reward.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from spmdrl.env.answers import joined
+from spmdrl.env.operations import methods_of
+
+_OF_TRL = ("reset", "get_reward")
+
+
+class Functions:
+    """Typed functions as the tools of an environment that asks the row's prompt and keeps nothing."""
+
+    def __init__(self, tools: list[Callable[..., Any]]):
+        self.tools = tools
+
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        """Begin with the row's own prompt."""
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: functions keep nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+def is_trl(kind: type) -> bool:
+    """True for a class of TRL's `environment_factory`: its reset takes columns, and not the row as one."""
+    reset = inspect.getattr_static(kind, "reset", None)
+    if not inspect.isfunction(reset) or "row" in inspect.signature(reset).parameters:
+        return False
+    step = getattr(kind, "step", None)
+    takes_message = step is not None and "message" in inspect.signature(step).parameters
+    return not takes_message and not hasattr(kind, "restore")
+
+
+class FromTRL:
+    """An environment of TRL's."""
+
+    def __init__(self, environment: Any):
+        self.environment = environment
+        self.tools = methods_of(environment, _OF_TRL)
+        self.timeout_s = getattr(environment, "timeout_s", None)
+
+    def reset(self, row: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+        """Hand over the columns that its reset takes, and append what it returns to the prompt."""
+        parameters = inspect.signature(self.environment.reset).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        columns = {key: value for key, value in row.items() if takes_all or key in parameters}
+        observation = self.environment.reset(**columns)
+        if isinstance(observation, list):
+            observation = joined(observation)
+        if not isinstance(observation, str | None):
+            raise TypeError(f"reset returned {type(observation).__name__} where a text or None is wanted")
+        prompt = row.get("prompt") or ""
+        messages = (
+            [dict(each) for each in prompt] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        )
+        content = messages[-1].get("content") or ""
+        text = joined(content) if isinstance(content, list) else str(content)
+        messages[-1]["content"] = text + (observation or "")
+        return messages
+
+    def reward(self) -> Any:
+        """Ask the environment, or read its attribute; None where it has neither."""
+        if hasattr(self.environment, "get_reward"):
+            return self.environment.get_reward()
+        return None if callable(value := getattr(self.environment, "reward", None)) else value

@@ -1,0 +1,206 @@
+"""One process of environments: `python -m spmdrl.env.worker <parent pid>`, JSON lines in on stdin and out on stdout.
+
+In:  {settings}                           first line: fields of PoolSettings
+     {"id": n, "do": d, "env": k, "open": {...}?, "turn": {...}?}
+                                          d: `open`, `say`, `score`, or `close`, which has no answer. Where another
+                                          request comes with `open`, the environment is opened again first
+     {"id": n, "do": "check", "open": {"name": f, "settings": {...}}}      can such an environment be made?
+Out: {"ready": true}
+     {"id": n, "begins": what, "end": t}  a call of this request begins, whose limit is over at t (time.monotonic(), one
+                                          clock for all processes)
+     {"loading": b}                       before and after a file is imported, while nothing else goes on
+     {"id": n, "reply": {...}} or {"id": n, "failure": text}
+     {"hangs": text}                      a call goes on beyond its limit: this process ends, for there is no other way
+
+It imports nothing heavy of its own, so that a killed process is back at once.
+"""
+
+import asyncio
+import json
+import os
+import queue
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from spmdrl.config.user_code import place, said
+from spmdrl.env import limits
+from spmdrl.env.base import PoolSettings
+from spmdrl.env.forms import Form, load
+from spmdrl.env.hosted import FailedError, Hosted
+from spmdrl.env.limits import LateError, Limits, RaisedError
+from spmdrl.health.in_child import die_with, take_pipes, write_all
+
+CLOSES_WITHIN = 1.5
+"""Seconds in which open environments may clear up when the process ends."""
+STACK_MB = 8
+"""Memory that the stack of a thread is counted with."""
+
+
+class Worker:
+    """Runs requests side by side, those of one environment one after another."""
+
+    def __init__(self, settings: PoolSettings, answers: int):
+        """answers: descriptor of the pipe to the parent."""
+        self.settings = settings
+        self.limits = Limits(self._hangs)
+        self._hosted: dict[int, Hosted] = {}
+        self._tasks: dict[int, asyncio.Task] = {}
+        self._forms: dict[str, Form] = {}
+        self._answers = answers
+        # The pipe may be full for long while the parent is busy elsewhere; clocks of calls go on.
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a line to the parent, without waiting."""
+        self._lines.put((json.dumps(message) + "\n").encode())
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            write_all(self._answers, line)
+
+    def leave(self) -> None:
+        """End this process once all lines are written."""
+        self._lines.put(None)
+        self._writer.join()
+        sys.stdout.flush()
+        os._exit(0)
+
+    def _hangs(self, what: str) -> None:
+        self.send({"hangs": what})
+        self.leave()
+
+    # ── requests ─────────────────────────────────────────────────────────────
+
+    def hear(self, line: bytes) -> None:
+        """Take a request."""
+        message = json.loads(line)
+        env = message.get("env", -1)
+        if message["do"] == "close":
+            task = asyncio.ensure_future(self._close(env))
+        else:
+            task = asyncio.ensure_future(self._answer(message))
+            self._tasks[env] = task
+        _RUNNING.add(task)
+        task.add_done_callback(_RUNNING.discard)
+
+    async def _answer(self, message: dict[str, Any]) -> None:
+        number = message["id"]
+        try:
+            reply = {"reply": await self._reply(message)}
+        except FailedError as e:
+            reply = {"failure": str(e)}
+        except asyncio.CancelledError:
+            return  # closed meanwhile
+        except Exception as e:  # a mistake of ours must not leave the caller waiting
+            reply = {"failure": f"failed: {said(e)} ({place(e)})"}
+        self.send({"id": number, **reply})
+
+    async def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
+        def begins(what: str, end: float) -> None:
+            self.send({"id": message["id"], "begins": what, "end": end})
+
+        reply: dict[str, Any] = {}
+        if opening := message.get("open"):
+            form, environment = await self._made(opening, begins)
+            hosted = Hosted(environment, opening["row"], self.settings, self.limits, begins)
+            if message["do"] == "check":
+                hosted.check()
+                await hosted.close()
+                return {"hello": form.hello}
+            self._hosted[message["env"]] = hosted
+            reply = await hosted.open(opening["seed"], opening["state"], opening["turns"], opening["digests"])
+        hosted = self._hosted[message["env"]]
+        hosted.begins = begins
+        if message["do"] == "say":
+            return await hosted.say(message["turn"])
+        return await hosted.score() if message["do"] == "score" else reply
+
+    async def _made(self, opening: dict[str, Any], begins: Callable[[str, float], None]) -> tuple[Form, Any]:
+        try:
+            form = self._form(opening["name"])
+            make = partial(form.make, opening["settings"])
+            return form, await self.limits.run("its constructor", self.settings.timeout_s, begins, make)
+        except ValueError as e:
+            raise FailedError(f"cannot be loaded: {e}") from None
+        except LateError as e:
+            raise FailedError(f"{e} in its constructor") from None
+        except RaisedError as e:
+            where = "" if isinstance(e.error, ValueError) else f" ({place(e.error)})"
+            raise FailedError(f"cannot be made: {said(e.error)}{where}") from None
+
+    def _form(self, name: str) -> Form:
+        if name not in self._forms:
+            self.send({"loading": True})
+            try:
+                self._forms[name] = load(name)
+            finally:
+                self.send({"loading": False})
+        return self._forms[name]
+
+    async def _close(self, env: int) -> None:
+        if task := self._tasks.pop(env, None):
+            task.cancel()
+        if hosted := self._hosted.pop(env, None):
+            hosted.begins = lambda what, end: None
+            with suppress(FailedError):
+                await hosted.close()
+
+    async def close_all(self) -> None:
+        """Let all environments clear up, for `CLOSES_WITHIN` seconds."""
+        closing = [asyncio.ensure_future(self._close(env)) for env in list(self._hosted)]
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSES_WITHIN)
+
+
+_RUNNING: set[asyncio.Task] = set()
+"""Tasks that run; the loop itself would forget them."""
+
+
+def _bound_memory(settings: PoolSettings) -> None:
+    if settings.memory_mb:
+        size = (settings.memory_mb + limits.THREADS * STACK_MB) << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+async def serve(requests: int, answers: int) -> None:
+    """Serve until the requests end."""
+    loop, received, ended = asyncio.get_running_loop(), bytearray(), asyncio.Event()
+    workers: list[Worker] = []
+
+    def read() -> None:
+        data = os.read(requests, 1 << 16)
+        if not data:
+            loop.remove_reader(requests)
+            ended.set()
+            return
+        received.extend(data)
+        if b"\n" not in data:
+            return
+        *lines, rest = bytes(received).split(b"\n")
+        received[:] = rest
+        for line in lines:
+            if workers:
+                workers[0].hear(line)
+                continue
+            settings = PoolSettings(**json.loads(line))
+            _bound_memory(settings)
+            workers.append(Worker(settings, answers))
+            workers[0].send({"ready": True})
+
+    loop.add_reader(requests, read)
+    await ended.wait()
+    if workers:
+        await workers[0].close_all()
+        workers[0].leave()
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    asyncio.run(serve(*take_pipes()))
