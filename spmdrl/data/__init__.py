@@ -1,6 +1,7 @@
 """The data of a run: prompts, episodes, packed batches, micro-batches.
 
 sources.py     rows from files, HF datasets, reasoning-gym and built-in tasks
+reasoning.py   scores of reasoning-gym puzzles
 builtin.py     the built-in tasks
 chat.py        turns a prompt or chat messages into tokens
 dialogues.py   reads rows of supervised data as dialogues or text

@@ -1,0 +1,95 @@
+"""Puzzles of reasoning-gym (https://github.com/open-thought/reasoning-gym) with several attempts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from spmdrl.config.user_code import said
+from spmdrl.data.builtin import nearest
+from spmdrl.data.reasoning import answer_of, score
+from spmdrl.env.opening import opening, seed_of
+
+ASK = "Put your final answer between <answer> and </answer>."
+KEEPS = ("best", "last")
+
+
+class Attempts:
+    """A puzzle that the policy may answer several times; after each attempt but the last it is told that it was wrong.
+
+    The puzzle is the row's, where the row comes from the data source `reasoning-gym:<task>` (its columns task, config,
+    entry); all samples of a prompt then share it. Other rows get one drawn by their column `seed`, or by the run's seed
+    of the sample. An attempt is the text in `<answer>` tags, or the whole message; it is right at the task's score 1.
+    The reward is the best attempt's score, or the last one's (`keep`), with the parts `first` (the first one's score),
+    `attempts` (their number) and `format` (the share that had the tags).
+    """
+
+    def __init__(self, task: str, attempts: int = 3, keep: str = "best", **config: Any):
+        """task: a task of reasoning-gym; config: its settings, for rows that bring no puzzle.
+
+        Raises:
+            ValueError: the package is missing, there is no such task, or a setting is wrong.
+        """
+        try:
+            from reasoning_gym.factory import DATASETS
+        except ImportError as e:
+            raise ValueError(
+                f"reasoning_gym:{task} needs the package: pip install 'spmdrl[reasoning-gym]' ({e})"
+            ) from e
+        if task not in DATASETS:
+            raise ValueError(f"there is no task reasoning_gym:{task}: {nearest(task, DATASETS)}")
+        if type(attempts) is not int or attempts < 1:
+            raise ValueError(f"reasoning_gym:{task}: attempts is a number from 1 on, not {attempts!r}")
+        if keep not in KEEPS:
+            raise ValueError(f"reasoning_gym:{task}: keep is {' or '.join(KEEPS)}, not {keep!r}")
+        self._task, self._attempts, self._keep, self._config = task, attempts, keep, config
+        self._score: Callable[[str], float] = lambda answer: 0.0
+        self._scores: list[float] = []
+        self._tagged = 0
+
+    def reset(self, row: dict, seed: int) -> list[dict] | None:
+        """Take the row's puzzle, and return None, or draw one.
+
+        Raises:
+            ValueError: the row's puzzle is of another task, or the task refuses the settings.
+        """
+        self._scores, self._tagged = [], 0
+        if "entry" in row and "task" in row:
+            if row["task"] != self._task:
+                raise ValueError(f"reasoning_gym:{self._task} got a row of the task {row['task']}: name the same task")
+            self._score = lambda answer: score(row["task"], row["config"], row["entry"], answer)
+            return None
+        import reasoning_gym
+
+        config = {**self._config, "size": 1, "seed": seed_of(row, seed)}
+        try:
+            made = reasoning_gym.create_dataset(self._task, **config)
+            entry = made[0]
+        except Exception as e:  # each task checks its settings in its own way
+            raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({said(e)})") from e
+        self._score = lambda answer: float(made.score_answer(answer, entry))
+        return opening(row, f"{entry['question']}\n\n{ASK}")
+
+    def step(self, message: dict) -> tuple[str | None, None, bool]:
+        """Score an attempt: (that it was wrong and how many are left, no reward yet, whether it was the last one)."""
+        answer, tagged = answer_of(message.get("content") or "")
+        self._scores.append(self._score(answer))
+        self._tagged += tagged
+        left = self._attempts - len(self._scores)
+        if self._scores[-1] >= 1.0 or left <= 0:
+            return None, None, True
+        again = f"You have {left} attempts left." if left > 1 else "You have one attempt left."
+        return f"Your answer is not right. {again}", None, False
+
+    def reward(self) -> dict[str, float]:
+        """Return the score of the best or the last attempt, 0 without one, and the parts."""
+        scores = self._scores or [0.0]
+        kept = max(scores) if self._keep == "best" else scores[-1]
+        tagged = self._tagged / len(scores)
+        return {"score": kept, "first": scores[0], "attempts": float(len(self._scores)), "format": tagged}
+
+    def state(self) -> dict[str, Any]:
+        """Return the scores so far."""
+        return {"scores": self._scores, "tagged": self._tagged}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on after the attempts of a state."""
+        self._scores, self._tagged = list(state["scores"]), state["tagged"]

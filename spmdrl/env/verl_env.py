@@ -1,0 +1,266 @@
+"""verl's tools and interactions as environments: its YAML files with classes written against its `BaseTool` and
+`BaseInteraction` (https://verl.readthedocs.io/en/latest/sglang_multiturn/multiturn.html and interaction_system.html).
+
+A tool lives as long as its episode, which is the older of verl's two ways and the one that all four keywords of
+`tools_kwargs` belong to: `create` at the first call, or at the start where the row names the tool; `execute` for each
+call; `calc_reward` at the end; then `release`. (verl's agent loop creates and releases a tool around each call, so that
+`calc_reward` is never asked.) `create` gets its keywords both by name and as `create_kwargs`, since tools read either.
+An interaction answers each assistant's message that calls no tool.
+
+verl hands the numbers of tools and interactions to the reward function; here they count: an execution's reward and an
+interaction's score where they fall, the sum of `calc_reward` at the end. With the setting `count_rewards: false` they
+do not, and the tools' `calc_reward` are parts of the reward beside the score 0.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from spmdrl.data.scores import as_number
+from spmdrl.env.answers import Answer
+from spmdrl.env.base import BrokenError
+from spmdrl.env.opening import prompt_of
+from spmdrl.env.verl_modules import AgentData
+
+KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+OLD_NAME = "gsm8k"
+"""The interaction of a row that names none: verl's default before names were required."""
+
+
+@dataclass
+class Parts:
+    """Tools and interactions of YAML files; every environment of a process shares these objects, as in verl."""
+
+    tools: dict[str, Any] = field(default_factory=dict)
+    """name -> object of a class like verl's BaseTool."""
+    interactions: dict[str, Any] = field(default_factory=dict)
+    """name -> object of a class like verl's BaseInteraction."""
+
+
+class VerlTools:
+    """An environment of verl's tools: it ends with the first message that calls none."""
+
+    def __init__(self, parts: Parts, count_rewards: bool = True):
+        self._parts, self._counts = parts, count_rewards
+        self._kwargs: dict[str, dict[str, dict]] = {}
+        self._made: dict[str, asyncio.Task[tuple[str, str]]] = {}
+        self._agent = AgentData()
+
+    async def reset(self, row: dict, seed: int) -> list[dict] | None:
+        """Create the tools that the row names. Return messages only where a tool has a text to begin with.
+
+        row: `extra_info` holds `tools_kwargs` (tool -> the four keywords) and `need_tools_kwargs`, as verl's rows do.
+
+        Raises:
+            ValueError: the row names a tool that the YAML has not, or lacks the keywords that it says it needs.
+        """
+        extra = row.get("extra_info") or {}
+        self._kwargs = _tools_kwargs(row.get("tools_kwargs") or extra.get("tools_kwargs") or {}, self._parts.tools)
+        if extra.get("need_tools_kwargs") and not self._kwargs:
+            raise ValueError("the row's extra_info says need_tools_kwargs, and its tools_kwargs are empty: add them")
+        self._agent = AgentData(messages=prompt_of(row), request_id=uuid4().hex, tools_kwargs=self._kwargs)
+        made = await asyncio.gather(*map(self._instance, self._kwargs))
+        texts = zip(self._kwargs, made, strict=True)
+        said = [{"role": "tool", "name": name, "content": text} for name, (_, text) in texts if text]
+        self._agent.messages += said
+        return list(self._agent.messages) if said else None
+
+    def tool_schemas(self) -> list[dict]:
+        """Return the tools' schemas in OpenAI's form."""
+        return [schema_of(tool) for tool in self._parts.tools.values()]
+
+    async def call(self, name: str, arguments: dict) -> Answer:
+        """Execute a tool. Return its text and its reward, as it gave it.
+
+        Raises:
+            BrokenError: it returned something else than verl's three values.
+            Exception: whatever the tool raises, which is for the model to hear.
+        """
+        tool, kwargs = self._parts.tools[name], self._of(name, "execute_kwargs")
+        key, _ = await self._instance(name)
+        more = {"agent_data": self._agent} if _takes(tool.execute, "agent_data") else {}
+        result = await _awaited(tool.execute(key, _arguments(tool, arguments), **{**more, **kwargs}))
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise BrokenError(f"execute of {name} returned {type(result).__name__}, not (response, reward, metrics)")
+        text, reward = _text(result[0]), result[1]
+        self._agent.messages.append({"role": "tool", "name": name, "content": text})
+        if reward is not None:
+            self._agent.tool_rewards.append(reward)
+        return Answer(text, reward if self._counts else None)
+
+    async def reward(self) -> dict[str, float]:
+        """Return each tool's `calc_reward` under its name, and `score`, their sum.
+
+        Raises:
+            TypeError: a reward is no number.
+        """
+
+        async def of(name: str) -> float:
+            key, _ = await self._made[name]
+            value = await _awaited(self._parts.tools[name].calc_reward(key, **self._of(name, "calc_reward_kwargs")))
+            number = 0.0 if value is None else as_number(value)
+            if number is None:
+                raise TypeError(f"calc_reward of {name} returned {value!r}; a reward is a number")
+            return number
+
+        names = [name for name, made in self._made.items() if _succeeded(made)]
+        parts = dict(zip(names, await asyncio.gather(*map(of, names)), strict=True))
+        return {**parts, "score": sum(parts.values()) if self._counts else 0.0}
+
+    async def close(self) -> None:
+        """Release the tools."""
+        made, self._made = self._made, {}
+        for name, task in made.items():
+            if _succeeded(task):
+                await _awaited(self._parts.tools[name].release(task.result()[0], **self._of(name, "release_kwargs")))
+
+    def _of(self, name: str, keyword: str) -> dict:
+        return self._kwargs.get(name, {}).get(keyword, {})
+
+    async def _instance(self, name: str) -> tuple[str, str]:
+        """Return a tool's id in this episode and the text it began with; it is made once, unless that failed."""
+        task = self._made.get(name)
+        if task is None or (task.done() and not _succeeded(task)):
+            task = self._made[name] = asyncio.ensure_future(self._create(name))
+        return await asyncio.shield(task)
+
+    async def _create(self, name: str) -> tuple[str, str]:
+        tool, kwargs, own = self._parts.tools[name], self._of(name, "create_kwargs"), uuid4().hex
+        more = {"create_kwargs": kwargs} if _takes(tool.create, "create_kwargs") else {}
+        result = await _awaited(tool.create(own, **{**more, **kwargs}))
+        key, response = result if isinstance(result, tuple) else (result, "")
+        return (key if isinstance(key, str) else own), _text(response)
+
+
+class VerlTalk(VerlTools):
+    """An environment of verl's interactions, and of its tools if there are any."""
+
+    _interaction: Any = None
+    _name = ""
+    _id = ""
+    _heard = 0
+    """Messages up to the last answer; answers of tools stand behind them, before the message that called is known."""
+
+    async def reset(self, row: dict, seed: int) -> list[dict] | None:
+        """Create the tools and begin the interaction that the row's `interaction_kwargs` (in `extra_info`) name.
+
+        Raises:
+            ValueError: the row names an interaction or a tool that the YAML has not.
+        """
+        begun = await super().reset(row, seed)
+        self._heard = len(self._agent.messages)
+        given = row.get("interaction_kwargs") or (row.get("extra_info") or {}).get("interaction_kwargs") or {}
+        given = _present(given)
+        if not given and self._parts.tools:
+            return begun  # as in verl, such a row is one of tools alone
+        self._name = _interaction_name(given, self._parts.interactions)
+        self._interaction = self._parts.interactions[self._name]
+        self._agent.interaction, self._agent.interaction_kwargs = self._interaction, given
+        own = self._agent.request_id
+        key = await _awaited(self._interaction.start_interaction(own, **given))
+        self._id = key if isinstance(key, str) else own
+        return begun
+
+    async def step(self, message: dict) -> tuple[str | None, float | None, bool]:
+        """Let the interaction answer a message that calls no tool: (its text, the turn's score, whether it ends)."""
+        agent = self._agent
+        agent.messages.insert(self._heard, message)
+        self._heard = len(agent.messages)
+        agent.assistant_turns += 1
+        agent.user_turns += 1
+        if message.get("tool_calls"):
+            return None, None, False
+        if self._interaction is None:
+            return None, None, True
+        answer = self._interaction.generate_response(self._id, list(agent.messages), **agent.interaction_kwargs)
+        result = await _awaited(answer)
+        if not isinstance(result, tuple) or len(result) != 4:
+            raise TypeError(
+                f"generate_response of the interaction {self._name} returned {type(result).__name__}, not "
+                "(should_terminate, response, score, anything else)"
+            )
+        done, text, score = bool(result[0]), _text(result[1]), result[2]
+        agent.messages.append({"role": "user", "content": text})
+        self._heard += 1
+        if score is not None:
+            agent.turn_scores.append(score)
+        return text, score if self._counts else None, done
+
+    async def close(self) -> None:
+        """Release the tools and finalize the interaction."""
+        await super().close()
+        interaction, self._interaction = self._interaction, None
+        if interaction is not None:
+            end = interaction.finalize_interaction
+            await _awaited(end(self._id) if _takes(end, "instance_id") else end())
+
+
+def schema_of(tool: Any) -> dict:
+    """Return a tool's schema as a dict, of a tool that keeps it as a dict or as a model of verl's."""
+    schema = tool.tool_schema
+    return schema if isinstance(schema, dict) else schema.model_dump(exclude_unset=True, exclude_none=True)
+
+
+def _tools_kwargs(given: dict, tools: dict[str, Any]) -> dict[str, dict[str, dict]]:
+    """Return the keywords of each tool that the row names."""
+    found = _present(given)
+    if unknown := sorted(found.keys() - tools.keys()):
+        raise ValueError(
+            f"the row's tools_kwargs name {unknown[0]!r}; the YAML has the tools {', '.join(tools) or '-'}"
+        )
+    out = {}
+    for name, value in found.items():
+        if wrong := sorted(value.keys() - set(KEYWORDS)):
+            raise ValueError(f"the row's tools_kwargs of {name} hold {wrong[0]!r}; they may hold {', '.join(KEYWORDS)}")
+        out[name] = {word: _present(kwargs) for word, kwargs in _present(value).items()}
+    return out
+
+
+def _present(given: dict) -> dict:
+    """Return the items that a row has: parquet gives every row the keys of all rows, with None where it had none."""
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _interaction_name(given: dict, interactions: dict[str, Any]) -> str:
+    name = given.get("name") or (next(iter(interactions)) if len(interactions) == 1 else OLD_NAME)
+    if name not in interactions:
+        raise ValueError(
+            f"the row's interaction_kwargs name the interaction {name!r}; the YAML has {', '.join(interactions)}"
+        )
+    return name
+
+
+def _text(response: Any) -> str:
+    """Return the text of an answer: verl's ToolResponse, a dict with its keys, or a text (its older form)."""
+    if response is None or isinstance(response, str):
+        return response or ""
+    if not isinstance(response, dict):
+        if not hasattr(response, "text"):
+            return str(response)
+        response = {key: getattr(response, key, None) for key in ("text", "image", "video")}
+    left_out = [f"({len(response[kind])} {kind}s are not shown)" for kind in ("image", "video") if response.get(kind)]
+    return "\n".join([*([response["text"]] if response.get("text") else []), *left_out])
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    """True if a function can be called with the keyword."""
+    parameters = inspect.signature(function).parameters
+    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _arguments(tool: Any, arguments: dict) -> dict | str:
+    """Return a call's arguments as the tool takes them: as JSON where its signature says `parameters: str`."""
+    wanted = inspect.signature(tool.execute).parameters.get("parameters")
+    return json.dumps(arguments) if wanted is not None and wanted.annotation in (str, "str") else arguments
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

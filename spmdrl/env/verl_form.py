@@ -1,0 +1,221 @@
+"""Reads verl's YAML files of tools and interactions, and recognises classes written against verl's base classes.
+
+    tools:
+      - class_name: my_tools.Lookup          # imported from the working directory or from beside this file
+        config: {type: native, ...}
+        tool_schema: {type: function, function: {name: lookup, ...}}
+    interaction:
+      - name: teacher
+        class_name: my_users.Teacher
+        config: {}
+
+Either list may stand in a file of its own, as in verl: the setting `interaction_config_path` names the second file.
+`verl_env.py` says how such environments behave.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spmdrl.config.user_code import said
+from spmdrl.env.verl_env import Parts, VerlTalk, VerlTools, schema_of
+from spmdrl.env.verl_modules import provide, provided
+
+SUFFIXES = (".yaml", ".yml")
+SETTINGS = ("interaction_config_path", "count_rewards")
+METHODS = {"tools": ("create", "execute", "calc_reward", "release"), "interaction": ("generate_response",)}
+"""The methods that a class of each list has."""
+
+
+def is_verl_yaml(path: str) -> bool:
+    """True if a file is a YAML of verl's tools or interactions."""
+    file = Path(path).expanduser()
+    if file.suffix not in SUFFIXES or not file.is_file():
+        return False
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        return False
+    return isinstance(found, dict) and any(isinstance(found.get(key), list) for key in METHODS)
+
+
+def is_mine(target: object, name: str) -> bool:
+    """True if an environment's name or the class that it names is in verl's form."""
+    if target is None:
+        return is_verl_yaml(name)
+    return isinstance(target, type) and _kind(target) != ""
+
+
+def wrap(target: object, settings: dict[str, Any]) -> VerlTools:
+    """Make an environment of a YAML (its path) or of one class like verl's BaseTool or BaseInteraction.
+
+    settings: those of `load_yaml`; of a class also `config`, and `tool_schema` unless it has one of its own.
+
+    Raises:
+        ValueError: the file or the class cannot be used; the message says what to change.
+    """
+    if isinstance(target, str):
+        return load_yaml(target)(settings)
+    assert isinstance(target, type)
+    entry = {key: settings[key] for key in ("config", "tool_schema") if key in settings}
+    rest = {key: value for key, value in settings.items() if key not in entry}
+    parts = Parts()
+    if _kind(target) == "tools":
+        _add_tool(parts, target, entry, target.__name__)
+    else:
+        _add_interaction(parts, target, entry, target.__name__)
+    return _environment(parts, rest, target.__name__)
+
+
+def load_yaml(path: str) -> Callable[[dict[str, Any]], VerlTools]:
+    """Return what makes environments of a YAML: a function of the settings.
+
+    Settings: `interaction_config_path`, a second YAML, beside the first unless it is found from the working directory;
+    `count_rewards` (default true), whether the tools' and interactions' numbers are rewards.
+
+    Raises:
+        ValueError: the file, a class or a schema cannot be used; the message names it and says what to change.
+    """
+    parts = _read(str(Path(path).expanduser().resolve()))
+
+    def make(settings: dict[str, Any]) -> VerlTools:
+        rest = dict(settings)
+        second = rest.pop("interaction_config_path", None)
+        if second is None:
+            return _environment(parts, rest, path)
+        file = Path(second).expanduser()
+        file = file if file.is_file() else Path(path).expanduser().resolve().parent / second
+        more = _read(str(file.resolve()))
+        return _environment(Parts(parts.tools, {**parts.interactions, **more.interactions}), rest, path)
+
+    return make
+
+
+def _environment(parts: Parts, settings: dict[str, Any], of: str) -> VerlTools:
+    if unknown := sorted(settings.keys() - {"count_rewards"}):
+        raise ValueError(
+            f"{of}: there is no setting {unknown[0]!r} of verl's tools; the settings: {', '.join(SETTINGS)}"
+        )
+    counts = settings.get("count_rewards", True)
+    if not isinstance(counts, bool):
+        raise ValueError(f"{of}: the setting count_rewards is true or false, not {counts!r}")
+    return VerlTalk(parts, counts) if parts.interactions else VerlTools(parts, counts)
+
+
+@lru_cache(maxsize=32)
+def _read(path: str) -> Parts:
+    """Read a file and make its objects, once in a process."""
+    provide()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        found = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {path} ({e})") from e
+    except (yaml.YAMLError, RecursionError) as e:
+        raise ValueError(f"{path} is no YAML ({' '.join(str(e).split())})") from e
+    if not isinstance(found, dict) or not any(isinstance(found.get(key), list) for key in METHODS):
+        raise ValueError(f"{path}: a YAML of verl's has a list `tools` or a list `interaction`")
+    if "${" in text:
+        found = _resolved(path, found)
+    _make_importable(path)
+    parts = Parts()
+    for key in METHODS:
+        for number, entry in enumerate(found.get(key) or ()):
+            where = f"{path}: {key}[{number}]"
+            if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str) or not entry["class_name"]:
+                raise ValueError(f"{where} has no class_name: give it as package.module.Class")
+            config = entry.get("config") or {}
+            if not isinstance(config, dict):
+                raise ValueError(f"{where}: config is a mapping, not {config!r}")
+            if key == "tools" and config.get("type", "native") != "native":
+                raise ValueError(
+                    f"{where}: only tools of config.type native are read from verl's YAML, and this is of type "
+                    f"{config['type']!r}; name an MCP server as an environment of its own"
+                )
+            kind = _class(entry["class_name"], where)
+            if key == "tools":
+                _add_tool(parts, kind, entry, where)
+            else:
+                _add_interaction(parts, kind, entry, where)
+    return parts
+
+
+def _resolved(path: str, found: dict) -> dict:
+    """Return the settings with OmegaConf's `${...}` filled in, as verl does."""
+    try:
+        from omegaconf import OmegaConf  # type: ignore[import-not-found]
+    except ImportError as e:
+        raise ValueError(f"{path} has values like ${{...}}: pip install omegaconf, or write the values out") from e
+    try:
+        filled: Any = OmegaConf.to_container(OmegaConf.create(found), resolve=True)
+    except Exception as e:  # OmegaConf has many of its own
+        raise ValueError(f"{path}: a value like ${{...}} cannot be filled in ({e})") from e
+    return filled
+
+
+def _make_importable(path: str) -> None:
+    """Let classes be imported from the working directory, as verl's users do, and from beside the file."""
+    for folder in (str(Path.cwd()), str(Path(path).parent)):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def _class(name: str, where: str) -> type:
+    module, _, last = name.rpartition(".")
+    if not module:
+        raise ValueError(f"{where}: class_name {name!r} has no module: give it as package.module.Class")
+    try:
+        kind = getattr(importlib.import_module(module), last, None)
+    except Exception as e:  # whatever the user's file does
+        missing = isinstance(e, ModuleNotFoundError) and (e.name or "").partition(".")[0] == "verl"
+        more = f"; verl is not installed, and of it there are only {', '.join(provided())}" if missing else ""
+        raise ValueError(f"{where}: cannot import {module} ({said(e)}){more}") from e
+    if not isinstance(kind, type):
+        raise ValueError(f"{where}: the module {module} has no class {last}: change class_name")
+    return kind
+
+
+def _kind(target: type) -> str:
+    """Return the list to which a class belongs, or ""."""
+    return next((key for key, names in METHODS.items() if all(callable(getattr(target, n, None)) for n in names)), "")
+
+
+def _add_tool(parts: Parts, kind: type, entry: dict, where: str) -> None:
+    """Make a tool as verl does, of its config and the model of its schema."""
+    if _kind(kind) != "tools":
+        raise ValueError(f"{where}: {kind.__name__} is no tool; it has not all of {', '.join(METHODS['tools'])}")
+    config, schema = dict(entry.get("config") or {}), entry.get("tool_schema")
+    provide()
+    schemas = importlib.import_module("verl.tools.schemas")
+    if schema is not None:
+        if not isinstance(schema, dict) or not isinstance(schema.get("function"), dict):
+            raise ValueError(f"{where}: tool_schema has no `function` with a name, a description and parameters")
+        if not isinstance(schema["function"].get("name"), str) or not schema["function"]["name"]:
+            raise ValueError(f"{where}: tool_schema.function has no name: the model calls the tool by it")
+    try:
+        model = None if schema is None else schemas.OpenAIFunctionToolSchema.model_validate(schema)
+        tool = kind(config=config, tool_schema=model)
+        name = schema_of(tool)["function"]["name"]
+    except Exception as e:  # pydantic's and the user's own
+        raise ValueError(f"{where}: {kind.__name__} cannot be made ({said(e)})") from e
+    if name in parts.tools:
+        raise ValueError(f"{where}: there are two tools named {name!r}: rename one in its tool_schema")
+    parts.tools[name] = tool
+
+
+def _add_interaction(parts: Parts, kind: type, entry: dict, where: str) -> None:
+    """Make an interaction as verl does, of its config with its name in it."""
+    if _kind(kind) != "interaction":
+        raise ValueError(f"{where}: {kind.__name__} is no interaction; it has no generate_response")
+    name = entry.get("name") or (kind.__name__.removesuffix("Interaction") or kind.__name__).lower()
+    if name in parts.interactions:
+        raise ValueError(f"{where}: there are two interactions named {name!r}: give one another name")
+    try:
+        parts.interactions[name] = kind(config={**(entry.get("config") or {}), "name": name})
+    except Exception as e:  # the user's own
+        raise ValueError(f"{where}: {kind.__name__} cannot be made ({said(e)})") from e
