@@ -56,7 +56,9 @@ def paths_of(episode: Episode) -> list[Path]:
 
 def add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: torch.Tensor, version: torch.Tensor):
     """Add a path, given as columns [L], to an episode that has the earlier ones."""
-    alike = [(shared_length(episode.along(lambda s: s.tokens, path), tokens), path) for path in episode.paths()]
+    held = [(path, episode.along(lambda s: s.tokens, path)) for path in episode.paths()]
+    # A path that ended is no part of a later one.
+    alike = [(min(shared_length(x, tokens), len(x) - 1), path) for path, x in held]
     shared, path = max(alike, key=lambda pair: pair[0])
     # What is sampled here is no earlier path's, whatever the tokens are.
     sampled = torch.nonzero(mask).flatten().tolist()

@@ -70,5 +70,5 @@ def segments_of(
 def shared_length(a: torch.Tensor, b: torch.Tensor) -> int:
     """Return the number of rows at the beginning that two tensors have in common."""
     n = min(len(a), len(b))
-    different = (a[:n] != b[:n]).reshape(n, -1).any(1).nonzero()
+    different = (a[:n] != b[:n]).flatten(1).any(1).nonzero() if a.dim() > 1 else (a[:n] != b[:n]).nonzero()
     return int(different[0]) if len(different) else n

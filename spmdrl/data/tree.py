@@ -69,7 +69,7 @@ def shared_tokens(
         begins_B: bool [B], True for the first path of an episode (`Batch.begins`); None: each sequence is an episode.
         experts_T: [T, ...] under routing replay; shared tokens must then have the same experts too.
     """
-    columns = [tokens_T[:, None]] if experts_T is None else [tokens_T[:, None], experts_T.flatten(1)]
+    columns = [tokens_T] if experts_T is None else [tokens_T, experts_T]
     lengths, first_B = lengths_B.tolist(), prompt_lengths(lengths_B, mask_T).tolist()
     rows = [x.split(lengths) for x in columns]
     begins = [True] * len(lengths) if begins_B is None else begins_B.tolist()

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config
 from spmdrl.data.batch import balance, from_episodes, share_out
-from spmdrl.data.episode import Episode, episode_of
+from spmdrl.data.episode import Episode, episode_of, prompt_segment
+from spmdrl.data.packing import work_of
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models
 from spmdrl.rl.compose import compose
@@ -115,6 +116,45 @@ def synthetic_batch(prompts: int = 4, samples: int = 3) -> list[Episode]:
     return out
 
 
+def branching_batch(prompts: int = 4, samples: int = 3) -> list[Episode]:
+    """Episodes of several turns: some never branch, others have two to four paths with different rewards in turns.
+
+    A branch begins where the history is shortened, in the middle of a response, or inside the prompt.
+    """
+    out = []
+    for position in range(prompts):
+        rng = generator_for(12, position)
+        draw = lambda n, rng=rng: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
+        prompt = draw(PROMPT)
+        for sample in range(samples):
+            episode = Episode(position, sample, position, [prompt_segment(prompt)], "stop")
+
+            def respond(most: int, rng=rng, draw=draw, episode=episode) -> None:
+                n = 1 + rng.randrange(most)
+                episode.add_sampled(draw(n), [-rng.uniform(2.0, 5.0) for _ in range(n)], 0)
+                episode.add_reward(rng.randrange(3) / 4)
+
+            respond(9)
+            episode.add_observed(draw(3))
+            respond(5)
+            kinds = (position + sample) % 4
+            if kinds:
+                # The first response is left out of the history.
+                episode.fork([*prompt, *draw(2)])
+                respond(7)
+            if kinds > 1:
+                episode.add_observed(draw(2), after=episode.cut(PROMPT + 2))
+                respond(3)
+            if kinds > 2:
+                episode.fork([*prompt[: PROMPT // 2], *draw(5)])
+                respond(4)
+            # Every third group agrees on the outcome.
+            final = 0.5 - episode.turn_rewards if position % 3 == 2 else rng.randrange(3) / 2
+            episode.reward = episode.turn_rewards + final
+            out.append(episode)
+    return out
+
+
 @contextmanager
 def float64_softmax():
     """Takes softmax in float64: Hugging Face's eager attention takes it in float32 whatever the model's type."""
@@ -141,14 +181,15 @@ def group_of(world):
     return world.data_group
 
 
-def packed(cfg: Config, world, everyone: list[Episode], experts_width: int = 0):
-    """Packs this rank's balanced share of episodes that engines made; experts_width: as in `from_episodes`."""
+def packed(cfg: Config, world, everyone: list[Episode], experts_width: int = 0, turn_rewards: bool = False):
+    """Packs this rank's balanced share of episodes that engines made; the rest as in `from_episodes`."""
     mine = [t for t in everyone if t.position % world.size == world.rank]
     parts = tuple(sorted({name for t in everyone for name in t.parts}))
-    batch = from_episodes(mine, parts, experts_width)
+    batch = from_episodes(mine, parts, experts_width, turn_rewards=turn_rewards)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(0, 0, *row, 1) for row in rows], dtype=torch.int64)
-    batch.seq["work"] = batch.lengths
+    batch.seq["work"], common = work_of(batch, cfg.policy.share_prompts)
+    batch.seq |= {"common": common} if cfg.policy.share_prompts else {}
     prompts = max(t.position for t in everyone) + 1
     batch = ReplayBuffer(cfg.filter, prompts).mix(batch, 0, 0, Peers(world.group, world.device))
     order = list(range(prompts))

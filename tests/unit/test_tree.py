@@ -1,17 +1,20 @@
-"""Shared prompts: the tree of a pack gives the same as the pack, in value and gradient, for every kind of attention."""
+"""Shared tokens: the tree of a pack gives the same as the pack, in value and gradient, for every kind of attention.
+
+Samples share their prompt, paths of an episode as much as is equal.
+"""
 
 import pytest
 import torch
 
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import episode_of
-from spmdrl.data.packing import microbatch_count, microbatches, units_of
+from spmdrl.data.packing import microbatch_count, microbatches, units_of, work_of
 from spmdrl.data.tree import plan_tree, prompt_lengths, shared_tokens
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.varlen import KERNELS
 from spmdrl.policy.heads import PackedLM, PackedScalar
 from spmdrl.spmd.balance import assign_balanced, assign_groups
-from tests.ranks.cases import VOCAB, small_model, synthetic_batch
+from tests.ranks.cases import VOCAB, branching_batch, small_model, synthetic_batch
 from tests.unit.varlen_kernels import calls, stand_in
 
 
@@ -123,6 +126,107 @@ def test_layout_shared_prompts_change_no_value(folders):
     with torch.no_grad():
         one, other = (PackedScalar(hf, share=share)(tokens, lengths, mask, 1.0)[0] for share in (False, True))
     assert one.abs().max() > 0.1 and (one - other).abs().max() < 1e-10
+
+
+# ── episodes that branch ─────────────────────────────────────────────────────
+
+
+def test_a_trie_holds_every_token_of_every_path_once():
+    *columns, batch = pack(branching_batch(6, 3))
+    tree = plan_tree(*columns, batch.begins)
+    tokens, lengths, mask = columns
+    assert tree is not None and torch.equal(tokens[tree.keep][tree.place], tokens)
+    inside = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    assert torch.equal(tree.positions[tree.place], inside)
+    assert tree.parents[: tree.parents.count(-1)] == [-1] * 6 and min(tree.lengths) >= 1
+    # As many rows as there are prefixes of paths in each episode, and a prompt of 16 tokens once for three samples.
+    rows = [tuple(row.tolist()) for row in tokens.split(lengths.tolist())]
+    found = {(int(e), row[:end]) for e, row in zip(batch.episode, rows, strict=True) for end in range(1, len(row) + 1)}
+    assert len(tree.keep) == len(found) - 6 * 2 * 16 and len(tree.keep) * 2 < len(tokens)
+    # On its way to the root a node meets the tokens before it, whole.
+    starts = torch.cumsum(torch.tensor([0, *tree.lengths]), 0).tolist()
+    for i, end in enumerate(torch.cumsum(lengths, 0).tolist()):
+        row = int(tree.place[end - 1])
+        node = next(n for n in range(len(tree.lengths)) if starts[n] <= row < starts[n + 1])
+        seen = list(range(starts[node], row + 1))
+        while tree.parents[node] >= 0:
+            node = tree.parents[node]
+            seen = [*range(starts[node], starts[node + 1]), *seen]
+        assert tokens[tree.keep[seen]].tolist() == tokens[end - int(lengths[i]) : end].tolist()
+
+
+@pytest.mark.parametrize("kind", ["padded", "eager", *KERNELS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layout_branches_change_nothing(folders, family, kind, monkeypatch):
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    from spmdrl.hub.build import build_model
+
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", float64_norm)
+    calls.clear()
+    tokens, lengths, mask, batch = pack(branching_batch(4, 3))
+    coefficients = torch.randn(2, len(tokens), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    seen = []
+    for share in (False, True):
+        hf = build_model(folders[family], torch.float64, False, attention.register())
+        model = PackedLM(hf, kind if share else WITHOUT_TREE.get(kind, kind), share=share).train()
+        with monkeypatch.context() as patch:
+            if kind in KERNELS:
+                stand_in(patch)
+            logp, entropy = model(tokens, lengths, mask, 0.8, begins_B=batch.begins)
+            assert set(calls) == ({kind} & set(KERNELS) if share else set())
+            calls.clear()
+        (coefficients[0] * logp + coefficients[1] * entropy).sum().backward()
+        seen.append((logp.detach(), entropy.detach(), {n: p.grad for n, p in hf.named_parameters()}))
+    assert (seen[0][0] - seen[1][0]).abs().max() < 1e-10 and (seen[0][1] - seen[1][1]).abs().max() < 1e-10
+    for name, gradient in seen[0][2].items():
+        assert (gradient - seen[1][2][name]).abs().max() <= 1e-10 * max(1.0, gradient.abs().max().item()), name
+
+
+def test_layout_branches_change_no_value(folders):
+    from spmdrl.hub.build import build_model
+
+    hf = build_model(folders["qwen2"], torch.float64, False, attention.register(), "value")
+    torch.nn.init.normal_(hf.score.weight, generator=torch.Generator().manual_seed(0))
+    tokens, lengths, mask, batch = pack(branching_batch(4, 3))
+    seen = []
+    for share in (False, True):
+        hf.zero_grad()
+        value = PackedScalar(hf, share=share)(tokens, lengths, mask, 1.0, begins_B=batch.begins)[0]
+        (value * torch.linspace(-1, 1, len(value))).sum().backward()
+        seen.append((value.detach(), hf.score.weight.grad.clone()))
+    assert seen[0][0].abs().max() > 0.1
+    assert all((a - b).abs().max() < 1e-10 for a, b in zip(*seen, strict=True))
+
+
+def test_paths_share_only_what_went_to_the_same_experts():
+    tokens, lengths, mask, batch = pack(branching_batch(1, 2))
+    experts = torch.zeros(len(tokens), 1, 2, dtype=torch.int16)
+    alike = shared_tokens(tokens, lengths, mask, batch.begins, experts)
+    assert alike == shared_tokens(tokens, lengths, mask, batch.begins) and alike.tokens[2] == 16
+    experts[batch.cu_seqlens[2] + 5] = 1
+    assert shared_tokens(tokens, lengths, mask, batch.begins, experts).tokens[2] == 5
+
+
+def test_micro_batches_keep_an_episode_together():
+    *_, batch = pack(branching_batch(4, 3))
+    for share, budget in ((False, 150), (True, 80)):
+        units = units_of(batch, budget, share)
+        assert sorted(i for u in units for i in u.members) == list(range(len(batch)))
+        home = {i: number for number, u in enumerate(units) for i in u.members}
+        for episode in range(12):
+            assert len({home[i] for i in torch.nonzero(batch.episode == episode).flatten().tolist()}) == 1
+        work, common = work_of(batch, share)
+        for unit in units:
+            part = batch.select(torch.tensor(unit.members))
+            tree = plan_tree(part.token["tokens"], part.lengths, part.token["mask"], part.begins) if share else None
+            assert unit.tokens == (len(tree.keep) if tree else part.n_tokens) <= budget
+        alone = units_of(batch, 1, share)
+        per_episode = torch.zeros(12, dtype=torch.int64).index_add_(0, batch.episode, work)
+        assert [u.tokens for u in alone] == per_episode.tolist()
+        assert common[batch.firsts].tolist() == [16 * share] * 12 and int(common.sum()) == 16 * 12 * share
+    with pytest.raises(ValueError, match="an episode that branches counts with all its paths"):
+        microbatch_count(torch.tensor([u.tokens for u in units_of(batch, 60, False)]), 60)
 
 
 def test_the_tree_runs_fewer_tokens(folders):
