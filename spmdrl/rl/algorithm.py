@@ -74,7 +74,10 @@ class Algorithm:
         return batch
 
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
-        """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward."""
+        """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward.
+
+        `token["turn_shaped"]` (`score.shape`) is the part of the reward that fell before the end, turn by turn.
+        """
         token, mask_T, seq_T = batch.token, batch.token["mask"], batch.seq_index
         kl_T = None
         if outcome == "shaped" and self.settings.kl_in == "reward" and self.state["kl_coef"]:
@@ -82,9 +85,11 @@ class Algorithm:
         optional = {name: token[key].double() for name, key in OPTIONAL.items() if key in token}
         if values in token:
             optional["values"] = token[values].double()
-        optional |= {name: token[name] for name in ("turn", "state") if name in token}
+        optional |= {name: token[name] for name in ("turn", "state", "parent") if name in token}
+        turn_reward_T = token.get("turn_shaped") if outcome == "shaped" else None
+        outcome_B, turn_T = batch.seq[outcome], token.get("turn")
         return Samples(
-            rewards=token_rewards(batch.seq[outcome], kl_T, self.state["kl_coef"], mask_T, seq_T),
+            rewards=token_rewards(outcome_B, kl_T, self.state["kl_coef"], mask_T, seq_T, turn_T, turn_reward_T),
             mask=mask_T,
             seq=seq_T,
             group=batch.seq["position"],
