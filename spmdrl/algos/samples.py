@@ -78,7 +78,7 @@ class Samples:
     first turns of a prompt answer to it, and every later one to a state of its own."""
     parent: torch.Tensor | None = None
     """int64 [T]: the turn that this token's turn follows as a decision, whether or not its tokens stand in this one's
-    context; -1 for a first turn. Where an episode forks, several turns follow one. None: the turn before."""
+    context; -1 for a first turn. Several turns may follow one, as the episode forks there. None: the turn before."""
     gather: Gather = alone
     """(seq_n, columns_nK) -> (rows of every rank in sample order [N, K], this rank's places in them [n])."""
 

@@ -135,8 +135,8 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
 def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> torch.Tensor:
     """Returns the reward as advantages see it, [B]. Collective.
 
-    Where the batch has rewards of turns, it gets `token["turn_shaped"]` too: these in the units of the result. Bounds
-    and terms of length are of the whole episode.
+    A batch with rewards of turns gets `token["turn_shaped"]` too: these in the units of the result. Bounds and terms of
+    length are of the whole episode.
 
     state: `Algorithm.state`, whose running moments of the reward move.
     """
