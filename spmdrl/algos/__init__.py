@@ -3,7 +3,9 @@
 Call advantages and losses through their dicts, because one of each is named `reinforce`.
 
 advantages.py         outcome advantages: one number for each sequence
-credit.py             advantages by token or turn; reward and cost combined
+credit.py             advantages by token; reward and cost combined
+turns.py              advantages by turn
+tree.py               which token and turn follows which, and sums along them
 estimators.py         the dict of all advantage estimators
 samples.py            inputs of an estimator
 losses.py             policy losses token by token

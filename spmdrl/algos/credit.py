@@ -1,14 +1,16 @@
-"""Advantages that differ from token to token or from turn to turn, and the combination of reward and cost.
+"""Advantages that differ from token to token, and the combination of reward and cost.
 
-S: sampled tokens of this rank; time is the index among the sampled tokens of the sequence, so a tool's text between
-them neither bootstraps nor decays anything. Estimators are functions of `Samples`; a result does not depend on how the
-sequences are spread over ranks. ValueError: an input that is missing or not finite, settings out of range.
+S: sampled tokens of this rank; time is the number of sampled tokens before one on its path (`tree.py`), so a tool's
+text between them neither bootstraps nor decays anything. Estimators are functions of `Samples`; a result does not
+depend on how the sequences are spread over ranks. ValueError: an input that is missing or not finite, settings out of
+range.
 """
 
 import torch
 
-from spmdrl.algos.advantages import Groups, leave_one_out, normalise, subtract_mean
+from spmdrl.algos.advantages import Groups, leave_one_out, normalise
 from spmdrl.algos.samples import Result, Samples, in_range
+from spmdrl.algos.tree import depths, discount, td_errors, tokens_follow
 
 
 def gae(
@@ -34,13 +36,11 @@ def gae(
     in_range("gamma", gamma, 0, 1)
     for name, value in (("lam", lam), ("critic_lam", critic_lam)):
         in_range(name, lam if value is None else value, 0, 1)
-    value_S, seq_S = x.need("values")[x.mask], x.seq[x.mask]
-    next_S = torch.zeros_like(value_S)
-    next_S[:-1] = torch.where(seq_S[1:] == seq_S[:-1], value_S[1:], 0.0)
-    error_S = x.rewards.double()[x.mask] + gamma * next_S - value_S
+    value_S, seq_S, after_S = x.need("values")[x.mask], x.seq[x.mask], tokens_follow(x)
+    error_S = td_errors(x.rewards[x.mask], value_S, after_S, gamma)
 
     def estimate(lam_B: torch.Tensor) -> torch.Tensor:
-        return discount(error_S, seq_S, gamma * lam_B)
+        return discount(error_S, after_S, gamma * lam_B[seq_S])
 
     policy_B = critic_B = torch.full_like(x.lengths, lam)
     if critic_lam is not None:
@@ -149,8 +149,8 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     energy_S = 1 - 2 * logp_S.exp() + collision_S
     # Where p is near 1 rounding of the inputs may leave less than 0.
     energy_S = torch.where(energy_S > -1e-4, energy_S.clamp(min=0), energy_S)
-    energy_S = discount(energy_S, seq_S, torch.ones_like(x.lengths), forward=True)
-    time_S = _places(seq_S)
+    after_S = tokens_follow(x)
+    energy_S, time_S = discount(energy_S, after_S, torch.ones_like(energy_S), forward=True), depths(after_S)
     return_N, energy_N, group_N, time_N, mine = x.everyone(
         returns_T[x.mask], energy_S, x.group[seq_S], time_S, seq_n=seq_S
     )
@@ -164,35 +164,6 @@ def optimal_token_baseline(x: Samples, *, eps: float = 1e-8) -> Result:
     shared_N = torch.bincount(cell_N)[cell_N] > 1
     baseline_N = torch.where(shared_N & (weight_N != 0), weighted_N / weight_N, 0.0)
     return returns_T - x.spread(baseline_N[mine]), returns_T
-
-
-def gigpo(x: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: bool = True, eps: float = 1e-6) -> Result:
-    """GiGPO: advantage of the episode within the group + step_weight * advantage of the turn within its state.
-
-    Source: https://arxiv.org/abs/2505.10978
-
-    The episode's is GRPO's (a group of one: reward / (1 + eps)). The turn's compares returns of all turns of the group
-    that share `state`, of the same sequence too: the return of a turn is the sum of its tokens' rewards plus gamma
-    times the return of the next turn; a state met once gives 0. Turns without a sampled token do not count.
-
-    std: divide by (std + eps), unbiased, in both; False subtracts means alone. Without `turn` and `state` see Samples.
-    ValueError: turns that fall within a sequence, a turn of two states.
-    """
-    in_range("gamma", gamma, 0, 1)
-    turn_S, seq_n, state_n, own_n = _turns(x)
-    reward_n = torch.zeros(len(seq_n), dtype=torch.float64).index_add_(0, turn_S, x.rewards.double()[x.mask])
-    return_n = discount(reward_n, seq_n, torch.full((x.sequences,), gamma, dtype=torch.float64))
-    score_N, group_N, mine = x.everyone(x.scores, x.group)
-    episode = Groups.of([group_N], score_N)
-    episode_N = normalise(score_N, episode, eps) if std else subtract_mean(score_N, episode)
-    return_N, group_N, state_N, own_N, mine_n = x.everyone(return_n, x.group[seq_n], state_n, own_n, seq_n=seq_n)
-    own_N = own_N * torch.arange(1, len(own_N) + 1)  # 0 for a state that others may share
-    steps = Groups.of([group_N, state_N, own_N], return_N)
-    step_N = normalise(return_N, steps, eps) if std else subtract_mean(return_N, steps)
-    step_N = torch.where(steps.size_N > 1, step_N, 0.0)
-    advantages_n = episode_N[mine][seq_n] + step_weight * step_N[mine_n]
-    advantages_T = x.spread(advantages_n[turn_S])
-    return advantages_T, advantages_T
 
 
 def lagrangian(advantages_T: torch.Tensor, cost_advantages_T: torch.Tensor, multiplier: float) -> torch.Tensor:
@@ -211,60 +182,10 @@ def lagrangian(advantages_T: torch.Tensor, cost_advantages_T: torch.Tensor, mult
     return (advantages_T - multiplier * cost_advantages_T) / (1 + multiplier)
 
 
-# ── time ─────────────────────────────────────────────────────────────────────
-
-
 def to_go(x: Samples, x_T: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted sum from each sampled token to the end of its sequence: [T] -> [T], fp64, 0 elsewhere."""
-    seq_S = x.seq[x.mask]
-    return x.spread(discount(x_T.double()[x.mask], seq_S, torch.full((x.sequences,), gamma, dtype=torch.float64)))
+    """Discounted sum from each sampled token to the end of its sequence, in a tree over all that follows it.
 
-
-def discount(x_n: torch.Tensor, seq_n: torch.Tensor, decay_B: torch.Tensor, *, forward: bool = False) -> torch.Tensor:
-    """y_t = x_t + decay * y_(t + 1) along the rows of each sequence, or * y_(t - 1) with `forward`: [n] -> [n], fp64.
-
-    seq_n: int64 ascending; row t of a sequence is its t-th here. decay_B: one for each sequence. Loops over time only:
-    memory is sequences * most rows of one.
+    [T] -> [T], fp64, 0 elsewhere.
     """
-    assert decay_B.dtype == torch.float64
-    place_n = _places(seq_n)
-    times = int(place_n.max()) + 1 if len(place_n) else 0
-    x_tB = torch.zeros(times, len(decay_B), dtype=torch.float64)
-    x_tB[place_n, seq_n] = x_n.double()
-    y_B = torch.zeros(len(decay_B), dtype=torch.float64)
-    for t in range(times) if forward else reversed(range(times)):
-        y_B = x_tB[t] + decay_B * y_B
-        x_tB[t] = y_B
-    return x_tB[place_n, seq_n]
-
-
-def _places(seq_n: torch.Tensor) -> torch.Tensor:
-    """int64 [n]: index of each row among those of its sequence."""
-    counts = torch.bincount(seq_n)
-    return torch.arange(len(seq_n)) - (torch.cumsum(counts, 0) - counts)[seq_n]
-
-
-def _turns(x: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """turn_S: the turn of each sampled token, numbered over this rank; then, for each turn [n], its sequence, its
-    state, and whether that is a state of its own.
-    """
-    place_S, seq_S = x.mask.nonzero().flatten(), x.seq[x.mask]
-    turn_S = x.turn[x.mask] if x.turn is not None else place_S - torch.arange(len(place_S))  # grows at every gap
-    same_S = torch.zeros(len(seq_S), dtype=torch.bool)
-    same_S[1:] = seq_S[1:] == seq_S[:-1]
-    step_S = torch.zeros_like(turn_S)
-    step_S[1:] = turn_S.diff()
-    if bool((same_S & (step_S < 0)).any()):
-        bad = seq_S[same_S & (step_S < 0)].unique()[:8].tolist()
-        raise ValueError(f"turn must not fall within a sequence, as it does in sequences {bad}")
-    starts_S = ~same_S | (step_S != 0)
-    turn_S, seq_n = torch.cumsum(starts_S, 0) - 1, seq_S[starts_S]
-    if x.state is None:
-        state_n = torch.zeros_like(seq_n)
-        return turn_S, seq_n, state_n, _places(seq_n) > 0
-    state_S = x.state[x.mask]
-    state_n = state_S[starts_S]
-    if bool((state_n[turn_S] != state_S).any()):
-        bad = seq_S[state_n[turn_S] != state_S].unique()[:8].tolist()
-        raise ValueError(f"all tokens of a turn must have the same state; they differ in sequences {bad}")
-    return turn_S, seq_n, state_n, torch.zeros_like(seq_n)
+    x_S = x_T.double()[x.mask]
+    return x.spread(discount(x_S, tokens_follow(x), torch.full_like(x_S, gamma)))

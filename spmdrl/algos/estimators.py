@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from spmdrl.algos import advantages, credit
+from spmdrl.algos import advantages, credit, turns
 from spmdrl.algos.samples import Result
 
 ADVANTAGES: dict[str, Callable[..., Result]] = {
@@ -22,11 +22,13 @@ ADVANTAGES: dict[str, Callable[..., Result]] = {
     "grpo_pass_k": advantages.grpo_pass_k,
     "gdpo": advantages.gdpo,
     "optimal_token_baseline": credit.optimal_token_baseline,
-    "gigpo": credit.gigpo,
+    "gigpo": turns.gigpo,
     "win_rate": advantages.win_rate,
     "per_token": credit.per_token,
     "prime": credit.prime,
     "grpo_process": credit.grpo_process,
+    "turn_rloo": turns.turn_rloo,
+    "turn_gae": turns.turn_gae,
 }
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -35,12 +37,17 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "optimal_token_baseline": ("logp", "collision"),
     "prime": ("process",),
     "grpo_process": ("process", "ends"),
+    "turn_gae": ("values",),
 }
 """Fields of Samples without which an estimator raises; one that is not here needs none."""
-READS: dict[str, tuple[str, ...]] = {"gigpo": ("turn", "state")}
+READS: dict[str, tuple[str, ...]] = {
+    "gigpo": ("turn", "state", "parent"),
+    "turn_rloo": ("turn", "parent"),
+    "turn_gae": ("turn", "parent"),
+}
 """Fields that an estimator reads where there are any."""
 
-GROUPLESS = frozenset({"gae", "remax", "reinforce", "reinforce_plus_plus", "per_token"})
+GROUPLESS = frozenset({"gae", "remax", "reinforce", "reinforce_plus_plus", "per_token", "turn_gae"})
 """Estimators that do not look at `group`."""
 
 F = TypeVar("F")

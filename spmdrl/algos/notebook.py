@@ -58,7 +58,7 @@ def as_tensor(name: str, value: Any, shape: tuple[int, ...] | None = None) -> to
 
 # ── advantages ───────────────────────────────────────────────────────────────
 
-_PER_TOKEN = ("values", "logp", "collision", "process", "ends", "turn", "state")
+_PER_TOKEN = ("values", "logp", "collision", "process", "ends", "turn", "state", "parent")
 
 
 def compute_advantages(
@@ -71,9 +71,9 @@ def compute_advantages(
         rewards: [B, T] for each token, or [B] outcomes, which are placed on the last sampled token.
         mask: [B, T], True or 1 where the policy sampled.
         group: [B], the prompt of each row, as numbers or strings; estimators that compare samples need it.
-        inputs: values, logp, collision, process, ends, turn, state [B, T]; baseline [B] or one number; parts, a dict of
-            name -> [B] or [B, T] (see Samples for what each is); and keyword settings of the estimator, such as gamma.
-            Inputs that the estimator does not use are ignored. `baseline` of "reinforce" is its setting.
+        inputs: values, logp, collision, process, ends, turn, state, parent [B, T]; baseline [B] or one number; parts, a
+            dict of name -> [B] or [B, T] (see Samples for what each is); and keyword settings of the estimator, such as
+            gamma. Inputs that the estimator does not use are ignored. `baseline` of "reinforce" is its setting.
 
     Returns:
         advantages [B, T] and returns [B, T], 0 where the mask is 0, on the device and in the dtype of `rewards`

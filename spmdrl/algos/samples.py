@@ -47,7 +47,8 @@ class Samples:
     """
 
     rewards: torch.Tensor
-    """[T]: reward at each token; an outcome stands on the last sampled token. 0 where the mask is False."""
+    """[T]: reward at each token; the reward of a turn stands on its last sampled token, an outcome on that of the last
+    turn. 0 where the mask is False."""
     mask: torch.Tensor
     """bool [T], True where the policy sampled."""
     seq: torch.Tensor
@@ -70,12 +71,14 @@ class Samples:
     ends: torch.Tensor | None = None
     """[T]: 1 where a step ends that `process` scores, 0 elsewhere."""
     turn: torch.Tensor | None = None
-    """int64 [T]: turn of each token, 0, 1, ... in its sequence. None: a turn is a run of tokens under the mask."""
+    """int64 [T]: turn of each token, 0, 1, ... in its sequence, in order of creation. None: a turn is a run of tokens
+    under the mask."""
     state: torch.Tensor | None = None
     """int64 [T]: what the turn of this token answered to; equal numbers are equal states (of one prompt). None: all
     first turns of a prompt answer to it, and every later one to a state of its own."""
     parent: torch.Tensor | None = None
-    """int64 [T]: the turn that the turn of this token follows, -1 for none. None: the one before it."""
+    """int64 [T]: the turn that this token's turn follows as a decision, whether or not its tokens stand in this one's
+    context; -1 for a first turn. Several turns may follow one, as the episode forks there. None: the turn before."""
     gather: Gather = alone
     """(seq_n, columns_nK) -> (rows of every rank in sample order [N, K], this rank's places in them [n])."""
 
@@ -160,8 +163,17 @@ class Samples:
         return self.spread((x_S - mean) / torch.hypot(std, torch.full_like(std, 1e-4)))
 
 
-def last_sampled(mask_T: torch.Tensor, seq_T: torch.Tensor, sequences: int) -> torch.Tensor:
-    """int64 [B]: place in the pack of each sequence's last sampled token; -1 for a sequence without one."""
+def last_sampled(
+    mask_T: torch.Tensor, seq_T: torch.Tensor, sequences: int, turn_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int64 [B]: place in the pack of each sequence's last sampled token; -1 for a sequence without one.
+
+    turn_T: int64 [T], the turn of each token; the last token of the last turn counts then, as turns of a tree stand in
+    another order than they were made.
+    """
+    if turn_T is not None:
+        latest = torch.full((sequences,), -1).scatter_reduce_(0, seq_T, torch.where(mask_T, turn_T, -1), "amax")
+        mask_T = mask_T & (turn_T == latest[seq_T])
     place = torch.where(mask_T, torch.arange(len(mask_T)), -1)
     return torch.full((sequences,), -1).scatter_reduce_(0, seq_T, place, "amax")
 

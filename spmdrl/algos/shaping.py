@@ -151,65 +151,78 @@ def reward_moments(reward_B: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.tensor(len(reward_B), dtype=torch.float64), reward_B.sum(), reward_B.square().sum()])
 
 
-def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float = 1e-6) -> torch.Tensor:
-    """(reward - mean) / (std + eps) by moments over the steps of the run.
+NORMAL_EPS = 1e-6
+"""Added to the std that rewards are divided by."""
+
+
+def normalize_reward(reward_B: torch.Tensor, moments: RunningMoments, eps: float = NORMAL_EPS) -> torch.Tensor:
+    """(reward - mean) / (std + eps) by moments, of the run so far or of one step.
 
     Source: https://arxiv.org/abs/2307.04964
 
-    moments: must hold at least one reward; `update` with this step's rewards comes first.
+    moments: must hold at least one reward; `update` with this step's rewards comes first. Population std.
     """
     reward_B = finite(reward_B)
     assert moments.count > 0 or not len(reward_B), "update the moments with this step's rewards before normalising"
     return (reward_B - moments.mean) / (moments.std + eps)
 
 
-def normalize_batch(
-    reward_B: torch.Tensor, count: float, total: float, total_sq: float, eps: float = 1e-6
-) -> torch.Tensor:
-    """(reward - mean) / (std + eps) by this batch alone, given its `reward_moments` over all ranks. Population std."""
-    return normalize_reward(reward_B, RunningMoments().update(count, total, total_sq), eps)
-
-
 # ── tokens ───────────────────────────────────────────────────────────────────
 
 
-def place_outcome(reward_B: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor) -> torch.Tensor:
-    """Each sequence's reward on its last sampled token, 0 elsewhere: fp64 [T].
+def place_outcome(
+    reward_B: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor, turn_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each sequence's reward on its last sampled token, with turns on that of its last turn, 0 elsewhere: fp64 [T].
 
-    mask_T: bool [T], True where the policy sampled. seq_T: int64 [T], the token's sequence. A sequence without a
-    sampled token has no place for its reward, which is left out.
+    mask_T: bool [T], True where the policy sampled. seq_T: int64 [T], the token's sequence. turn_T: int64 [T], the
+    token's turn. A sequence without a sampled token has no place for its reward, which is left out.
     """
     _check_tokens(mask_T, seq_T)
     reward_B = finite(reward_B)
-    last_B = last_sampled(mask_T, seq_T, len(reward_B))
+    last_B = last_sampled(mask_T, seq_T, len(reward_B), turn_T)
     rewards_T = torch.zeros(mask_T.shape, dtype=torch.float64)
     rewards_T[last_B[last_B >= 0]] = reward_B[last_B >= 0]
     return rewards_T
 
 
 def token_rewards(
-    reward_B: torch.Tensor, kl_T: torch.Tensor | None, kl_coef: float, mask_T: torch.Tensor, seq_T: torch.Tensor
+    reward_B: torch.Tensor,
+    kl_T: torch.Tensor | None,
+    kl_coef: float,
+    mask_T: torch.Tensor,
+    seq_T: torch.Tensor,
+    turn_T: torch.Tensor | None = None,
+    turn_reward_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reward of each token: the outcome on the last sampled one, minus kl_coef * KL at every one. fp64 [T].
 
     Source: https://arxiv.org/abs/1909.08593 (KL in the reward)
 
-    kl_T: [T], estimate of KL(policy || reference), nats; None for no such term; where the mask is False it may hold
-    anything. 0 where the mask is False. ValueError: a KL under the mask that is not finite, naming the sequences.
+    kl_T: [T], estimate of KL(policy || reference), nats; None for no such term. turn_T, turn_reward_T: [T], the turn of
+    each token and the part of `reward_B` that fell there; the rest of it is the outcome, which stands on the last turn,
+    so that a sequence's rewards add up to `reward_B`. All of them may hold anything outside the mask, and the result is
+    0 there. ValueError: a KL or a turn's reward under the mask that is not finite, naming the sequences.
     """
-    rewards_T = place_outcome(reward_B, mask_T, seq_T)
+    rewards_T = place_outcome(reward_B, mask_T, seq_T, turn_T)
+    if turn_reward_T is not None:
+        turns_T = _under_mask("the reward of a turn", "the environment", turn_reward_T, mask_T, seq_T)
+        of_turns_B = torch.zeros(len(reward_B), dtype=torch.float64).index_add_(0, seq_T, turns_T)
+        rewards_T = rewards_T + turns_T - place_outcome(of_turns_B, mask_T, seq_T, turn_T)
     if kl_T is None:
         return rewards_T
-    if kl_T.shape != mask_T.shape:
-        raise ValueError(f"kl and mask must both be [T], got {list(kl_T.shape)} and {list(mask_T.shape)}")
-    kl_T = torch.where(mask_T, kl_T.detach().double(), 0.0)
-    bad_T = ~torch.isfinite(kl_T)
-    if bool(bad_T.any()):
-        raise ValueError(
-            f"the KL to the reference is not finite in sequences {torch.unique(seq_T[bad_T])[:8].tolist()}: look at "
-            "grad_norm of the steps before, and at the reference's logp"
-        )
-    return rewards_T - kl_coef * kl_T
+    look = "grad_norm of the steps before, and the reference's logp"
+    return rewards_T - kl_coef * _under_mask("the KL to the reference", look, kl_T, mask_T, seq_T)
+
+
+def _under_mask(name: str, look: str, x_T: torch.Tensor, mask_T: torch.Tensor, seq_T: torch.Tensor) -> torch.Tensor:
+    """A number of each token, in fp64 and 0 where the mask is False. look: what to look at if it is not finite."""
+    if x_T.shape != mask_T.shape:
+        raise ValueError(f"{name} and the mask must both be [T], got {list(x_T.shape)} and {list(mask_T.shape)}")
+    x_T = torch.where(mask_T, x_T.detach().double(), 0.0)
+    if len(bad := torch.unique(seq_T[~torch.isfinite(x_T)])):
+        raise ValueError(f"{name} is not finite in sequences {bad[:8].tolist()}: look at {look}")
+    return x_T
 
 
 def _check_tokens(mask_T: torch.Tensor, seq_T: torch.Tensor) -> None:

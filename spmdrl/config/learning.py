@@ -23,9 +23,10 @@ class AlgoConfig:
     updates_per_step: int = 1
     """Optimizer steps on one step's experience; each takes an equal share of its prompts."""
     gamma: float | None = None
-    """Discount (gae, reinforce_plus_plus, gigpo, prime). None here and below: the method's own value."""
+    """Discount (gae, reinforce_plus_plus, gigpo, prime, and turn_gae, turn_rloo, by turn). None here and below: the
+    method's own value."""
     lam: float | None = None
-    """GAE lambda of the policy's advantages."""
+    """GAE lambda of the policy's advantages (gae by token, turn_gae by turn)."""
     critic_lam: float | None = None
     """GAE lambda of the returns the critic learns; None: the same lambda."""
     length_adaptive: float | None = None

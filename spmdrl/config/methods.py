@@ -8,7 +8,7 @@ from spmdrl.config.schema import Config
 
 GROUP_BASELINES = (
     *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_k", "gdpo", "prime"),
-    *("optimal_token_baseline", "gigpo", "win_rate", "grpo_process"),
+    *("optimal_token_baseline", "gigpo", "win_rate", "grpo_process", "turn_rloo"),
 )
 """Advantage estimators that compare the samples of one prompt, so one sample gives no signal."""
 
@@ -99,7 +99,7 @@ def _advantage_problems(config: Config) -> list[str]:
             for name, value in vars(config.shaping).items()
             if value != getattr(at_rest, name)
         ]
-    if algo.advantage == "gae" and 0 < config.run.steps <= config.critic.warmup_steps:
+    if algo.advantage in ("gae", "turn_gae") and 0 < config.run.steps <= config.critic.warmup_steps:
         problems.append(
             f"--critic.warmup-steps {config.critic.warmup_steps}: the policy learns nothing in a run of "
             f"--run.steps {config.run.steps}; lower it"

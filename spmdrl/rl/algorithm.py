@@ -76,11 +76,10 @@ class Algorithm:
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
         """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward.
 
-        An episode is one sequence of it, all its paths end to end. Rewards of turns fall where the turns end; the last
-        token has what shaping leaves of the outcome beside them.
+        An episode is one sequence of it, all its paths end to end. `token["turn_shaped"]` (`score.shape`) is the part of
+        the reward that fell before the end, turn by turn.
         """
         token, mask_T, seq_T, first_E = batch.token, batch.token["mask"], batch.episode_index, batch.firsts
-        outcome_E = batch.seq[outcome][first_E]
         kl_T = None
         if outcome == "shaped" and self.settings.kl_in == "reward" and self.state["kl_coef"]:
             kl_T = kl_estimate(self.settings.kl_estimator, token["old_logp"], token["ref_logp"], mask_T).double()
@@ -88,12 +87,10 @@ class Algorithm:
         if values in token:
             optional["values"] = token[values].double()
         optional |= {name: token[name] for name in ("turn", "state", "parent") if name in token}
-        in_turns = outcome == "shaped" and "turn_reward" in token
-        if in_turns:
-            outcome_E = outcome_E - batch.sum_episodes(token["turn_reward"])[first_E]
-        rewards_T = token_rewards(outcome_E, kl_T, self.state["kl_coef"], mask_T, seq_T)
+        turn_reward_T = token.get("turn_shaped") if outcome == "shaped" else None
+        outcome_E, turn_T = batch.seq[outcome][first_E], token.get("turn")
         return Samples(
-            rewards=rewards_T + torch.where(mask_T, token["turn_reward"], 0.0) if in_turns else rewards_T,
+            rewards=token_rewards(outcome_E, kl_T, self.state["kl_coef"], mask_T, seq_T, turn_T, turn_reward_T),
             mask=mask_T,
             seq=seq_T,
             group=batch.seq["position"][first_E],

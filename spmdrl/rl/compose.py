@@ -77,9 +77,8 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
         ValueError: there is no such field, or nothing in the run fills it.
     """
     algo, safety = cfg.algo, cfg.safety
-    tables = NEEDS | READS
-    fields = tables.get(algo.advantage) or getattr(advantage, "needs", ())
-    known = [name for names in tables.values() for name in names]
+    fields = (*NEEDS.get(algo.advantage, ()), *READS.get(algo.advantage, ())) or getattr(advantage, "needs", ())
+    known = dict.fromkeys(name for table in (NEEDS, READS) for names in table.values() for name in names)
     if isinstance(fields, str) or (unknown := [name for name in fields if name not in known]):
         given = repr(fields) if isinstance(fields, str) else ", ".join(map(repr, unknown))
         raise ValueError(f"{algo.advantage}: its `needs` must be a tuple of names from {', '.join(known)}, not {given}")
@@ -101,7 +100,7 @@ def needs(cfg: Config, advantage: Callable) -> frozenset[str]:
         "greedy": "baseline" in fields,
         "collision": "collision" in fields,
         "logp": "logp" in fields,
-        "turns": "turn" in fields or "state" in fields,
+        "turns": not {"turn", "state", "parent"}.isdisjoint(fields),
     }
     return frozenset(name for name, value in wanted.items() if value)
 

@@ -6,11 +6,11 @@ import torch
 
 from spmdrl.algos.kl import kl_estimate
 from spmdrl.algos.shaping import (
+    NORMAL_EPS,
     RunningMoments,
     clip_reward,
     length_penalty_group,
     length_penalty_linear,
-    normalize_batch,
     normalize_reward,
     overlong_punishment,
     reward_moments,
@@ -141,9 +141,12 @@ def costs(batch: Batch, models: Models, part: str) -> torch.Tensor:
 def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> torch.Tensor:
     """Returns the reward as advantages see it, [B]. Collective.
 
+    A batch with rewards of turns gets `token["turn_shaped"]` too: these in the units of the result. Bounds and terms of
+    length are of the whole episode.
+
     state: `Algorithm.state`, whose running moments of the reward move.
     """
-    shaping, longest, first_E = cfg.shaping, cfg.rollout.max_new_tokens, batch.firsts
+    shaping, longest, first_E, unit = cfg.shaping, cfg.rollout.max_new_tokens, batch.firsts, cfg.shaping.reward_coef
     # B: episodes until the end, where every path gets what its episode has.
     reward_B, length_B = batch.seq["reward"][first_E], batch.sampled_per_episode
     bounds = ((shaping.clip_low, -1), (shaping.clip_high, 1))
@@ -151,14 +154,15 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
         low, high = (bound if bound is not None else wide * math.inf for bound, wide in bounds)
         reward_B = clip_reward(reward_B, low, high)
     if shaping.normalize != "none":
-        sums = peers.sum(reward_moments(reward_B)).tolist()
-        if shaping.normalize == "batch":
-            reward_B = normalize_batch(reward_B, *sums)
-        else:
-            moments = RunningMoments(*(state[name] for name in MOMENTS)).update(*sums)
+        running = shaping.normalize == "running"
+        moments = RunningMoments(*(state[name] for name in MOMENTS)) if running else RunningMoments()
+        moments.update(*peers.sum(reward_moments(reward_B)).tolist())
+        if running:
             state |= dict(zip(MOMENTS, (moments.count, moments.mean, moments.m2), strict=True))
-            reward_B = normalize_reward(reward_B, moments)
+        reward_B, unit = normalize_reward(reward_B, moments), unit / (moments.std + NORMAL_EPS)
     reward_B = shaping.reward_coef * reward_B
+    if "turn_reward" in batch.token:
+        batch.token["turn_shaped"] = unit * batch.token["turn_reward"].double()
     if shaping.overlong_buffer:
         reward_B = reward_B + overlong_punishment(length_B, longest, shaping.overlong_buffer, shaping.overlong_factor)
     if shaping.length_penalty == "linear":

@@ -181,11 +181,16 @@ def group_of(world):
     return world.data_group
 
 
-def packed(cfg: Config, world, everyone: list[Episode], experts_width: int = 0, turn_rewards: bool = False):
-    """Packs this rank's balanced share of episodes that engines made; the rest as in `from_episodes`."""
+def packed(
+    cfg: Config, world, everyone: list[Episode], experts_width: int = 0, turn_rewards: bool = False, make=from_episodes
+):
+    """Packs this rank's balanced share of episodes that engines made; the rest as in `from_episodes`.
+
+    make: makes the batch of this rank's episodes, with the arguments of `from_episodes`.
+    """
     mine = [t for t in everyone if t.position % world.size == world.rank]
     parts = tuple(sorted({name for t in everyone for name in t.parts}))
-    batch = from_episodes(mine, parts, experts_width, turn_rewards=turn_rewards)
+    batch = make(mine, parts, experts_width, **({"turn_rewards": True} if turn_rewards else {}))
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(0, 0, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"], common = work_of(batch, cfg.policy.share_prompts)

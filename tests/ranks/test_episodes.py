@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.algos.credit import gigpo
 from spmdrl.algos.samples import Samples
+from spmdrl.algos.turns import gigpo
 from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import STATES, Episode, Segment, prompt_segment, segments_of
 from spmdrl.data.prompts import Prompt

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.algos import ADVANTAGES, GROUPLESS, NEEDS, Samples, compute_advantages, lagrangian
-from spmdrl.algos.credit import discount
 from spmdrl.algos.estimators import settings_of
 from spmdrl.algos.samples import last_sampled, power_of_two
+from spmdrl.algos.tree import chain, discount
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "verl_0.9.1.json"
 CASES = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
@@ -38,6 +38,9 @@ VARIANTS = [
     ("gigpo", {"gamma": 0.5, "step_weight": 0.3, "std": False}),
     ("per_token", {"gamma": 0.9, "whiten": True}),
     ("prime", {"gamma": 0.9, "process_coef": 2.0, "outcome_coef": 0.5}),
+    ("turn_rloo", {"gamma": 0.7}),
+    ("turn_gae", {"gamma": 0.9, "lam": 0.8, "critic_lam": 0.3}),
+    ("turn_gae", {"lam": 0.5, "whiten": True}),
 ]
 """Estimators with settings: every one with its defaults, and settings that change the formula."""
 variant = st.sampled_from(VARIANTS)
@@ -95,7 +98,8 @@ def samples(seqs: list[dict], *, rubbish: float | None = None, **changes) -> Sam
         return torch.cat([s[name] for s in seqs]).to(dtype) if seqs else torch.zeros(0, dtype=dtype)
 
     tokens = {name: pack(name, torch.float64) for name in ("rewards", "values", "logp", "collision", "process", "ends")}
-    tokens |= {name: pack(name, torch.int64) for name in ("turn", "state")}
+    known = ("turn", "state", "parent") if seqs and "parent" in seqs[0] else ("turn", "state")
+    tokens |= {name: pack(name, torch.int64) for name in known}
     mask = pack("mask", torch.bool)
     for name in ("values", "logp", "collision", "process", "ends") if rubbish is not None else ():
         tokens[name] = torch.where(mask, tokens[name], rubbish)
@@ -367,6 +371,38 @@ def ref_gigpo(seqs, gamma=0.95, step_weight=1.0, std=True, eps=1e-6, default=Fal
     return rows, rows
 
 
+def ref_turn_rloo(seqs, gamma=1.0):
+    """Turns of a sequence are a chain, so that those at one depth have the same place in it."""
+    turns = [ref_turns(s, False) for s in seqs]
+    returns = [ref_to_go([t["reward"] for t in own], gamma) for own in turns]
+    advantages, rows = [], []
+    for i, s in enumerate(seqs):
+        advantages.append([0.0] * int(s["mask"].sum()))
+        rows.append([0.0] * int(s["mask"].sum()))
+        for k, turn in enumerate(turns[i]):
+            others = [r[k] for j, r in enumerate(returns) if j != i and seqs[j]["group"] == s["group"] and len(r) > k]
+            for t in turn["tokens"]:
+                rows[i][t] = returns[i][k]
+                advantages[i][t] = returns[i][k] - (sum(others) / len(others) if others else 0.0)
+    return advantages, rows
+
+
+def ref_turn_gae(seqs, gamma=1.0, lam=1.0, critic_lam=None, whiten=False):
+    advantages, rows = [], []
+    for s, values in zip(seqs, sampled(seqs, "values"), strict=True):
+        turns = ref_turns(s, False)
+        value = [values[t["tokens"][0]] for t in turns] + [0.0]
+        advantages.append([0.0] * len(values))
+        rows.append([0.0] * len(values))
+        for out, k, more in ((advantages, lam, 0), (rows, lam if critic_lam is None else critic_lam, 1)):
+            later = 0.0
+            for n in reversed(range(len(turns))):
+                later = turns[n]["reward"] + gamma * value[n + 1] - value[n] + gamma * k * later
+                for t in turns[n]["tokens"]:
+                    out[-1][t] = later + more * value[n]
+    return ref_whiten(advantages) if whiten else advantages, rows
+
+
 def ref_prime(seqs, gamma=1.0, process_coef=1.0, outcome_coef=1.0):
     scores = [sum(r) for r in sampled(seqs, "rewards")]
     process = sampled(seqs, "process")
@@ -413,6 +449,8 @@ REFERENCES = {
     "per_token": ref_per_token,
     "prime": ref_prime,
     "grpo_process": ref_grpo_process,
+    "turn_rloo": ref_turn_rloo,
+    "turn_gae": ref_turn_gae,
 }
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 seeds = st.integers(0, 2**31)
@@ -505,9 +543,10 @@ def test_pass_k_of_two_best_and_of_one_sample_is_zero():
 
 def test_discount_both_ways():
     seq = torch.tensor([0, 0, 2, 2, 2])
-    decay = fp64([0.5, 9.0, 2.0])
-    assert discount(fp64([1, 2, 1, 1, 1]), seq, decay).tolist() == [2, 2, 7, 3, 1]
-    assert discount(fp64([1, 2, 1, 1, 1]), seq, decay, forward=True).tolist() == [1, 2.5, 1, 3, 7]
+    after, decay = chain(seq), fp64([0.5, 9.0, 2.0])[seq]
+    assert after.tolist() == [-1, 0, -1, 2, 3]
+    assert discount(fp64([1, 2, 1, 1, 1]), after, decay).tolist() == [2, 2, 7, 3, 1]
+    assert discount(fp64([1, 2, 1, 1, 1]), after, decay, forward=True).tolist() == [1, 2.5, 1, 3, 7]
 
 
 def test_lagrangian():
@@ -674,7 +713,7 @@ def test_singletons_and_equal_rewards(name):
     if name in ("reinforce_plus_plus_baseline", "gdpo"):
         assert (ADVANTAGES[name](equal)[0] == 0).all()  # whitened zeros
     alone = {"grpo": 5 / (1 + 1e-6), "dr_grpo": 5, "rloo": 5, "opo": 5, "gpg": 5, "gigpo": 5 / (1 + 1e-6)}
-    alone |= {"grpo_pass_k": 0, "win_rate": 0, "reinforce": 0, "per_token": 5}
+    alone |= {"grpo_pass_k": 0, "win_rate": 0, "reinforce": 0, "per_token": 5, "turn_rloo": 5}
     alone |= {"reinforce_plus_plus": 0, "reinforce_plus_plus_baseline": 0, "gdpo": 0}
     if name in alone:
         torch.testing.assert_close(ADVANTAGES[name](outcomes([5.0], [3]))[0], fp64([alone[name]]))
@@ -737,6 +776,7 @@ def test_advantages_refuse_what_is_broken():
         "seq": (x.seq.flip(0), "ascend"),
         "group": (x.group.double(), "integers"),
         "state": (x.seq + 2**53, "2\\^53"),
+        "parent": (x.values, "integers"),
     }
     for field, (value, message) in bad.items():
         with pytest.raises(ValueError, match=message):

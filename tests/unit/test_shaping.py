@@ -14,7 +14,6 @@ from spmdrl.algos.shaping import (
     clip_reward,
     length_penalty_group,
     length_penalty_linear,
-    normalize_batch,
     normalize_reward,
     overlong_mask,
     overlong_punishment,
@@ -134,7 +133,7 @@ def test_normalisation_by_hand():
     assert moments == RunningMoments(5.0, 5.0, 40.0)
     assert normalize_reward(second, moments, eps=0).tolist() == pytest.approx([0.0, 2 / 8**0.5, 4 / 8**0.5])
     assert normalize_reward(second, moments, eps=0.5).tolist() == pytest.approx([0, 2 / (8**0.5 + 0.5), 4 / 3.3284271])
-    whole = normalize_batch(second[:2], *reward_moments(second).tolist(), eps=0)
+    whole = normalize_reward(second[:2], RunningMoments().update(*reward_moments(second).tolist()), eps=0)
     assert whole.tolist() == pytest.approx([-2 / (8 / 3) ** 0.5, 0.0])
 
 
@@ -169,6 +168,21 @@ def test_outcome_stands_on_the_last_sampled_token():
     kl_T = torch.where(MASK, torch.arange(10.0), math.nan)
     expected = [0, -0.5, -0.75, 0, -2.0, 0, -5.0, 0, 0, 0]
     assert token_rewards(reward_B, kl_T, 0.5, MASK, SEQ).tolist() == expected
+
+
+def test_rewards_of_turns_stand_where_they_fell_and_the_rest_on_the_last_turn():
+    """The turns of the second sequence were made in another order than they stand."""
+    reward_B = torch.tensor([0.25, -2.0, 9.0])
+    turn_T = torch.tensor([0, 0, 1, 1, 1, 0, 0, 0, 0, 0])
+    fell_T = torch.where(MASK, torch.tensor([0, 0.5, 1, 0, 0, 0, -4.0, 0, 0, 0]), math.nan)
+    assert place_outcome(reward_B, MASK, SEQ, turn_T).tolist() == [0, 0, 0.25, 0, -2.0, 0, 0, 0, 0, 0]
+    got = token_rewards(reward_B, None, 0.0, MASK, SEQ, turn_T, fell_T)
+    assert got.tolist() == [0, 0.5, 0.25 - 0.5, 0, 2.0, 0, -4.0, 0, 0, 0]
+    sums = torch.zeros(3, dtype=torch.float64).index_add_(0, SEQ, got)
+    assert sums.tolist() == [0.25, -2.0, 0.0], "a sequence's rewards add up to its reward"
+    fell_T[1] = math.inf
+    with pytest.raises(ValueError, match=r"reward of a turn is not finite in sequences \[0\]: look at the environment"):
+        token_rewards(reward_B, None, 0.0, MASK, SEQ, turn_T, fell_T)
 
 
 @settings(max_examples=100, deadline=None)
@@ -215,7 +229,6 @@ OF_REWARDS = {
     "clip_reward": lambda r: clip_reward(r, -1, 1),
     "reward_moments": reward_moments,
     "normalize_reward": lambda r: normalize_reward(r, RunningMoments(3.0, 1.0, 2.0)),
-    "normalize_batch": lambda r: normalize_batch(r, 3.0, 1.0, 2.0),
     "place_outcome": lambda r: place_outcome(r, MASK, SEQ),
     "token_rewards": lambda r: token_rewards(r, None, 0.0, MASK, SEQ),
 }
@@ -240,7 +253,6 @@ def test_a_rank_may_have_no_sequence():
         length_penalty_group(none, no_mask, none),
         clip_reward(zero, 0, 1),
         normalize_reward(zero, moments),
-        normalize_batch(zero, 0.0, 0.0, 0.0),
         place_outcome(zero, no_mask, none),
         token_rewards(zero, zero, 0.1, no_mask, none),
     ):

@@ -1,0 +1,163 @@
+"""Which token and which turn follows which, and sums along them.
+
+The sampled tokens of an episode are decisions in time. Each follows one other, and where the episode forked several may
+follow the same one: a tree. Rows (tokens or turns) point to the row that they follow, -1 for none.
+
+S: sampled tokens of this rank. n: rows, of this rank too. ValueError: turns that fit no order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.algos.samples import Samples
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The n turns that have a sampled token, by sequence and then in order of creation."""
+
+    of_S: torch.Tensor
+    """int64: the turn of each sampled token."""
+    seq_n: torch.Tensor
+    """int64, ascending: the sequence of each turn."""
+    after_n: torch.Tensor
+    """int64: the turn that each one follows, -1 for a first one. It stands before it in the rows."""
+
+    @staticmethod
+    def of(x: Samples) -> "Turns":
+        """The turns of this rank's sequences: a chain in each, or with `x.parent` a tree.
+
+        Raises:
+            ValueError: without `parent`: turns that fall within a sequence; with it: a turn that follows itself, a
+                later one, two of them or none of its sequence, or turns without numbers.
+        """
+        if x.parent is not None:
+            return _tree(x)
+        place_S, seq_S = x.mask.nonzero().flatten(), x.seq[x.mask]
+        turn_S = x.turn[x.mask] if x.turn is not None else place_S - torch.arange(len(place_S))  # grows at every gap
+        same_S = chain(seq_S) >= 0
+        step_S = torch.zeros_like(turn_S)
+        step_S[1:] = turn_S.diff()
+        _refuse(seq_S, same_S & (step_S < 0), "turn must not fall within a sequence without parent, as it does")
+        starts_S = ~same_S | (step_S != 0)
+        return Turns(torch.cumsum(starts_S, 0) - 1, seq_S[starts_S], chain(seq_S[starts_S]))
+
+    @property
+    def first_n(self) -> torch.Tensor:
+        """int64 [n]: place of each turn's first token among the sampled ones."""
+        place_S = torch.arange(len(self.of_S))
+        return torch.zeros_like(self.seq_n).scatter_reduce_(0, self.of_S, place_S, "amin", include_self=False)
+
+    def sum(self, x_S: torch.Tensor) -> torch.Tensor:
+        """fp64 [n]: sum over the sampled tokens of each turn."""
+        return torch.zeros(len(self.seq_n), dtype=torch.float64).index_add_(0, self.of_S, x_S.double())
+
+    def one(self, name: str, x_S: torch.Tensor) -> torch.Tensor:
+        """[n]: the number that all sampled tokens of a turn have. ValueError: they differ; `name` says what."""
+        x_n = x_S[self.first_n]
+        _refuse(self.seq_n[self.of_S], x_n[self.of_S] != x_S, f"all tokens of a turn must have the same {name}, not as")
+        return x_n
+
+
+def tokens_follow(x: Samples) -> torch.Tensor:
+    """int64 [S]: the sampled token that each one follows, -1 for the first of a sequence.
+
+    In a tree the first token of a turn follows the last one of the turn that its turn follows.
+    """
+    seq_S = x.seq[x.mask]
+    if x.parent is None:
+        return chain(seq_S)
+    turns = Turns.of(x)
+    # Turn by turn; within one the tokens keep their order.
+    order_S = torch.argsort(turns.of_S, stable=True)
+    ends_n = torch.cumsum(torch.bincount(turns.of_S, minlength=len(turns.seq_n)), 0) - 1
+    last_n = order_S[ends_n]
+    after_S = torch.full_like(seq_S, -1)
+    after_S[order_S[1:]] = order_S[:-1]
+    after_S[turns.first_n] = torch.where(turns.after_n >= 0, last_n[turns.after_n], -1)
+    return after_S
+
+
+def chain(seq_n: torch.Tensor) -> torch.Tensor:
+    """int64 [n]: each row follows the one before it in its sequence. seq_n: ascending."""
+    after_n = torch.arange(len(seq_n)) - 1
+    after_n[1:][seq_n[1:] != seq_n[:-1]] = -1
+    return after_n
+
+
+def depths(after_n: torch.Tensor) -> torch.Tensor:
+    """int64 [n]: the number of rows before each one on its path."""
+    depth_n, up_n = (after_n >= 0).long(), after_n
+    while bool((up_n >= 0).any()):  # jumps double their length
+        depth_n = depth_n + torch.where(up_n >= 0, depth_n[up_n], 0)
+        up_n = torch.where(up_n >= 0, up_n[up_n], -1)
+    return depth_n
+
+
+def sum_following(x_n: torch.Tensor, after_n: torch.Tensor) -> torch.Tensor:
+    """fp64 [n]: for each row the sum of x over the rows that follow it directly."""
+    has_n = after_n >= 0
+    return torch.zeros(len(x_n), dtype=torch.float64).index_add_(0, after_n[has_n], x_n.double()[has_n])
+
+
+def discount(x_n: torch.Tensor, after_n: torch.Tensor, decay_n: torch.Tensor, *, forward: bool = False) -> torch.Tensor:
+    """y = x + decay * sum of y over the rows that follow; with `forward` y = x + decay * y of the row that it follows.
+
+    decay_n: [n], the same for all rows of a tree. Returns fp64 [n]. Loops over depths.
+    """
+    depth_n = depths(after_n)
+    order_n = torch.argsort(depth_n, stable=True)
+    place_n = torch.empty_like(order_n)
+    place_n[order_n] = torch.arange(len(order_n))
+    y_n, decay_n = x_n.double()[order_n], decay_n.double()[order_n]
+    up_n = place_n[after_n[order_n]]
+    ends = torch.cumsum(torch.bincount(depth_n), 0).tolist()
+    levels = list(zip(ends[:-1], ends[1:], strict=True))  # without the first rows, which follow none
+    for a, b in levels if forward else reversed(levels):
+        if forward:
+            y_n[a:b] += decay_n[a:b] * y_n[up_n[a:b]]
+        else:
+            y_n.index_add_(0, up_n[a:b], decay_n[a:b] * y_n[a:b])
+    return y_n[place_n]
+
+
+def td_errors(reward_n: torch.Tensor, value_n: torch.Tensor, after_n: torch.Tensor, gamma: float) -> torch.Tensor:
+    """fp64 [n]: reward + gamma * sum of the values that follow - value. A row that none follows has 0 there."""
+    return reward_n.double() + gamma * sum_following(value_n, after_n) - value_n
+
+
+def _tree(x: Samples) -> Turns:
+    """The turns of sequences whose tokens name the turn that theirs follows."""
+    assert x.parent is not None
+    if x.turn is None:
+        raise ValueError("parent names turns by their number: give turn, too")
+    seq_S, turn_S, parent_S = (column_T[x.mask] for column_T in (x.seq, x.turn, x.parent))
+    early_S = (turn_S < 0) | (parent_S < -1) | (parent_S >= turn_S)
+    _refuse(seq_S, early_S, "turn must be 0 or more and parent -1 or an earlier turn, not as")
+    # A turn may have no sampled token. Those after it then follow the one that it follows, as its other tokens say.
+    number_t, turn_T = torch.unique(x.turn, return_inverse=True)
+    key_m, row_T = torch.unique(x.seq * (len(number_t) + 1) + turn_T, return_inverse=True)
+    row_S = row_T[x.mask]
+    sampled_m = torch.zeros(len(key_m), dtype=torch.bool).index_fill_(0, row_S, True)
+    seq_m = torch.zeros_like(key_m).index_copy_(0, row_T, x.seq)
+    said_T = torch.where(x.parent < x.turn, x.parent, -1)
+    parent_m = torch.full_like(key_m, -1).scatter_reduce_(0, row_T, said_T, "amax")
+    parent_m.scatter_reduce_(0, row_S, parent_S, "amax", include_self=False)
+    _refuse(seq_S, parent_m[row_S] != parent_S, "all tokens of a turn must have the same parent, not as")
+    parent_t = torch.searchsorted(number_t, parent_m).clamp(max=max(0, len(number_t) - 1))
+    wanted_m = seq_m * (len(number_t) + 1) + parent_t
+    up_m = torch.searchsorted(key_m, wanted_m).clamp(max=max(0, len(key_m) - 1))
+    found_m = (parent_m >= 0) & (number_t[parent_t] == parent_m) & (key_m[up_m] == wanted_m)
+    _refuse(seq_m, sampled_m & (parent_m >= 0) & ~found_m, "parent must name a turn of the same sequence, not as")
+    up_m = torch.where(found_m, up_m, -1)
+    while bool((through_m := (up_m >= 0) & ~sampled_m[up_m]).any()):
+        up_m = torch.where(through_m, up_m[up_m], up_m)
+    row_m = torch.cumsum(sampled_m, 0) - 1
+    after_m = torch.where(up_m >= 0, row_m[up_m], -1)
+    return Turns(row_m[row_S], seq_m[sampled_m], after_m[sampled_m])
+
+
+def _refuse(seq_n: torch.Tensor, bad_n: torch.Tensor, message: str) -> None:
+    if bool(bad_n.any()):
+        raise ValueError(f"{message} in sequences {seq_n[bad_n].unique()[:8].tolist()}")
