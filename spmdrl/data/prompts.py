@@ -107,9 +107,7 @@ def load_prompts(
     return PromptSet(prompts, dropped=len(source.rows) - len(prompts), source=spec)
 
 
-def _from_row(
-    index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool
-) -> Prompt:
+def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool) -> Prompt:
     if verl:
         prompt, truth, extra = _verl_columns(row)
     else:

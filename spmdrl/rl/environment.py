@@ -65,7 +65,6 @@ class Environment(Protocol):
         """Return sums of what happened since the last call, by name; the names are always the same."""
         ...
 
-
     def close(self) -> None:
         """End all processes. May be called twice."""
         ...

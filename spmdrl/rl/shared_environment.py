@@ -1,4 +1,4 @@
-"""The environment of an engine of several ranks: its first rank speaks to the world, and the others hear what it hears."""
+"""The environment of an engine of several ranks: the first rank speaks to the world, the others hear what it hears."""
 
 import math
 

@@ -16,7 +16,7 @@ from spmdrl.algos.turns import gigpo
 from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import STATES, Episode, Segment, prompt_segment, segments_of
 from spmdrl.data.prompts import Prompt
-from spmdrl.rl.environment import Observation
+from spmdrl.rl.environment import AtOnce, Observation
 from spmdrl.rl.trees import experience, group
 from spmdrl.train import train
 from tests.ranks.cases import full_weights
@@ -48,7 +48,7 @@ class Echo:
 def with_echo(world, folder: str, sections: dict, stop_after: int = 0):
     run = open_demo(world, folder, sections, stop_after)
     if run.sampler:
-        run.sampler.environment = Echo()
+        run.sampler.environment = AtOnce(Echo())
     return run
 
 

@@ -761,6 +761,8 @@ def test_a_batch_with_parents_gives_them_to_the_estimator():
     assert {"turns", "critic"} <= algo.needs
     batch = batch_of_turns([[1, 1, 1]], [1.0])
     batch.seq["shaped"] = batch.seq["reward"]
+    assert algo.samples(batch, "shaped", "values", peers).parent[batch.token["mask"]].tolist() == [-1, 0, 1]
+    del batch.token["parent"]
     assert algo.samples(batch, "shaped", "values", peers).parent is None
     batch.token["parent"] = torch.where(batch.token["turn"] == 0, -1, 0)
     batch.token["turn"][batch.token["turn"] > 0] = 3 - batch.token["turn"][batch.token["turn"] > 0]
