@@ -29,6 +29,8 @@ class EnvironmentConfig:
     """Keyword arguments of the environment's class."""
     max_turns: int = 16
     """Responses of an episode. After the last one the environment answers once more, and the episode ends."""
+    turn_tokens: int = 0
+    """Most tokens of a response, after which the environment answers it as it is; 0: all that the episode has left."""
     max_seconds: float = 0.0
     """Seconds of an episode, its environment's and the engine's; 0: no limit. A run that reaches it is not exactly
     repeatable."""
@@ -55,6 +57,7 @@ class EnvironmentConfig:
 
 _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_turns": (lambda x: x >= 1, "must be at least 1"),
+    "turn_tokens": (lambda x: x >= 0, "must be 0 or more"),
     "max_seconds": (lambda x: 0 <= x < float("inf"), "must be 0 or more"),
     "timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
     "reward_timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
@@ -64,7 +67,9 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Rules of the settings that are numbers."""
 _CHOICES = {f.name: get_args(f.type) for f in fields(EnvironmentConfig) if get_origin(f.type) is Literal}
-DECIDE = ("environment", "settings", "max_turns", "on_timeout", "longest_answer", "cut", "calls", "history")
+DECIDE = (
+    *("environment", "settings", "max_turns", "turn_tokens", "on_timeout", "longest_answer", "cut", "calls", "history"),
+)
 """Settings that decide what an episode is; a resume keeps them."""
 
 
@@ -133,7 +138,7 @@ def environment_problems(cfg: Config) -> list[str]:
 
 
 def weight_of(reward: RewardConfig) -> float:
-    """Return the weight of the environment's own rewards among the rewards of the settings, 0 where they do not count."""
+    """Return the weight of the environment's own rewards among those of the settings, 0 where they do not count."""
     named = [(reward.function, 1.0), *(weighted(each) for each in reward.more)]
     return next((weight for function, weight in named if function == OWN_REWARD), 0.0)
 

@@ -93,6 +93,7 @@ class Agents:
             except ValueError:
                 self.pool.shutdown()
                 raise
+        self.turn_tokens = found.turn_tokens
         self.talks: dict[Place, Talk] = {}
         self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
@@ -127,7 +128,8 @@ class Agents:
         made, talk.room = episode.response, plan.room(episode)
         ended = bool(made) and made[-1] in self.ends
         self.counts["turns"] += 1
-        if finish != "stop" or talk.room <= 0:
+        whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
+        if not whole or talk.room <= 0:
             self._begin(place, talk, lambda: self._score(place, talk, "length"))
             return
         text = self.conversation.tokenizer.decode(made[:-1] if ended else made, skip_special_tokens=False)

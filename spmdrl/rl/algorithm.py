@@ -76,8 +76,8 @@ class Algorithm:
     def samples(self, batch: Batch, outcome: str, values: str, peers: Peers) -> Samples:
         """Input of the estimator: an outcome column as token rewards, minus KL where it stands in the reward.
 
-        An episode is one sequence of it, all its paths end to end. `token["turn_shaped"]` (`score.shape`) is the part of
-        the reward that fell before the end, turn by turn.
+        An episode is one sequence of it, all its paths end to end. `token["turn_shaped"]` (`score.shape`) is the part
+        of the reward that fell before the end, turn by turn.
         """
         token, mask_T, seq_T, first_E = batch.token, batch.token["mask"], batch.episode_index, batch.firsts
         kl_T = None

@@ -131,16 +131,15 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
     from spmdrl.rl.agents import Agents
 
     cfg, world = session.cfg, session.world
-    own = None
+    own, found = None, read_environment(cfg.env)
     if world.engine_tp_rank == 0:
-        found = read_environment(cfg.env)
         talk = Conversation(tokenizer, template_text(cfg.data.chat_template), found.history)
         own = Agents(found, talk, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
         session.note(f"environment {cfg.env}: {own.hello}; calls in the form {own.format}")
         if talk.rewrites:
             way = "goes on with what was sampled" if found.history == "keep" else "branches there"
             session.note(f"the chat template renders earlier turns otherwise later on; history {found.history} {way}")
-    return own if world.engine_group is None else Shared(own, world.engine_group)
+    return own if world.engine_group is None else Shared(own, world.engine_group, found.turn_tokens)
 
 
 def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:

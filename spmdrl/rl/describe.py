@@ -63,6 +63,7 @@ def sample_row(step: int, episode: Episode, decode) -> dict:
         row["segments"] = [
             {"turn": s.turn, "text": decode(s.tokens.tolist())}
             | ({"version": s.version} if s.sampled else {})
+            | ({"reward": s.reward} if s.reward else {})
             | ({"after": episode.before(i)} if s.after != PREVIOUS else {})
             for i, s in enumerate(episode.segments)
         ]

@@ -45,6 +45,9 @@ class Environment(Protocol):
     `open` and `answer` are answered by one observation each, which `poll` returns.
     """
 
+    turn_tokens: int
+    """Most tokens of a response; 0: all that the episode has left."""
+
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """Begin an episode. One that has begun (in an earlier step) goes on, and has no observation."""
         ...
@@ -92,6 +95,8 @@ class SingleTurn:
 
 class AtOnce:
     """An `Environment` of one that replies at once."""
+
+    turn_tokens = 0
 
     def __init__(self, replies: Replies):
         self.replies = replies

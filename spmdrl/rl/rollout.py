@@ -64,6 +64,7 @@ class Rollout:
 
     def __init__(self, plan: RolloutPlan, engine: Engine, grading: Grading, world: World, environment: Environment):
         self.plan, self.engine, self.grading, self.world, self.environment = plan, engine, grading, world, environment
+        plan.turn_tokens = environment.turn_tokens
         self.queue = PromptQueue(world, len(plan.prompts), plan.name, plan.assignment)
         self.tally = Tally(world, plan.name, enough_here(plan, world), plan.assignment)
         self.leads = world.engine_tp_rank == 0

@@ -64,6 +64,8 @@ class RolloutPlan:
     """Groups that this rank's engine goes on with; first in line."""
     carried_by: list[int] = field(default_factory=list)
     """Number of groups that each engine goes on with; empty: none does."""
+    turn_tokens: int = 0
+    """Limit on the tokens of one response; 0: none."""
     keeps_cut: bool = False
     """True where another step goes on with what is cut short."""
     must_end: int = -1
@@ -86,6 +88,11 @@ class RolloutPlan:
         """Tokens that an episode may still take."""
         return self.max_new_tokens - episode.made
 
+    def room_of_turn(self, episode: Episode) -> int:
+        """Tokens that the response under way may still take."""
+        room = self.room(episode)
+        return min(room, self.turn_tokens - len(episode.response)) if self.turn_tokens else room
+
     def request(self, group: PromptGroup, sample: int) -> Request:
         """Returns the request for the rest of a sample. Its seed depends on data alone, not on where it runs."""
         episode = group.episodes[sample]
@@ -96,7 +103,7 @@ class RolloutPlan:
             episode.tokens.tolist(),
             seed,
             self.version,
-            self.room(episode),
+            self.room_of_turn(episode),
             temperature,
             self.top_p,
         )
