@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from spmdrl.config.schema import Config
@@ -36,7 +37,9 @@ def demo(folder: str, **sections) -> Config:
         tracking={"trackers": ("jsonl",)},
         data={"limit": 64},
     )
-    return config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
+    alone = {name: sections.pop(name) for name in ("env",) if name in sections}
+    merged = {name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()}
+    return replace(config(**merged), **alone)
 
 
 class Interrupted(Exception):

@@ -1,17 +1,12 @@
 """Tokens between an assistant's turns: proved in every template, equal to the text of the template; or refused."""
 
 import random
-from collections import Counter
 from functools import cache
-from typing import Any
 
-import pytest
-
-from spmdrl.data.chat import CHATML
 from spmdrl.data.conversation import Conversation
-from spmdrl.data.rendering import Dialogue, TemplateError
+from spmdrl.data.rendering import Dialogue
 from spmdrl.data.turns import sequences_of
-from tests.unit.dialogues import TOOLS, dialogue, said, templates, tokenizer_for
+from tests.unit.dialogues import dialogue, said, templates, tokenizer_for
 
 TEMPLATES = templates()
 DIALOGUES = 4

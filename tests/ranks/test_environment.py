@@ -1,0 +1,153 @@
+"""Episodes with environments in processes of their own, through a whole run: layouts, resume, failures, evaluation."""
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.train import train
+from tests.ranks.cases import full_weights
+from tests.ranks.demo import Interrupted, metrics, open_demo, untimed
+from tests.ranks.harness import run_ranks
+
+WORLDS = Path(__file__).with_name("worlds.py")
+TALK = (
+    "{%- for m in messages -%}{{ '>' + m['content'] + '<eos>' if m['role'] == 'assistant' else m['content'] }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}>{%- endif -%}"
+)
+"""A chat template for the demo's tokenizer."""
+
+
+def sections(folder: Path, world: str, limits: str = "", **more) -> dict:
+    """Settings of a run in one of the worlds; limits: further lines of its file."""
+    file = folder / f"{world}.yaml"
+    file.write_text(f"environment: {WORLDS}:{world}\nturn_tokens: 3\n{limits}\n")
+    base = {
+        "env": str(file),
+        "data": {"train": "builtin:episodes", "eval": "builtin:episodes:eval", "chat_template": TALK, "limit": 64},
+        "reward": {"function": "environment"},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 40, "max_prompt_tokens": 16},
+        "algo": {"advantage": "turn_rloo", "updates_per_step": 1, "kl_coef": 0.0},
+        "eval": {"every": 0},
+        "run": {"steps": 3},
+    }
+    return {k: v | more.get(k, {}) if isinstance(v, dict) else v for k, v in base.items()} | {
+        k: v for k, v in more.items() if k not in base
+    }
+
+
+def rows_of(run, step: int = 0) -> list:
+    """Returns a step's episodes on this rank, as plain values."""
+    with run.memory.rollout_phase():
+        done = run.experience(step)
+    return [
+        (
+            *(e.position, e.sample, e.finish, e.reward, e.given, sorted(e.parts.items())),
+            [(s.tokens.tolist(), s.sampled, s.turn, s.reward) for s in e.segments],
+        )
+        for e in done.episodes
+    ]
+
+
+def sampled(world, folder: str, settings: dict) -> list:
+    run = open_demo(world, folder, settings)
+    rows = rows_of(run)
+    run.close()
+    return rows
+
+
+def trained(world, folder: str, settings: dict, stop_after: int = 0):
+    run = open_demo(world, folder, settings, stop_after)
+    with suppress(Interrupted):
+        train(run)
+    weights = full_weights(run.models.policy)
+    run.close()
+    return weights
+
+
+def test_layout_conversations_rewards_and_weights_are_the_same_on_one_rank_and_two(tmp_path):
+    settings = sections(tmp_path, "Echoes", model={"path": "tiny", "dtype": "float64"})
+    ((one),) = run_ranks(sampled, 1, str(tmp_path / "one"), settings)
+    two = run_ranks(sampled, 2, str(tmp_path / "two"), settings)
+    assert sorted(one) == sorted(row for rows in two for row in rows) and len(one) == 16
+    groups = {}
+    for position, _, finish, reward, given, parts, segments in one:
+        assert finish == "stop" and len(segments) == 6 and parts == [("odd", 1.0)]
+        turns = [s for s in segments if s[1]]
+        assert reward == given == pytest.approx(1.0 + sum(r for *_, r in turns))
+        assert {r for *_, r in turns} <= {0.0, 0.25}
+        groups.setdefault(position, set()).add(tuple(segments[0][0]))
+    assert all(len(begins) == 1 for begins in groups.values()), "a group's samples begin alike"
+    a = run_ranks(trained, 1, str(tmp_path / "a"), settings)[0]
+    b = run_ranks(trained, 2, str(tmp_path / "b"), settings)[0]
+    for name, tensor in a.items():
+        assert (tensor - b[name]).abs().max() <= 1e-6, name
+    told = metrics(tmp_path / "a")[-1]
+    assert told["env/turns"] == 3 and told["env/failures"] == 0 and math.isfinite(told["env/seconds"])
+
+
+@pytest.mark.parametrize("world", ["Echoes", "Counts"])
+def test_resume_in_the_middle_of_episodes_is_equal_to_the_bit(tmp_path, world):
+    """Groups are cut short with turns behind them; the world goes on from its state, or from its turns run again."""
+    more = {"rollout": {"oversample": 1.5, "partial_steps": 2}, "checkpoint": {"every": 1, "at_end": False}}
+    settings = sections(tmp_path, world, **more)
+    settings["run"] = {"steps": 4, "deterministic": True}
+    whole = run_ranks(trained, 2, str(tmp_path / "whole"), settings)
+    run_ranks(trained, 2, str(tmp_path / "parts"), settings, 2)
+    after = run_ranks(trained, 2, str(tmp_path / "parts"), settings)
+    assert all(torch.equal(whole[0][name], after[0][name]) for name in whole[0])
+    assert untimed(metrics(tmp_path / "whole")) == untimed(metrics(tmp_path / "parts"))
+    cut = [row["rollout/cut_prompts"] for row in metrics(tmp_path / "whole")]
+    tokens = [row["rollout/cut_tokens"] for row in metrics(tmp_path / "whole")]
+    assert max(cut) > 0 and max(tokens) > 0, "groups were carried over with tokens"
+
+
+@pytest.mark.parametrize("world", ["Breaks", "Slow"])
+def test_a_world_that_breaks_or_hangs_costs_its_own_episodes_alone(tmp_path, world):
+    settings = sections(tmp_path, world, reward={"function": "environment", "max_ungraded": 1.0})
+    ((rows),) = run_ranks(sampled, 1, str(tmp_path / "run"), settings)
+    assert 4 <= len(rows) < 16 and len(rows) % 4 == 0
+    assert all(finish == "stop" and math.isfinite(reward) for _, _, finish, reward, *_ in rows)
+
+
+def test_an_engine_of_two_ranks_hears_what_its_first_rank_hears(tmp_path):
+    one = run_ranks(sampled, 1, str(tmp_path / "one"), sections(tmp_path, "Counts"))[0]
+    shared = sections(tmp_path, "Counts", rollout={"tp": 2})
+    two = run_ranks(sampled, 2, str(tmp_path / "two"), shared)
+    assert sorted(one) == sorted(row for rows in two for row in rows) and len(two[1]) == 0
+
+
+def test_limits_on_turns_and_tokens_end_episodes_with_their_reason(tmp_path):
+    turns = run_ranks(sampled, 1, str(tmp_path / "a"), sections(tmp_path, "Echoes", "max_turns: 2"))[0]
+    assert {row[2] for row in turns} == {"turns"} and {len(row[6]) for row in turns} == {4}
+    assert all(row[4] == pytest.approx(0.5 + sum(s[3] for s in row[6])) for row in turns), (
+        "the final reward was asked for"
+    )
+    length = run_ranks(sampled, 1, str(tmp_path / "b"), sections(tmp_path, "Echoes", rollout={"max_new_tokens": 9}))[0]
+    assert {row[2] for row in length} == {"length"}
+    assert all(sum(len(s[0]) for s in row[6][1:]) <= 9 for row in length)
+    late = run_ranks(sampled, 1, str(tmp_path / "c"), sections(tmp_path, "Echoes", "max_seconds: 0.000001"))[0]
+    assert {row[2] for row in late} == {"time"}
+
+
+def evaluated(world, folder: str, settings: dict) -> dict:
+    run = open_demo(world, folder, settings)
+    train(run)
+    run.close()
+    return {}
+
+
+def test_evaluations_and_samples_show_whole_conversations(tmp_path):
+    settings = sections(
+        tmp_path, "Echoes", eval={"every": 1, "prompts": 8}, tracking={"trackers": ("jsonl",), "samples": 2}
+    )
+    settings["run"] = {"steps": 1}
+    run_ranks(evaluated, 1, str(tmp_path / "run"), settings)
+    told = metrics(tmp_path / "run")[-1]
+    assert told["eval/score"] > 1 and told["eval/turns"] == 3
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all([s["turn"] for s in row["segments"]] == [0, 0, 1, 1, 2, 2] for row in rows)
+    assert any("reward" in s for row in rows for s in row["segments"])

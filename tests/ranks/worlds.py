@@ -1,0 +1,56 @@
+"""Environments of tests: games over turns that the demo's untrained policy plays with its few tokens."""
+
+import os
+import random
+import time
+
+
+class Echoes:
+    """Answers the first letter of a message with a letter drawn by seed and turn; 0.25 for each vowel, 1 for an `e`."""
+
+    def __init__(self, turns: int = 3):
+        self.turns = turns
+
+    def reset(self, row, seed):
+        self.seed, self.turn = seed, 0
+        return "say:"
+
+    def step(self, message):
+        self.turn += 1
+        first = next((c for c in message["content"] if c.isalpha()), "a")
+        drawn = random.Random(f"{self.seed} {self.turn} {first}").choice("abcdefghij")
+        return f"{drawn}{first}=", 0.25 * (first in "aeiou"), self.turn >= self.turns
+
+    def reward(self):
+        return {"score": 1.0 if self.turn % 2 else 0.5, "odd": self.turn % 2}
+
+
+class Counts(Echoes):
+    """The same, and it can be saved."""
+
+    def state(self):
+        return {"turn": self.turn}
+
+    def restore(self, state):
+        self.turn = state["turn"]
+
+
+class Breaks(Echoes):
+    """Its second turn fails for one seed of four, by an error or by the end of its process."""
+
+    def step(self, message):
+        if self.turn == 1 and self.seed % 8 == 0:
+            raise RuntimeError("it is broken")
+        if self.turn == 1 and self.seed % 8 == 4:
+            os._exit(3)
+        return super().step(message)
+
+
+class Slow(Echoes):
+    """A turn takes a moment that depends on the seed, and one seed of eight hangs."""
+
+    timeout_s = 0.5
+
+    def step(self, message):
+        time.sleep(60 if self.turn == 1 and self.seed % 8 == 0 else 0.02 * (self.seed % 3))
+        return super().step(message)
