@@ -12,6 +12,9 @@ state(), restore(state)      a JSON value, from which an environment goes on tha
 close()
 timeout_s                    seconds that each call may take
 parallel_calls               False: calls of one turn run one after another, in their order
+
+Plain functions run in threads, where signals do not work, nor time limits that are built on them; calls of one turn run
+side by side.
 """
 
 import functools
