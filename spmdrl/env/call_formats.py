@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmdrl.env.call_reading import Call, MalformedError, arguments_of, between, broken, call_of, json_at
+from spmdrl.env.base import Call
+from spmdrl.env.call_reading import MalformedError, arguments_of, between, broken, call_of, json_at
 
 Tools = Sequence[dict[str, Any]]
 CODE = "python"

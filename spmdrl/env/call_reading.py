@@ -7,26 +7,13 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from spmdrl.env.base import Call
 
 MOST_CALLS = 64
 """Calls of one turn that are read."""
 SPACE = re.compile(r"\s*")
-
-
-@dataclass
-class Call:
-    """A call of a tool, as the model wrote it."""
-
-    name: str
-    arguments: dict[str, Any] | None
-    """JSON values by name; None if the call is malformed."""
-    id: str = ""
-    error: str = ""
-    """The fault of a malformed call, in a sentence for the model; empty for a call that can be made."""
-    inline: bool = False
-    """True for a block of code, which stays in the content of the message."""
 
 
 class MalformedError(ValueError):

@@ -5,11 +5,11 @@ renders and the form's reader reads back.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from spmdrl.env.base import Call, Said
 from spmdrl.env.call_formats import FORMATS, Tools, analysis
-from spmdrl.env.call_reading import Call
 
 __all__ = ["FORMATS", "Call", "Said", "as_message", "format_of", "hear", "parse"]
 
@@ -34,18 +34,6 @@ SHOWN = {
 }
 """Marks in templates that describe calls but do not render them; the first that is found tells."""
 PROBE = "zq7probe"
-
-
-@dataclass
-class Said:
-    """A turn of the assistant, as read."""
-
-    content: str
-    """The text without calls and thought; blocks of code stay."""
-    calls: list[Call]
-    message: dict[str, Any] = field(default_factory=dict)
-    """The turn as a message for chat templates (`as_message`)."""
-    thought: str = ""
 
 
 def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], str]:

@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as LateError
 from typing import Any
 
 from spmdrl.config.dump import redact_text
+from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import Connection, Line, McpError, on_loop, text_of
 
 CONNECT_SECONDS = 9.0
@@ -66,12 +67,16 @@ class Mcp:
         self.line = _lines.setdefault(key, Line()) if shared else Line()
 
     def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row, and a connection of its own. Raises McpError."""
+        """Begin an episode with the prompt of its row, and a connection of its own.
+
+        Raises:
+            BrokenError: the server does not start, or speaks no MCP; the message says why.
+        """
         self.close()
         self._connected()
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Return the tools as OpenAI function schemas. Raises McpError."""
+        """Return the tools as OpenAI function schemas. Raises what `reset` does."""
         return self._connected().schemas
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -79,6 +84,7 @@ class Mcp:
 
         Raises:
             McpError: the tool failed, or the server ended or did not answer.
+            BrokenError: the server ended earlier, and cannot be started again.
         """
         connection = self._connected()
         try:
@@ -114,7 +120,7 @@ class Mcp:
                 why = f"it did not list its tools within {self.connect:g} s" if late else connection.told(error)
                 if said := connection.complaints():
                     why += f" (it said: {said})"
-                raise McpError(f"{connection.name} is no MCP server that can be used: {why}") from None
+                raise BrokenError(f"{connection.name} is no MCP server that can be used: {why}") from None
             self.line.connection = connection
             return connection
 
