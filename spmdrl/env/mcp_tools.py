@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as LateError
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from spmdrl.config.dump import redact_text
@@ -54,10 +55,8 @@ class Mcp:
             raise ValueError("MCP tools need either `command`, which starts a server, or `url`, the address of one")
         if url and not re.match(r"https?://[^/]", url):
             raise ValueError(f"MCP tools: `url` is an http address, not {redact_text(url)!r}")
-        try:
-            import mcp  # noqa: F401
-        except ImportError:
-            raise ValueError("MCP tools need the package mcp, version 2 or later: pip install 'mcp>=2'") from None
+        if not _installed():
+            raise ValueError("MCP tools need the package mcp, version 2 or later: pip install 'mcp>=2'")
         self.words, self.url, self.only = words, url, tuple(only)
         self.env, self.headers = _filled(env or {}, "env"), _filled(headers or {}, "headers")
         self.timeout, self.connect = timeout, connect
@@ -123,6 +122,13 @@ class Mcp:
                 raise BrokenError(f"{connection.name} is no MCP server that can be used: {why}") from None
             self.line.connection = connection
             return connection
+
+
+def _installed() -> bool:
+    try:
+        return int(version("mcp").partition(".")[0]) >= 2
+    except (PackageNotFoundError, ValueError):
+        return False
 
 
 def _filled(values: Mapping[str, str], setting: str) -> dict[str, str]:

@@ -14,9 +14,11 @@ import pytest
 
 pytest.importorskip("mcp")
 
+from spmdrl.env import mcp_tools
 from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import McpError
 from spmdrl.env.mcp_tools import Mcp
+from spmdrl.env.play import Play, PlayError
 
 SERVER = '''
 import asyncio, os, sys
@@ -235,9 +237,26 @@ def test_settings_that_make_no_sense():
         Mcp(url="ftp://a")
     with pytest.raises(ValueError, match="NO_SUCH_VARIABLE_HERE, which is not set"):
         Mcp(command="a", env={"A": "$NO_SUCH_VARIABLE_HERE"})
-    assert "connection" not in str(Mcp(command="a", env={"A": SECRET})), "nothing is started, nothing is shown"
+
+
+def test_a_package_that_is_missing_or_old_is_named(monkeypatch):
+    monkeypatch.setattr(mcp_tools, "version", lambda name: "1.28.0")
+    with pytest.raises(ValueError, match="pip install 'mcp>=2'"):
+        Mcp(command="a")
 
 
 def test_a_tool_that_is_not_there_is_named(script):
     with pytest.raises(BrokenError, match="no tool 'subtract'.*but add, tally, die, reveal, meet, wait"):
         Mcp(command=[sys.executable, script], only=["subtract"]).reset({}, 0)
+
+
+def test_a_server_in_a_worker(script):
+    with Play("spmdrl.env.mcp_tools:Mcp", {"command": [sys.executable, script]}) as play:
+        opened = play.open({"prompt": "Add."})
+        assert opened.tools[0]["function"]["name"] == "add"
+        assert play.call("add", a=1, b="2").messages[0]["content"] == "3"
+        assert "the MCP server ended during the call" in play.call("die").messages[0]["content"]
+        assert play.call("add", a=1).messages[0]["content"] == "2"
+    why = "failed in reset: .*cat is no MCP server"
+    with Play("spmdrl.env.mcp_tools:Mcp", {"command": "cat"}) as play, pytest.raises(PlayError, match=why):
+        play.open({"prompt": "Add."})
