@@ -1,18 +1,17 @@
 """Readers of the forms in which models write tool calls: text -> (text without calls, calls).
 
-Each form has its source beside it. `Tools` are OpenAI function schemas, which the forms that write values as plain text
+Each form has its source beside it. `tools` are OpenAI function schemas, which the forms that write values as plain text
 need to tell `1` from `"1"`.
 """
 
 import ast
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from spmdrl.env.call_reading import Call, MalformedError, arguments_of, between, broken, call_of, json_at
+from spmdrl.env.base import Call
+from spmdrl.env.call_reading import MalformedError, Tools, arguments_of, between, broken, call_of, json_at, typed
 
-Tools = Sequence[dict[str, Any]]
 CODE = "python"
 """Name of the tool that blocks of code call, with the argument `code`."""
 MOST_TRIES = 64
@@ -274,37 +273,3 @@ FORMATS: dict[str, Callable[[str, Tools], tuple[str, list[Call]]]] = {
     "none": none,
 }
 """Readers by name."""
-
-
-def typed(value: str, function: str, key: str, tools: Tools) -> Any:
-    """Return a value that was written as text, by the type that the function's schema gives it.
-
-    Without schemas it is what it is as JSON, or else text.
-    """
-    kinds = _kinds(function, key, tools)
-    plain = value.strip()
-    if "null" in kinds and plain.lower() == "null":
-        return None
-    if "integer" in kinds and re.fullmatch(r"[+-]?\d{1,4000}", plain):
-        return int(plain)
-    if "boolean" in kinds and plain.lower() in ("true", "false", "1", "0"):
-        return plain.lower() in ("true", "1")
-    if kinds and not kinds & {"integer", "number", "object", "array"}:
-        return value
-    try:
-        found, end = json_at(plain, 0)
-    except MalformedError:
-        return value
-    return value if end < len(plain) or isinstance(found, str) else found
-
-
-def _kinds(function: str, key: str, tools: Tools) -> set[str]:
-    """Return the JSON types that a schema allows an argument; empty if it says nothing. Unknown ones are text."""
-    for tool in tools:
-        about = tool.get("function", tool)
-        if about.get("name") == function:
-            schema = about.get("parameters", {}).get("properties", {}).get(key, {"type": "string"})
-            options = [schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())]
-            kinds = [option.get("type", ()) for option in options if isinstance(option, dict)]
-            return {name for kind in kinds for name in ([kind] if isinstance(kind, str) else kind)}
-    return {"string"} if tools else set()

@@ -1,4 +1,4 @@
-"""The parts that readers of tool calls share: a call, JSON inside a text, and calls between marks.
+"""The parts that readers of tool calls share: JSON inside a text, calls between marks, and values by their types.
 
 Every reader takes time in proportion to the text: it goes forward only, and gives up after `MOST_CALLS` calls.
 """
@@ -6,11 +6,13 @@ Every reader takes time in proportion to the text: it goes forward only, and giv
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmdrl.env.base import Call
 
+Tools = Sequence[dict[str, Any]]
+"""OpenAI function schemas."""
 MOST_CALLS = 64
 """Calls of one turn that are read."""
 SPACE = re.compile(r"\s*")
@@ -144,3 +146,37 @@ def _after(text: str, at: int, opening: re.Pattern[str], closing: str) -> int:
     until = again.start() if again else len(text)
     end = text.find(closing, at, until) if closing else -1
     return end + len(closing) if end >= 0 else until
+
+
+def typed(value: str, function: str, key: str, tools: Tools) -> Any:
+    """Return a value that was written as text, by the type that the function's schema gives it.
+
+    Without schemas it is what it is as JSON, or else text.
+    """
+    kinds = _kinds(function, key, tools)
+    plain = value.strip()
+    if "null" in kinds and plain.lower() == "null":
+        return None
+    if "integer" in kinds and re.fullmatch(r"[+-]?\d{1,4000}", plain):
+        return int(plain)
+    if "boolean" in kinds and plain.lower() in ("true", "false", "1", "0"):
+        return plain.lower() in ("true", "1")
+    if kinds and not kinds & {"integer", "number", "object", "array"}:
+        return value
+    try:
+        found, end = json_at(plain, 0)
+    except MalformedError:
+        return value
+    return value if end < len(plain) or isinstance(found, str) else found
+
+
+def _kinds(function: str, key: str, tools: Tools) -> set[str]:
+    """Return the JSON types that a schema allows an argument; empty if it says nothing. Unknown ones are text."""
+    for tool in tools:
+        about = tool.get("function", tool)
+        if about.get("name") == function:
+            schema = about.get("parameters", {}).get("properties", {}).get(key, {"type": "string"})
+            options = [schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())]
+            kinds = [option.get("type", ()) for option in options if isinstance(option, dict)]
+            return {name for kind in kinds for name in ([kind] if isinstance(kind, str) else kind)}
+    return {"string"} if tools else set()

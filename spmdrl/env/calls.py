@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.env.base import Call, Said
-from spmdrl.env.call_formats import FORMATS, Tools, analysis
+from spmdrl.env.call_formats import FORMATS, analysis
+from spmdrl.env.call_reading import Tools
 
 __all__ = ["FORMATS", "Call", "Said", "as_message", "format_of", "hear", "parse"]
 
@@ -40,7 +41,7 @@ def parse(text: str, format: str, tools: Tools = ()) -> tuple[str, list[Call], s
     """Return the content, the calls and the thought of an assistant's turn. Any text can be read.
 
     Args:
-        text: the turn, decoded with its control tokens. The token that ends the turn may be left out.
+        text: the turn, decoded with its control tokens but without the token that ends it (which gpt_oss may have).
         format: a name of `FORMATS`.
         tools: OpenAI function schemas. Forms that write arguments as plain text take their types from there.
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class McpError(RuntimeError):
-    """A server or a tool of it failed; the message says why, without secrets."""
+    """A call failed; the message says why, without secrets."""
 
 
 @dataclass

@@ -6,9 +6,11 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as LateError
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from spmdrl.config.dump import redact_text
+from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import Connection, Line, McpError, on_loop, text_of
 
 CONNECT_SECONDS = 9.0
@@ -53,10 +55,8 @@ class Mcp:
             raise ValueError("MCP tools need either `command`, which starts a server, or `url`, the address of one")
         if url and not re.match(r"https?://[^/]", url):
             raise ValueError(f"MCP tools: `url` is an http address, not {redact_text(url)!r}")
-        try:
-            import mcp  # noqa: F401
-        except ImportError:
-            raise ValueError("MCP tools need the package mcp, version 2 or later: pip install 'mcp>=2'") from None
+        if not _installed():
+            raise ValueError("MCP tools need the package mcp, version 2 or later: pip install 'mcp>=2'")
         self.words, self.url, self.only = words, url, tuple(only)
         self.env, self.headers = _filled(env or {}, "env"), _filled(headers or {}, "headers")
         self.timeout, self.connect = timeout, connect
@@ -66,12 +66,16 @@ class Mcp:
         self.line = _lines.setdefault(key, Line()) if shared else Line()
 
     def reset(self, row: dict, seed: int) -> None:
-        """Begin an episode with the prompt of its row, and a connection of its own. Raises McpError."""
+        """Begin an episode with the prompt of its row, and a connection of its own.
+
+        Raises:
+            BrokenError: the server does not start, or speaks no MCP; the message says why.
+        """
         self.close()
         self._connected()
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Return the tools as OpenAI function schemas. Raises McpError."""
+        """Return the tools as OpenAI function schemas. Raises what `reset` does."""
         return self._connected().schemas
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -79,6 +83,7 @@ class Mcp:
 
         Raises:
             McpError: the tool failed, or the server ended or did not answer.
+            BrokenError: the server ended earlier, and cannot be started again.
         """
         connection = self._connected()
         try:
@@ -114,9 +119,16 @@ class Mcp:
                 why = f"it did not list its tools within {self.connect:g} s" if late else connection.told(error)
                 if said := connection.complaints():
                     why += f" (it said: {said})"
-                raise McpError(f"{connection.name} is no MCP server that can be used: {why}") from None
+                raise BrokenError(f"{connection.name} is no MCP server that can be used: {why}") from None
             self.line.connection = connection
             return connection
+
+
+def _installed() -> bool:
+    try:
+        return int(version("mcp").partition(".")[0]) >= 2
+    except (PackageNotFoundError, ValueError):
+        return False
 
 
 def _filled(values: Mapping[str, str], setting: str) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 import atexit
 import threading
-from typing import Any
+from typing import Any, cast
 
+from spmdrl.env.base import BrokenError
 from spmdrl.sandbox.base import Limits, Outcome, Program, SandboxError
 from spmdrl.sandbox.open import open_for
 from spmdrl.sandbox.session import Answer, Session
@@ -21,12 +22,15 @@ class Sandboxes:
         """Return a sandbox for one user.
 
         Raises:
-            SandboxError: none works here.
+            BrokenError: none works here.
         """
         with self.lock:
             if held := self.idle.get(provider):
                 return held.pop()
-        return open_for(provider)
+        try:
+            return open_for(provider)
+        except SandboxError as error:
+            raise BrokenError(f"no sandbox works here: {error}") from None
 
     def give_back(self, provider: str, warm: Warm) -> None:
         """Take a sandbox back in which nothing runs."""
@@ -48,14 +52,9 @@ atexit.register(SANDBOXES.close)
 class Python:
     """The tool `python`, which runs every program by itself. It holds nothing between calls."""
 
-    def __init__(
-        self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512, longest: int = 10_000
-    ) -> None:
-        """Take settings.
-
-        provider: sandbox, as `--sandbox.provider`. seconds: wall time of a program. longest: characters of output.
-        """
-        self.provider, self.longest = provider, longest
+    def __init__(self, provider: str = "auto", seconds: float = 10.0, memory_mib: int = 512) -> None:
+        """provider: sandbox, as `--sandbox.provider`. seconds: wall time of a program."""
+        self.provider = provider
         self.limits = Limits(seconds=seconds, cpu_seconds=max(1, round(seconds)), memory_mib=memory_mib)
         self.timeout_s = seconds + 20.0
 
@@ -71,11 +70,11 @@ class Python:
         warm = SANDBOXES.take(self.provider)
         try:
             ended = warm.run(Program(code), self.limits)
-        except BaseException:
+        except SandboxError as error:
             warm.close()
-            raise
+            raise BrokenError(f"the sandbox has ended: {error}") from None
         SANDBOXES.give_back(self.provider, warm)
-        return shortened(told(ended, self.limits), self.longest)
+        return told(ended, self.limits)
 
     def state(self) -> dict:
         """Return what an episode has to keep, which is nothing."""
@@ -88,19 +87,17 @@ class Python:
 class PythonSession:
     """The tool `python`, which keeps variables from call to call. An episode is taken up again by running them anew."""
 
+    parallel_calls = False
+
     def __init__(
         self,
         provider: str = "auto",
         seconds: float = 10.0,
         memory_mib: int = 512,
-        longest: int = 10_000,
         lifetime: float = 3600.0,
     ) -> None:
-        """Take settings.
-
-        seconds: wall time of a call. lifetime: wall time of a session. The others: see `Python`.
-        """
-        self.provider, self.seconds, self.longest = provider, seconds, longest
+        """seconds: wall time of a call. lifetime: wall time of a session. The others: see `Python`."""
+        self.provider, self.seconds = provider, seconds
         self.limits = Limits(seconds=lifetime, cpu_seconds=max(1, round(lifetime)), memory_mib=memory_mib)
         self.timeout_s = seconds + 20.0
         self.warm: Warm | None = None
@@ -120,13 +117,16 @@ class PythonSession:
         with self.lock:
             if self.session is None:
                 self.warm = SANDBOXES.take(self.provider)
-                self.session = Session(self.warm, self.limits)
-            answer = self.session.run(code, self.seconds)
+            try:
+                self.session = self.session or Session(cast(Warm, self.warm), self.limits)
+                answer = self.session.run(code, self.seconds)
+            except SandboxError as error:
+                self._end()
+                raise BrokenError(f"the sandbox has ended: {error}") from None
             ended = self.session.channel.outcome is not None
             if ended:
                 self._end()
-        lost = "\nThe session has ended: its variables are lost." if ended else ""
-        return shortened(_told(answer), self.longest) + lost
+        return _told(answer) + ("\nThe session has ended: its variables are lost." if ended else "")
 
     def close(self) -> None:
         """End the session. May be called twice."""
@@ -149,10 +149,10 @@ def told(ended: Outcome, limits: Limits) -> str:
     """Return a program's output and how it failed, for the model.
 
     Raises:
-        SandboxError: the sandbox could not run it.
+        BrokenError: the sandbox could not run it.
     """
     if ended.verdict == "failure":
-        raise SandboxError(f"the program could not be run: {ended.why}")
+        raise BrokenError(f"the program could not be run: {ended.why}")
     why = {
         "ok": "",
         "timeout": f"The program was stopped after {limits.seconds:g} s.",
@@ -172,11 +172,3 @@ def _told(answer: Answer) -> str:
 def _joined(*parts: Any) -> str:
     text = "\n".join(part.rstrip() for part in parts if part.strip())
     return text or "(nothing was printed)"
-
-
-def shortened(text: str, longest: int) -> str:
-    """Return text with its middle left out where it is too long, which it says."""
-    if len(text) <= longest:
-        return text
-    head, tail = text[: longest // 2], text[len(text) - longest // 2 :]
-    return f"{head}\n[{len(text) - len(head) - len(tail)} characters are left out here]\n{tail}"

@@ -9,14 +9,15 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from spmdrl.config.dump import redact_text
+from spmdrl.env.base import BrokenError
 from spmdrl.env.corpus import CACHE, Corpus, Passage, open_corpus, passage_of
 
 MOST_BYTES = 8 << 20
 """Bytes of the longest answer of a server that is read."""
 
 
-class SearchError(RuntimeError):
-    """A search failed; the message says why, without what is secret in an address."""
+class SearchError(BrokenError):
+    """The server of a search is at fault; the message says why, without what is secret in an address."""
 
 
 class Search:
@@ -95,6 +96,7 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
     https://github.com/PeterGriffinJin/Search-R1 does. seconds: for all of the answer.
 
     Raises:
+        TimeoutError: the answer did not come in time.
         SearchError: there is no answer, or one of another form.
     """
     where = f"the search server at {urlsplit(url).hostname}"
@@ -114,9 +116,9 @@ def ask(url: str, query: str, most: int, seconds: float) -> list[Passage]:
         raise SearchError(f"{where} answered {error.code} {error.reason}") from None
     except (OSError, HTTPException) as error:
         cause = error.reason if isinstance(error, URLError) else error
-        slow = isinstance(cause, TimeoutError)
-        why = f"did not answer within {seconds:g} s" if slow else f"cannot be reached ({type(cause).__name__})"
-        raise SearchError(f"{where} {why}") from None
+        if isinstance(cause, TimeoutError):
+            raise TimeoutError(f"{where} did not answer within {seconds:g} s") from None
+        raise SearchError(f"{where} cannot be reached ({type(cause).__name__})") from None
     try:
         rows: Any = json.loads(data)["result"][0]
         found = [passage_of(row.get("document", row)) for row in rows]

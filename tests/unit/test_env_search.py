@@ -5,6 +5,7 @@ import math
 import re
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("bm25s")
 
 from spmdrl.env import corpus as corpora
 from spmdrl.env.corpus import open_corpus
+from spmdrl.env.play import Play
 from spmdrl.env.search import Search, SearchError
 
 ROWS = [
@@ -146,7 +148,8 @@ class Handler(BaseHTTPRequestHandler):
                 except OSError:  # the client is gone
                     return
                 time.sleep(0.1)
-        self.wfile.write(body.encode())
+        with suppress(OSError):  # the client is gone
+            self.wfile.write(body.encode())
 
     def log_message(self, format, *args):
         pass
@@ -178,7 +181,8 @@ def test_a_server_answers(address):
     ],
 )
 def test_a_server_that_fails_is_named(address, mode, why):
-    with pytest.raises(SearchError, match=f"127.0.0.1 .*{why}"):
+    error = TimeoutError if "within" in why else SearchError
+    with pytest.raises(error, match=f"127.0.0.1 .*{why}"):
         Search(url=f"{address}/{mode}", timeout=0.5).search("a")
 
 
@@ -186,3 +190,10 @@ def test_a_server_that_is_not_there():
     with pytest.raises(SearchError, match=r"127.0.0.1 cannot be reached \(ConnectionRefusedError\)") as error:
         Search(url="http://127.0.0.1:9/?token=hunter2secret", timeout=1.0).search("a")
     assert "hunter2" not in str(error.value)
+
+
+def test_a_corpus_in_a_worker(file, tmp_path):
+    with Play("spmdrl.env.search:Search", {"corpus": str(file), "cache": str(tmp_path / "cache")}) as play:
+        play.open({"prompt": "Which river flows through Paris?"})
+        assert play.call("search", query="river Paris").messages[0]["content"].startswith("[1] Paris")
+        assert play.call("search", query="").messages[0]["content"] == "ValueError: the query is empty"

@@ -1,0 +1,113 @@
+"""Begins an environment, and tries one.
+
+    python -m spmdrl.env init NAME             writes NAME.py, a small environment, and test_NAME.py
+    python -m spmdrl.env try ENVIRONMENT       plays it by hand: you are the assistant
+    python -m spmdrl.env try ENVIRONMENT --model FOLDER [--episodes 2]      lets a model play it
+
+ENVIRONMENT is what `--env` takes: file.py:Class, package.module:Class, builtin:guess.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from spmdrl.env.by_hand import by_hand
+from spmdrl.env.calls import FORMATS
+from spmdrl.env.play import Play, PlayError
+from spmdrl.env.scaffold import scaffold
+
+PROG = "python -m spmdrl.env"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 1 after a failure of the environment, 2 after a mistake of the user."""
+    asked = _parser().parse_args(argv)
+    try:
+        if asked.command == "init":
+            file, test = scaffold(asked.name)
+            print(f"wrote {file} and {test}; test it with: python -m pytest {test}")
+            return 0
+        return _try(asked)
+    except ValueError as error:
+        print(f"{PROG} {asked.command}: {error}", file=sys.stderr)
+        return 2
+    except PlayError as error:
+        print(f"{PROG} {asked.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print()
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    init = commands.add_parser("init", help="write an environment to begin with, and a test for it")
+    init.add_argument("name", help="NAME or folder/NAME, without .py")
+    trial = commands.add_parser("try", help="play an environment, by hand or with a model")
+    trial.add_argument("name", metavar="ENVIRONMENT", help="file.py:Class, package.module:Class, builtin:guess")
+    trial.add_argument("--row", default="{}", help="row of the dataset, as JSON; its `prompt` is a text or messages")
+    trial.add_argument("--seed", type=int, default=0, help="of the first episode; the others have the next ones")
+    trial.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="argument of the class; JSON or text"
+    )
+    trial.add_argument("--model", default="", help="folder or name of a Hugging Face model that plays")
+    trial.add_argument("--episodes", type=int, default=1, help="of the model")
+    trial.add_argument("--turns", type=int, default=8, help="of an episode of the model, at most")
+    trial.add_argument("--format", default="", help="form of tool calls, if not the one that the chat template shows")
+    trial.add_argument("--max-new-tokens", type=int, default=256, help="tokens of a turn of the model")
+    trial.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0 takes the likeliest token")
+    return parser
+
+
+def _try(asked: argparse.Namespace) -> int:
+    row, settings = _row(asked.row), _settings(asked.set)
+    for flag in ("episodes", "turns", "max_new_tokens"):
+        if getattr(asked, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} must be 1 or more")
+    if asked.temperature < 0:
+        raise ValueError("--temperature must be 0 or more")
+    if asked.format not in ("", *FORMATS):
+        raise ValueError(f"--format {asked.format!r}: take one of {', '.join(FORMATS)}")
+    with Play(asked.name, settings) as play:
+        print(f"{asked.name}: {play.hello}")
+        if not asked.model:
+            by_hand(play, row, asked.seed)
+            return 0
+        from spmdrl.env.by_model import by_model, load_speaker
+
+        speaker = load_speaker(asked.model, asked.format, asked.max_new_tokens, asked.temperature, asked.seed)
+        total = 0.0
+        for number in range(asked.episodes):
+            print(f"\n-- episode {number + 1}, seed {asked.seed + number}")
+            total += by_model(play, speaker, row, asked.seed + number, asked.turns)
+        print(f"\n{asked.episodes} episodes, {total / asked.episodes:g} on average")
+        return 0
+
+
+def _row(text: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--row is no JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError('--row is an object of columns, as {"prompt": "..."}')
+    return row
+
+
+def _settings(given: list[str]) -> dict[str, Any]:
+    out = {}
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"--set {each!r}: write KEY=VALUE")
+        try:
+            out[key] = json.loads(value)
+        except ValueError:
+            out[key] = value
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

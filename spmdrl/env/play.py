@@ -1,0 +1,80 @@
+"""One episode at a time of an environment in a process of its own, waited for: in tests and in the terminal."""
+
+from types import TracebackType
+from typing import Any
+
+from spmdrl.env.base import Call, Opening, PoolSettings, Reply, Said
+from spmdrl.env.pool import Pool
+
+
+class PlayError(RuntimeError):
+    """The environment failed; the message says how."""
+
+
+class Play:
+    """An environment to talk to, as `with Play("my_env.py:MyEnv") as play:`."""
+
+    def __init__(self, name: str, settings: dict[str, Any] | None = None, limits: PoolSettings | None = None):
+        """name: of the environment, as `--env`. settings: keyword arguments of its class.
+
+        Raises:
+            ValueError: there is no such environment, or it does not take the settings.
+        """
+        self.name, self.settings = name, settings or {}
+        self.pool = Pool(1, limits)
+        self.opened = False
+        try:
+            self.hello = self.pool.check(name, self.settings)
+        except BaseException:
+            self.pool.shutdown()
+            raise
+
+    def open(self, row: dict[str, Any] | None = None, seed: int = 0) -> Reply:
+        """Begin an episode, and end the one before.
+
+        The reply has the first messages and the tools.
+
+        Raises:
+            PlayError: the environment failed.
+        """
+        self._close()
+        self.pool.open(0, Opening(self.name, row or {}, seed, self.settings))
+        self.opened = True
+        return self._answer()
+
+    def say(self, content: str = "", *calls: Call) -> Reply:
+        """Say an assistant's turn: text, calls, or both. Raises PlayError."""
+        return self.turn(Said(content, list(calls)))
+
+    def call(self, name: str, **arguments: Any) -> Reply:
+        """Call one tool. Raises PlayError."""
+        return self.say("", Call(name, arguments, "call00000"))
+
+    def turn(self, said: Said) -> Reply:
+        """Say a turn as it was parsed. Raises PlayError."""
+        self.pool.say(0, said)
+        return self._answer()
+
+    def score(self) -> Reply:
+        """Ask for the final reward. Raises PlayError."""
+        self.pool.score(0)
+        return self._answer()
+
+    def _answer(self) -> Reply:
+        while True:
+            for _, reply in self.pool.poll(1.0):
+                if reply.failure:
+                    raise PlayError(f"the environment {self.name} {reply.failure}")
+                return reply
+
+    def _close(self) -> None:
+        if self.opened:
+            self.pool.close(0)
+            self.opened = False
+
+    def __enter__(self) -> "Play":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._close()
+        self.pool.shutdown()

@@ -1,0 +1,252 @@
+"""The commands init and try: as functions where they can be, as processes where a user sees the difference."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.env.__main__ import main
+from spmdrl.env.base import Call
+from spmdrl.env.by_hand import by_hand, understood
+from spmdrl.env.by_model import Speaker, by_model
+from spmdrl.env.play import Play, PlayError
+from spmdrl.env.tools import TOOLS, mcp_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+GAME = '''
+from spmdrl.env import Answer
+
+
+class Game:
+    """Say the word."""
+
+    def __init__(self, word="red"):
+        self.word = word
+
+    def reset(self, row, seed):
+        if row.get("fail"):
+            raise RuntimeError("no game today")
+        return [{"role": "system", "content": f"seed {seed}"}, {"role": "user", "content": row.get("prompt", "Guess.")}]
+
+    def look(self, place: str, deep: bool = False) -> Answer:
+        """Look somewhere.
+
+        Args:
+            place: A place.
+        """
+        return Answer(f"{place} {deep}: \\x1b[31m{self.word}\\x07", 0.25)
+
+    def reward(self):
+        return {"score": 1.0, "style": 0.5}
+'''
+
+
+@pytest.fixture
+def game(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    return f"{tmp_path / 'game.py'}:Game"
+
+
+def lines(*said: str):
+    """What a person types, and then the end of the input."""
+    given = iter(said)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(given)
+        except StopIteration:
+            raise EOFError from None
+
+    return read
+
+
+def test_an_environment_is_played_by_hand(game):
+    shown: list[str] = []
+    read = lines("look(place='box', deep=True)", "look(place=", '[{"name": "look", "arguments": {}}]', "I\\", "stop")
+    with Play(game, {"word": "blue"}) as play:
+        total = by_hand(play, {"prompt": "Find it."}, 7, read, shown.append)
+    assert total == 1.25
+    assert shown[1:] == [
+        "tool: look(place: string, deep: boolean)  Look somewhere.",
+        "system: seed 7",
+        "user: Find it.",
+        "tool look: box True: blue\ufffd",
+        "reward 0.25",
+        "not understood: a call is look(key=value) with plain values ('(' was never closed (<unknown>, line 1))",
+        "tool look: look lacks the argument place",
+        "final reward 1 (style 0.5)",
+        "the episode has ended, with 1.25 in all",
+    ]
+
+
+def test_a_game_without_tools_by_hand_and_its_early_end():
+    with Play("builtin:guess", {"numbers": 4, "turns": 3}) as play:
+        shown: list[str] = []
+        assert by_hand(play, {"number": 3}, 0, lines("2", "3"), shown.append) == 1.0
+        assert shown[1:] == ["user: guess 1-4:", "user: higher", "reward 1", "the episode has ended, with 1 in all"]
+        assert by_hand(play, {"number": 3}, 0, lines("2", "/quit", "3"), shown.append) == 0.0
+        assert shown[-1] == "the episode has ended early, with 0 in all"
+
+
+@pytest.mark.parametrize(
+    "line, text, calls",
+    [
+        ("hello (there)", "hello (there)", []),
+        ("print(1)", "print(1)", []),
+        ("f()", "", [("f", {})]),
+        (" f(a=[1, {'b': None}], c='x(') ", "", [("f", {"a": [1, {"b": None}], "c": "x("})]),
+        ('{"name": "g", "arguments": {"a": 1}}', "", [("g", {"a": 1})]),
+        ('[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "", [("f", {}), ("g", {})]),
+    ],
+)
+def test_lines_are_understood(line, text, calls):
+    said, found = understood(line, {"f"})
+    assert (said, [(call.name, call.arguments) for call in found]) == (text, calls)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["f(1)", "f(a=g())", "f(**{})", "f(a=1) and more", "f(a={1, 2})", "{not json", '{"name": "f"}', '[{"name": 1}]'],
+)
+def test_lines_that_begin_as_calls_and_are_none(line):
+    with pytest.raises(ValueError, match="a call is|no JSON"):
+        understood(line, {"f"})
+
+
+def test_a_model_plays_and_its_calls_are_read(game):
+    """A speaker that says given texts stands where a model is loaded; the next test loads one."""
+    texts = iter(
+        [
+            "<think>Where?</think>I look."
+            '<tool_call>{"name": "look", "arguments": {"place": "box"}}</tool_call><tool_call>{</tool_call>',
+            "It is red.",
+        ]
+    )
+    heard: list[list[dict]] = []
+
+    def speak(messages, tools):
+        heard.append(json.loads(json.dumps(messages)))
+        return next(texts)
+
+    shown: list[str] = []
+    with Play(game) as play:
+        assert by_model(play, Speaker(speak, "hermes"), {}, 1, 5, shown.append) == 1.25
+        with pytest.raises(ValueError, match="name their form with --format"):
+            by_model(play, Speaker(speak, "none"), {}, 1, 5, shown.append)
+    assert shown[2:7] == [
+        "assistant (thought): Where?",
+        "assistant: I look.",
+        'assistant calls look(place="box")',
+        "assistant calls a call: The tool call is malformed: not valid JSON: Expecting property name enclosed in "
+        "double quotes at character 1.",
+        "tool look: box False: red\ufffd",
+    ]
+    assert shown[-1] == "the episode has ended, with 1.25 in all"
+    assert [message["role"] for message in heard[1]] == ["system", "user", "assistant", "tool", "tool"]
+    assert [call["function"]["name"] for call in heard[1][2]["tool_calls"]] == ["look", "malformed_call"]
+
+
+@pytest.mark.slow
+def test_a_real_model_plays(capsys):
+    words = ["try", "builtin:guess", "--model", "tiny", "--episodes", "2", "--turns", "2", "--max-new-tokens", "4"]
+    assert main([*words, "--row", '{"prompt": "2+2=", "number": 4}']) == 0
+    out = capsys.readouterr().out
+    assert out.count("user: 2+2=") == 2 and out.count("-- episode") == 2 and "2 episodes, " in out
+    assert 2 <= out.count("assistant: ") <= 4
+
+
+def run(*words: str, given: str = "", folder: Path | None = None) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        input=given,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+    )
+
+
+def test_what_init_writes_works_and_passes_its_test(tmp_path):
+    made = run("spmdrl.env", "init", "coin_game", folder=tmp_path)
+    assert made.returncode == 0 and "wrote coin_game.py and test_coin_game.py" in made.stdout, made.stderr
+    assert len((tmp_path / "coin_game.py").read_text().splitlines()) <= 35
+    ast.parse((tmp_path / "test_coin_game.py").read_text())
+    tested = run("pytest", "-q", "-p", "no:cacheprovider", "test_coin_game.py", folder=tmp_path)
+    assert tested.returncode == 0 and "2 passed" in tested.stdout, tested.stdout
+    given = "open_box(number=1)\nopen_box(number=2)\nopen_box(number=3)\ndone\n"
+    tried = run("spmdrl.env", "try", "coin_game.py:CoinGame", "--set", "boxes=3", given=given, folder=tmp_path)
+    assert tried.returncode == 0 and "the coin is here" in tried.stdout, tried.stderr
+
+    before = (tmp_path / "coin_game.py").read_text()
+    again = run("spmdrl.env", "init", "coin_game", folder=tmp_path)
+    assert again.returncode == 2 and "coin_game.py is there already" in again.stderr
+    assert (tmp_path / "coin_game.py").read_text() == before
+
+
+def test_names_for_init(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "envs/two_boxes.py"]) == 0
+    assert "class TwoBoxes:" in (tmp_path / "envs" / "two_boxes.py").read_text()
+    for name in ("a-b", "class", "", "1st", "envs/a-b"):
+        assert main(["init", name]) == 2
+        assert "no name of a Python module" in capsys.readouterr().err
+    (tmp_path / "test_other.py").write_text("mine")
+    assert main(["init", "other"]) == 2
+    assert not (tmp_path / "other.py").exists() and (tmp_path / "test_other.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "words, code, why",
+    [
+        (["--row", "[1]"], 2, "--row is an object"),
+        (["--row", "{"], 2, "--row is no JSON"),
+        (["--set", "word"], 2, "write KEY=VALUE"),
+        (["--set", "colour=red"], 2, "do not fit"),
+        (["--model", "tiny", "--turns", "0"], 2, "--turns must be 1 or more"),
+        (["--format", "xml"], 2, "take one of hermes"),
+        (["--row", '{"fail": true}'], 1, "no game today"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(game, capsys, words, code, why):
+    assert main(["try", game, *words]) == code
+    err = capsys.readouterr().err
+    assert why in err and "Traceback" not in err
+
+
+def test_an_environment_that_does_not_exist_or_fails(game, capsys):
+    assert main(["try", "builtin:gues"]) == 2
+    assert "builtin:guess" in capsys.readouterr().err
+    with Play(game) as play:
+        with pytest.raises(PlayError, match="no game today"):
+            play.open({"fail": True})
+        assert play.open(seed=3).messages[0]["content"] == "seed 3"
+
+
+def test_tools_that_come_with_it_can_be_played():
+    with Play(TOOLS["calculator"]) as play:
+        opened = play.open({"prompt": "What is 2 ** 100?"})
+        assert [tool["function"]["name"] for tool in opened.tools] == ["calculate"]
+        reply = play.say(
+            "", Call("calculate", {"expression": "2 ** 100"}, "a"), Call("calculate", {"expression": "x"}, "b")
+        )
+        assert [message["content"] for message in reply.messages] == [
+            str(2**100),
+            "ValueError: cannot work out 'x': only numbers, + - * / // % ** and parentheses are allowed",
+        ]
+        assert play.say("done").done
+    assert mcp_settings("mcp:https://a/b") == {"url": "https://a/b"}
+    assert mcp_settings("mcp:python server.py") == {"command": "python server.py"}
+    with pytest.raises(ValueError, match="names no MCP server"):
+        mcp_settings("mcp:")
+
+
+def test_workers_do_without_torch():
+    names = [name.partition(":")[0] for name in TOOLS.values()] + ["spmdrl.env.calls", "spmdrl.env.__main__"]
+    code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
