@@ -33,11 +33,12 @@ def is_mine(target: object, name: str) -> bool:
     """
     if target is None:
         return _prefix(name) in PACKAGES
-    return isinstance(target, type) and _kind(target) != ""
+    kind = target.func if isinstance(target, partial) else target
+    return isinstance(kind, type) and _kind(kind) != ""
 
 
 def wrap(target: object, settings: dict[str, Any]) -> Attempts | Gym | Skyrl | TextArena:
-    """Make an environment. target: a name with a prefix, or a class that `is_mine` recognised.
+    """Make an environment. target: a name with a prefix, or a class or partial of one that `is_mine` recognised.
 
     Raises:
         ValueError: the package is missing, it has no such environment, or that refuses the settings.
@@ -52,8 +53,9 @@ def wrap(target: object, settings: dict[str, Any]) -> Attempts | Gym | Skyrl | T
             _made(package.spec, name, {"env_id": which})
         make = partial(package.make, which, **({"disable_env_checker": True} if kind == "gymnasium" else {}))
     else:
-        assert isinstance(target, type)
-        kind, name, make = _kind(target), target.__name__, target
+        known = target.func if isinstance(target, partial) else target
+        assert isinstance(known, type) and callable(target)
+        kind, name, make = _kind(known), known.__name__, target
     if kind == "skyrl_gym":
         return Skyrl(make, settings)
     if kind == "textarena":

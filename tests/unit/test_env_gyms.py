@@ -1,13 +1,18 @@
 """Environments of reasoning-gym, Gymnasium, old Gym, skyrl-gym and TextArena, unchanged, in this project's form."""
 
+import functools
 import random
+import re
+import time
 from typing import Any
 
 import pytest
 
 from spmdrl.data.sources import read_source
+from spmdrl.env.base import Opening, PoolSettings, Reply, Said
 from spmdrl.env.gyms import is_mine, wrap
 from spmdrl.env.opening import opening, seed_of
+from spmdrl.env.pool import Pool
 
 START = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Ready?"}]
 
@@ -196,6 +201,8 @@ def test_a_text_environment_of_gymnasium(gymnasium):
     assert played(env, {"prompt": START}, ["abc"], 5)[1][0][1] == played(env, {}, ["abc"], 5)[1][0][1]
     with pytest.raises(ValueError, match=r"Words cannot be made with the settings {'size': 3} \(TypeError"):
         wrap(Words, {"size": 3})
+    short = functools.partial(Words, limit=7)
+    assert is_mine(short, "words.py:short") and wrap(short, {})._env.limit == 7
 
 
 @pytest.mark.parametrize(
@@ -387,6 +394,79 @@ def test_an_invalid_move_is_told_and_the_second_ends_the_game(textarena):
     assert "You moved disk 1 from A to C." in text and "[A C]" not in text and (reward, done) == (0.0, False)
     assert "invalid move" in env.step(said("[5]"))[0]
     assert env.step(said("[5]"))[1:] == (0.0, True)
+
+
+# In the processes of a pool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(1, PoolSettings(timeout_s=60))
+    yield pool
+    pool.shutdown()
+
+
+def asked(pool: Pool, what: str, *given: Any) -> Reply:
+    getattr(pool, what)(*given)
+    deadline = time.monotonic() + 60
+    while not (found := pool.poll(1.0)):
+        assert time.monotonic() < deadline, "the pool does not answer"
+    return found[0][1]
+
+
+def text_of(reply: Reply) -> str:
+    assert not reply.failure
+    return " ".join(message["content"] for message in reply.messages)
+
+
+def test_an_environment_of_gymnasium_in_a_pool(pool, gymnasium):
+    """It cannot be saved, and replayed turns bring it to where it was."""
+    name, settings = "gymnasium:FrozenLake-v1", {"render_mode": "ansi"}
+    assert pool.check(name, settings)
+    with pytest.raises(ValueError, match="NoSuchLake"):
+        pool.check("gymnasium:NoSuchLake-v1", {})
+    opening = Opening(name, {"prompt": "Go.", "seed": 4}, 1, settings)
+    begun = asked(pool, "open", "a", opening)
+    assert text_of(begun).startswith("Go.\n\n[S]FFF") and begun.tools == []
+    turns = [Said(move) for move in ("2", "none", "1")]
+    answers = [asked(pool, "say", "a", turn) for turn in turns]
+    assert answers[1].messages[0]["content"] == "Answer with a whole number from 0 to 3." and not answers[1].done
+    assert asked(pool, "save", "a").state is None
+    again = asked(pool, "open", "b", opening, turns[:2])
+    assert again.replayed == [answer.messages for answer in answers[:2]]
+    assert asked(pool, "say", "b", turns[2]).messages == answers[2].messages
+    pool.close("a")
+    pool.close("b")
+
+
+def test_attempts_in_a_pool(pool, puzzles):
+    """A row goes to the process as JSON, and the state of a puzzle comes back."""
+    row = read_source("reasoning-gym:basic_arithmetic?size=1", "prompt", "answer").rows[0]
+    opening = Opening("reasoning_gym:basic_arithmetic", row, 1, {"attempts": 3})
+    assert text_of(asked(pool, "open", "a", opening)) == row["prompt"]
+    assert "2 attempts left" in text_of(asked(pool, "say", "a", Said("<answer>no</answer>")))
+    state = asked(pool, "save", "a").state
+    assert state == {"scores": [0.0], "tagged": 1}
+    asked(pool, "open", "b", opening, [], state)
+    assert asked(pool, "say", "b", Said(row["answer"])).done
+    score = asked(pool, "score", "b")
+    assert (score.reward, score.parts) == (1.0, {"first": 0.0, "attempts": 2.0, "format": 0.5})
+    pool.close("a")
+    pool.close("b")
+
+
+@pytest.mark.parametrize("reward, shown", [("float('nan')", "nan"), ("'much'", "much"), ("[1, 2]", r"\[1, 2\]")])
+def test_rewards_of_a_gym_that_are_no_numbers(pool, tmp_path, reward, shown):
+    """The episode is left out; the message names the environment."""
+    file = tmp_path / "gym_of_mine.py"
+    file.write_text(
+        "class Mine:\n    def reset(self, seed=None):\n        return 'Go', {}\n\n"
+        f"    def step(self, action):\n        return 'on', {reward}, False, False, {{}}\n"
+    )
+    assert text_of(asked(pool, "open", "a", Opening(f"{file}:Mine", {}, 1))) == "Go"
+    failure = asked(pool, "say", "a", Said("hm")).failure
+    assert re.search(f"gym_of_mine.py:Mine .*gave the reward {shown}, which is not a finite number", failure)
+    pool.close("a")
 
 
 # Packages that are missing
