@@ -81,6 +81,17 @@ def test_puzzles_are_drawn_by_the_rows_seed_or_the_runs(puzzles):
     assert env.step(said(f"<answer>{entry['answer']}</answer>")) == (None, None, True)
 
 
+def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_a_broken_puzzle_is_said(puzzles):
+    """The scorer of prime_factorization reads numbers between its signs, and raises on anything else (0.1.25)."""
+    row = read_source("reasoning-gym:prime_factorization?size=1", "prompt", "answer").rows[0]
+    env = wrap("reasoning_gym:prime_factorization", {"attempts": 2})
+    _, answers = played(env, row, ["<answer>two</answer>", row["answer"]])
+    assert [each[2] for each in answers] == [False, True] and env.reward()["score"] == 1.0
+    env.reset({**row, "entry": {**row["entry"], "answer": "two"}}, 0)
+    with pytest.raises(ValueError, match="invalid literal"):
+        env.step(said("<answer>two</answer>"))
+
+
 @pytest.mark.parametrize(
     "name, settings, message",
     [
