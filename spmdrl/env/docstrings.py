@@ -1,6 +1,7 @@
 """Descriptions in Google-style docstrings (https://google.github.io/styleguide/pyguide.html, section 3.8)."""
 
 import re
+from itertools import pairwise
 
 _HEADER = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Yields|Raises|Examples?|Notes?):\s*$")
 _ARGUMENTS = ("Args", "Arguments", "Parameters")
@@ -16,7 +17,7 @@ def described(docstring: str) -> tuple[str, dict[str, str]]:
     heads = [i for i, line in enumerate(lines) if _HEADER.match(line)]
     description = "\n".join(lines[: heads[0]] if heads else lines).strip()
     arguments: dict[str, str] = {}
-    for begin, end in zip(heads, [*heads[1:], len(lines)], strict=True):
+    for begin, end in pairwise([*heads, len(lines)]):
         if lines[begin].split(":")[0] in _ARGUMENTS:
             arguments |= _entries(lines[begin + 1 : end])
     return description, arguments

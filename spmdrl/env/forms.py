@@ -51,12 +51,16 @@ LIBRARIES = {"gym": gyms, "verl": verl_form}
 """Modules that know environments of other libraries, by the kind of the form."""
 
 
+class SettingsError(ValueError):
+    """Settings that an environment does not take."""
+
+
 @dataclass(frozen=True)
 class Form:
     """A name, read."""
 
     make: Callable[[dict[str, Any]], Any]
-    """settings -> an environment. Raises ValueError where the settings do not fit."""
+    """settings -> an environment. Raises SettingsError where they do not fit."""
     kind: str
     hello: str
     """What was found, for the log."""
@@ -79,21 +83,21 @@ def load(name: str) -> Form:
     if not module_name or not attribute:
         known = [*(f"builtin:{each}" for each in BUILTIN), *(f"{each}:NAME" for each in gyms.PACKAGES)]
         raise ValueError(
-            f"the environment {name!r} is no name of one: write file.py:Class, package.module:Class, a YAML file "
-            f"of verl's tools, or one of {', '.join(known)}"
+            f"{name!r} names no environment: write file.py:Class, package.module:Class, a YAML file of verl's, or "
+            f"one of {', '.join(known)}"
         )
-    module = _module(module_name, name)
+    module = _module(module_name)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             own = [k for k, v in vars(module).items() if not k.startswith("_") and _is_own(v, module)]
-            raise ValueError(f"the environment {name}: there is no {attribute} in it (it has: {', '.join(own) or '-'})")
+            raise ValueError(f"{module_name} has no {attribute} (it has: {', '.join(own) or 'none'})")
         found = getattr(found, part)
     for recognise in OF_OBJECTS:
         if form := recognise(found, name):
             return form
     raise ValueError(
-        f"the environment {name} is of the type {type(found).__name__}: name a class, a function that is a tool, or a "
+        f"{name} is of the type {type(found).__name__}: name a class, a function that is a tool, or a "
         "list of such functions"
     )
 
@@ -105,7 +109,7 @@ def _builtin(name: str) -> Form | None:
     if short not in BUILTIN:
         near = nearest(short, BUILTIN)
         hint = f": did you mean builtin:{near[0]}?" if near else ""
-        raise ValueError(f"there is no environment {name}{hint} Built-in ones: {', '.join(BUILTIN)}")
+        raise ValueError(f"there is no {name}{hint or '.'} Built-in ones: {', '.join(BUILTIN)}")
     return load(BUILTIN[short])
 
 
@@ -117,18 +121,18 @@ def _library(name: str) -> Form | None:
     return None
 
 
-def _module(module_name: str, name: str) -> ModuleType:
+def _module(module_name: str) -> ModuleType:
     provide()  # files written for verl import its modules
     if module_name.endswith(".py"):
         path = Path(module_name)
         if not path.is_file():
-            raise ValueError(f"the environment {name}: there is no file {module_name} (from {Path.cwd()})")
+            raise ValueError(f"there is no file {module_name} (from {Path.cwd()})")
         # Two files of one name in different folders are two modules.
         return import_file(path.resolve(), f"spmdrl_user_env_{'_'.join(path.resolve().with_suffix('').parts[1:])}")
     try:
         return importlib.import_module(module_name)
     except BaseException as e:  # SystemExit too
-        raise ValueError(f"the environment {name}: importing {module_name} raised {said(e)} ({place(e)})") from e
+        raise ValueError(f"importing {module_name} raised {said(e)} ({place(e)})") from e
 
 
 def _is_own(value: object, module: ModuleType) -> bool:
@@ -144,9 +148,9 @@ def _tools(found: Any, name: str) -> Form | None:
     if not isinstance(functions, list | tuple):
         return None
     if not functions:
-        raise ValueError(f"the environment {name} is an empty list: put functions into it, which are the tools")
+        raise ValueError(f"{name} is an empty list: put functions into it, which are the tools")
     names = ", ".join(by_name(map(tool_of, functions), name))
-    return Form(lambda settings: made(Functions, name, settings, list(functions)), "tools", f"tools {names}")
+    return Form(lambda settings: made(Functions, settings, list(functions)), "tools", f"tools {names}")
 
 
 def _class(found: Any, name: str) -> Form | None:
@@ -155,9 +159,9 @@ def _class(found: Any, name: str) -> Form | None:
     if not inspect.isclass(kind):
         return None
     if is_trl(kind):
-        return Form(lambda settings: FromTRL(made(found, name, settings)), "trl", f"TRL's class {kind.__name__}")
+        return Form(lambda settings: FromTRL(made(found, settings)), "trl", f"TRL's class {kind.__name__}")
     check_class(kind, name)
-    return Form(lambda settings: made(found, name, settings), "class", f"class {kind.__name__}")
+    return Form(lambda settings: made(found, settings), "class", f"class {kind.__name__}")
 
 
 def _library_class(found: Any, name: str) -> Form | None:
@@ -175,10 +179,10 @@ def check_class(kind: type, name: str) -> None:
         ValueError: naming the member.
     """
     if not hasattr(kind, "reset"):
-        raise ValueError(f"the environment {name} has no reset: write def reset(self, row, seed)")
+        raise ValueError(f"{name} has no reset: write def reset(self, row, seed)")
     for one, other in (("state", "restore"), ("restore", "state"), ("tool_schemas", "call"), ("call", "tool_schemas")):
         if hasattr(kind, one) and not hasattr(kind, other):
-            raise ValueError(f"the environment {name} has {one} without {other}: write both or neither")
+            raise ValueError(f"{name} has {one} without {other}: write both or neither")
     for member, names in PARTS.items():
         function = inspect.getattr_static(kind, member, None)
         if not isinstance(function, FunctionType):
@@ -189,21 +193,20 @@ def check_class(kind: type, name: str) -> None:
             # reset is called by keywords, in any order
             signature.bind(None, **dict.fromkeys(names)) if member == "reset" else signature.bind(None, *names)
         except TypeError as e:
-            raise ValueError(f"the environment {name}: {member} is called as {wanted}: {e}") from e
+            raise ValueError(f"{member} of {name} is called as {wanted}: {e}") from e
 
 
-def made(kind: Callable[..., Any], name: str, settings: dict[str, Any], *first: Any) -> Any:
+def made(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> Any:
     """Return an object of a class by its settings.
 
     Raises:
-        ValueError: the class does not take these settings.
+        SettingsError: the class does not take these settings.
     """
     try:
         inspect.signature(kind).bind(*first, **settings)
     except TypeError as e:
-        raise ValueError(
-            f"the settings of the environment {name} ({', '.join(settings) or 'none'}) do not fit: {e}"
-        ) from e
+        given = ", ".join(settings) or "none"
+        raise SettingsError(f"its settings (given: {given}) do not fit: {e}") from e
     except ValueError:
         pass  # some classes show no signature
     return kind(*first, **settings)

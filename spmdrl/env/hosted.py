@@ -12,10 +12,11 @@ from typing import Any
 from spmdrl.config.user_code import place, said
 from spmdrl.data.scores import as_score
 from spmdrl.env.answers import BadRewardError, Told, cut_text, finite, joined, raw_text, told, valid
+from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import RESERVED
 from spmdrl.env.limits import LateError, Limits, RaisedError
-from spmdrl.env.operations import ArgumentsError, Tool, by_name, checked_schema, methods_of, tool_of
+from spmdrl.env.operations import Tool, by_name, checked_schema, methods_of, tool_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -7,7 +7,6 @@ limits are kept by the processes themselves; a process that does not even do tha
 
 import json
 import logging
-import selectors
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -17,19 +16,12 @@ from typing import Any
 
 from spmdrl.env.base import Opening, PoolSettings, Reply, Said
 from spmdrl.env.limits import GONE_WITHIN
-from spmdrl.env.records import Process, Record, wired
-from spmdrl.health.child import LEAVES_WITHIN, spawn
-from spmdrl.health.status import tick
+from spmdrl.env.processes import START_SECONDS, PoolError, Process, Processes
+from spmdrl.env.records import Record, wired
 
-START_SECONDS = 120.0
-"""Longest a process may take to start, or to import an environment's file (a cold file system is slow)."""
 DEATHS = 2
 """Times that a process may die during one request before the environment counts as the cause."""
 log = logging.getLogger("spmdrl")
-
-
-class PoolError(RuntimeError):
-    """Processes for environments cannot be started."""
 
 
 class Pool:
@@ -48,7 +40,6 @@ class Pool:
         """Start the processes, without waiting for them."""
         if workers < 1:
             raise ValueError(f"{workers} processes for environments: there must be 1 at least")
-        self._hello = asdict(settings or PoolSettings())
         self._next = 0
         self._records: dict[Hashable, Record] = {}
         self._asked: dict[int, Record] = {}  # by number of the request: all that are under way
@@ -56,8 +47,7 @@ class Pool:
         self._suspect: Record | None = None  # the one that runs
         self._done: list[tuple[Any, Reply]] = []
         self._unsaved: set[str] = set()  # names of environments whose state could not be saved
-        self._selector = selectors.DefaultSelector()
-        self._workers = [self._spawn() for _ in range(workers)]
+        self._processes = Processes(workers, asdict(settings or PoolSettings()), self)
 
     @property
     def pending(self) -> int:
@@ -77,7 +67,7 @@ class Pool:
         record.said = hello  # where the answer goes
         self._ask(record, "check")
         while not hello and not record.failure:
-            self._turn(0.2)
+            self._processes.turn(0.2)
         if record.failure:
             raise ValueError(f"the environment {name} {record.failure}")
         return hello[0]
@@ -133,7 +123,7 @@ class Pool:
         self._asked.pop(record.request, None)
         if record.worker is not None:
             record.worker.holds -= 1
-            self._send(record.worker, {"do": "close", "env": record.number})
+            self._processes.send(record.worker, {"do": "close", "env": record.number})
         self._settle(record)
 
     def poll(self, wait: float = 0.0) -> list[tuple[Any, Reply]]:
@@ -143,34 +133,18 @@ class Pool:
             PoolError: a process could not be started.
         """
         until = time.monotonic() + wait
-        self._turn(0.0)
+        self._processes.turn(0.0)
         while self._asked and not self._done and (left := until - time.monotonic()) > 0:
-            self._turn(left)
+            self._processes.turn(left)
         done, self._done = self._done, []
         return done
 
     def shutdown(self) -> None:
         """End the processes: environments get a moment to clear up. May be called twice."""
-        for worker in self._workers:
-            worker.hang_up()
-        until = time.monotonic() + LEAVES_WITHIN
-        for worker in self._workers:
-            if worker.ready:
-                worker.leave(max(0.0, until - time.monotonic()))
-            worker.kill()
-        self._workers = []
+        self._processes.shutdown()
         self._records, self._asked, self._done = {}, {}, []
-        self._selector.close()
 
     # ── sending ──────────────────────────────────────────────────────────────
-
-    def _spawn(self) -> Process:
-        # Sets of texts have one order in all processes, and a replay meets the order that it met before.
-        return spawn(Process, "spmdrl.env.worker", self._selector, self._hello, {"PYTHONHASHSEED": "0"})
-
-    def _send(self, worker: Process, message: dict[str, Any]) -> None:
-        worker.to_send += (json.dumps(message) + "\n").encode()
-        worker.flush()
 
     def _ask(self, record: Record, do: str) -> None:
         """Begin a request of an environment."""
@@ -194,9 +168,9 @@ class Pool:
         self._asked[record.request] = record
         message = record.message()
         if record.worker is None:
-            record.worker = min(self._workers, key=lambda worker: worker.holds)
+            record.worker = self._processes.emptiest()
             record.worker.holds += 1
-        self._send(record.worker, message)
+        self._processes.send(record.worker, message)
 
     def _settle(self, record: Record) -> None:
         """A record's request is over; the next suspect may run."""
@@ -204,6 +178,10 @@ class Pool:
         record.request, record.turn, record.said = -1, None, None
         if record is self._suspect:
             self._suspect = None
+        self._next_suspect()
+
+    def _next_suspect(self) -> None:
+        """Run the next request whose process died, if none runs."""
         if self._suspect is None and self._suspects:
             self._suspect = self._suspects.popleft()
             self._run(self._suspect)
@@ -216,51 +194,52 @@ class Pool:
             self._done.append((record.key, Reply(failure=record.failure)))
         self._settle(record)
 
-    # ── one turn: read, check clocks ─────────────────────────────────────────
+    # ── what processes say and do ────────────────────────────────────────────
 
-    def _turn(self, wait: float) -> None:
-        tick()  # a sign of life: an environment that hangs is ended by the clocks of its process and of this pool
-        for key, events in self._selector.select(min(wait, self._patience()) if wait > 0 else 0):
-            worker: Process = key.data
-            if worker not in self._workers:  # ended earlier in this turn
-                continue
-            if events & selectors.EVENT_WRITE:
-                worker.flush()
-            if events & selectors.EVENT_READ:
-                self._read(worker)
-        for worker in list(self._workers):
-            self._check_clock(worker)
+    def hear(self, process: Process, message: dict[str, Any]) -> None:
+        """Take a line of a process."""
+        if "hangs" in message:
+            log.warning("a process of environments ends, as %s goes on beyond its limit", message["hangs"])
+            for record in self._replace(process):
+                self._run(record)
+        elif (record := self._asked.get(message["id"])) is None:
+            pass  # closed meanwhile
+        elif "begins" in message:
+            record.begun.append((message["begins"], message["end"]))
+        elif "failure" in message:
+            self._fail(record, message["failure"])
+        else:
+            self._answer(record, message["reply"])
 
-    def _patience(self) -> float:
-        """Seconds until the next clock runs out, at most 1."""
-        ends = [self._deadline(worker) for worker in self._workers]
-        return min(1.0, max(0.0, min(ends) - time.monotonic()))
-
-    def _deadline(self, worker: Process) -> float:
-        """When a process that has not been heard of must be killed."""
-        if not worker.ready:
-            return worker.spawned + START_SECONDS
-        ends = (record.end for record in self._asked.values() if record.worker is worker)
+    def deadline(self, process: Process) -> float:
+        """When a process that answers nothing must be killed."""
+        ends = (record.end for record in self._asked.values() if record.worker is process)
         return min(ends, default=float("inf")) + GONE_WITHIN
 
-    def _check_clock(self, worker: Process) -> None:
-        if time.monotonic() < self._deadline(worker):
-            return
-        self._read(worker)  # the answer may lie in the pipe, when the caller comes late
-        if worker not in self._workers or time.monotonic() < self._deadline(worker):
-            return
-        under_way = [record for record in self._asked.values() if record.worker is worker]
-        if not worker.ready:
-            if not under_way:
-                raise PoolError(f"a process for environments did not start within {START_SECONDS:.0f} s")
-            self._replace(worker)
-            for record in under_way:
-                self._fail(record, f"was not loaded within {START_SECONDS:.0f} s")
-            return
-        # Its loop stands still: an async function blocks, or a call never lets another thread run.
-        self._replace(worker)
+    def stuck(self, process: Process) -> None:
+        """Replace a process whose loop stands still: an async function blocks, or a call lets no other thread run."""
+        under_way = self._replace(process)
+        if not process.ready and not under_way:
+            raise PoolError(f"a process for environments did not start within {START_SECONDS:.0f} s")
         for record in under_way:
-            self._late(record)
+            if process.ready or record.begun:
+                self._late(record)
+            else:
+                self._fail(record, f"was not loaded within {START_SECONDS:.0f} s")
+
+    def died(self, process: Process, how: str) -> None:
+        """Replace a process that ended by itself, and run its requests again one by one."""
+        under_way = self._replace(process)
+        if not process.ready and not under_way:
+            raise PoolError(f"a process for environments ended {how} before it was ready: its output stands above")
+        log.warning("a process of environments ended %s and is replaced", how)
+        for record in under_way:
+            record.deaths += 1
+            if record.deaths >= DEATHS:
+                self._fail(record, f"ended its process {how}, twice, in {record.do}")
+            else:
+                self._suspects.append(record)
+        self._next_suspect()
 
     def _late(self, record: Record) -> None:
         """Run a request again after its process was killed, without the calls whose limits were over."""
@@ -273,34 +252,6 @@ class Pool:
             for call in record.turn["calls"]:
                 call["late"] |= f"tool {call['name']}" in made
         self._run(record)
-
-    # ── messages of processes ────────────────────────────────────────────────
-
-    def _read(self, worker: Process) -> None:
-        lines, ended = worker.read_lines()
-        for line in lines:
-            if worker in self._workers:
-                self._hear(worker, json.loads(line))
-        if ended and worker in self._workers:
-            self._died(worker)
-
-    def _hear(self, worker: Process, message: dict[str, Any]) -> None:
-        if "ready" in message:
-            worker.ready = True
-        elif "loading" in message:
-            worker.ready, worker.spawned = not message["loading"], time.monotonic()
-        elif "hangs" in message:
-            log.warning("a process of environments ends, as %s goes on beyond its limit", message["hangs"])
-            for record in self._replace(worker):
-                self._run(record)
-        elif (record := self._asked.get(message["id"])) is None:
-            pass  # closed meanwhile
-        elif "begins" in message:
-            record.begun.append((message["begins"], message["end"]))
-        elif "failure" in message:
-            self._fail(record, message["failure"])
-        else:
-            self._answer(record, message["reply"])
 
     def _answer(self, record: Record, reply: dict[str, Any]) -> None:
         if record.do == "check":
@@ -318,27 +269,11 @@ class Pool:
         self._done.append((record.key, Reply(**reply)))
         self._settle(record)
 
-    def _died(self, worker: Process) -> None:
-        how = worker.end()
-        if not worker.ready and not any(record.worker is worker for record in self._asked.values()):
-            raise PoolError(f"a process for environments ended {how} before it was ready: its output stands above")
-        for record in self._replace(worker):
-            record.deaths += 1
-            if record.deaths >= DEATHS:
-                self._fail(record, f"ended its process {how}, twice, in {record.do}")
-            else:
-                self._suspects.append(record)
-        log.warning("a process of environments ended %s and is replaced", how)
-        if self._suspect is None and self._suspects:
-            self._suspect = self._suspects.popleft()
-            self._run(self._suspect)
-
-    def _replace(self, worker: Process) -> list[Record]:
+    def _replace(self, process: Process) -> list[Record]:
         """Put a fresh process in the place of one, and return the records whose requests were under way there."""
-        worker.kill()
-        self._workers[self._workers.index(worker)] = self._spawn()
-        lost = [record for record in self._asked.values() if record.worker is worker]
+        self._processes.replace(process)
+        lost = [record for record in self._asked.values() if record.worker is process]
         for record in (*self._records.values(), *lost):
-            if record.worker is worker:
+            if record.worker is process:
                 record.worker = None
         return lost

@@ -6,15 +6,7 @@ from typing import Any
 
 from spmdrl.data.keys import describe
 from spmdrl.env.base import Opening, Said, digest
-from spmdrl.health.child import Child
-
-
-@dataclass(eq=False)
-class Process(Child):
-    """A process of environments."""
-
-    holds: int = 0
-    """Environments in it."""
+from spmdrl.env.processes import Process
 
 
 @dataclass(eq=False)

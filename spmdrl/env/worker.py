@@ -30,7 +30,7 @@ from typing import Any
 from spmdrl.config.user_code import place, said
 from spmdrl.env import limits
 from spmdrl.env.base import PoolSettings
-from spmdrl.env.forms import Form, load
+from spmdrl.env.forms import Form, SettingsError, load
 from spmdrl.env.hosted import FailedError, Hosted
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.health.in_child import die_with, take_pipes, write_all
@@ -132,8 +132,9 @@ class Worker:
         except LateError as e:
             raise FailedError(f"{e} in its constructor") from None
         except RaisedError as e:
-            where = "" if isinstance(e.error, ValueError) else f" ({place(e.error)})"
-            raise FailedError(f"cannot be made: {said(e.error)}{where}") from None
+            plain = isinstance(e.error, SettingsError)
+            why = str(e.error) if plain else f"{said(e.error)} ({place(e.error)})"
+            raise FailedError(f"cannot be made: {why}") from None
 
     def _form(self, name: str) -> Form:
         if name not in self._forms:

@@ -1,0 +1,141 @@
+"""Arguments of a call, checked by the JSON schema of its tool and turned into the types that it asks for."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+SCHEMA_DEPTH = 32
+"""Levels of an argument that are checked."""
+
+
+class ArgumentsError(ValueError):
+    """Arguments of a call that do not fit the tool; the message is for the model."""
+
+
+def fitted(function: Mapping[str, Any], arguments: dict[str, Any], closed: bool) -> dict[str, Any]:
+    """Return the arguments as a tool takes them: numbers that were written as text are numbers, and so on.
+
+    function: its schema, with name and parameters. closed: arguments that the schema does not name are refused.
+
+    Raises:
+        ArgumentsError: one is missing, unknown, or of another type.
+    """
+    name, schema = function["name"], function.get("parameters", {})
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or []
+    out = {}
+    for key, value in arguments.items():
+        if key in properties:
+            # Models write null for arguments that they leave out.
+            if value is None and key not in required and not _takes_null(properties[key]):
+                continue
+            out[key] = _as(value, properties[key], f"the argument {key} of {name}", 0)
+        elif closed or schema.get("additionalProperties") is False:
+            raise ArgumentsError(
+                f"{name} has no argument {_shown(key)}: its arguments are {', '.join(properties) or 'none'}"
+            )
+        else:
+            out[key] = value
+    if lacking := [key for key in required if key not in out]:
+        raise ArgumentsError(f"{name} lacks the argument {', '.join(map(str, lacking))}")
+    return out
+
+
+def _as(value: Any, schema: Any, what: str, depth: int) -> Any:
+    """Return a JSON value as a schema asks for it; parts of a schema that are not known here are not checked."""
+    if not isinstance(schema, Mapping) or depth > SCHEMA_DEPTH or (value is None and _takes_null(schema)):
+        return value
+    options = schema.get("anyOf") or schema.get("oneOf")
+    kinds = schema.get("type")
+    if not options and isinstance(kinds, list):
+        options = [{**schema, "type": kind} for kind in kinds]
+    if options:
+        return _any_of(value, options, what, depth)
+    if isinstance(kinds, str):
+        value = _of_kind(value, kinds, what)
+    if "enum" in schema and value not in schema["enum"]:
+        raise ArgumentsError(f"{what} must be one of {_shown(schema['enum'], 200)}, and it is {_shown(value)}")
+    if isinstance(value, list):
+        first = schema.get("prefixItems") or []
+        each = [*first, *[schema.get("items")] * max(0, len(value) - len(first))]
+        return [_as(one, each[i], f"item {i} of {what}", depth + 1) for i, one in enumerate(value)]
+    if isinstance(value, dict):
+        known, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+        if lacking := [key for key in schema.get("required") or [] if key not in value]:
+            raise ArgumentsError(f"{what} lacks {', '.join(map(str, lacking))}")
+        return {key: _as(one, known.get(key, rest), f"{key} of {what}", depth + 1) for key, one in value.items()}
+    return value
+
+
+def _any_of(value: Any, options: list[Any], what: str, depth: int) -> Any:
+    """Return the value as the first option takes it unchanged, else as the first that takes it at all."""
+    fitting, error = [], None
+    for option in options:
+        try:
+            as_option = _as(value, option, what, depth + 1)
+        except ArgumentsError as e:
+            error = error or e
+            continue
+        if as_option == value and type(as_option) is type(value):
+            return as_option
+        fitting.append(as_option)
+    if fitting:
+        return fitting[0]
+    assert error
+    raise error if len(options) == 1 else ArgumentsError(f"{what} has none of its types: it is {_shown(value)}")
+
+
+def _of_kind(value: Any, kind: str, what: str) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    match kind:
+        case "integer":
+            if is_number and (isinstance(value, int) or (abs(value) < 2**53 and value == int(value))):
+                return int(value)
+            if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d{1,300}\s*", value):
+                return int(value)
+        case "number":
+            if is_number:
+                return value
+            if isinstance(value, str) and re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", value, re.I):
+                return float(value)
+        case "boolean":
+            if isinstance(value, bool):
+                return value
+            if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+                return value.strip().lower() == "true"
+        case "string":
+            if isinstance(value, str):
+                return value
+            if is_number or isinstance(value, bool):
+                return json.dumps(value)
+        case "array":
+            if isinstance(value, list):
+                return value
+        case "object":
+            if isinstance(value, dict):
+                return value
+        case "null":
+            if value is None:
+                return value
+        case _:
+            return value
+    named = "an" if kind[:1] in "aeiou" else "a"
+    raise ArgumentsError(f"{what} must be {named} {kind}, and it is {_shown(value)}")
+
+
+def _takes_null(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return True
+    kinds = schema.get("type")
+    options = schema.get("anyOf") or schema.get("oneOf") or []
+    by_type = kinds == "null" or (isinstance(kinds, list) and "null" in kinds)
+    return bool(schema.get("nullable")) or by_type or any(map(_takes_null, options))
+
+
+def _shown(value: Any, longest: int = 60) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
+    return text if len(text) <= longest else text[:longest] + "..."
