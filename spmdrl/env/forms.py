@@ -47,7 +47,7 @@ PARTS = {
 }
 """Members of an environment that are no tools, with their parameters."""
 RESERVED = (*PARTS, "tools")
-LIBRARIES = {"gym": gyms, "verl": verl_form}
+LIBRARIES: dict[str, ModuleType] = {"gym": gyms, "verl": verl_form}
 """Modules that know environments of other libraries, by the kind of the form."""
 
 
@@ -117,8 +117,15 @@ def _library(name: str) -> Form | None:
     """A name that a library's registry gives, or a file of its settings."""
     for kind, library in LIBRARIES.items():
         if library.is_mine(None, name):
-            return Form(functools.partial(library.wrap, name), kind, name)
+            return Form(functools.partial(_wrapped, library, name), kind, name)
     return None
+
+
+def _wrapped(library: ModuleType, target: Any, settings: dict[str, Any]) -> Any:
+    try:
+        return library.wrap(target, settings)
+    except ValueError as e:
+        raise SettingsError(str(e)) from e
 
 
 def _module(module_name: str) -> ModuleType:
@@ -168,7 +175,7 @@ def _library_class(found: Any, name: str) -> Form | None:
     """A class that was written for a library, or a partial of one."""
     for kind, library in LIBRARIES.items():
         if library.is_mine(found, name):
-            return Form(functools.partial(library.wrap, found), kind, f"{kind} environment of {name}")
+            return Form(functools.partial(_wrapped, library, found), kind, f"{kind} environment of {name}")
     return None
 
 

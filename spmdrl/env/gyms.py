@@ -86,7 +86,7 @@ def _kind(target: type) -> str:
 
     A subclass of a library's own class is of that library. Of the rest, a class is in Gymnasium's form if it has `step`
     and its `reset` takes nothing but `seed` and `options`, or says by `action_space` what `step` takes. TRL's classes,
-    whose `reset` takes the columns of a row, and this project's, whose `reset` takes the row, are not.
+    whose `reset` takes the columns of a row, and this project's, whose `step` takes `message`, are not.
     """
     roots = {base.__module__.partition(".")[0] for base in target.__mro__}
     for kind in ("skyrl_gym", "textarena", "gymnasium"):
@@ -97,7 +97,8 @@ def _kind(target: type) -> str:
     if "gym" in roots or hasattr(target, "action_space"):
         return "gymnasium"
     try:
-        known = list(inspect.signature(target.reset).parameters.values())[1:]
+        takes = list(inspect.signature(target.step).parameters)[1:]  # type: ignore[attr-defined]
+        wants = list(inspect.signature(target.reset).parameters)[1:]  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         return ""
-    return "gymnasium" if all(p.name in ("seed", "options") for p in known) else ""
+    return "gymnasium" if takes != ["message"] and set(wants) <= {"seed", "options"} else ""
