@@ -15,7 +15,6 @@ from itertools import takewhile
 from typing import Any
 
 from spmdrl.env.base import Opening, PoolSettings, Reply, Said
-from spmdrl.env.limits import GONE_WITHIN
 from spmdrl.env.processes import START_SECONDS, PoolError, Process, Processes
 from spmdrl.env.records import Record, wired
 
@@ -212,9 +211,8 @@ class Pool:
             self._answer(record, message["reply"])
 
     def deadline(self, process: Process) -> float:
-        """When a process that answers nothing must be killed."""
-        ends = (record.end for record in self._asked.values() if record.worker is process)
-        return min(ends, default=float("inf")) + GONE_WITHIN
+        """When a process should have answered the first of its requests."""
+        return min((record.end for record in self._asked.values() if record.worker is process), default=float("inf"))
 
     def stuck(self, process: Process) -> None:
         """Replace a process whose loop stands still: an async function blocks, or a call lets no other thread run."""
@@ -243,7 +241,7 @@ class Pool:
 
     def _late(self, record: Record) -> None:
         """Run a request again after its process was killed, without the calls whose limits were over."""
-        if record.end + GONE_WITHIN < time.monotonic():
+        if record.end < time.monotonic():
             last = record.begun[-1][0]
             if record.turn is None or not last.startswith("tool "):
                 return self._fail(record, f"did not answer in {last} within its limit")

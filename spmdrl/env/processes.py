@@ -13,6 +13,11 @@ START_SECONDS = 120.0
 """Longest a process may take to start, or to import an environment's file (a cold file system is slow)."""
 
 
+SILENT_FOR = 1.0
+"""Seconds that a process may be silent after its deadline. They count from the first look at its pipe, which after a
+long absence of the caller may hold less than the process has to say."""
+
+
 class PoolError(RuntimeError):
     """Processes for environments cannot be started."""
 
@@ -23,6 +28,8 @@ class Process(Child):
 
     holds: int = 0
     """Environments in it."""
+    silent: float | None = None
+    """When it was listened to in vain after its deadline; None once it said anything (time.monotonic())."""
 
 
 class Listener(Protocol):
@@ -33,11 +40,11 @@ class Listener(Protocol):
         ...
 
     def deadline(self, process: Process) -> float:
-        """When a process that answers nothing must be killed (time.monotonic())."""
+        """When a process should have answered (time.monotonic())."""
         ...
 
     def stuck(self, process: Process) -> None:
-        """Take that a process answered nothing until its deadline. It must be replaced."""
+        """Take that a process says nothing for `SILENT_FOR` seconds after its deadline. It must be replaced."""
         ...
 
     def died(self, process: Process, how: str) -> None:
@@ -80,8 +87,8 @@ class Processes:
         """
         tick()  # a sign of life: an environment that hangs is ended by the clocks of its process and of this one
         if wait > 0:
-            ends = min(self._deadline(process) for process in self._all)
-            wait = min(wait, 1.0, max(0.0, ends - time.monotonic()))
+            due = min(self._due(process) for process in self._all)
+            wait = min(wait, 1.0, max(0.0, due - time.monotonic()))
         for key, events in self._selector.select(max(0.0, wait)):
             process: Process = key.data
             if events & selectors.EVENT_WRITE and process in self._all:
@@ -89,18 +96,23 @@ class Processes:
             if events & selectors.EVENT_READ:
                 self._read(process)
         for process in list(self._all):
-            if time.monotonic() > self._deadline(process):
-                self._read(process)  # the answer may lie in the pipe, when the caller comes late
-                if process in self._all and time.monotonic() > self._deadline(process):
+            if time.monotonic() >= self._due(process):
+                if process.silent is None:
+                    process.silent = time.monotonic()
+                else:
                     self._listener.stuck(process)
 
-    def _deadline(self, process: Process) -> float:
+    def _due(self, process: Process) -> float:
+        """When the silence of a process must be looked at."""
+        if process.silent is not None:
+            return process.silent + SILENT_FOR
         return self._listener.deadline(process) if process.ready else process.spawned + START_SECONDS
 
     def _read(self, process: Process) -> None:
         if process not in self._all:  # replaced earlier in this turn
             return
         lines, ended = process.read_lines()
+        process.silent = None
         for line in lines:
             message = json.loads(line)
             if "ready" in message:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,8 +64,6 @@ class Tools:
             return "x" * 10_000_000
         if what == "surrogates":
             return "\\ud800 <|im_end|>"
-        if what == "itself":
-            return self.log + [self.log]
         if what == "reward":
             return "well", 0.25
         if what == "done":
@@ -182,7 +181,8 @@ class Steps:
         if text == "long":
             return "y" * 100_000, None, False
         if text == "messages":
-            return [{"role": "user", "content": [{"type": "text", "text": "a\\x00"}]}, {"role": "tool", "content": b"b"}], 1, False
+            blocks = [{"type": "text", "text": "a\\x00"}]
+            return [{"role": "user", "content": blocks}, {"role": "tool", "content": b"b"}], 1, False
         return f"heard {len(self.seen)}: {text}", len(text), text == "end"
 
     def call_me(self, x: int) -> Answer:
@@ -190,9 +190,8 @@ class Steps:
         return Answer(x, 0.5, x == 9)
 
     def reward(self):
-        return self.seen[-1] and {"none": None, "nan": float("nan"), "text": "much", "dict": {"score": 2, "part": 3}}.get(
-            self.seen[-1], 0.75
-        )
+        rewards = {"none": None, "big": float("inf"), "text": "much", "dict": {"score": 2, "part": 3}}
+        return rewards.get(self.seen[-1], 0.75)
 
     def close(self):
         if "closed" in self.seen:
@@ -267,11 +266,6 @@ class Room:
 
     def pids(self) -> list[int]:
         return [process.process.pid for process in self.pool._processes._all]
-
-    def fresh(self, key) -> None:
-        """Close a key where a test before this one left it open."""
-        if key in self.pool._records:
-            self.pool.close(key)
 
 
 def acts(*what: str, tool: str = "act") -> list[Call]:
@@ -371,9 +365,9 @@ def test_step_gets_the_message_after_the_calls(room):
 @pytest.mark.parametrize(
     ("text", "reward", "parts", "failure"),
     [
-        ("none", 0.75, {}, ""),
+        ("none", None, {}, ""),
         ("dict", 2.0, {"part": 3.0}, ""),
-        ("nan", None, {}, "returned the reward nan, which is not finite"),
+        ("big", None, {}, "returned the reward inf, which is not finite"),
         ("text", None, {}, "failed in reward: it returned str where a number"),
     ],
 )
@@ -382,12 +376,8 @@ def test_final_rewards(room, text, reward, parts, failure):
     room.say("a", text=text)
     room.pool.score("a")
     reply = room.answers()["a"]
-    if text == "none":
-        assert reply.reward is None
-    elif failure:
-        assert failure in reply.failure
-    else:
-        assert (reply.reward, reply.parts) == (reward, parts)
+    assert (reply.reward, reply.parts) == (reward, parts)
+    assert failure in reply.failure and bool(failure) == bool(reply.failure)
 
 
 def test_an_environment_that_brings_its_tools(room):
@@ -397,7 +387,7 @@ def test_an_environment_that_brings_its_tools(room):
     room.pool.say("a", Said("", [Call("two", {"x": 1})]))
     assert json.loads(room.answers()["a"].messages[0]["content"]) == {"called": "two", "with": {"x": 1}}
     for bad, says in [
-        ([{"name": "one"}] * 2, "it has two tools of the name one"),
+        ([{"name": "one"}] * 2, "two tools of the name one"),
         ([5], "it has a tool whose schema is not"),
     ]:
         room.begin("b", "Own", {"schemas": bad})
@@ -415,9 +405,8 @@ def test_calls_of_a_turn_run_side_by_side_or_in_order(room):
     assert [message["content"] for message in room.answers()["a"].messages] == ["x", "y"]
     room.open("b", "Meet", {"parallel": False})
     room.pool.say("b", Said("", calls * 3))
-    assert [message["content"] for message in room.answers()["b"].messages] == [
-        f"{'xy'[i % 2]} {i + 1}" for i in range(6)
-    ]
+    texts = [message["content"] for message in room.answers()["b"].messages]
+    assert texts == ["x 1", "y 2", "x 3", "y 4", "x 5", "y 6"]
 
 
 # ── what models write ────────────────────────────────────────────────────────
@@ -461,7 +450,6 @@ def test_malformed_calls_are_answered(room):
         ("hang", "later", "the tool did not answer within 0.3 s", "timeouts"),
         ("bytes", "act", "\ufffd\ufffd bytes", ""),
         ("surrogates", "act", "\ufffd <|im_end|>", ""),
-        ("itself", "act", "[...]", ""),
         ("stdin", "act", "''", ""),
         ("plain", "later", "plain", ""),
     ],
@@ -471,10 +459,9 @@ def test_whatever_a_tool_does_is_told(room, what, tool, says, count):
     before = room.pids()
     reply = room.say("a", what, tool=tool)
     assert not reply.failure
-    assert says in reply.messages[0]["content"] if what == "itself" else reply.messages[0]["content"] == says
-    assert [key for key in ("failed_calls", "timeouts", "cut", "malformed") if reply.counts[key]] == (
-        [count] if count else []
-    )
+    assert reply.messages[0]["content"] == says
+    bad = ("failed_calls", "timeouts", "cut", "malformed")
+    assert {key: reply.counts[key] for key in bad} == {key: int(key == count) for key in bad}
     assert room.told("a", "still here") == ["still here"]
     assert room.pids() == before
 
@@ -495,11 +482,8 @@ def test_long_answers_are_cut_and_that_is_said(make):
 def test_a_tool_of_a_broken_environment_is_a_failure(room, what):
     room.open((3, 1), "Tools")
     reply = room.say((3, 1), what)
-    wanted = {"nan": "gave the reward nan, which is not a finite number, in tool act", "broken": "the server is gone"}
-    assert reply.failure.startswith(f"the environment {room.file}:Tools of prompt 3, sample 1 (seed 0) ")
-    assert wanted[what] in reply.failure.replace("failed in tool act: gave", "gave").replace(
-        "finite number", "finite number, in tool act"
-    )
+    wanted = {"nan": "gave the reward nan, which is not a finite number", "broken": "the server is gone"}
+    assert reply.failure.endswith(f"failed in tool act: {wanted[what]}")
     assert room.say((3, 1), "x").failure == reply.failure, "it stays failed until it is closed"
 
 
@@ -521,7 +505,7 @@ def test_a_tool_of_a_broken_environment_is_a_failure(room, what):
 def test_an_environment_that_does_not_open(room, name, settings, says):
     room.begin("a", name, settings=settings)
     failure = room.answers()["a"].failure
-    assert pytest.importorskip("re").search(says, failure), failure
+    assert re.search(says, failure), failure
     room.open("b", "Tools")
     assert room.told("b", "x") == ["x"], "others are not touched"
 
@@ -741,7 +725,7 @@ def test_replies_do_not_depend_on_workers_or_order(make):
             room.begin(key, "Tools", seed=key)
         room.answers(8)
         for key in range(8):
-            room.pool.say(key, Said("", acts("draw", "raise", "bytes", "itself")))
+            room.pool.say(key, Said("", acts("draw", "raise", "bytes")))
         replies = room.answers(8)
         for reply in replies.values():
             reply.counts.pop("seconds")
@@ -806,14 +790,14 @@ def test_processes_die_with_their_parent(tmp_path):
     assert wait_until(lambda: all(ended(pid) for pid in pids))
 
 
-def test_thousands_of_environments(make):
-    room = make(workers=2)
-    for i in range(2000):
+def test_hundreds_of_environments_of_one_process(make):
+    room = make()
+    for i in range(600):
         room.pool.open(i, Opening("builtin:guess", {}, i, {"numbers": 16}))
-    room.answers(2000)
-    for i in range(2000):
+    room.answers(600)
+    for i in range(600):
         room.pool.say(i, Said("16"))
-    texts = [reply.messages[0]["content"] if reply.messages else "" for reply in room.answers(2000).values()]
+    texts = [reply.messages[0]["content"] if reply.messages else "" for reply in room.answers(600).values()]
     assert set(texts) == {"lower", ""}
 
 
@@ -832,3 +816,17 @@ def test_settings_that_mean_nothing(settings, says):
         PoolSettings(**settings)
     with pytest.raises(ValueError, match="0 processes"):
         Pool(0)
+
+
+def test_a_caller_that_comes_late_changes_nothing(make):
+    """Answers wait in the pipe, which is full, and beyond it in the process."""
+    room = make(longest_answer=50_000)
+    for key in range(20):
+        room.begin(key, "Tools")
+    room.answers(20)
+    old = room.pids()
+    for key in range(20):
+        room.pool.say(key, Said("", acts("x" * 50_000)))
+    time.sleep(1.5)
+    assert all(reply.counts["timeouts"] == 0 and not reply.failure for reply in room.answers(20).values())
+    assert room.pids() == old
