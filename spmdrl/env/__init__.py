@@ -10,6 +10,10 @@ operations.py  typed functions as tools, with JSON schemas; docstrings.py reads 
 arguments.py   arguments of a call, checked by a schema
 answers.py     any result of a tool as valid text of bounded length
 builtin.py     built-in environments
+gyms.py        environments of other libraries by name or class: Gymnasium, skyrl-gym and TextArena in gym_envs.py,
+               puzzles of reasoning-gym in attempts.py; opening.py makes the first messages of a row
+verl_form.py   verl's YAML files of tools and interactions, which verl_env.py runs; verl_modules.py stands in for the
+               modules of verl that users' files import, verl_gsm8k.py for its example
 """
 
 from spmdrl.env.answers import Answer

@@ -5,7 +5,7 @@ from typing import Any
 
 from spmdrl.config.user_code import said
 from spmdrl.data.builtin import nearest
-from spmdrl.data.reasoning import answer_of, score
+from spmdrl.data.reasoning import answer_of, graded, score
 from spmdrl.env.opening import opening, seed_of
 
 ASK = "Put your final answer between <answer> and </answer>."
@@ -65,7 +65,7 @@ class Attempts:
             entry = made[0]
         except Exception as e:  # each task checks its settings in its own way
             raise ValueError(f"reasoning_gym:{self._task} refuses {self._config} ({said(e)})") from e
-        self._score = lambda answer: float(made.score_answer(answer, entry))
+        self._score = lambda answer: graded(made, entry, answer)
         return opening(row, f"{entry['question']}\n\n{ASK}")
 
     def step(self, message: dict) -> tuple[str | None, None, bool]:

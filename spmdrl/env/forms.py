@@ -28,8 +28,10 @@ from typing import Any
 
 from spmdrl.config.fields import nearest
 from spmdrl.config.user_code import import_file, place, said
+from spmdrl.env import gyms, verl_form
 from spmdrl.env.operations import by_name, tool_of
 from spmdrl.env.trl import FromTRL, Functions, is_trl
+from spmdrl.env.verl_modules import provide
 
 BUILTIN = {
     "guess": "spmdrl.env.builtin:Guess",
@@ -48,6 +50,8 @@ PARTS = {
 }
 """Members of an environment that are no tools, with their parameters."""
 RESERVED = (*PARTS, "tools")
+LIBRARIES: dict[str, ModuleType] = {"gym": gyms, "verl": verl_form}
+"""Modules that know environments of other libraries, by the kind of the form."""
 
 
 class SettingsError(ValueError):
@@ -69,7 +73,8 @@ def load(name: str) -> Form:
     """Return what makes the environments of a name: `file.py:Class`, `package.module:Class` or `builtin:guess`.
 
     In place of the class may stand a function or a list of functions, which are the tools, a class that was written for
-    TRL's `environment_factory`, or a `functools.partial` of a class.
+    TRL's `environment_factory` or for a library of gyms.py or verl_form.py, or a `functools.partial` of a class. Those
+    two know further names: `gymnasium:ID` and the like, and YAML files of verl's.
 
     Raises:
         ValueError: naming the file and what is wrong.
@@ -79,9 +84,10 @@ def load(name: str) -> Form:
             return form
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
+        known = [*(f"builtin:{each}" for each in BUILTIN), *(f"{each}:NAME" for each in gyms.PACKAGES)]
         raise ValueError(
-            f"{name!r} names no environment: write file.py:Class, package.module:Class, or one of "
-            f"{', '.join(f'builtin:{each}' for each in BUILTIN)}"
+            f"{name!r} names no environment: write file.py:Class, package.module:Class, a YAML file of verl's, or "
+            f"one of {', '.join(known)}"
         )
     module = _module(module_name)
     found: Any = module
@@ -110,7 +116,23 @@ def _builtin(name: str) -> Form | None:
     return load(BUILTIN[short])
 
 
+def _library(name: str) -> Form | None:
+    """A name that a library's registry gives, or a file of its settings."""
+    for kind, library in LIBRARIES.items():
+        if library.is_mine(None, name):
+            return Form(functools.partial(_wrapped, library, name), kind, name)
+    return None
+
+
+def _wrapped(library: ModuleType, target: Any, settings: dict[str, Any]) -> Any:
+    try:
+        return library.wrap(target, settings)
+    except ValueError as e:
+        raise SettingsError(str(e)) from e
+
+
 def _module(module_name: str) -> ModuleType:
+    provide()  # files written for verl import its modules
     if module_name.endswith(".py"):
         path = Path(module_name)
         if not path.is_file():
@@ -150,6 +172,14 @@ def _class(found: Any, name: str) -> Form | None:
         return Form(lambda settings: FromTRL(made(found, settings)), "trl", f"TRL's class {kind.__name__}")
     check_class(kind, name)
     return Form(lambda settings: made(found, settings), "class", f"class {kind.__name__}")
+
+
+def _library_class(found: Any, name: str) -> Form | None:
+    """A class that was written for a library, or a partial of one."""
+    for kind, library in LIBRARIES.items():
+        if library.is_mine(found, name):
+            return Form(functools.partial(_wrapped, library, found), kind, f"{kind} environment of {name}")
+    return None
 
 
 def check_class(kind: type, name: str) -> None:
@@ -192,7 +222,7 @@ def made(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> Any
     return kind(*first, **settings)
 
 
-OF_NAMES: list[Callable[[str], Form | None]] = [_builtin]
+OF_NAMES: list[Callable[[str], Form | None]] = [_builtin, _library]
 """Read a name as a whole; the first that knows it gives its form."""
-OF_OBJECTS: list[Callable[[Any, str], Form | None]] = [_tools, _class]
+OF_OBJECTS: list[Callable[[Any, str], Form | None]] = [_tools, _library_class, _class]
 """Read the object that a name `file.py:object` names; the first that knows it gives its form."""

@@ -33,11 +33,12 @@ def is_mine(target: object, name: str) -> bool:
     """
     if target is None:
         return _prefix(name) in PACKAGES
-    return isinstance(target, type) and _kind(target) != ""
+    kind = target.func if isinstance(target, partial) else target
+    return isinstance(kind, type) and _kind(kind) != ""
 
 
 def wrap(target: object, settings: dict[str, Any]) -> Attempts | Gym | Skyrl | TextArena:
-    """Make an environment. target: a name with a prefix, or a class that `is_mine` recognised.
+    """Make an environment. target: a name with a prefix, or a class or partial of one that `is_mine` recognised.
 
     Raises:
         ValueError: the package is missing, it has no such environment, or that refuses the settings.
@@ -52,8 +53,9 @@ def wrap(target: object, settings: dict[str, Any]) -> Attempts | Gym | Skyrl | T
             _made(package.spec, name, {"env_id": which})
         make = partial(package.make, which, **({"disable_env_checker": True} if kind == "gymnasium" else {}))
     else:
-        assert isinstance(target, type)
-        kind, name, make = _kind(target), target.__name__, target
+        known = target.func if isinstance(target, partial) else target
+        assert isinstance(known, type) and callable(target)
+        kind, name, make = _kind(known), known.__name__, target
     if kind == "skyrl_gym":
         return Skyrl(make, settings)
     if kind == "textarena":
@@ -84,7 +86,7 @@ def _kind(target: type) -> str:
 
     A subclass of a library's own class is of that library. Of the rest, a class is in Gymnasium's form if it has `step`
     and its `reset` takes nothing but `seed` and `options`, or says by `action_space` what `step` takes. TRL's classes,
-    whose `reset` takes the columns of a row, and this project's, whose `reset` takes the row, are not.
+    whose `reset` takes the columns of a row, and this project's, whose `step` takes `message`, are not.
     """
     roots = {base.__module__.partition(".")[0] for base in target.__mro__}
     for kind in ("skyrl_gym", "textarena", "gymnasium"):
@@ -95,7 +97,8 @@ def _kind(target: type) -> str:
     if "gym" in roots or hasattr(target, "action_space"):
         return "gymnasium"
     try:
-        known = list(inspect.signature(target.reset).parameters.values())[1:]
+        takes = list(inspect.signature(target.step).parameters)[1:]  # type: ignore[attr-defined]
+        wants = list(inspect.signature(target.reset).parameters)[1:]  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         return ""
-    return "gymnasium" if all(p.name in ("seed", "options") for p in known) else ""
+    return "gymnasium" if takes != ["message"] and set(wants) <= {"seed", "options"} else ""

@@ -49,6 +49,8 @@ class FromTRL:
         self.environment = environment
         self.tools = methods_of(environment, _OF_TRL)
         self.timeout_s = getattr(environment, "timeout_s", None)
+        # TRL makes the calls of plain methods one after another, and what they keep may rely on it.
+        self.parallel_calls = all(map(inspect.iscoroutinefunction, self.tools))
 
     def reset(self, row: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         """Hand over the columns that its reset takes, and append what it returns to the prompt."""

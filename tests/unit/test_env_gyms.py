@@ -1,13 +1,18 @@
 """Environments of reasoning-gym, Gymnasium, old Gym, skyrl-gym and TextArena, unchanged, in this project's form."""
 
+import functools
 import random
+import re
+import time
 from typing import Any
 
 import pytest
 
 from spmdrl.data.sources import read_source
+from spmdrl.env.base import Opening, PoolSettings, Reply, Said
 from spmdrl.env.gyms import is_mine, wrap
 from spmdrl.env.opening import opening, seed_of
+from spmdrl.env.pool import Pool
 
 START = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Ready?"}]
 
@@ -74,6 +79,17 @@ def test_puzzles_are_drawn_by_the_rows_seed_or_the_runs(puzzles):
     entry = reasoning_gym.create_dataset("leg_counting", max_animals=3, size=1, seed=1)[0]
     assert by_run[0][0] == START[0] and by_run[0][1]["content"].startswith(f"Ready?\n\n{entry['question']}\n\n")
     assert env.step(said(f"<answer>{entry['answer']}</answer>")) == (None, None, True)
+
+
+def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_a_broken_puzzle_is_said(puzzles):
+    """The scorer of prime_factorization reads numbers between its signs, and raises on anything else (0.1.25)."""
+    row = read_source("reasoning-gym:prime_factorization?size=1", "prompt", "answer").rows[0]
+    env = wrap("reasoning_gym:prime_factorization", {"attempts": 2})
+    _, answers = played(env, row, ["<answer>two</answer>", row["answer"]])
+    assert [each[2] for each in answers] == [False, True] and env.reward()["score"] == 1.0
+    env.reset({**row, "entry": {**row["entry"], "answer": "two"}}, 0)
+    with pytest.raises(ValueError, match="invalid literal"):
+        env.step(said("<answer>two</answer>"))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +212,8 @@ def test_a_text_environment_of_gymnasium(gymnasium):
     assert played(env, {"prompt": START}, ["abc"], 5)[1][0][1] == played(env, {}, ["abc"], 5)[1][0][1]
     with pytest.raises(ValueError, match=r"Words cannot be made with the settings {'size': 3} \(TypeError"):
         wrap(Words, {"size": 3})
+    short = functools.partial(Words, limit=7)
+    assert is_mine(short, "words.py:short") and wrap(short, {})._env.limit == 7
 
 
 @pytest.mark.parametrize(
@@ -238,6 +256,11 @@ class Ours:
     def step(self, message): ...
 
 
+class OursInShort:
+    def reset(self): ...
+    def step(self, message): ...
+
+
 class OfTrl:
     def reset(self, **kwargs): ...
     def step(self, direction: str) -> str:
@@ -262,7 +285,7 @@ def test_classes_in_gyms_form(kind):
 
 
 def test_other_classes_and_names_are_left_to_others():
-    assert not any(is_mine(kind, "a.py:A") for kind in (Ours, OfTrl, Tools, New(), 3, int))
+    assert not any(is_mine(kind, "a.py:A") for kind in (Ours, OursInShort, OfTrl, Tools, New(), 3, int))
     assert not is_mine(None, "builtin:guess") and not is_mine(None, "a.yaml")
 
 
@@ -387,6 +410,79 @@ def test_an_invalid_move_is_told_and_the_second_ends_the_game(textarena):
     assert "You moved disk 1 from A to C." in text and "[A C]" not in text and (reward, done) == (0.0, False)
     assert "invalid move" in env.step(said("[5]"))[0]
     assert env.step(said("[5]"))[1:] == (0.0, True)
+
+
+# In the processes of a pool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(1, PoolSettings(timeout_s=60))
+    yield pool
+    pool.shutdown()
+
+
+def asked(pool: Pool, what: str, *given: Any) -> Reply:
+    getattr(pool, what)(*given)
+    deadline = time.monotonic() + 60
+    while not (found := pool.poll(1.0)):
+        assert time.monotonic() < deadline, "the pool does not answer"
+    return found[0][1]
+
+
+def text_of(reply: Reply) -> str:
+    assert not reply.failure
+    return " ".join(message["content"] for message in reply.messages)
+
+
+def test_an_environment_of_gymnasium_in_a_pool(pool, gymnasium):
+    """It cannot be saved, and replayed turns bring it to where it was."""
+    name, settings = "gymnasium:FrozenLake-v1", {"render_mode": "ansi"}
+    assert pool.check(name, settings)
+    with pytest.raises(ValueError, match="NoSuchLake"):
+        pool.check("gymnasium:NoSuchLake-v1", {})
+    opening = Opening(name, {"prompt": "Go.", "seed": 4}, 1, settings)
+    begun = asked(pool, "open", "a", opening)
+    assert text_of(begun).startswith("Go.\n\n[S]FFF") and begun.tools == []
+    turns = [Said(move) for move in ("2", "none", "1")]
+    answers = [asked(pool, "say", "a", turn) for turn in turns]
+    assert answers[1].messages[0]["content"] == "Answer with a whole number from 0 to 3." and not answers[1].done
+    assert asked(pool, "save", "a").state is None
+    again = asked(pool, "open", "b", opening, turns[:2])
+    assert again.replayed == [answer.messages for answer in answers[:2]]
+    assert asked(pool, "say", "b", turns[2]).messages == answers[2].messages
+    pool.close("a")
+    pool.close("b")
+
+
+def test_attempts_in_a_pool(pool, puzzles):
+    """A row goes to the process as JSON, and the state of a puzzle comes back."""
+    row = read_source("reasoning-gym:basic_arithmetic?size=1", "prompt", "answer").rows[0]
+    opening = Opening("reasoning_gym:basic_arithmetic", row, 1, {"attempts": 3})
+    assert text_of(asked(pool, "open", "a", opening)) == row["prompt"]
+    assert "2 attempts left" in text_of(asked(pool, "say", "a", Said("<answer>no</answer>")))
+    state = asked(pool, "save", "a").state
+    assert state == {"scores": [0.0], "tagged": 1}
+    asked(pool, "open", "b", opening, [], state)
+    assert asked(pool, "say", "b", Said(row["answer"])).done
+    score = asked(pool, "score", "b")
+    assert (score.reward, score.parts) == (1.0, {"first": 0.0, "attempts": 2.0, "format": 0.5})
+    pool.close("a")
+    pool.close("b")
+
+
+@pytest.mark.parametrize("reward, shown", [("float('nan')", "nan"), ("'much'", "much"), ("[1, 2]", r"\[1, 2\]")])
+def test_rewards_of_a_gym_that_are_no_numbers(pool, tmp_path, reward, shown):
+    """The episode is left out; the message names the environment."""
+    file = tmp_path / "gym_of_mine.py"
+    file.write_text(
+        "class Mine:\n    def reset(self, seed=None):\n        return 'Go', {}\n\n"
+        f"    def step(self, action):\n        return 'on', {reward}, False, False, {{}}\n"
+    )
+    assert text_of(asked(pool, "open", "a", Opening(f"{file}:Mine", {}, 1))) == "Go"
+    failure = asked(pool, "say", "a", Said("hm")).failure
+    assert re.search(f"gym_of_mine.py:Mine .*gave the reward {shown}, which is not a finite number", failure)
+    pool.close("a")
 
 
 # Packages that are missing

@@ -15,7 +15,7 @@ from spmdrl.env.pool import Pool
 
 USER_FILE = '''
 import functools
-import random
+import time
 
 
 def multiply(a: int, b: int) -> int:
@@ -118,6 +118,23 @@ class Judged(OfRows):
     @property
     def page(self):
         raise RuntimeError("nothing is open")
+
+
+class Notes:
+    def reset(self, **kwargs):
+        self.words = []
+
+    def note(self, word: str, seconds: float = 0.0) -> str:
+        """
+        Notes a word.
+
+        Args:
+            word: The word.
+            seconds: How long this takes.
+        """
+        time.sleep(seconds)
+        self.words.append(word)
+        return " ".join(self.words)
 
 
 class Words:
@@ -290,10 +307,10 @@ def test_async_tools_and_rewards_and_properties(pool, file):
 
 
 def test_calls_of_one_turn_are_made_in_their_order(pool, file):
-    """TRL makes them one after another, so that what they leave in the environment is the same each time."""
-    turn = [("increment", {"step": 1})] * 8
-    _, answers, _ = opened(pool, file, "Counter", {}, [turn])
-    assert texts(answers) == [[str(i + 1) for i in range(8)]]
+    """TRL makes calls of plain methods one after another, so that they find the same environment each time."""
+    turn = [("note", {"word": "a", "seconds": 0.1}), ("note", {"word": "b", "seconds": 0}), ("note", {"word": "c"})]
+    _, answers, _ = opened(pool, file, "Notes", {"prompt": "?"}, [turn])
+    assert texts(answers) == [["a", "a b", "a b c"]]
 
 
 @pytest.mark.parametrize("name", ["Words", "short_words"])

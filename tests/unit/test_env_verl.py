@@ -8,11 +8,13 @@ import importlib
 import json
 import sys
 import textwrap
+import time
 
 import pytest
 
 from spmdrl.env.answers import Answer
-from spmdrl.env.base import BrokenError
+from spmdrl.env.base import BrokenError, Call, Opening, PoolSettings, Reply, Said
+from spmdrl.env.pool import Pool
 from spmdrl.env.verl_form import is_mine, is_verl_yaml, load_yaml, wrap
 from spmdrl.env.verl_gsm8k import compute_score, extract_solution
 from spmdrl.env.verl_modules import provide, provided
@@ -609,3 +611,44 @@ def test_modules_that_stand_in_for_verls():
     assert response().is_empty() and response(text="a").is_text_only() and not response(image=[1]).is_text_only()
     with pytest.raises(ValueError):
         response(image=1)
+
+
+def test_verls_files_in_a_pool(users):
+    """A YAML and a class, in a process where nothing of verl is imported yet; a reward that is no number fails."""
+    path = tools_yaml(users, tool_entry("Safe", bonus=1), tool_entry("Odd"))
+    pool = Pool(1, PoolSettings())
+
+    def asked(what: str, *given) -> Reply:
+        getattr(pool, what)(*given)
+        deadline = time.monotonic() + 60
+        while not (found := pool.poll(1.0)):
+            assert time.monotonic() < deadline, "the pool does not answer"
+        return found[0][1]
+
+    try:
+        assert pool.check(path, {}) and pool.check(f"{users}/safe_users.py:TeacherInteraction", {})
+        with pytest.raises(ValueError, match="there is no setting 'turns'"):
+            pool.check(path, {"turns": 3})
+        row = {"prompt": "Open.", "extra_info": {"tools_kwargs": {"safe": {"create_kwargs": {"code": 3}}}}}
+        begun = asked("open", "a", Opening(path, row, 1))
+        assert [tool["function"]["name"] for tool in begun.tools] == ["safe", "odd"]
+        calls = [Call("safe", {"number": "2"}, "1"), Call("safe", {"number": 3}, "2"), Call("safe", {}, "3")]
+        answer = asked("say", "a", Said("", calls))
+        texts = [message["content"] for message in answer.messages]
+        assert texts[:2] == ["try 1: shut", "try 2: open"] and "lacks the argument number" in texts[2]
+        assert (answer.reward, answer.done, answer.counts["malformed"]) == (0.75, False, 1)
+        assert asked("say", "a", Said("It is open.")).done
+        score = asked("score", "a")
+        assert (score.reward, score.parts) == (1.0, {"safe": 1.0})
+        pool.close("a")
+        asked("open", "b", Opening(path, row, 1))
+        assert "not a finite number" in asked("say", "b", Said("", [Call("odd", {"number": 1})])).failure
+        pool.close("b")
+        users_row = {"prompt": "2+2?", "extra_info": {"interaction_kwargs": {"ground_truth": "4"}}}
+        asked("open", "c", Opening(f"{users}/safe_users.py:TeacherInteraction", users_row, 1))
+        answer = asked("say", "c", Said("3"))
+        assert (answer.messages, answer.reward, answer.done) == ([{"role": "user", "content": "wrong"}], 0.0, False)
+        assert asked("say", "c", Said("4")).done
+        pool.close("c")
+    finally:
+        pool.shutdown()
