@@ -88,11 +88,18 @@ def chain(seq_n: torch.Tensor) -> torch.Tensor:
 
 def depths(after_n: torch.Tensor) -> torch.Tensor:
     """int64 [n]: the number of rows before each one on its path."""
-    depth_n, up_n = (after_n >= 0).long(), after_n
-    while bool((up_n >= 0).any()):  # jumps double their length
-        depth_n = depth_n + torch.where(up_n >= 0, depth_n[up_n], 0)
-        up_n = torch.where(up_n >= 0, up_n[up_n], -1)
-    return depth_n
+    # Rows that follow the one before them make runs, which are few; only their first rows are followed upwards.
+    rows_n = torch.arange(len(after_n))
+    first_n = after_n != rows_n - 1
+    first_n[:1] = True
+    run_n, firsts_r = torch.cumsum(first_n, 0) - 1, rows_n[first_n]
+    place_n, above_r = rows_n - firsts_r[run_n], after_n[firsts_r]
+    up_r = torch.where(above_r >= 0, run_n[above_r], -1)
+    depth_r = torch.where(above_r >= 0, place_n[above_r] + 1, 0)
+    while bool((up_r >= 0).any()):  # jumps double their length
+        depth_r = depth_r + torch.where(up_r >= 0, depth_r[up_r], 0)
+        up_r = torch.where(up_r >= 0, up_r[up_r], -1)
+    return depth_r[run_n] + place_n
 
 
 def sum_following(x_n: torch.Tensor, after_n: torch.Tensor) -> torch.Tensor:

@@ -264,7 +264,7 @@ NEEDS = {
         "process": to(torch.rand(6, 5, generator=seeded())),
         "ends": to((torch.rand(6, 5, generator=seeded()) < 0.5).float()),
     },
-    "gae": lambda to: {"values": to(torch.rand(6, 5, generator=seeded()))},
+    **dict.fromkeys(("gae", "turn_gae"), lambda to: {"values": to(torch.rand(6, 5, generator=seeded()))}),
 }
 
 

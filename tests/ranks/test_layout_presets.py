@@ -164,6 +164,8 @@ VARIANTS: dict[str, dict] = {
         "reward": {"model": "reward", "model_coef": 0.5},
         "safety": {"cost": "", "cost_model": "cost"},
     },
+    "leave-one-out by turn": {"algo": {"preset": "rloo", "advantage": "turn_rloo", "gamma": 0.9}},
+    "GAE by turn": {"algo": {"preset": "ppo", "advantage": "turn_gae", "gamma": 0.9, "critic_lam": 0.5}},
     "process supervision": {"algo": {"advantage": "grpo_process"}, "reward": {"model": STEP_SCORES}},
     "prime with scores of steps": {"algo": {"preset": "prime"}, "reward": {"model": STEP_SCORES, "model_coef": 0.1}},
     "reference of the step before": {"algo": {"kl_coef": 0.1}, "reference": {"refresh_every": 1}},
