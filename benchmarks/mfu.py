@@ -111,7 +111,7 @@ class Ours:
                 backend=kind,
                 share_prompts=False,
                 max_tokens_per_microbatch=budget,
-                activation_checkpointing=recompute,
+                activation_checkpointing="full" if recompute else "none",
             ),
         )
         if kind == "megatron":

@@ -27,13 +27,16 @@ def backend_problems(config: Config, world_size: int) -> list[str]:
         problems += [
             f"{flag('policy.' + name)} {getattr(config.policy, name)}: needs --policy.backend megatron; take {plain}"
             for name, plain in (
-                ("recompute", "full"),
                 ("host_optimizer", False),
                 ("moe_aux_loss", 0.0),
                 ("moe_bias_rate", 0.0),
             )
             if getattr(config.policy, name) != plain
         ]
+        if config.policy.activation_checkpointing == "selective":
+            problems.append(
+                "--policy.activation-checkpointing selective: needs --policy.backend megatron; take full or none"
+            )
         if config.policy.liger and importlib.util.find_spec("liger_kernel") is None:
             problems.append("--policy.liger True: Liger is not installed; pip install liger-kernel, or leave it out")
         problems += [
@@ -87,8 +90,6 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
         problems.append(f"--lora.rank {config.lora.rank}: adapters are of the fsdp backend; take 0")
     if config.model.dtype == "float64":
         problems.append("--model.dtype float64: Megatron's optimizer has none; take float32")
-    if config.policy.recompute != "full" and not config.policy.activation_checkpointing:
-        problems.append(f"--policy.recompute {config.policy.recompute}: needs --policy.activation-checkpointing")
     rest = axes.pp * axes.etp * axes.ep
     if world_size and world_size % rest:
         stage = world_size // axes.pp

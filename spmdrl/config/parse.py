@@ -3,12 +3,15 @@
 import contextlib
 import io
 import re
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import tyro
 
 from spmdrl.config.fields import ConfigError, flag, is_optional, is_tuple, nearest
 from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Given
+
+MERGED = {"policy.recompute": "policy.activation_checkpointing"}
+"""Name in files and commands of other versions -> the setting that says the same."""
 
 
 def unknown_name(name: str, given: Given, valid: list[str]) -> str:
@@ -19,7 +22,7 @@ def unknown_name(name: str, given: Given, valid: list[str]) -> str:
         shown = ", ".join(inside if in_file else map(flag, inside))
         text = f"{name if in_file else flag(name)} is a section, not a setting; it holds {shown}"
     else:
-        near = nearest(name, valid, 3) or nearest(name.replace(".no_", "."), valid, 1)
+        near = nearest(MERGED.get(name, name), valid, 3) or nearest(name.replace(".no_", "."), valid, 1)
         # A name without its section may stand in several.
         near = [leaf for leaf in near if leaf.endswith("." + name)] or near[:1]
         kind = f"unknown key {name}" if in_file else f"unknown flag {flag(name)}"
@@ -49,8 +52,9 @@ def tokens_of(name: str, hint: Any, given: Given) -> list[str]:
             raise ConfigError(f"{where}: takes {len(kinds)} values, got {len(values)}: {' '.join(values)}".rstrip(": "))
         return [flag(name), *values]
     if len(values) != 1:
-        got = f"{len(values)} values ({' '.join(values)})" if values else "none"
-        raise ConfigError(f"{where}: takes one value, got {got}")
+        one = f"one of {', '.join(map(repr, get_args(hint)))}" if get_origin(hint) is Literal else "one value"
+        got = f"{len(values)} values ({' '.join(values)})" if values else "no value"
+        raise ConfigError(f"{where}: takes {one}, got {got}")
     if is_optional(hint) and values[0].lower() in {"none", "null", "~", ""}:
         values = ["None"]
     # With `=`, a value may begin with a dash.

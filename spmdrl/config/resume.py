@@ -31,7 +31,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "what is seen and kept of it": ("eval.*", "generate.*", "checkpoint.*", "tracking.*", "data.eval", "policy.mtp"),
     "law 2: which ranks hold what": ("parallel.*",),
     "law 2: how a rank computes the same": (
-        *("policy.max_tokens_per_microbatch", "policy.activation_checkpointing", "policy.recompute"),
+        *("policy.max_tokens_per_microbatch", "policy.activation_checkpointing"),
         *("policy.host_optimizer", "policy.reshard_after_forward", "policy.attention", "policy.share_prompts"),
         "policy.reduce_gradients",
         *("policy.chunked_loss", "policy.liger", "policy.offload", "reference.offload", "lora.push"),

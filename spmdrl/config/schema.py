@@ -139,10 +139,9 @@ class PolicyConfig:
     docs/megatron.md over tensor, pipeline, context and expert parallelism."""
     max_tokens_per_microbatch: int = 8192
     """Packing budget of one forward, on one rank or sp ranks together; changes speed and memory, never the result."""
-    activation_checkpointing: bool = False
-    """Recompute activations in backward: less memory, up to a third more time."""
-    recompute: Literal["full", "selective"] = "full"
-    """Scope of activation_checkpointing: whole layers, or (Megatron) the attention between its projections."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Activations that backward recomputes, for less memory: `full`, those of whole layers, in up to a third more time;
+    `selective` (Megatron), those of the attention between its projections."""
     host_optimizer: bool = False
     """Megatron: AdamW runs on the host, where its moments and the float32 weights stay."""
     moe_aux_loss: float = 0.0

@@ -106,7 +106,7 @@ def _less_memory(phase: str) -> str:
         return "lower --reward.workers, or what the reward function holds"
     if phase == "start":
         return "take more ranks (--parallel.dp-shard), or --model.dtype bfloat16"
-    return "lower --policy.max-tokens-per-microbatch, or set --policy.activation-checkpointing"
+    return "lower --policy.max-tokens-per-microbatch, or set --policy.activation-checkpointing full"
 
 
 def resume() -> str:

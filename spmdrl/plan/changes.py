@@ -87,10 +87,8 @@ def _memory(cfg: Config) -> list[Change]:
     out = []
     if policy.offload == "none":
         out.append(_one("policy.offload", "host", SAMPLING))
-    if not policy.activation_checkpointing:
-        out.append(_one("policy.activation_checkpointing", True, TRAINING))
-    elif policy.recompute == "selective":
-        out.append(_one("policy.recompute", "full", TRAINING))
+    if policy.activation_checkpointing != "full":
+        out.append(_one("policy.activation_checkpointing", "full", TRAINING))
     if policy.backend == "fsdp":
         other = "each" if policy.reduce_gradients == "last" else "last"
         out.append(_one("policy.reduce_gradients", other, TRAINING if other == "each" else frozenset()))
@@ -105,8 +103,8 @@ def _memory(cfg: Config) -> list[Change]:
         out.append(_one("policy.offload", "none", frozenset({"host"})))
     if policy.host_optimizer:
         out.append(_one("policy.host_optimizer", False, frozenset({"host"})))
-    if policy.activation_checkpointing:
-        out.append(_one("policy.activation_checkpointing", False, frozenset()))
+    if policy.activation_checkpointing != "none":
+        out.append(_one("policy.activation_checkpointing", "none", frozenset()))
     return out
 
 

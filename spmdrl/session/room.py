@@ -75,8 +75,8 @@ def while_training(cfg: Config, world: World, held: Held, learns: int, engine: i
         options.append((engine, f"--rollout.sleep-level {2 if level else 1}"))
     tokens = cfg.policy.max_tokens_per_microbatch
     options.append((max(held.training, learns) / 2, f"--policy.max-tokens-per-microbatch below {tokens}"))
-    if not cfg.policy.activation_checkpointing:
-        options.append((max(held.training, learns) / 3, "--policy.activation-checkpointing true"))
+    if cfg.policy.activation_checkpointing == "none":
+        options.append((max(held.training, learns) / 3, "--policy.activation-checkpointing full"))
     sharded = len(world.roles.trainers) > cfg.parallel.dp_replicate
     if cfg.policy.backend == "fsdp" and cfg.policy.reduce_gradients == "last" and sharded:
         options.append((held.training / 3, "--policy.reduce-gradients each"))

@@ -46,12 +46,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def alone(cfg: Config, device: str, model: str) -> Config:
     """Changes the settings of a run to those of one process that only computes a gradient."""
+    again = "none" if cfg.policy.activation_checkpointing == "none" else "full"
     return dataclasses.replace(
         cfg,
         run=dataclasses.replace(cfg.run, device=device),
         model=dataclasses.replace(cfg.model, path=model or cfg.model.path),
         parallel=ParallelConfig(),
-        policy=dataclasses.replace(cfg.policy, backend="fsdp", recompute="full", offload="none", moe_bias_rate=0.0),
+        policy=dataclasses.replace(
+            cfg.policy, backend="fsdp", activation_checkpointing=again, offload="none", moe_bias_rate=0.0
+        ),
         rollout=dataclasses.replace(cfg.rollout, tp=1),
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks.test_plan import agree, dense, mixture, on_megatron
 
-BF16, RECOMPUTED = {"dtype": "bfloat16"}, {"activation_checkpointing": True}
+BF16, RECOMPUTED = {"dtype": "bfloat16"}, {"activation_checkpointing": "full"}
 APART = {"placement": "split", "rollout_ranks": 1, "scoring_ranks": 2}
 FSDP = {
     2: {
@@ -32,7 +32,7 @@ MEGATRON = {
         "tp2 without sequence parallelism": ("dense", {"parallel": {"tp": 2, "sequence_parallel": False}}),
         "tp2, attention recomputed": (
             "dense",
-            {"parallel": {"tp": 2}, "policy": RECOMPUTED | {"recompute": "selective"}},
+            {"parallel": {"tp": 2}, "policy": {"activation_checkpointing": "selective"}},
         ),
         "pp2, uneven stages, experts": ("mixture", {"parallel": {"pp": 2, "last_stage_layers": 1}}),
         "pp2 x 2 chunks, recomputed": (

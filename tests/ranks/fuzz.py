@@ -159,7 +159,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], dict]] = {
     "optimizer.betas": (("0.8 0.95",), {}),
     "optimizer.eps": (("1e-4",), {}),
     "policy.max_tokens_per_microbatch": (("40", "70"), {}),
-    "policy.activation_checkpointing": (("true",), {}),
+    "policy.activation_checkpointing": (("full",), {}),
     "policy.reshard_after_forward": (("false",), {}),
     "policy.reduce_gradients": (("each",), {}),
     "policy.attention": (("padded", "eager"), {}),

@@ -66,10 +66,10 @@ def passes(world, folders: dict) -> dict:
     episodes = synthetic_batch(2, 2)
     for family, head in folders:
         for again in (False, True):
-            path = folders[family, head]
+            path, scope = folders[family, head], "full" if again else "none"
             cfg = config(
                 model={"path": path},
-                policy={"activation_checkpointing": again, "chunked_loss": False, "max_tokens_per_microbatch": 64},
+                policy={"activation_checkpointing": scope, "chunked_loss": False, "max_tokens_per_microbatch": 64},
             )
             own = OptimizerConfig(lr=1e-3, clip_grad_norm=0.0)
             model = build_policy(cfg, world) if head == "lm" else FsdpPolicy(cfg, world, 9, True, path, "value", own)

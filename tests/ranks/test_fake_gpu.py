@@ -65,7 +65,7 @@ CASES = {
         1,
         dict(
             algo={"preset": "ppo"},
-            policy={"offload": "disk", "activation_checkpointing": True, "chunked_loss": False},
+            policy={"offload": "disk", "activation_checkpointing": "full", "chunked_loss": False},
             reference={"offload": "disk"},
             model={"dtype": "bfloat16"},
             rollout={"sleep_level": 1},

@@ -64,13 +64,13 @@ MOVES = {
 # Name -> kind of model, preset, axes of the two ranks that go on with what one rank saved.
 GROWS = {"one rank to tp2": ("dense", "grpo", {"tp": 2})}
 METRICS = ("loss", "entropy/mean", "grad_norm")
-CHECKPOINT = {"activation_checkpointing": True}
+CHECKPOINT, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
 VARIANTS = {
     # Ranks, kind of model, axes, changes to the policy's settings.
     ("full", "tp2"): (2, "dense", {"tp": 2}, CHECKPOINT),
-    ("selective", "tp2"): (2, "dense", {"tp": 2}, CHECKPOINT | {"recompute": "selective"}),
+    ("selective", "tp2"): (2, "dense", {"tp": 2}, SELECTIVE),
     ("full", "ep2"): (2, "mixture", {"ep": 2}, CHECKPOINT),
-    ("selective", "ep2"): (2, "mixture", {"ep": 2}, CHECKPOINT | {"recompute": "selective"}),
+    ("selective", "ep2"): (2, "mixture", {"ep": 2}, SELECTIVE),
     ("host", "tp2"): (2, "dense", {"tp": 2}, {"host_optimizer": True}),
     ("host", "dp2"): (2, "dense", {}, {"host_optimizer": True}),
     ("layers 1+3", "pp2"): (2, "deep", {"pp": 2, "first_stage_layers": 1}, {}),
@@ -503,16 +503,11 @@ def test_heads_that_are_not_there_are_refused(folders):
     [
         (
             "fsdp",
-            CHECKPOINT | {"recompute": "selective"},
-            "--policy.recompute selective: needs --policy.backend megatron",
+            SELECTIVE,
+            "--policy.activation-checkpointing selective: needs --policy.backend megatron; take full or none",
         ),
         ("fsdp", {"moe_aux_loss": 0.1}, "--policy.moe-aux-loss 0.1: needs --policy.backend megatron"),
         ("fsdp", {"moe_bias_rate": 0.1}, "--policy.moe-bias-rate 0.1: needs --policy.backend megatron"),
-        (
-            "megatron",
-            {"recompute": "selective"},
-            "--policy.recompute selective: needs --policy.activation-checkpointing",
-        ),
         ("megatron", {"moe_aux_loss": -1.0}, "--policy.moe-aux-loss -1.0: must be 0 or more"),
     ],
 )
@@ -521,7 +516,7 @@ def test_settings_that_fit_nothing_are_refused(backend, settings, says):
     with pytest.raises(ConfigError) as error:
         check(cfg, 1)
     assert says in str(error.value)
-    fitting = CHECKPOINT | {"recompute": "selective", "moe_aux_loss": 0.1, "moe_bias_rate": 0.1}
+    fitting = SELECTIVE | {"moe_aux_loss": 0.1, "moe_bias_rate": 0.1}
     check(config(policy={"backend": "megatron", **fitting}, rollout={"routing_replay": True}), 1)
 
 

@@ -27,7 +27,7 @@ FSDP = {
         },
         "adapters, recomputed, on the host": {
             "lora": {"rank": 4},
-            "policy": {"activation_checkpointing": True, "offload": "host"},
+            "policy": {"activation_checkpointing": "full", "offload": "host"},
         },
     },
     4: {
@@ -47,7 +47,7 @@ MEGATRON = {
         "tp2": ("dense", {"parallel": {"tp": 2}}),
         "pp2, recomputed": (
             "dense",
-            {"parallel": {"pp": 2}, "policy": {"activation_checkpointing": True}},
+            {"parallel": {"pp": 2}, "policy": {"activation_checkpointing": "full"}},
         ),
         "pp2 x 2 chunks, six micro-batches": (
             "dense",

@@ -145,7 +145,7 @@ SETTINGS = {
         "partial_steps": 1,
     },
     "algo": {"kl_coef": 0.0, "entropy_coef": 0.0, "updates_per_step": 2},
-    "policy": {"activation_checkpointing": True},
+    "policy": {"activation_checkpointing": "full"},
     "eval": {"every": 0},
     "reward": {"function": str(Path(__file__).with_name("length_reward.py"))},
     "optimizer": {"lr": 3e-3},

@@ -205,7 +205,7 @@ def settings(folder, budget=70, **policy):
     )
 
 
-def steps(world, folder, checkpoint, cases, checkpointing=False):
+def steps(world, folder, checkpoint, cases, checkpointing="none"):
     """Runs every case from the same weights; then buckets, a checkpoint, and one update after it."""
     policy, out = build_policy(settings(folder, activation_checkpointing=checkpointing), world), {}
     rewind = Rewind(policy)
@@ -242,7 +242,8 @@ def layouts(world, folder, checkpoint):
     out, holders = {}, {}
     for name, axes in LAYOUTS.items():
         other = world_of(world, axes)
-        out[name] = steps(other, folder, checkpoint, CASES_OF[name], checkpointing=name == "hsdp2 x sp2")
+        scope = "full" if name == "hsdp2 x sp2" else "none"
+        out[name] = steps(other, folder, checkpoint, CASES_OF[name], checkpointing=scope)
         holders[name] = other.holders
         dist.barrier()
     return out, holders

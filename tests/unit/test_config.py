@@ -232,13 +232,15 @@ def test_nearest_prefers_the_last_part_of_a_name():
     ("words", "parts"),
     [
         (["--run.steps", "x"], ["--run.steps", "x"]),
-        (["--run.steps"], ["--run.steps", "one value", "none"]),
+        (["--run.steps"], ["--run.steps", "one value", "no value"]),
         (["--run.steps", "5", "6"], ["--run.steps", "one value", "5 6"]),
         (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
         (["--optimizer.betas", "0.9"], ["--optimizer.betas", "2 values"]),
         (["--rollout.sleep-level", "9"], ["--rollout.sleep-level", "9", "'0', '1', '2'"]),
         (["--run.device", "gpu"], ["--run.device", "gpu", "cuda"]),
         (["--policy.share-prompts", "maybe"], ["--policy.share-prompts", "true or false", "maybe"]),
+        (["--policy.activation-checkpointing"], ["-checkpointing", "one of 'none', 'full', 'selective'", "no value"]),
+        (["--policy.recompute", "full"], ["--policy.recompute", "mean --policy.activation-checkpointing?"]),
         (["--policy.offload", "true"], ["--policy.offload", "true", "'none', 'host', 'disk'"]),
         (["run.steps=5"], ["run.steps=5", "--run.steps 5"]),
         (["--config"], ["--config", "YAML"]),
@@ -533,7 +535,7 @@ def test_plan_multiplies_out():
 def test_written_yaml_reads_back_equal_and_in_order(yaml_file):
     given = (
         "--run.name 5 --optimizer.lr 1e-5 --algo.clip-high 0.28 --reference.enabled off --tracking.trackers jsonl "
-        "--data.template=null --data.prefill=#no --policy.activation-checkpointing --run.steps 7 --data.system=yes"
+        "--data.template=null --data.prefill=#no --policy.activation-checkpointing full --run.steps 7 --data.system=yes"
     )
     config = load(*given.split())
     config.data.system = "two\nlines: with – colon"

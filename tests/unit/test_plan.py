@@ -412,7 +412,7 @@ def test_plan_changes_keep_the_settings_and_pass_their_checks():
         check(changed(cfg, change), 8)
     flags = [c.flags for c in made]
     assert len(flags) == len(set(flags)) and cfg.policy.offload == "none"
-    assert "--policy.offload host" in flags and "--policy.activation-checkpointing true" in flags
+    assert "--policy.offload host" in flags and "--policy.activation-checkpointing full" in flags
     assert not any("--parallel.sp" in f or "--rollout.tp" in f for f in flags), "2 and 4 do not divide 9 heads"
     assert any(f.startswith("--parallel.dp-replicate 1") for f in flags)
     longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
@@ -434,8 +434,8 @@ def test_plan_changes_of_stages_choose_layers_of_the_last():
 
 def test_plan_changes_add_up():
     a = Change((("policy.offload", "host"),), frozenset({"rollout"}))
-    b = Change((("policy.activation_checkpointing", True),), frozenset({"update"}))
-    assert (a + b).flags == "--policy.offload host --policy.activation-checkpointing true"
+    b = Change((("policy.activation_checkpointing", "full"),), frozenset({"update"}))
+    assert (a + b).flags == "--policy.offload host --policy.activation-checkpointing full"
     assert a.meets(a) and not a.meets(b) and (a + b).frees == {"rollout", "update"}
 
 

@@ -149,7 +149,7 @@ def test_flags_say_what_the_anchor_says(anchor):
         "--model.path": anchor["model"],
         "--policy.backend": "megatron",
         "--model.dtype": "bfloat16",
-        "--policy.activation-checkpointing": "true",
+        "--policy.activation-checkpointing": anchor["recompute"],
         "--policy.host-optimizer": "true" if anchor["optimizer"] == "host" else "false",
     }
     default = dict.fromkeys(["--parallel.cp", "--parallel.etp", "--parallel.virtual-stages", "--parallel.tp"], "1")

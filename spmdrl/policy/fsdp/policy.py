@@ -114,7 +114,7 @@ class FsdpPolicy(Learner):
         if adapt:
             self.adapters = attach(hf, cfg.lora, cfg.run.seed, self.master)
         use_host_linear(hf)
-        if cfg.policy.activation_checkpointing and trainable:
+        if cfg.policy.activation_checkpointing != "none" and trainable:
             recompute(hf)
         self.share = cfg.policy.share_prompts and head not in SCORES
         trained = is_adapter if adapt and trainable else (lambda name: trainable)

@@ -100,10 +100,11 @@ class MegatronPolicy(Learner):
         if path and path != cfg.model.path and not describe(self.hf_config).settings.get("num_moe_experts"):
             # A critic or reward model may be dense while the policy is a mixture of experts.
             self.grid = replace(self.grid, ep=1, etp=1)
-        recompute = dict(recompute_granularity=cfg.policy.recompute)
-        if cfg.policy.recompute == "full":
-            recompute |= dict(recompute_method="uniform", recompute_num_layers=1)
-        more = recompute if cfg.policy.activation_checkpointing and trainable else {}
+        more: dict[str, Any] = {}
+        if cfg.policy.activation_checkpointing != "none" and trainable:
+            more = dict(recompute_granularity=cfg.policy.activation_checkpointing)
+            if cfg.policy.activation_checkpointing == "full":
+                more |= dict(recompute_method="uniform", recompute_num_layers=1)
         self.chunks = build(self.hf_config, None, self.grid, self.dtype, world.device, head, labels, **more)
         own = trainable and path in ("", cfg.model.path)
         self.kept: Stored = []
