@@ -30,13 +30,14 @@ from spmdrl.config.fields import nearest
 from spmdrl.config.user_code import import_file, place, said
 from spmdrl.env import gyms, verl_form
 from spmdrl.env.operations import by_name, tool_of
+from spmdrl.env.tools import TOOLS, mcp_settings
 from spmdrl.env.trl import FromTRL, Functions, is_trl
 from spmdrl.env.verl_modules import provide
 
 BUILTIN = {
     "guess": "spmdrl.env.builtin:Guess",
     "guess_tool": "spmdrl.env.builtin:GuessTool",
-}
+} | TOOLS
 """Built-in environments: name -> where the class is."""
 PARTS = {
     "reset": ("row", "seed"),
@@ -114,6 +115,14 @@ def _builtin(name: str) -> Form | None:
         hint = f": did you mean builtin:{near[0]}?" if near else ""
         raise ValueError(f"there is no {name}{hint or '.'} Built-in ones: {', '.join(BUILTIN)}")
     return load(BUILTIN[short])
+
+
+def _mcp(name: str) -> Form | None:
+    """An MCP server, as `mcp:URL` or `mcp:COMMAND`; further settings are those of `builtin:mcp`."""
+    if not name.startswith("mcp:"):
+        return None
+    given, server = mcp_settings(name), load(BUILTIN["mcp"])
+    return Form(lambda settings: server.make(given | settings), "mcp", f"tools of the MCP server {name[4:].strip()}")
 
 
 def _library(name: str) -> Form | None:
@@ -222,7 +231,7 @@ def made(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> Any
     return kind(*first, **settings)
 
 
-OF_NAMES: list[Callable[[str], Form | None]] = [_builtin, _library]
+OF_NAMES: list[Callable[[str], Form | None]] = [_builtin, _mcp, _library]
 """Read a name as a whole; the first that knows it gives its form."""
 OF_OBJECTS: list[Callable[[Any, str], Form | None]] = [_tools, _library_class, _class]
 """Read the object that a name `file.py:object` names; the first that knows it gives its form."""

@@ -134,13 +134,14 @@ class AtOnce:
 
 
 def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:
-    """Adds `env/*` of a step to its numbers (docs/metrics.md). counts: sums over all engines, named as in COUNTS."""
+    """Adds `env/*` and two times to a step's numbers (docs/metrics.md). counts: sums over all engines, as in COUNTS."""
     episodes, turns = max(1.0, counts["episodes"]), max(1.0, counts["turns"])
     stats.add("env/turns", counts["turns"] / episodes)
     stats.add("env/calls", counts["calls"] / episodes)
-    stats.add("env/seconds", counts["seconds"] / turns)
-    for name in ("failed_calls", "malformed", "timeouts", "cut", "forks", "failures", "idle"):
+    for name in ("failed_calls", "malformed", "timeouts", "cut", "forks", "failures"):
         stats.add(f"env/{name}", counts[name])
+    stats.add("time/env_answer", counts["seconds"] / turns)
+    stats.add("time/env_idle", counts["idle"])
 
 
 def place_of(episode: Episode) -> Place:

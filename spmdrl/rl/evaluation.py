@@ -91,9 +91,9 @@ def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str)
 
 
 def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode]]:
-    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, and pass@k; and this rank's episodes.
+    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, pass@k, and `eval/turns` with an environment.
 
-    Collective over samplers.
+    Beside them this rank's episodes. Collective over samplers.
 
     Raises:
         AbandonedError: on every rank that samples.
@@ -103,9 +103,9 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     result = collect(plan, s.engine, s.grader, s.tokenizer, world, Timer(), s.environment, s.judges)
     done = raise_if_abandoned(result, world).episodes
     # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded says nothing.
-    scores = [[e.position, 0.0 if math.isnan(e.reward) else e.reward, float(e.ungraded)] for e in done]
-    scores_n3 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 3)
-    rows = torch.cat(all_gather_rows(scores_n3, world.rollout_group))
+    scores = [[e.position, 0.0 if math.isnan(e.reward) else e.reward, float(e.ungraded), e.turns] for e in done]
+    scores_n4 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 4)
+    rows = torch.cat(all_gather_rows(scores_n4, world.rollout_group))
     ungraded = rows[:, 2] > 0
     check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples)
     rows = rows[~ungraded]
@@ -114,6 +114,8 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     right_P = torch.zeros(prompts, dtype=torch.float64).index_add_(0, position, right).tolist()
     graded_P = torch.bincount(position, minlength=prompts).tolist()
     out = {"eval/accuracy": right.mean().item(), "eval/score": rows[:, 1].mean().item()}
+    if s.environment:
+        out["eval/turns"] = rows[:, 3].mean().item()
     k = 2
     while k <= plan.samples:
         known = [pass_at_k(n, int(c), k) for n, c in zip(graded_P, right_P, strict=True) if n >= k]

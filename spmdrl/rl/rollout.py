@@ -122,6 +122,7 @@ class Rollout:
                     self.asked += 1
         if taken:
             self.observe()
+            self.catch_up()
         return self.running + self.asked > 0
 
     def submit(self, group: PromptGroup, episode: Episode) -> None:
@@ -144,12 +145,21 @@ class Rollout:
                     continue
                 self.environment.answer(self.plan, group, episode, completion.finish)
                 self.asked += 1
-            ended = self.observe()
+            ended = self.observe() + self.catch_up()
         else:
             began = time.monotonic()
             ended = self.observe(PATIENCE)
             self.idle += time.monotonic() - began
         self.grading.poll()
+        return ended
+
+    def catch_up(self) -> int:
+        """Wait for all that environments owe, where the plan asks for that; how many groups that ended."""
+        ended, began = 0, time.monotonic()
+        while self.plan.in_order and self.asked:
+            tick()
+            ended += self.observe(PATIENCE)
+        self.idle += time.monotonic() - began
         return ended
 
     def observe(self, wait: float = 0.0, goes_on: bool = True) -> int:

@@ -64,6 +64,7 @@ class Sampler:
             first_position=first,
             greedy=self.greedy,
             bad_sample=self.cfg.filter.bad_sample,
+            in_order=self.cfg.run.deterministic,
             may_end=may_end,
         )
 

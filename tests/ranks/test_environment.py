@@ -86,7 +86,7 @@ def test_layout_conversations_rewards_and_weights_are_the_same_on_one_rank_and_t
     for name, tensor in a.items():
         assert (tensor - b[name]).abs().max() <= 1e-6, name
     told = metrics(tmp_path / "a")[-1]
-    assert told["env/turns"] == 3 and told["env/failures"] == 0 and math.isfinite(told["env/seconds"])
+    assert told["env/turns"] == 3 and told["env/failures"] == 0 and told["time/env_answer"] > 0
 
 
 @pytest.mark.parametrize("world", ["Echoes", "Counts"])
@@ -116,7 +116,7 @@ def test_a_world_that_breaks_or_hangs_costs_its_own_episodes_alone(tmp_path, wor
 def test_an_engine_of_two_ranks_hears_what_its_first_rank_hears(tmp_path):
     one = run_ranks(sampled, 1, str(tmp_path / "one"), sections(tmp_path, "Counts"))[0]
     shared = sections(tmp_path, "Counts", rollout={"tp": 2})
-    two = run_ranks(sampled, 2, str(tmp_path / "two"), shared)
+    two = run_ranks(sampled, 2, str(tmp_path / "two"), shared, rollout_tp=2)
     assert sorted(one) == sorted(row for rows in two for row in rows) and len(two[1]) == 0
 
 
