@@ -83,7 +83,8 @@ class Conversation:
     def _rewritten(self, messages: list[dict], assistant: dict, new: list[dict]) -> bool:
         told, turn = self._told([*messages, assistant, *new], None), len(messages)
         try:
-            return self._changed(told, turn, self._tail(told, turn), None) is not None
+            self._check_shown(told)
+            return self._changed(told, turn, self._proved(told, turn)[0], None) is not None
         except TemplateError:
             return False
 
@@ -131,11 +132,7 @@ class Conversation:
         if not new:
             raise ValueError("no message follows the assistant's turn")
         told, turn = self._told([*messages, assistant, *new], tools), len(messages)
-        tail, refusal = None, None
-        try:
-            tail = self._tail(told, turn)
-        except TemplateError as e:
-            refusal = e
+        tail, refusal = self._proved(told, turn)
         if self.history == "branch":
             try:
                 text = self._changed(told, turn, tail, self._said(made, ended))
@@ -171,8 +168,8 @@ class Conversation:
                 raise TemplateError(f"it does not show message {i + 1} ({message['role']})")
         self._shown.add(key)
 
-    def _tail(self, told: _Told, turn: int) -> Tail:
-        """Return the tail by the first shape of stand-ins with which it can be proved."""
+    def _proved(self, told: _Told, turn: int) -> tuple[Tail | None, TemplateError | None]:
+        """Return the tail by the first shape of stand-ins with which it can be proved; else why it cannot."""
         messages = told.dialogue.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
@@ -183,12 +180,11 @@ class Conversation:
             try:
                 tail = tail_of(self.render, self.controls.pattern, told.dialogue, turn, shape, self._ends)
             except TemplateError as e:
-                refusal = refusal or e
+                refusal = e
                 continue
             self._shapes[key] = shape
-            return tail
-        assert refusal is not None
-        raise refusal
+            return tail, None
+        return None, refusal
 
     def _changed(self, told: _Told, turn: int, tail: Tail | None, said: str | None) -> str | None:
         """Return the text of the next prompt if the template renders in it otherwise what is before; else None.

@@ -41,35 +41,31 @@ def linked(messages: list[dict]) -> list[dict]:
     """Return the messages with the names and ids that templates want in calls of tools and in their answers.
 
     An answer without a name or `tool_call_id` takes that of the call in the same place. A call without an id gets one
-    of nine letters and digits, which every template takes, and one without arguments gets none by name.
+    of nine letters and digits, and one without arguments an empty object.
     """
     out: list[dict] = []
-    calls: list[dict] = []
     waiting: list[dict] = []
     for message in messages:
         message = dict(message)
-        if message["role"] == "assistant":
-            calls = []
-            for call in message.get("tool_calls") or []:
-                function = dict(call.get("function") or {k: call.get(k) for k in ("name", "arguments")})
-                function["name"] = str(function.get("name") or "tool")
-                if function.get("arguments") is None:
-                    function["arguments"] = {}
-                calls.append({"id": call.get("id") or _id(len(calls)), "type": "function", "function": function})
-            message.pop("tool_calls", None)
-            message |= {"tool_calls": calls} if calls else {}
-            waiting = list(calls)
-        elif message["role"] == "tool":
-            called = next((c for c in calls if c["id"] == message.get("tool_call_id") and c in waiting), None)
-            called = called or next(iter(waiting), None)
-            if called is not None:
-                waiting.remove(called)
-                message["tool_call_id"] = message.get("tool_call_id") or called["id"]
-                message["name"] = message.get("name") or called["function"]["name"]
+        calls = message.pop("tool_calls", None) or []
+        if message["role"] == "tool":
+            called = next((call for call in waiting if call["id"] == message.get("tool_call_id")), None)
+            called = called or next(iter(waiting), {"id": _id(len(out)), "function": {"name": "tool"}})
+            waiting = [call for call in waiting if call is not called]
+            message["tool_call_id"] = message.get("tool_call_id") or called["id"]
+            message["name"] = message.get("name") or called["function"]["name"]
         else:
-            calls, waiting = [], []
+            waiting = [_call(call, place) for place, call in enumerate(calls)]
+            message |= {"tool_calls": waiting} if waiting else {}
         out.append(message)
     return out
+
+
+def _call(call: dict, place: int) -> dict:
+    function = dict(call.get("function") or {key: call.get(key) for key in ("name", "arguments")})
+    function["name"] = str(function.get("name") or "tool")
+    function["arguments"] = {} if function.get("arguments") is None else function["arguments"]
+    return {"id": call.get("id") or _id(place), "type": "function", "function": function}
 
 
 def _id(place: int) -> str:
@@ -128,7 +124,7 @@ def _standins(messages: list[dict], count: int, text: str, shape: str) -> list[d
         for answer in messages[i + 1 :]:
             if message.get("tool_calls") or answer["role"] != "tool":
                 break
-            calls.append((answer.get("tool_call_id") or _id(len(calls)), answer.get("name") or "tool"))
+            calls.append((answer["tool_call_id"], answer["name"]))
         calls = calls[: 1 if shape == "first call" else None] if shape != "text" else []
         made = [
             {"id": key, "type": "function", "function": {"name": name, "arguments": {"a": text}}} for key, name in calls
