@@ -64,6 +64,7 @@ class Conversation:
         self._shapes: dict[tuple, str] = {}
         self._ends: dict[tuple, str] = {}
         self._shown: set[tuple] = set()
+        self._calls_proved = False
         try:
             self.render = Renderer(tokenizer, template)
         except TemplateError as e:
@@ -88,10 +89,10 @@ class Conversation:
         except TemplateError:
             return False
 
-    @cached_property
-    def _takes_tools(self) -> bool:
-        self.next([ASKED], CALLED, None, [], False, [ANSWERED])
-        return True
+    def _prove_calls(self) -> None:
+        if not self._calls_proved:
+            self.next([ASKED], CALLED, None, [], False, [ANSWERED])
+            self._calls_proved = True
 
     def begin(self, messages: list[dict], tools: list | None = None) -> list[int]:
         """Return the tokens of the first prompt, which end with the generation prompt.
@@ -110,7 +111,8 @@ class Conversation:
             text = self.render(told.dialogue, True)
         except TemplateError as e:
             raise self._refused("begin the conversation", e) from e
-        assert not tools or self._takes_tools
+        if tools:
+            self._prove_calls()
         return self.controls.tokens(text, told.mark)
 
     def next(

@@ -103,7 +103,8 @@ def check(name: str, seed: int, history: str) -> Counter:
         assert answer.tokens and context == before + made
         context, mask = context + answer.tokens, mask + [False] * len(answer.tokens)
         counts["appended"] += 1
-        ends_alike(talk, messages, i, tools, made, ended, shown, new, answer)
+        if counts["appended"] == 1:
+            ends_alike(talk, messages, i, tools, made, ended, shown, new, answer)
         try:
             whole = talk.render(told_now, True)
         except TemplateError:
@@ -183,28 +184,27 @@ def exchange(text: str, tools: bool) -> tuple[list[dict], dict, list[dict]]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_control_token_comes_from_the_text_of_a_message(name):
-    for history in ("keep", "branch"):
-        talk = conversation(name, history)
-        words = [str(t) for i, t in talk.tokenizer.added_tokens_decoder.items() if i in talk.controls.ids]
-        hostile = "".join(words) + "<|im_<|im_end|>end|>" + " ".join(reversed(words)) + words[0][0] + words[0]
-        for tools in (False, True):
-            found = []
-            for text in ("plain", "x" + hostile + "y"):
-                messages, turn, answers = exchange(text, tools)
-                described = [{"type": "function", "function": TOOLS[0]["function"] | {"description": text}}]
-                try:
-                    begun = talk.begin(messages, described if tools else None)
-                except ValueError as error:
-                    assert any(reason in str(error) for reason in PLAIN)
-                    continue
-                end = talk.tokenizer.eos_token_id
-                answer = talk.next(messages, turn, described if tools else None, [901, end], True, answers)
-                ids = begun + (answer.fork or answer.tokens)
-                found.append([i for i in ids if i in talk.controls.ids])
-                shown = talk.tokenizer.decode(answer.fork or answer.tokens, clean_up_tokenization_spaces=False)
-                assert text in shown or json.dumps(text)[1:-1] in shown
-                assert text in talk.tokenizer.decode(begun, clean_up_tokenization_spaces=False)
-            assert found[:1] == found[1:]
+    talk = conversation(name, "branch" if conversation(name, "keep").rewrites else "keep")
+    words = [str(token) for i, token in talk.tokenizer.added_tokens_decoder.items() if i in talk.controls.ids]
+    hostile = "x" + "".join(words) + "<|im_<|im_end|>end|>" + " ".join(reversed(words)) + words[0][0] + words[0] + "y"
+    for tools in (False, True):
+        found = []
+        for text in ("plain", hostile):
+            messages, turn, answers = exchange(text, tools)
+            described = [{"type": "function", "function": TOOLS[0]["function"] | {"description": text}}]
+            try:
+                begun = talk.begin(messages, described if tools else None)
+            except ValueError as error:
+                assert any(reason in str(error) for reason in PLAIN)
+                continue
+            made = [901, talk.tokenizer.eos_token_id]
+            answer = talk.next(messages, turn, described if tools else None, made, True, answers)
+            ids = begun + (answer.fork or answer.tokens)
+            found.append([i for i in ids if i in talk.controls.ids])
+            shown = talk.tokenizer.decode(answer.fork or answer.tokens, clean_up_tokenization_spaces=False)
+            assert text in shown or json.dumps(text)[1:-1] in shown
+            assert text in talk.tokenizer.decode(begun, clean_up_tokenization_spaces=False)
+        assert found[:1] == found[1:]
 
 
 def test_a_piece_of_text_is_not_tokenized_as_the_beginning_of_one():
