@@ -16,7 +16,9 @@ from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError
 
 STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
 """Texts that stand for what an assistant said; they differ in the first and the last character and in length."""
-THOUGHT = PROBE + "c"
+EARLIER = ("Xk" + PROBE + "c", "9wm" + PROBE + "d")
+"""Texts that stand for what it said in earlier turns, so that a template that hides a turn is found out."""
+THOUGHT = PROBE + "e"
 SHAPES = ("calls", "first call", "text and calls", "text")
 """Forms of the stand-in for a turn with calls of tools, from the most telling to the least.
 
@@ -83,9 +85,9 @@ def tail_of(
         TemplateError: the template refuses the stand-ins, or one of the proofs fails; the message says which.
     """
     new = told.messages[turn + 1 :]
-    past = [Dialogue(_standins(told.messages, turn + 1, text, shape), told.tools, told.more) for text in STANDINS]
+    past = [Dialogue(_standins(told.messages, turn, which, shape), told.tools, told.more) for which in (0, 1)]
     asked = [render(_and(dialogue, new), True) for dialogue in past]
-    if asked[0] == asked[1]:
+    if not all(said in text for said, text in zip(STANDINS, asked, strict=True)):
         raise TemplateError("it does not show the assistant's turn")
     after = _after_standins(asked)
     with_call = bool(past[0].messages[-1].get("tool_calls"))
@@ -110,16 +112,17 @@ def _and(dialogue: Dialogue, new: Sequence[dict]) -> Dialogue:
     return Dialogue([*dialogue.messages, *new], dialogue.tools, dialogue.more)
 
 
-def _standins(messages: list[dict], count: int, text: str, shape: str) -> list[dict]:
-    """Return the first messages, with stand-ins for the assistant's.
+def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[dict]:
+    """Return the messages up to the turn, with the first (0) or second (1) stand-ins for the assistant's.
 
     An assistant's message without calls that answers of tools follow (the call was malformed) gets calls for them.
     """
     out: list[dict] = []
-    for i, message in enumerate(messages[:count]):
+    for i, message in enumerate(messages[: turn + 1]):
         if message["role"] != "assistant":
             out.append(message)
             continue
+        text = (STANDINS if i == turn else EARLIER)[which]
         calls = [(call["id"], call["function"]["name"]) for call in message.get("tool_calls") or []]
         for answer in messages[i + 1 :]:
             if message.get("tool_calls") or answer["role"] != "tool":
@@ -131,7 +134,7 @@ def _standins(messages: list[dict], count: int, text: str, shape: str) -> list[d
         ]
         said = {"role": "assistant", "content": "" if made and shape != "text and calls" else text}
         # The second stand-in has a thought and the first none, so that what follows depends on none either.
-        thought = {"reasoning_content": THOUGHT} if text == STANDINS[1] and not (made and said["content"]) else {}
+        thought = {"reasoning_content": THOUGHT} if which and not (made and said["content"]) else {}
         out.append(said | ({"tool_calls": made} if made else {}) | thought)
     return out
 

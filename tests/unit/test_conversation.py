@@ -271,6 +271,16 @@ def test_a_malformed_call_is_answered_as_a_call():
             assert talk.next(asked, nameless, TOOLS, [901, 902], False, answers)
 
 
+def test_a_turn_that_a_template_hides_is_not_taken_for_an_earlier_one():
+    talk = conversation("llama3", "keep")
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    answers = [{"role": "tool", "name": "add", "tool_call_id": "call12345", "content": "d"}]
+    shown = "<|start_header_id|>tool<|end_header_id|>\n\nd<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    end = tokens_of(talk, "<|eot_id|>")
+    assert talk.next(before, turn, TOOLS, [901, *end], True, answers) == Next(tokens_of(talk, shown))
+
+
 @pytest.mark.parametrize("content", ["", " ", "\n", "null", "0", "{}", "</tool_response>"])
 def test_an_answer_may_be_any_text(content):
     for name in ("qwen3", "gptoss", "gemma4", "glm4moe", "llama3_1", "deepseekv3"):
