@@ -132,6 +132,28 @@ def test_branches_learn_by_the_formula(folders, alone, monkeypatch):
         assert alone[kind][2]["loss"] == pytest.approx(loss, abs=1e-9)
 
 
+def by_backend(world, folders, kind, cases):
+    """Returns for each algorithm the metrics and weights of a step in float32, from several micro-batches."""
+    from tests.ranks.megatron_cases import open_models, weights_of
+
+    out = {}
+    for name, algo in cases.items():
+        sections = {"algo": algo, "policy": {"max_tokens_per_microbatch": 140}, "optimizer": {"lr": 1e-3, "eps": 1e-3}}
+        cfg, here, models = open_models(world, {}, sections, folders, kind)
+        out[name] = update_models(cfg, here, models, branching_batch(6, 3)), weights_of(here, models)
+    return out
+
+
+def test_megatron_learns_branches_as_fsdp_does(folders):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    cases = {name: KINDS[name] for name in ("grpo", "gspo")}
+    want = run_ranks(by_backend, 1, folders, "fsdp", cases)[0]
+    got = run_ranks(by_backend, 1, folders, "megatron", cases)[0]
+    for name, (metrics, weights) in want.items():
+        assert relative(weights, got[name][1]) < 1e-5, name
+        assert abs(metrics["loss"] - got[name][0]["loss"]) < 1e-6 and got[name][0]["microbatches"] > 1
+
+
 def test_shared_tokens_of_branches_halve_the_work():
     batch = from_episodes(branching_batch(6, 3))
     units = units_of(batch, WHOLE, share=True)
