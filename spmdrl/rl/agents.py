@@ -25,6 +25,8 @@ from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
 """Key of the seeds of environments."""
+CHARACTERS = 200
+"""More than a token stands for: a text of so many for each token that there may be is not tokenized, which takes long."""
 log = logging.getLogger("spmdrl")
 
 
@@ -118,7 +120,7 @@ class Agents:
             left = 0.0 if self.ready else max(0.0, until - time.monotonic())
             for place, reply in self.pool.poll(left):
                 self._take(place, reply)
-            if self.ready or not left:
+            if self.ready or not left or not self.pool.pending:
                 break
         # In an order that no clock has a part in, as far as that goes: what came together is sorted.
         ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
@@ -188,17 +190,17 @@ class Agents:
             talk.resumed = False
             return
         talk.messages = list(reply.messages)
+        size = sum(len(message["content"]) for message in talk.messages)
+        if size > CHARACTERS * self.longest_prompt:
+            self._too_long(place, f"{size} characters")
+            return
         try:
             tokens = self.conversation.begin(talk.messages, talk.tools or None)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
         if len(tokens) > self.longest_prompt:
-            self._fail(
-                place,
-                f"{talk.opening.name}: the first prompt has {len(tokens)} tokens; raise --rollout.max-prompt-tokens "
-                f"{self.longest_prompt}",
-            )
+            self._too_long(place, f"{len(tokens)} tokens")
             return
         self.ready.append((place, Observation(tokens)))
 
@@ -241,6 +243,12 @@ class Agents:
     def _fail(self, place: Place, why: str) -> None:
         self.counts["failures"] += 1
         self._over(place, Observation(over="abort", failure=why))
+
+    def _too_long(self, place: Place, size: str) -> None:
+        name = self.talks[place].opening.name
+        self._fail(
+            place, f"{name}: the first prompt has {size}; raise --rollout.max-prompt-tokens {self.longest_prompt}"
+        )
 
     def _over(self, place: Place, seen: Observation) -> None:
         self.counts["episodes"] += 1

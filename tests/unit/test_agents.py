@@ -9,10 +9,11 @@ from importlib.util import find_spec
 import pytest
 
 from spmdrl.config.environment import EnvironmentConfig
+from spmdrl.config.schema import DataConfig
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
-from spmdrl.data.prompts import Prompt
+from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.rl.agents import Agents
 from spmdrl.rl.rollout import Rollout
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
@@ -170,14 +171,19 @@ class Played:
         self.group: PromptGroup = self.plan.group(0)
         self.why: dict[int, str] = {}
 
-    def play(self, turns: int = 1000) -> list[Episode]:
-        """Goes on with all episodes for so many turns each, or until they end."""
-        owed, said = 0, dict.fromkeys(range(len(self.scripts)), 0)
+    def play(self, turns: int = 1000, wait: float = 0.0) -> list[Episode]:
+        """Goes on with all episodes for so many turns each, or until they end.
+
+        wait: seconds that environments have, at most, before episodes that have begun go on.
+        """
+        owed, said = len(self.group.open), dict.fromkeys(range(len(self.scripts)), 0)
         for episode in self.group.open:
             self.agents.open(self.plan, self.group, episode)
+        if any(episode.segments for episode in self.group.open):
+            assert self.agents.poll(wait) == [], "an episode that goes on has no observation"
+        for episode in self.group.open:
             if episode.segments:
                 self.respond(episode)
-            owed += 1
         while owed:
             for (_, sample), seen in self.agents.poll(30.0):
                 owed -= 1
@@ -327,10 +333,12 @@ def test_a_turn_without_an_end_gets_one_that_the_policy_sees(make):
 
 
 def test_a_first_prompt_over_the_context_names_the_flag(make):
-    played = Played(make(longest=300), [said("x")], row={"say": "word " * 1000})
-    (episode,) = played.play()
-    assert episode.finish == "abort" and "raise --rollout.max-prompt-tokens 300" in played.why[0]
-    assert Played(make(longest=300), [said("x")]).play()[0].finish == "stop"
+    agents = make(longest=300)
+    for words, size in ((1000, " tokens"), (2_000_000, "10000000 characters")):
+        played = Played(agents, [said("x")], row={"say": "word " * words})
+        (episode,) = played.play()
+        assert episode.finish == "abort" and f"{size}; raise --rollout.max-prompt-tokens 300" in played.why[0]
+    assert Played(agents, [said("x")]).play()[0].finish == "stop"
 
 
 # ── cut short ────────────────────────────────────────────────────────────────
@@ -365,14 +373,18 @@ def test_a_conversation_goes_on_elsewhere_from_its_state_or_its_turns(make, name
     assert episode.given == whole.group.episodes[0].given
 
 
-def test_an_environment_that_cannot_be_run_again_fails_alone(make):
-    """The engine goes on with the episode while the turns are run again; it ends when its response is there."""
+@pytest.mark.parametrize("wait", [0.0, 20.0])
+def test_an_environment_that_cannot_be_run_again_fails_alone(make, wait):
+    """The engine goes on with the episode while the turns are run again; it ends when its response is there.
+
+    wait: seconds until then, at most.
+    """
     played = Played(make("Random"), *[[said("one"), said("two")]] * 2)
     played.play(turns=1)
     played.leave()
     played.agents = make("Random")
     Played(played.agents, [said("x")] * 4).play()
-    one, other = played.play()
+    one, other = played.play(wait=wait)
     assert one.finish == other.finish == "abort"
     assert all("gave other messages when its turns were run again" in why for why in played.why.values())
     assert played.agents.take_counts()["failures"] == 2 and not played.agents.talks
@@ -415,6 +427,20 @@ def test_a_template_that_drops_thoughts_keeps_one_branch_or_forks(make, history)
     assert sampled == sum(made, []), "the loss of each sampled token counts once"
 
 
+def test_an_answer_of_a_tool_forks_no_thought_and_the_next_question_does(make):
+    """Qwen3's template shows thoughts between a call and its answer, up to the next message of the user."""
+    agents = make(template="qwen3", history="branch", settings={"most": 3})
+    think = "<think>\nfirst thought\n</think>\n\n"
+    played = Played(agents, [think + call("plain"), think + said("a"), think + said("b")])
+    (episode,) = played.play()
+    tokenizer = agents.conversation.tokenizer
+    before, after = (tokenizer.decode(episode.along(lambda s: s.tokens, path)) for path in episode.paths())
+    assert agents.take_counts()["forks"] == 1 and episode.turns == 3 and episode.finish == "stop"
+    assert before.count("first thought") == 2 and after.count("first thought") == 1
+    assert "<tool_response>\nplain\n</tool_response>" in before and '{"what": "plain"}' in after
+    assert after.endswith(f"more 2{END}\n<|im_start|>assistant\n{think}b{END}")
+
+
 # ── rows and rewards ─────────────────────────────────────────────────────────
 
 
@@ -434,6 +460,21 @@ def test_each_row_names_its_environment(make, file):
         (episode,) = played.play()
         assert episode.finish == "abort" and why in played.why[0], played.why
     assert agents.take_counts()["failures"] == 4 and not agents.talks
+
+
+def test_a_row_in_verls_layout_names_its_environment(make, file, tmp_path):
+    row = {
+        "data_source": "s",
+        "prompt": [{"role": "user", "content": "go"}],
+        "reward_model": {"ground_truth": "4"},
+        "extra_info": {"index": 3},
+        "env": f"{file}:Words",
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    agents = make("rows")
+    (prompt,) = load_prompts(str(tmp_path / "rows.jsonl"), DataConfig(), None, 10, begun=True).prompts
+    assert prompt.extra == {"index": 3, "env": f"{file}:Words"} and prompt.ground_truth == "4"
+    assert Played(agents, [said("a")], row=prompt.extra).play()[0].finish == "stop"
 
 
 def test_the_weight_of_the_environment_scales_the_rewards_of_turns(make):
