@@ -26,7 +26,7 @@ from spmdrl.spmd.seeds import seed_for
 SEED = 0x454E56
 """Key of the seeds of environments."""
 CHARACTERS = 200
-"""More than a token stands for: a text of so many for each token that there may be is not tokenized, which takes long."""
+"""More than a token stands for. A text that has more for each token that there may be is refused as it is, at once."""
 log = logging.getLogger("spmdrl")
 
 

@@ -1,4 +1,4 @@
-"""Conversations with environments on real vLLM and SGLang: the trainer's logp of every turn, and layouts against one rank.
+"""Conversations with environments on real vLLM and SGLang: the trainer's logp of every turn, one rank against two.
 
 The first sample of a prompt is greedy, and the others are draws at temperature 1 by seeds that belong to data. All runs
 learn between their two steps, so the second one's turns come from pushed weights.
@@ -51,7 +51,7 @@ def opened(world, folder: str, settings: dict):
         asked = request(plan, group, sample)
         return asked if sample else replace(asked, temperature=0.0)
 
-    RolloutPlan.request = first_is_greedy
+    RolloutPlan.request = first_is_greedy  # type: ignore[method-assign]
     # vLLM reads what torchrun sets.
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
     return open_demo(world, folder, settings)
@@ -168,7 +168,9 @@ def test_messages_answer_what_was_sampled(talks, reference, name):
         assert finish == "stop" and len(turns) == 3 and parts == [("odd", 1.0)]
         assert [r for _, r in turns] == [0.25 * (first in "aeiou") for first in firsts]
         assert reward == given == pytest.approx(1.0 + sum(r for _, r in turns))
-        observed = [(tokenizer.decode(tokens), turn) for tokens, sampled, turn, *_ in episode["segments"] if not sampled]
+        observed = [
+            (tokenizer.decode(tokens), turn) for tokens, sampled, turn, *_ in episode["segments"] if not sampled
+        ]
         answers = [text for text, turn in observed if turn]
         # Between two turns stand the end of the first one, unless it was sampled, and the answer.
         assert all(answer.endswith(f"{first}=>") for first, answer in zip(firsts, answers, strict=False)), turns

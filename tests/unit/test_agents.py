@@ -219,7 +219,7 @@ class Played:
 
 
 def call(what: str, name: str = "act") -> str:
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": {"what": what}})}\n</tool_call>{END}'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'what': what}})}\n</tool_call>{END}"
 
 
 def said(text: str) -> str:
@@ -358,7 +358,8 @@ def test_a_conversation_goes_on_elsewhere_from_its_state_or_its_turns(make, name
     parts.play(turns=2)
     with caplog.at_level(logging.WARNING):
         parts.leave()
-    assert (parts.group.episodes[0].talk["state"] is None) == (name == "Unsaved")
+    kept = parts.group.episodes[0].talk
+    assert kept and (kept["state"] is None) == (name == "Unsaved")
     assert not first.talks and first.pool.pending == 0
     parts.agents = make(name)
     parts.play(turns=0)
@@ -418,10 +419,12 @@ def test_a_template_that_drops_thoughts_keeps_one_branch_or_forks(make, history)
             tokenizer(f"\n<|im_start|>user\nmore {i}<|im_end|>\n<|im_start|>assistant\n").input_ids for i in (1, 2)
         ]
         assert paths == [prompts[0] + made[0] + between[0] + made[1] + between[1] + made[2]]
-    episode.reward = episode.given
+    episode.reward = episode.given or 0.0
     batch = from_episodes([episode], turns=True)
     ends = batch.lengths.cumsum(0).tolist()
-    packed = [batch.token["tokens"][end - n : end].tolist() for end, n in zip(ends, batch.lengths.tolist(), strict=True)]
+    packed = [
+        batch.token["tokens"][end - n : end].tolist() for end, n in zip(ends, batch.lengths.tolist(), strict=True)
+    ]
     assert packed == paths, "the batch holds the paths"
     sampled = batch.token["tokens"][batch.token["mask"]].tolist()
     assert sampled == sum(made, []), "the loss of each sampled token counts once"
