@@ -11,6 +11,9 @@ steps.py       where the steps of a response end
 rendering.py   renders dialogues by a chat template
 turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it
 tokens.py      tokens of a rendered dialogue with a loss mask
+conversation.py tokens of a conversation between those that a policy samples
+turn_tail.py   finds and proves the text between an assistant's turn and the next prompt
+controls.py    keeps the text of messages apart from control tokens
 rowfiles.py    rows that need not fit in memory: files by index, streams
 mixture.py     the order of the rows of a supervised job, with weights
 prompts.py     the prompts of a run

@@ -62,16 +62,12 @@ class Controls:
             ValueError: the tokenizer makes other control tokens of it than those that it shows outside the marks.
         """
         first, *rest = text.split(mark)
-        ids = self._plain(first)
-        before = self._plain(self._before) if rest else []
-        for piece in rest:
-            ids += self._plain(self._before + piece)[len(before) :]
+        pieces = self.tokenizer([first, *(self._before + piece for piece in rest)], add_special_tokens=False).input_ids
+        before = 1 if self._before else 0
+        ids = [*pieces[0], *(token for piece in pieces[1:] for token in piece[before:])]
         if [i for i in ids if i in self.ids] != [self._id[found.group()] for found in self.pattern.finditer(text)]:
             raise ValueError("the tokenizer finds other control tokens in the text than the template writes")
         return ids
-
-    def _plain(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _strings(value: Any) -> Iterator[str]:

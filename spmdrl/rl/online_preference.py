@@ -39,7 +39,9 @@ class OnlinePreference:
     def balance(self, batch: Batch) -> Batch:
         """Give ranks equal work, and each the whole group of a prompt. Collective over the world."""
         if batch.branches:
-            raise ValueError("pairs are compared of episodes that do not branch: let the environment keep its history")
+            raise ValueError(
+                "pairs are compared of episodes that do not branch: take an environment that keeps its history"
+            )
         batch.seq["unit"] = batch.seq["position"]
         if not self.cfg.reward.model:
             # Most samples of a large group are only carried.

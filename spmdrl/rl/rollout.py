@@ -244,7 +244,7 @@ def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int
         if episode.ungraded:
             episode.reward = math.nan
         episode.baseline = baseline
-        if not bool(torch.isfinite(episode.rollout_logp).all()):
+        if not all(bool(torch.isfinite(s.logp).all()) for s in episode.segments if s.logp is not None):
             if plan.bad_sample == "stop":
                 raise ValueError(
                     f"the engine reported a logp that is not finite for prompt {episode.prompt}, sample "
