@@ -49,8 +49,8 @@ MEDIAN, SPREAD = 0.05, 1.0
 BUSY, LOCKSTEP, SLOWEST, TREE, SAME = 0.90, 2.0, 1.3, 2.0, 1e-5
 """Targets: share in which the engine is busy, speed against lockstep, time against the slowest episode, fewer tokens of
 a tree; and the largest relative difference of gradients."""
-SIZES = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
-QUICK_SIZES = dict(SIZES, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+SIZES = dict(hidden_size=384, intermediate_size=1152, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2)
+QUICK_SIZES = dict(SIZES, hidden_size=96, intermediate_size=128, num_hidden_layers=2)
 TEMPLATE = (
     "{%- for m in messages -%}{{ '>' + m['content'] + '<eos>' if m['role'] == 'assistant' else m['content'] }}"
     "{%- endfor -%}{%- if add_generation_prompt -%}>{%- endif -%}"
@@ -123,6 +123,8 @@ class Watched:
 
 class Barrier:
     """An environment whose episodes take their turns together."""
+
+    opens_later = True
 
     def __init__(self, inner, episodes: int, serial: bool):
         """serial: tools run one after another."""
@@ -373,8 +375,9 @@ def show(found: dict) -> None:
                 f"{row['polls']:>7}"
             )
     print(
-        f"tools take {rollout['tool_share']:.0%} of an episode that is alone, {rollout['tool_share_of_lockstep']:.0%} of "
-        f"lockstep with tools side by side; bound on the speed against that: {rollout['bound_of_that']:.2f}"
+        f"tools take {rollout['tool_share']:.0%} of an episode that is alone, and "
+        f"{rollout['tool_share_of_lockstep']:.0%} of lockstep with tools side by side; bound on the speed against "
+        f"that: {rollout['bound_of_that']:.2f}"
     )
     for row in few:
         print(
@@ -408,7 +411,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model, few episodes, short tools")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    full = dict(episodes=256, few=64, turns=4, tokens=8, sequences=64, rounds=3, trees=8, repeats=3, median=MEDIAN)
+    full = dict(episodes=256, few=64, turns=4, tokens=12, sequences=64, rounds=3, trees=8, repeats=3, median=MEDIAN)
     quick = dict(episodes=12, few=6, turns=3, tokens=4, sequences=4, rounds=1, trees=2, repeats=1, median=0.01)
     vars(args).update(quick if args.quick else full)
     return args
