@@ -74,7 +74,7 @@ class Rollout:
         self.asked = self.opening = 0
         """Observations that the environment owes, and those of them with which an episode begins."""
         self.ended = 0
-        """Groups that ended since the tally was told of any."""
+        """Groups that ended since the tally was told."""
         self.idle = 0.0
         """Seconds in which the engine had nothing to do, for the environments'."""
         # No engine starts with more than its even share: what is left goes to whoever is done first.
@@ -90,9 +90,9 @@ class Rollout:
             while self.admit():
                 self.advance()
                 self.polls += 1
-                ended, self.ended = self.ended, 0
                 owed = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
                 abandoned = is_abandoned(plan, self.world, self.polls)
+                ended, self.ended = self.ended, 0
                 if abandoned or (self.tally.reached(ended) and not owed):
                     break
             self.cut_short(plan.keeps_cut and not abandoned)
@@ -145,10 +145,6 @@ class Rollout:
                 group = self.groups[completion.key[0]]
                 episode = group.episodes[completion.key[1]]
                 extend(episode, completion, self.plan)
-                if completion.finish == "abort":
-                    episode.finish = "abort"
-                    self.grading.ended(group, episode)
-                    continue
                 self.environment.answer(self.plan, group, episode, completion.finish)
                 self.asked += 1
             self.observe()
