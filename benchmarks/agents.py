@@ -254,7 +254,7 @@ def compared(sides: dict[str, list[dict]], one_s: float, args: argparse.Namespac
         "engine_s": statistics.median(row["engine_s"] for row in own),
         "busy": statistics.median(row["busy"] for row in own),
         "tool_share": mean_tools / (mean_tools + one_s),
-        "tool_share_of_lockstep": statistics.median(1 - row["busy"] for row in beside),
+        "lockstep_waits": statistics.median(1 - row["busy"] for row in beside),
         "against_side_by_side": statistics.median(b["wall_s"] / a["wall_s"] for a, b in pairs),
         "bound_of_that": statistics.median(b["wall_s"] / max(b["engine_s"], a["slowest_s"]) for a, b in pairs),
         "against_one_after_another": serial[0]["wall_s"] / own[0]["wall_s"],
@@ -375,9 +375,8 @@ def show(found: dict) -> None:
                 f"{row['polls']:>7}"
             )
     print(
-        f"tools take {rollout['tool_share']:.0%} of an episode that is alone, and "
-        f"{rollout['tool_share_of_lockstep']:.0%} of lockstep with tools side by side; bound on the speed against "
-        f"that: {rollout['bound_of_that']:.2f}"
+        f"tools take {rollout['tool_share']:.0%} of an episode that is alone; in lockstep with tools side by side the "
+        f"engine waits {rollout['lockstep_waits']:.0%}; bound on the speed against that {rollout['bound_of_that']:.2f}"
     )
     for row in few:
         print(
