@@ -93,7 +93,7 @@ def test_layout_conversations_rewards_and_weights_are_the_same_on_one_rank_and_t
 def test_resume_in_the_middle_of_episodes_is_equal_to_the_bit(tmp_path, world):
     """Groups are cut short with turns behind them; the world goes on from its state, or from its turns run again."""
     more = {"rollout": {"oversample": 1.5, "partial_steps": 2}, "checkpoint": {"every": 1, "at_end": False}}
-    settings = sections(tmp_path, world, **more)
+    settings = sections(tmp_path, world, "settings: {turns: 4, uneven: true}", **more)
     settings["run"] = {"steps": 4, "deterministic": True}
     whole = run_ranks(trained, 2, str(tmp_path / "whole"), settings)
     run_ranks(trained, 2, str(tmp_path / "parts"), settings, 2)

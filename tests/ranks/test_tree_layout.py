@@ -36,6 +36,7 @@ KINDS = {
     "gspo": {"preset": "gspo"},
     "clip_cov": {"preset": "clip_cov", "cov_ratio": 0.2, "cov_low": -9.0, "cov_high": 9.0, "updates_per_step": 2},
     "ppo": {"preset": "ppo", "kl_coef": 0.0},
+    "resampled": {"preset": "gspo", "aggregation": "seq-mean-token-mean"},
 }
 LAYOUTS = ((1, 1, True, WHOLE), (2, 1, False, 130), (2, 1, True, 70), (2, 2, True, 90), (4, 4, True, WHOLE))
 """Ranks, sp, share, token budget."""
@@ -54,6 +55,8 @@ def learned(world, folders, kinds, share, budget):
             policy={"share_prompts": share, "max_tokens_per_microbatch": budget},
             rollout={"temperature": TEMPERATURE},
             parallel={"sp": world.sp_size},
+            # Some episodes are drawn twice, others not at all.
+            filter={"resample": "pow" if kind == "resampled" else "none"},
         )
         if not kept:
             kept["policy"] = Rewind(build_policy(cfg, world))

@@ -8,11 +8,12 @@ import time
 class Echoes:
     """Answers the first letter of a message with a letter drawn by seed and turn; 0.25 for each vowel, 1 for an `e`."""
 
-    def __init__(self, turns: int = 3):
-        self.turns = turns
+    def __init__(self, turns: int = 3, uneven: bool = False):
+        self.most, self.uneven = turns, uneven
 
     def reset(self, row, seed):
         self.seed, self.turn = seed, 0
+        self.turns = 1 + seed % self.most if self.uneven else self.most
         return "say:"
 
     def step(self, message):
