@@ -12,12 +12,14 @@ import pytest
 
 from spmdrl.config.environment import DECIDE, EnvironmentConfig, read_environment
 from spmdrl.config.load import from_command_line
+from spmdrl.data.conversation import Conversation
 from spmdrl.env.__main__ import main
 from spmdrl.env.by_hand import by_hand
 from spmdrl.env.call_formats import FORMATS
 from spmdrl.env.forms import BUILTIN, PARTS
 from spmdrl.env.gyms import PACKAGES
 from spmdrl.env.play import Play
+from spmdrl.rl.agents import Agents
 from spmdrl.rl.environment import COUNTS
 from tests.e2e.runner import ROOT, argv, metrics
 from tests.e2e.warm import succeed
@@ -103,7 +105,7 @@ def test_tools_of_the_page_train_a_model_with_a_chat_template(tmp_path):
     flags += ["--run.dir", str(tmp_path / "run"), "--tracking.samples", "1"]
     flags += argv("--rollout.prompts-per-step 2 --rollout.samples-per-prompt 2 --rollout.max-new-tokens 8")
     ended = succeed(flags, 200)
-    assert any("tools stock, price; calls in the form hermes" in line for line in ended.err), ended.show()
+    assert any("tools stock, price; calls in the form hermes" in line for line in ended.out), ended.show()
     assert all(row["env/turns"] == 1 and row["env/failures"] == 0 for row in metrics(tmp_path / "run"))
     (sample, *_) = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert "Look up how many pieces of a fruit" in sample["prompt"] and "plums" in sample["prompt"]
@@ -134,3 +136,10 @@ def test_commands_of_the_page_load(monkeypatch):
     found = [words[words.index("spmdrl.train") + 1 :] for words in COMMANDS if "spmdrl.train" in words]
     assert len(found) == 2 and all(from_command_line(flags).config.env for flags in found)
     assert all(Path(word).exists() for flags in found for word in flags if word.endswith(".yaml"))
+
+
+def test_a_form_of_calls_that_does_not_exist_is_refused_at_the_start():
+    template = templates()["qwen2_5"]
+    conversation = Conversation(tokenizer_for(template), template)
+    with pytest.raises(ValueError, match="calls 'xml'.*take auto or one of hermes"):
+        Agents(EnvironmentConfig("builtin:guess", calls="xml"), conversation, set(), 9, "answer", 1.0)
