@@ -53,7 +53,7 @@ ELSEWHERE = (
     "sft",
     "slurm",
 )
-"""Pages without settings of methods; other tests check theirs: test_docs_{engines,megatron,slurm,agents}.py and more."""
+"""Pages without settings of methods; test_docs_{engines,megatron,slurm,agents}.py and more check theirs."""
 METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "usage")]
 """Pages of the algorithms."""
 DOC = "\n".join(DOCS[name] for name in METHOD_PAGES)
