@@ -11,6 +11,7 @@ import string
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from spmdrl.config.environment import COLUMN
 from spmdrl.config.schema import DataConfig
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.sources import Source, read_source
@@ -112,6 +113,8 @@ def load_prompts(
 def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool) -> Prompt:
     if verl:
         prompt, truth, extra = _verl_columns(row)
+        if begun and row.get(COLUMN) is not None:
+            extra = {**extra, COLUMN: row[COLUMN]}
     else:
         prompt = _column(row, data.prompt_column, "--data.prompt-column")
         truth = _column(row, data.answer_column, "--data.answer-column") if data.answer_column else None
