@@ -33,6 +33,8 @@ log = logging.getLogger("spmdrl")
 class Agents:
     """The environments of one engine's episodes; of several ranks, the first one has them."""
 
+    opens_later = True
+
     def __init__(
         self,
         found: EnvironmentConfig,
