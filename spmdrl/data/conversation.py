@@ -138,7 +138,7 @@ class Conversation:
         tail, refusal = self._proved(told, turn)
         if self.history == "branch":
             try:
-                text = self._changed(told, turn, tail, self._said(made, ended))
+                text = self._changed(told, turn, tail, self.text_of(made, ended))
                 if text is not None:
                     self._check_shown(told)
                     return Next([], self.controls.tokens(text, told.mark))
@@ -209,7 +209,11 @@ class Conversation:
         kept = alone.endswith(tail.alone) and text.startswith(alone.removesuffix(tail.alone).rstrip())
         return None if kept else text
 
-    def _said(self, made: list[int], ended: bool) -> str:
+    def text_of(self, made: list[int], ended: bool) -> str:
+        """Return the text of a sampled turn, with its control tokens but without the token that ends it.
+
+        ended: the last token ends the turn.
+        """
         made = made[:-1] if ended else made
         return self.tokenizer.decode(made, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 

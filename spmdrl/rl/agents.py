@@ -16,7 +16,7 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import shared_length
 from spmdrl.env.base import PoolSettings, Reply
-from spmdrl.env.calls import format_of, hear
+from spmdrl.env.calls import FORMATS, format_of, hear
 from spmdrl.env.pool import Pool
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
@@ -25,6 +25,8 @@ from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
 """Key of the seeds of environments."""
+CHARACTERS = 200
+"""More than a token stands for. A text that has more for each token that there may be is refused as it is, at once."""
 log = logging.getLogger("spmdrl")
 
 
@@ -53,6 +55,8 @@ class Agents:
         self.found, self.conversation, self.ends = found, conversation, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
         self.format = format_of(conversation.render.template) if found.calls == "auto" else found.calls
+        if self.format not in FORMATS:
+            raise ValueError(f"calls {self.format!r} (--env): take auto or one of {', '.join(FORMATS)}")
         limits = PoolSettings(
             found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout, found.memory_mb
         )
@@ -98,12 +102,12 @@ class Agents:
         if talk.failure:
             self._fail(place, talk.failure)
             return
+        # One that is whole is heard even if no token is left: the environment may end the episode by it.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
-        if not whole or talk.room <= 0:
+        if not whole:
             self._begin(place, talk, lambda: self._score(place, talk, "length"))
             return
-        text = self.conversation.tokenizer.decode(made[:-1] if ended else made, skip_special_tokens=False)
-        said = hear(text, self.format, talk.tools)
+        said = hear(self.conversation.text_of(made, ended), self.format, talk.tools)
         talk.heard, talk.path = (made, ended), episode.tokens
 
         def say() -> None:
@@ -120,7 +124,7 @@ class Agents:
             left = 0.0 if self.ready else max(0.0, until - time.monotonic())
             for place, reply in self.pool.poll(left):
                 self._take(place, reply)
-            if self.ready or not left:
+            if self.ready or not left or not self.pool.pending:
                 break
         # In an order that no clock has a part in, as far as that goes: what came together is sorted.
         ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
@@ -163,11 +167,14 @@ class Agents:
         asked, talk.asked = talk.asked, ""
         for name in ("calls", "failed_calls", "malformed", "timeouts", "cut", "seconds"):
             self.counts[name] += reply.counts.get(name, 0.0)
-        if reply.failure and asked == "open" and talk.resumed and not talk.waits:
+        again = asked == "open" and talk.resumed
+        failure = reply.failure or (talk.differs(reply) if again else "")
+        if failure and again and not talk.waits:
             # The engine is at work on the episode, which ends when its response is there.
-            talk.failure = reply.failure
-        elif reply.failure:
-            self._fail(place, reply.failure)
+            talk.failure = failure
+        elif failure:
+            talk.waits = None
+            self._fail(place, failure)
         elif asked == "open":
             self._opened(place, talk, reply)
         elif asked == "say":
@@ -187,17 +194,17 @@ class Agents:
             talk.resumed = False
             return
         talk.messages = list(reply.messages)
+        size = sum(len(message["content"]) for message in talk.messages)
+        if size > CHARACTERS * self.longest_prompt:
+            self._too_long(place, f"{size} characters")
+            return
         try:
             tokens = self.conversation.begin(talk.messages, talk.tools or None)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
         if len(tokens) > self.longest_prompt:
-            self._fail(
-                place,
-                f"{talk.opening.name}: the first prompt has {len(tokens)} tokens; raise --rollout.max-prompt-tokens "
-                f"{self.longest_prompt}",
-            )
+            self._too_long(place, f"{len(tokens)} tokens")
             return
         self.ready.append((place, Observation(tokens)))
 
@@ -240,6 +247,12 @@ class Agents:
     def _fail(self, place: Place, why: str) -> None:
         self.counts["failures"] += 1
         self._over(place, Observation(over="abort", failure=why))
+
+    def _too_long(self, place: Place, size: str) -> None:
+        name = self.talks[place].opening.name
+        self._fail(
+            place, f"{name}: the first prompt has {size}; raise --rollout.max-prompt-tokens {self.longest_prompt}"
+        )
 
     def _over(self, place: Place, seen: Observation) -> None:
         self.counts["episodes"] += 1

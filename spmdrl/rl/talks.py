@@ -7,7 +7,7 @@ import torch
 
 from spmdrl.config.environment import COLUMN, ROWS, EnvironmentConfig
 from spmdrl.data.prompts import Prompt
-from spmdrl.env.base import Call, Opening, Said
+from spmdrl.env.base import Call, Opening, Reply, Said
 
 
 @dataclass
@@ -40,6 +40,8 @@ class Talk:
     """All rewards so far."""
     resumed: bool = False
     """It was taken up again, and its environment is not open yet."""
+    replayed: bool = False
+    """It was taken up again without a state: its turns are run again."""
     failure: str = ""
     """Reason for which its environment could not be opened again."""
 
@@ -57,7 +59,22 @@ class Talk:
         """Takes up what `kept` returned, but for the environment's state."""
         self.resumed, self.messages, self.tools = True, list(kept["messages"]), kept["tools"]
         self.said = [Said(**each | {"calls": [Call(**call) for call in each["calls"]]}) for each in kept["said"]]
-        self.given = kept["given"]
+        self.given, self.replayed = kept["given"], kept["state"] is None
+
+    def differs(self, reply: Reply) -> str:
+        """Returns what is wrong where turns that were run again had other answers; empty where they had not.
+
+        reply: to the request that opened the environment again.
+        """
+        again = list(reply.messages)
+        for said, answer in zip(self.said, reply.replayed, strict=False):
+            again += [said.message, *answer]
+        if not self.replayed or again == self.messages:
+            return ""
+        return (
+            f"{self.opening.name}: it gave other messages when its turns were run again after a cut; one that depends "
+            "on more than row and seed needs state() and restore(state)"
+        )
 
 
 def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, seed: int) -> Opening:

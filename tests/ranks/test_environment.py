@@ -153,6 +153,19 @@ def test_evaluations_and_samples_show_whole_conversations(tmp_path):
     assert any("reward" in s for row in rows for s in row["segments"])
 
 
+def test_rewards_of_the_environment_are_weighed_among_others(tmp_path):
+    """The other reward grades the last response alone; rewards of turns are weighed where they fell."""
+    other = tmp_path / "other.py"
+    other.write_text("def length(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.125\n")
+    reward = {"function": f"{other}:length", "more": ("environment=0.5",)}
+    one = run_ranks(sampled, 1, str(tmp_path / "run"), sections(tmp_path, "Echoes", reward=reward))[0]
+    assert len(one) == 16 and any(given > 1 for *_, given, _, _ in one)
+    for _, _, _, reward, given, parts, segments in one:
+        turns = sum(r for *_, r in segments)
+        assert given == 1.0 + 2 * turns and reward == pytest.approx(0.125 + 0.5 * given)
+        assert dict(parts) == {"length": 0.125, "environment": given, "environment/odd": 1.0}
+
+
 def opened_before_the_first_response(world, folder: str, settings: dict) -> tuple[int, int, int]:
     """Returns the engine's places, the conversations that were opened before a response ended, and all that ended."""
     run = open_demo(world, folder, settings)

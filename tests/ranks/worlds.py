@@ -8,8 +8,8 @@ import time
 class Echoes:
     """Answers the first letter of a message with a letter drawn by seed and turn; 0.25 for each vowel, 1 for an `e`."""
 
-    def __init__(self, turns: int = 3, uneven: bool = False):
-        self.most, self.uneven = turns, uneven
+    def __init__(self, turns: int = 3, uneven: bool = False, pause: float = 0.0):
+        self.most, self.uneven, self.pause = turns, uneven, pause
 
     def reset(self, row, seed):
         self.seed, self.turn = seed, 0
@@ -17,6 +17,7 @@ class Echoes:
         return "say:"
 
     def step(self, message):
+        time.sleep(self.pause)
         self.turn += 1
         first = next((c for c in message["content"] if c.isalpha()), "a")
         drawn = random.Random(f"{self.seed} {self.turn} {first}").choice("abcdefghij")
