@@ -290,7 +290,7 @@ def agents(folder: str):
 
 
 def test_benchmark_agents_quick_runs_on_every_side(tmp_path):
-    forked(agents, str(tmp_path))
+    forked(agents, str(tmp_path), limit=120.0)
     found = json.loads((tmp_path / "out.json").read_text())
     for rows in found["sides"].values():
         assert len(rows) == 1 and 0 < rows[0]["engine_s"] < rows[0]["wall_s"] and rows[0]["tools_s"] > 0.1
