@@ -22,7 +22,8 @@ segment.py     tokens of an episode that were sampled or observed together
 episode.py     one sample of a prompt: a tree of segments, and its reward
 paths.py       the paths of an episode that branches
 scores.py      scores as user code gives them; keys.py names a sample in messages
-batch.py       packs many episodes end to end and divides them among ranks
+batch.py       packs many episodes end to end
+dealing.py     divides a batch among ranks and optimizer steps
 packing.py     forms micro-batches up to a token budget
 tree.py        computes once the tokens that samples of a prompt or paths of an episode share
 treefile.py    plain values and tensors as one safetensors file

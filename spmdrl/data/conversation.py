@@ -64,6 +64,7 @@ class Conversation:
         self._shapes: dict[tuple, str] = {}
         self._ends: dict[tuple, str] = {}
         self._shown: set[tuple] = set()
+        self._closings: dict[tuple[str, str], list[int]] = {}
         self._calls_proved = False
         try:
             self.render = Renderer(tokenizer, template)
@@ -218,7 +219,7 @@ class Conversation:
 
     def _appended(self, tail: Tail, mark: str, made: list[int], ended: bool) -> list[int]:
         """Return the tokens of the tail that the sampled turn does not hold already."""
-        ids, end = self.controls.tokens(tail.text, mark), self.controls.tokens(tail.text[: tail.closing], mark)
+        ids, end = self.controls.tokens(tail.text, mark), self._end(tail.text[: tail.closing], mark)
         leading = next((i for i, token in enumerate(ids) if token not in self.controls.ids), len(ids))
         if ended and made and made[-1] in ids[:leading]:
             return ids[ids.index(made[-1]) + 1 :]
@@ -226,3 +227,9 @@ class Conversation:
             return ids[len(end) :]
         held = next((n for n in range(len(end), 0, -1) if made[-n:] == end[:n]), 0)
         return ids[held:]
+
+    def _end(self, text: str, mark: str) -> list[int]:
+        """Return the tokens of the text that ends a turn, of which a template has few."""
+        if (text, mark) not in self._closings:
+            self._closings[text, mark] = self.controls.tokens(text, mark)
+        return self._closings[text, mark]

@@ -77,7 +77,9 @@ def load_prompts(
     source = read_source(spec, data.prompt_column, data.answer_column, limit)
     if not source.rows:
         raise ValueError(f"{spec!r} holds no rows (--data.train, --data.eval)")
-    if source.raw and data.chat_template:
+    # An environment speaks in messages, whatever its rows are.
+    raw = source.raw and not begun
+    if raw and data.chat_template:
         raise ValueError(
             f"--data.chat-template {data.chat_template[:40]!r}: the prompts of {spec} are plain text without a chat, "
             "so nothing would read it; leave it out"
@@ -86,7 +88,7 @@ def load_prompts(
         data,
         prompt_column=source.prompt_column,
         answer_column=source.answer_column if data.answer_column else "",
-        chat="off" if source.raw else data.chat,
+        chat="off" if raw else data.chat,
         chat_template=template_text(data.chat_template),
     )
     verl = {"prompt", "reward_model"} <= source.rows[0].keys()

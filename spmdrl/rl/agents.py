@@ -16,7 +16,7 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import shared_length
 from spmdrl.env.base import PoolSettings, Reply
-from spmdrl.env.calls import format_of, hear
+from spmdrl.env.calls import FORMATS, format_of, hear
 from spmdrl.env.pool import Pool
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
@@ -32,6 +32,8 @@ log = logging.getLogger("spmdrl")
 
 class Agents:
     """The environments of one engine's episodes; of several ranks, the first one has them."""
+
+    opens_later = True
 
     def __init__(
         self,
@@ -53,6 +55,8 @@ class Agents:
         self.found, self.conversation, self.ends = found, conversation, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
         self.format = format_of(conversation.render.template) if found.calls == "auto" else found.calls
+        if self.format not in FORMATS:
+            raise ValueError(f"calls {self.format!r} (--env): take auto or one of {', '.join(FORMATS)}")
         limits = PoolSettings(
             found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout, found.memory_mb
         )

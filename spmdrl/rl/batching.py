@@ -4,7 +4,8 @@ import torch
 
 from spmdrl.algos.advantages import SCORE
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch, from_episodes, share_out
+from spmdrl.data.batch import Batch, from_episodes
+from spmdrl.data.dealing import share_out
 from spmdrl.data.episode import Episode
 from spmdrl.data.packing import work_of
 from spmdrl.rl.algorithm import Algorithm

@@ -11,7 +11,8 @@ import torch
 from spmdrl.algos.preference import Terms
 from spmdrl.config.online_preference import OnlinePreferenceConfig, takes_best_alone
 from spmdrl.config.preference import losses_of
-from spmdrl.data.batch import Batch, balance
+from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import balance
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.policy.contract import LossResult, Objective
 from spmdrl.policy.likelihood import SftObjective

@@ -71,8 +71,8 @@ class Rollout:
         self.groups: dict[int, PromptGroup] = {}
         self.waiting = list(plan.carried)
         self.running = self.begun = self.polls = 0
-        self.asked = 0
-        """Observations that the environment owes."""
+        self.asked = self.opening = 0
+        """Observations that the environment owes, and those of them with which an episode begins."""
         self.ended = 0
         """Groups that ended since the tally was told."""
         self.idle = 0.0
@@ -80,6 +80,8 @@ class Rollout:
         # No engine starts with more than its even share: what is left goes to whoever is done first.
         self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
         self.fair += len(plan.carried) * plan.requests_per_prompt
+        # An environment that takes its time to open is opened before the engine has a place for the episode.
+        self.places = engine.capacity * (2 if environment.opens_later else 1)
 
     def run(self, timer: Timer) -> RolloutResult:
         """Sample until all is done or enough is there, then wait for the rewards."""
@@ -107,8 +109,8 @@ class Rollout:
 
     def admit(self) -> bool:
         """Begin groups while there is room; False where nothing is under way any more."""
-        # An episode that waits for its environment leaves its place in the engine to others.
-        free = min(self.engine.capacity - self.running, self.fair - self.running - self.asked)
+        # An episode that waits for an answer of its environment leaves its place in the engine to others.
+        free = min(self.places - self.running - self.opening, self.fair - self.running - self.asked)
         room = max(-(-free // self.plan.requests_per_prompt), 0)
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
         # Every rank of the engine asks the queue, also for nothing.
@@ -123,6 +125,7 @@ class Rollout:
                     self.submit(group, episode)
                 else:
                     self.asked += 1
+                    self.opening += 1
         if taken:
             self.observe()
             self.catch_up()
@@ -169,6 +172,7 @@ class Rollout:
             self.asked -= 1
             group = self.groups[position]
             episode = group.episodes[sample]
+            self.opening -= not episode.segments
             try:
                 self.take(episode, seen)
             except ValueError as error:

@@ -164,3 +164,25 @@ def test_rewards_of_the_environment_are_weighed_among_others(tmp_path):
         turns = sum(r for *_, r in segments)
         assert given == 1.0 + 2 * turns and reward == pytest.approx(0.125 + 0.5 * given)
         assert dict(parts) == {"length": 0.125, "environment": given, "environment/odd": 1.0}
+
+
+def opened_before_the_first_response(world, folder: str, settings: dict) -> tuple[int, int, int]:
+    """Returns the engine's places, the conversations that were opened before a response ended, and all that ended."""
+    run = open_demo(world, folder, settings)
+    environment, opened, ended = run.sampler.environment, [], []
+    open_, answer = environment.open, environment.answer
+    environment.open = lambda plan, group, episode: (opened.append(not ended), open_(plan, group, episode))
+    environment.answer = lambda *response: (ended.append(1), answer(*response))
+    rows = rows_of(run)
+    places = run.sampler.engine.capacity
+    run.close()
+    return places, sum(opened), len(rows)
+
+
+def test_conversations_are_opened_ahead_of_the_engine_but_no_more_than_it_has_places(tmp_path):
+    """The others are left to engines that end earlier."""
+    settings = sections(
+        tmp_path, "Echoes", rollout={"max_sequences": 4, "samples_per_prompt": 2, "prompts_per_step": 8}
+    )
+    ((places, opened, ended),) = run_ranks(opened_before_the_first_response, 1, str(tmp_path / "run"), settings)
+    assert (places, ended) == (4, 16) and places < opened <= 2 * places

@@ -9,6 +9,7 @@ from os.path import commonprefix
 import pytest
 
 from spmdrl.data.chat import CHATML
+from spmdrl.data.controls import Controls
 from spmdrl.data.conversation import Conversation, Next
 from spmdrl.data.rendering import Dialogue, TemplateError
 from spmdrl.data.turn_tail import linked
@@ -205,6 +206,20 @@ def test_no_control_token_comes_from_the_text_of_a_message(name):
             assert text in shown or json.dumps(text)[1:-1] in shown
             assert text in talk.tokenizer.decode(begun, clean_up_tokenization_spaces=False)
         assert found[:1] == found[1:]
+
+
+@pytest.mark.parametrize("word", ["<|im_start|>", '<say "a">', "<back\\slash>", "<new\nline>", "<é>"])
+def test_the_text_of_a_control_token_is_found_whatever_its_characters(word):
+    tokenizer = plain_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [word]})
+    controls = Controls(tokenizer, "")
+    deep = {"role": "assistant", "content": "a", "tool_calls": [{"function": {"arguments": {f"key {word}": [1, "b"]}}}]}
+    for message in ({"role": "user", "content": f"a {word} b"}, deep):
+        ((marked,), _, mark) = controls.marked([message], None)
+        text = json.dumps(marked, ensure_ascii=False)
+        assert text.count(mark) == 1 and json.loads(text.replace(mark, "")) == message
+    plain = {"role": "user", "content": f"a {word[:-1]} b"}
+    assert controls.marked([plain], TOOLS)[:2] == ([plain], TOOLS)
 
 
 def test_a_piece_of_text_is_not_tokenized_as_the_beginning_of_one():
