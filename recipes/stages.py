@@ -99,7 +99,7 @@ def run_seeds(about: str | None, out: str, ranks: int, head: Sequence[str], one_
     parser.add_argument("--ranks", type=int, default=ranks)
     parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--sft-steps", type=int, help="fewer steps than the settings of SFT have")
-    parser.add_argument("--rl-steps", type=int, help="fewer steps than the settings of RL have")
+    parser.add_argument("--rl-steps", type=int, help="fewer steps than the settings of RL have, at least 2")
     parser.add_argument("--eval-prompts", type=int, help="fewer prompts of an evaluation than the settings have")
     args = parser.parse_args()
     sft = ["--run.steps", str(args.sft_steps)] if args.sft_steps else []
