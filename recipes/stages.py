@@ -100,11 +100,14 @@ def run_seeds(about: str | None, out: str, ranks: int, head: Sequence[str], one_
     parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--sft-steps", type=int, help="fewer steps than the settings of SFT have")
     parser.add_argument("--rl-steps", type=int, help="fewer steps than the settings of RL have, at least 2")
-    parser.add_argument("--eval-prompts", type=int, help="fewer prompts of an evaluation than the settings have")
+    parser.add_argument(
+        "--prompts", type=int, help="fewer prompts of a step and of an evaluation than the settings have"
+    )
     args = parser.parse_args()
     sft = ["--run.steps", str(args.sft_steps)] if args.sft_steps else []
     rl = ["--run.steps", str(args.rl_steps), "--eval.every", str(args.rl_steps)] if args.rl_steps else []
-    rl += ["--eval.prompts", str(args.eval_prompts)] if args.eval_prompts else []
+    if args.prompts:
+        rl += ["--rollout.prompts-per-step", str(args.prompts), "--eval.prompts", str(args.prompts)]
     rows = []
     for seed in args.seeds:
         folder = (args.out / f"seed_{seed}").resolve()

@@ -1,6 +1,7 @@
 """The recipes of agents: their scripts in short, and the data that they make."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from spmdrl.env.builtin import Guess
+from spmdrl.env.calculator import value_of
 from tests.e2e.runner import ROOT, metrics
 
 RECIPES = ROOT / "recipes"
@@ -25,7 +27,7 @@ def load(recipe: str) -> ModuleType:
 def printed(recipe: str, out, sft_steps: int, rl_steps: int) -> list[list[str]]:
     """Runs a recipe's script for seed 0; returns the cells of the rows of its table."""
     command = [sys.executable, RECIPES / recipe / "run.py", "--out", out]
-    command += ["--sft-steps", sft_steps, "--rl-steps", rl_steps, "--eval-prompts", 16]
+    command += ["--sft-steps", sft_steps, "--rl-steps", rl_steps, "--prompts", 4]
     ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=170)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| 0 \|.*$", ended.stdout, re.M)]
@@ -40,6 +42,7 @@ def evaluated(run, name: str) -> list[str]:
     ("recipe", "runs", "name"),
     [
         ("guess", ["rl"], "eval/score"),
+        ("retool", ["calculator", "none"], "eval/accuracy"),
     ],
 )
 def test_script_runs_its_stages_and_prints_what_their_logs_say(tmp_path, recipe, runs, name):
@@ -77,3 +80,37 @@ def test_halving_finds_every_number_in_four_guesses():
             text, reward, _ = game.step({"content": str(guess)})
             low, high = (guess + 1, high) if text == "higher" else (low, guess - 1)
         assert reward == 1.0
+
+
+def test_demonstrations_of_products_call_the_tool_in_every_second_row():
+    module = load("retool")
+    train, held_out = module.products(0)
+    assert len(held_out) == 256 and len(train) + len(held_out) == 8100
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    calls = 0
+    for row in module.demonstrations(train, 0):
+        asked, *called, answer = row["messages"]
+        product = asked["content"].removesuffix("=")
+        assert answer["content"] == str(value_of(product))
+        if called:
+            call, told = called
+            assert call["tool_calls"] == [{"function": {"name": "calculate", "arguments": {"expression": product}}}]
+            assert told == {"role": "tool", "content": answer["content"]}
+            calls += 1
+    assert 0.46 < calls / len(train) < 0.54
+
+
+def test_words_of_the_base_have_tokens_of_their_own(tmp_path):
+    from transformers import AutoConfig, AutoTokenizer
+
+    module = load("retool")
+    module.make_base(tmp_path / "base", 0, module.TEMPLATE, module.WORDS)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    messages = [{"role": "user", "content": "12*34="}, module.calling("calculate", expression="12*34")]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    tokens = tokenizer(text).input_ids
+    assert tokenizer.decode(tokens) == f"<bos>{text}"
+    assert len(tokens) == 1 + len("12*34=>") + len(module.WORDS) + len("12*34") + 1
+    assert AutoConfig.from_pretrained(tmp_path / "base").vocab_size == len(tokenizer) == 47 + len(module.WORDS)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 128
