@@ -148,7 +148,8 @@ class Side:
 
     def __init__(self, kind: str, model: str, axes: dict, batch: str, share: bool = False):
         """Opens the policy and scores its share. batch: one of BATCHES. Collective; see `open_policy`."""
-        from spmdrl.data.batch import balance, from_episodes, share_out
+        from spmdrl.data.batch import from_episodes
+        from spmdrl.data.dealing import balance, share_out
         from spmdrl.policy.models import Models
         from spmdrl.rl.compose import compose
         from spmdrl.rl.score import score

@@ -13,7 +13,7 @@ from spmdrl.session.environ import postpone_collections, prepare
 
 def train(run) -> None:
     """The student's samples, what the teacher says of them, then the update, until the last step."""
-    from spmdrl.data.batch import balance
+    from spmdrl.data.dealing import balance
     from spmdrl.rl.distillation import Distillation
 
     lesson = Distillation(run)

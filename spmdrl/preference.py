@@ -13,7 +13,7 @@ from spmdrl.session.environ import postpone_collections, prepare
 
 def train(run) -> None:
     """Pairs or labelled responses, the reference's view of them, then one optimizer step, until the last step."""
-    from spmdrl.data.batch import balance
+    from spmdrl.data.dealing import balance
 
     for step in run.steps():
         run.evaluate(step)

@@ -13,7 +13,7 @@ from spmdrl.session.environ import postpone_collections, prepare
 
 def train(run) -> None:
     """Rows, then one optimizer step on them, until the last step."""
-    from spmdrl.data.batch import balance
+    from spmdrl.data.dealing import balance
 
     for step in run.steps():
         run.evaluate(step)

@@ -15,7 +15,7 @@ from spmdrl.session.environ import postpone_collections, prepare
 
 def train(run) -> None:
     """Experience, then the update, until the last step."""
-    from spmdrl.data.batch import balance
+    from spmdrl.data.dealing import balance
     from spmdrl.rl.score import score
     from spmdrl.rl.update import update
 

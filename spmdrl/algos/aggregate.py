@@ -3,6 +3,8 @@
 T: packed tokens of one micro-batch. A loss is `(loss_T * token_weights(...)).sum()`, summed over micro-batches and
 ranks. Because the weights divide by global counts, the sum is the same for every way of cutting the batch (law 2 of the
 design), as long as no sequence is cut in two.
+
+A sequence is an episode: one that branches is one sequence with the sampled tokens of all its paths, each once.
 """
 
 from dataclasses import dataclass

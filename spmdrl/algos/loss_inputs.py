@@ -25,7 +25,8 @@ class LossInputs:
     mask: torch.Tensor
     """bool, True where the policy sampled. Elsewhere the other tensors may hold anything, nan included."""
     seq: torch.Tensor
-    """int64, ascending: the token's sequence in this micro-batch, never cut, so a loss may sum over it."""
+    """int64, ascending: the token's sequence in this micro-batch, never cut, so a loss may sum over it. All paths of an
+    episode that branches are one sequence, of which each sampled token is under the mask once."""
     entropy: torch.Tensor | None = None
     """Entropy of the current policy at this token, nats, with gradient."""
     ref_logp: torch.Tensor | None = None

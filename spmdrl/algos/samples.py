@@ -52,7 +52,8 @@ class Samples:
     mask: torch.Tensor
     """bool [T], True where the policy sampled."""
     seq: torch.Tensor
-    """int64 [T]: the token's sequence, 0 .. B - 1."""
+    """int64 [T]: the token's sequence, 0 .. B - 1. All paths of an episode that branches are one, in the order in which
+    they ended."""
     group: torch.Tensor
     """int64 [B]: the prompt of each sequence, any numbering."""
     values: torch.Tensor | None = None

@@ -121,6 +121,7 @@ class DistillationConfig(Config):
     """On-policy distillation of a language model. Every rank runs this same program."""
 
     run: RunConfig = field(default_factory=partial(RunConfig, name="distill"))
+    env: Suppress[str] = Config.env
     reference: TeacherConfig = field(default_factory=TeacherConfig)
     distill: DistillSection = field(default_factory=DistillSection)
     algo: Suppress[AlgoConfig] = field(default_factory=partial(AlgoConfig, preset="distill", **_values("algo")))

@@ -55,6 +55,7 @@ class OnlinePreferenceConfig(Config):
     """Preference learning on the policy's own samples. Every rank runs this same program."""
 
     run: RunConfig = field(default_factory=partial(RunConfig, name="online"))
+    env: Suppress[str] = Config.env
     optimizer: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-6))
     reference: OnlineReferenceConfig = field(default_factory=OnlineReferenceConfig)
     preference: OnlineMethod = field(default_factory=OnlineMethod)

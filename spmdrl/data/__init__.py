@@ -11,6 +11,9 @@ steps.py       where the steps of a response end
 rendering.py   renders dialogues by a chat template
 turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it
 tokens.py      tokens of a rendered dialogue with a loss mask
+conversation.py tokens of a conversation between those that a policy samples
+turn_tail.py   finds and proves the text between an assistant's turn and the next prompt
+controls.py    keeps the text of messages apart from control tokens
 rowfiles.py    rows that need not fit in memory: files by index, streams
 mixture.py     the order of the rows of a supervised job, with weights
 prompts.py     the prompts of a run
@@ -19,7 +22,8 @@ segment.py     tokens of an episode that were sampled or observed together
 episode.py     one sample of a prompt: a tree of segments, and its reward
 paths.py       the paths of an episode that branches
 scores.py      scores as user code gives them; keys.py names a sample in messages
-batch.py       packs many episodes end to end and divides them among ranks
+batch.py       packs many episodes end to end
+dealing.py     divides a batch among ranks and optimizer steps
 packing.py     forms micro-batches up to a token budget
 tree.py        computes once the tokens that samples of a prompt or paths of an episode share
 treefile.py    plain values and tensors as one safetensors file

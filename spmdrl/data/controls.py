@@ -5,6 +5,7 @@ a mark is put into every such text after its first character. The rendered text 
 the marks, so that no piece holds the text of a control token but those that the template writes.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,12 +30,16 @@ class Controls:
         words = sorted(map(str, named.values()), key=lambda word: (-len(word), word))
         self.pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
         self.ids = frozenset(named)
+        self._as_in_json = all(json.dumps(word, ensure_ascii=False) == f'"{word}"' for word in words)
         self._id = {str(token): i for i, token in named.items()}
         # A piece after this token is tokenized as in the middle of a text: some tokenizers put a space before a text.
         self._before = next((str(token) for token in named.values() if not token.rstrip), "")
 
     def marked(self, messages: list[dict], tools: list | None) -> tuple[list[dict], list | None, str]:
         """Return messages and tools with a mark in the text of every control token, and the mark."""
+        # Almost no message holds one. JSON writes all texts as they are but for the characters that it escapes.
+        if self._as_in_json and not self.pattern.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+            return messages, tools, MARKS[0]
         texts = list(_strings([messages, tools]))
         if not any(map(self.pattern.search, texts)):
             return messages, tools, MARKS[0]
@@ -62,16 +67,12 @@ class Controls:
             ValueError: the tokenizer makes other control tokens of it than those that it shows outside the marks.
         """
         first, *rest = text.split(mark)
-        ids = self._plain(first)
-        before = self._plain(self._before) if rest else []
-        for piece in rest:
-            ids += self._plain(self._before + piece)[len(before) :]
+        pieces = self.tokenizer([first, *(self._before + piece for piece in rest)], add_special_tokens=False).input_ids
+        before = 1 if self._before else 0
+        ids = [*pieces[0], *(token for piece in pieces[1:] for token in piece[before:])]
         if [i for i in ids if i in self.ids] != [self._id[found.group()] for found in self.pattern.finditer(text)]:
             raise ValueError("the tokenizer finds other control tokens in the text than the template writes")
         return ids
-
-    def _plain(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _strings(value: Any) -> Iterator[str]:

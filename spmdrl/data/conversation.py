@@ -64,6 +64,8 @@ class Conversation:
         self._shapes: dict[tuple, str] = {}
         self._ends: dict[tuple, str] = {}
         self._shown: set[tuple] = set()
+        self._closings: dict[tuple[str, str], list[int]] = {}
+        self._calls_proved = False
         try:
             self.render = Renderer(tokenizer, template)
         except TemplateError as e:
@@ -83,14 +85,15 @@ class Conversation:
     def _rewritten(self, messages: list[dict], assistant: dict, new: list[dict]) -> bool:
         told, turn = self._told([*messages, assistant, *new], None), len(messages)
         try:
-            return self._changed(told, turn, self._tail(told, turn), None) is not None
+            self._check_shown(told)
+            return self._changed(told, turn, self._proved(told, turn)[0], None) is not None
         except TemplateError:
             return False
 
-    @cached_property
-    def _takes_tools(self) -> bool:
-        self.next([ASKED], CALLED, None, [], False, [ANSWERED])
-        return True
+    def _prove_calls(self) -> None:
+        if not self._calls_proved:
+            self.next([ASKED], CALLED, None, [], False, [ANSWERED])
+            self._calls_proved = True
 
     def begin(self, messages: list[dict], tools: list | None = None) -> list[int]:
         """Return the tokens of the first prompt, which end with the generation prompt.
@@ -109,7 +112,8 @@ class Conversation:
             text = self.render(told.dialogue, True)
         except TemplateError as e:
             raise self._refused("begin the conversation", e) from e
-        assert not tools or self._takes_tools
+        if tools:
+            self._prove_calls()
         return self.controls.tokens(text, told.mark)
 
     def next(
@@ -131,14 +135,10 @@ class Conversation:
         if not new:
             raise ValueError("no message follows the assistant's turn")
         told, turn = self._told([*messages, assistant, *new], tools), len(messages)
-        tail, refusal = None, None
-        try:
-            tail = self._tail(told, turn)
-        except TemplateError as e:
-            refusal = e
+        tail, refusal = self._proved(told, turn)
         if self.history == "branch":
             try:
-                text = self._changed(told, turn, tail, self._said(made, ended))
+                text = self._changed(told, turn, tail, self.text_of(made, ended))
                 if text is not None:
                     self._check_shown(told)
                     return Next([], self.controls.tokens(text, told.mark))
@@ -171,8 +171,8 @@ class Conversation:
                 raise TemplateError(f"it does not show message {i + 1} ({message['role']})")
         self._shown.add(key)
 
-    def _tail(self, told: _Told, turn: int) -> Tail:
-        """Return the tail by the first shape of stand-ins with which it can be proved."""
+    def _proved(self, told: _Told, turn: int) -> tuple[Tail | None, TemplateError | None]:
+        """Return the tail by the first shape of stand-ins with which it can be proved; else why it cannot."""
         messages = told.dialogue.messages
         calls = max(len(m.get("tool_calls") or []) for m in messages)
         answers = any(m["role"] == "tool" for m in messages)
@@ -183,12 +183,11 @@ class Conversation:
             try:
                 tail = tail_of(self.render, self.controls.pattern, told.dialogue, turn, shape, self._ends)
             except TemplateError as e:
-                refusal = refusal or e
+                refusal = e
                 continue
             self._shapes[key] = shape
-            return tail
-        assert refusal is not None
-        raise refusal
+            return tail, None
+        return None, refusal
 
     def _changed(self, told: _Told, turn: int, tail: Tail | None, said: str | None) -> str | None:
         """Return the text of the next prompt if the template renders in it otherwise what is before; else None.
@@ -210,13 +209,17 @@ class Conversation:
         kept = alone.endswith(tail.alone) and text.startswith(alone.removesuffix(tail.alone).rstrip())
         return None if kept else text
 
-    def _said(self, made: list[int], ended: bool) -> str:
+    def text_of(self, made: list[int], ended: bool) -> str:
+        """Return the text of a sampled turn, with its control tokens but without the token that ends it.
+
+        ended: the last token ends the turn.
+        """
         made = made[:-1] if ended else made
         return self.tokenizer.decode(made, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _appended(self, tail: Tail, mark: str, made: list[int], ended: bool) -> list[int]:
         """Return the tokens of the tail that the sampled turn does not hold already."""
-        ids, end = self.controls.tokens(tail.text, mark), self.controls.tokens(tail.text[: tail.closing], mark)
+        ids, end = self.controls.tokens(tail.text, mark), self._end(tail.text[: tail.closing], mark)
         leading = next((i for i, token in enumerate(ids) if token not in self.controls.ids), len(ids))
         if ended and made and made[-1] in ids[:leading]:
             return ids[ids.index(made[-1]) + 1 :]
@@ -224,3 +227,9 @@ class Conversation:
             return ids[len(end) :]
         held = next((n for n in range(len(end), 0, -1) if made[-n:] == end[:n]), 0)
         return ids[held:]
+
+    def _end(self, text: str, mark: str) -> list[int]:
+        """Return the tokens of the text that ends a turn, of which a template has few."""
+        if (text, mark) not in self._closings:
+            self._closings[text, mark] = self.controls.tokens(text, mark)
+        return self._closings[text, mark]

@@ -17,16 +17,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.data.segment import (
-    BY_PATH,
-    NONE,
-    PREVIOUS,
-    STATES,
-    Segment,
-    prompt_segment,
-    segments_of,
-    shared_length,
-)
+from spmdrl.data.segment import BY_PATH, NONE, PREVIOUS, STATES, Segment, prompt_segment, segments_of, shared_length
 
 __all__ = ["FINISH_REASONS", "STATES", "Episode", "Segment", "episode_of", "prompt_segment", "segments_of"]
 
@@ -226,24 +217,25 @@ class Episode:
         """
         if not prompt or min(prompt) < 0:
             raise ValueError(f"a prompt needs one token or more, none of them negative; it is {prompt}")
-        wanted, ends, found = torch.tensor(prompt, dtype=torch.int64), [], (0, -1)
-        whole: list[bool] = []
-        for i, s in enumerate(self.segments):
-            before = self.before(i)
-            start = ends[before] if before >= 0 else 0
-            same = 0
-            if before < 0 or whole[before]:
-                same = shared_length(s.tokens, wanted[start:])
-            ends.append(start + len(s))
-            whole.append((before < 0 or whole[before]) and same == len(s))
-            # Among equals the last: the current path is added to where that is possible.
-            if start + same >= found[0] and (before < 0 or whole[before]):
-                found = (start + same, i)
-        shared = min(found[0], len(prompt) - 1)
+        most, last = self._closest(torch.tensor(prompt, dtype=torch.int64))
+        shared = min(most, len(prompt) - 1)
+        at = self.cut(shared, self.path_to(last)) if shared else NONE
         sampled = [s.turn for s in self.segments if s.sampled]
-        at = self.cut(shared, self.path_to(found[1])) if shared else NONE
         self.add_observed(prompt[shared:], state, at, max(sampled, default=-1))
         return shared
+
+    def _closest(self, prompt: torch.Tensor) -> tuple[int, int]:
+        """Return how many tokens a path and a prompt begin with alike, at most, and a segment up to which they do."""
+        found, ends = (0, -1), {-1: 0}
+        for i, s in enumerate(self.segments):
+            start = ends.get(self.before(i))
+            if start is not None:
+                same = shared_length(s.tokens, prompt[start:])
+                # Among equals the last one: the current path is added to where that is possible.
+                found = max(found, (start + same, i))
+                if same == len(s):
+                    ends[i] = start + same
+        return found
 
     def cut(self, tokens: int, path: list[int] | None = None) -> int:
         """Return the index of the segment of a path that ends after so many tokens; one that goes on is cut in two.

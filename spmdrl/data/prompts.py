@@ -11,6 +11,7 @@ import string
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from spmdrl.config.environment import COLUMN
 from spmdrl.config.schema import DataConfig
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.sources import Source, read_source
@@ -76,7 +77,9 @@ def load_prompts(
     source = read_source(spec, data.prompt_column, data.answer_column, limit)
     if not source.rows:
         raise ValueError(f"{spec!r} holds no rows (--data.train, --data.eval)")
-    if source.raw and data.chat_template:
+    # An environment speaks in messages, whatever its rows are.
+    raw = source.raw and not begun
+    if raw and data.chat_template:
         raise ValueError(
             f"--data.chat-template {data.chat_template[:40]!r}: the prompts of {spec} are plain text without a chat, "
             "so nothing would read it; leave it out"
@@ -85,7 +88,7 @@ def load_prompts(
         data,
         prompt_column=source.prompt_column,
         answer_column=source.answer_column if data.answer_column else "",
-        chat="off" if source.raw else data.chat,
+        chat="off" if raw else data.chat,
         chat_template=template_text(data.chat_template),
     )
     verl = {"prompt", "reward_model"} <= source.rows[0].keys()
@@ -110,6 +113,8 @@ def load_prompts(
 def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool) -> Prompt:
     if verl:
         prompt, truth, extra = _verl_columns(row)
+        if begun and row.get(COLUMN) is not None:
+            extra = {**extra, COLUMN: row[COLUMN]}
     else:
         prompt = _column(row, data.prompt_column, "--data.prompt-column")
         truth = _column(row, data.answer_column, "--data.answer-column") if data.answer_column else None

@@ -41,7 +41,7 @@ class Segment:
         return self.logp is not None
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens.numel()
 
 
 def prompt_segment(tokens: list[int]) -> Segment:

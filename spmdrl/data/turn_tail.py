@@ -16,7 +16,9 @@ from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError
 
 STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
 """Texts that stand for what an assistant said; they differ in the first and the last character and in length."""
-THOUGHT = PROBE + "c"
+EARLIER = ("Xk" + PROBE + "c", "9wm" + PROBE + "d")
+"""Texts that stand for what it said in earlier turns, so that a template that hides a turn is found out."""
+THOUGHT = PROBE + "e"
 SHAPES = ("calls", "first call", "text and calls", "text")
 """Forms of the stand-in for a turn with calls of tools, from the most telling to the least.
 
@@ -41,35 +43,31 @@ def linked(messages: list[dict]) -> list[dict]:
     """Return the messages with the names and ids that templates want in calls of tools and in their answers.
 
     An answer without a name or `tool_call_id` takes that of the call in the same place. A call without an id gets one
-    of nine letters and digits, which every template takes, and one without arguments gets none by name.
+    of nine letters and digits, and one without arguments an empty object.
     """
     out: list[dict] = []
-    calls: list[dict] = []
     waiting: list[dict] = []
     for message in messages:
         message = dict(message)
-        if message["role"] == "assistant":
-            calls = []
-            for call in message.get("tool_calls") or []:
-                function = dict(call.get("function") or {k: call.get(k) for k in ("name", "arguments")})
-                function["name"] = str(function.get("name") or "tool")
-                if function.get("arguments") is None:
-                    function["arguments"] = {}
-                calls.append({"id": call.get("id") or _id(len(calls)), "type": "function", "function": function})
-            message.pop("tool_calls", None)
-            message |= {"tool_calls": calls} if calls else {}
-            waiting = list(calls)
-        elif message["role"] == "tool":
-            called = next((c for c in calls if c["id"] == message.get("tool_call_id") and c in waiting), None)
-            called = called or next(iter(waiting), None)
-            if called is not None:
-                waiting.remove(called)
-                message["tool_call_id"] = message.get("tool_call_id") or called["id"]
-                message["name"] = message.get("name") or called["function"]["name"]
+        calls = message.pop("tool_calls", None) or []
+        if message["role"] == "tool":
+            called = next((call for call in waiting if call["id"] == message.get("tool_call_id")), None)
+            called = called or next(iter(waiting), {"id": _id(len(out)), "function": {"name": "tool"}})
+            waiting = [call for call in waiting if call is not called]
+            message["tool_call_id"] = message.get("tool_call_id") or called["id"]
+            message["name"] = message.get("name") or called["function"]["name"]
         else:
-            calls, waiting = [], []
+            waiting = [_call(call, place) for place, call in enumerate(calls)]
+            message |= {"tool_calls": waiting} if waiting else {}
         out.append(message)
     return out
+
+
+def _call(call: dict, place: int) -> dict:
+    function = dict(call.get("function") or {key: call.get(key) for key in ("name", "arguments")})
+    function["name"] = str(function.get("name") or "tool")
+    function["arguments"] = {} if function.get("arguments") is None else function["arguments"]
+    return {"id": call.get("id") or _id(place), "type": "function", "function": function}
 
 
 def _id(place: int) -> str:
@@ -87,9 +85,9 @@ def tail_of(
         TemplateError: the template refuses the stand-ins, or one of the proofs fails; the message says which.
     """
     new = told.messages[turn + 1 :]
-    past = [Dialogue(_standins(told.messages, turn + 1, text, shape), told.tools, told.more) for text in STANDINS]
+    past = [Dialogue(_standins(told.messages, turn, which, shape), told.tools, told.more) for which in (0, 1)]
     asked = [render(_and(dialogue, new), True) for dialogue in past]
-    if asked[0] == asked[1]:
+    if not all(said in text for said, text in zip(STANDINS, asked, strict=True)):
         raise TemplateError("it does not show the assistant's turn")
     after = _after_standins(asked)
     with_call = bool(past[0].messages[-1].get("tool_calls"))
@@ -114,28 +112,29 @@ def _and(dialogue: Dialogue, new: Sequence[dict]) -> Dialogue:
     return Dialogue([*dialogue.messages, *new], dialogue.tools, dialogue.more)
 
 
-def _standins(messages: list[dict], count: int, text: str, shape: str) -> list[dict]:
-    """Return the first messages, with stand-ins for the assistant's.
+def _standins(messages: list[dict], turn: int, which: int, shape: str) -> list[dict]:
+    """Return the messages up to the turn, with the first (0) or second (1) stand-ins for the assistant's.
 
     An assistant's message without calls that answers of tools follow (the call was malformed) gets calls for them.
     """
     out: list[dict] = []
-    for i, message in enumerate(messages[:count]):
+    for i, message in enumerate(messages[: turn + 1]):
         if message["role"] != "assistant":
             out.append(message)
             continue
+        text = (STANDINS if i == turn else EARLIER)[which]
         calls = [(call["id"], call["function"]["name"]) for call in message.get("tool_calls") or []]
         for answer in messages[i + 1 :]:
             if message.get("tool_calls") or answer["role"] != "tool":
                 break
-            calls.append((answer.get("tool_call_id") or _id(len(calls)), answer.get("name") or "tool"))
+            calls.append((answer["tool_call_id"], answer["name"]))
         calls = calls[: 1 if shape == "first call" else None] if shape != "text" else []
         made = [
             {"id": key, "type": "function", "function": {"name": name, "arguments": {"a": text}}} for key, name in calls
         ]
         said = {"role": "assistant", "content": "" if made and shape != "text and calls" else text}
         # The second stand-in has a thought and the first none, so that what follows depends on none either.
-        thought = {"reasoning_content": THOUGHT} if text == STANDINS[1] and not (made and said["content"]) else {}
+        thought = {"reasoning_content": THOUGHT} if which and not (made and said["content"]) else {}
         out.append(said | ({"tool_calls": made} if made else {}) | thought)
     return out
 

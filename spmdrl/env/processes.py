@@ -22,6 +22,11 @@ class PoolError(RuntimeError):
     """Processes for environments cannot be started."""
 
 
+LOOK_EVERY = 0.05
+"""Seconds after which a caller that does not wait looks at the deadlines of all requests again: it may come between two
+steps of an engine, thousands of times, with hundreds of requests under way."""
+
+
 @dataclass(eq=False)
 class Process(Child):
     """A process of environments."""
@@ -59,6 +64,7 @@ class Processes:
         """hello: the first line for each. The processes are not waited for."""
         self._hello, self._listener = hello, listener
         self._selector = selectors.DefaultSelector()
+        self._look_at = 0.0
         self._all = [self._spawn() for _ in range(count)]
 
     def _spawn(self) -> Process:
@@ -95,6 +101,9 @@ class Processes:
                 process.flush()
             if events & selectors.EVENT_READ:
                 self._read(process)
+        if wait <= 0 and time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_EVERY
         for process in list(self._all):
             if time.monotonic() >= self._due(process):
                 if process.silent is None:

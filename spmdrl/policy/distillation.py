@@ -117,7 +117,7 @@ class DistillObjective(Objective):
 
     def prepare(self, share: Batch, index: int) -> Shared:
         """Implements `prepare` of the contract."""
-        local = count_totals(self.learnt(share), share.seq_index)
+        local = count_totals(self.learnt(share), share.episode_index)
         counts = torch.tensor([local.tokens, local.sequences], dtype=torch.float64)
         return Shared(Totals(*self.peers.sum(counts).tolist()))
 
@@ -175,5 +175,5 @@ class DistillObjective(Objective):
 
     def weights(self, micro: Batch, shared: Shared, device: torch.device) -> torch.Tensor:
         """The final weight of each token, [T] on the device; 0 outside the mask."""
-        mask, seq = self.learnt(micro).to(device), micro.seq_index.to(device)
+        mask, seq = self.learnt(micro).to(device), micro.episode_index.to(device)
         return token_weights("token-mean", mask, seq, shared.totals)

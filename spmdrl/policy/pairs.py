@@ -8,7 +8,8 @@ import torch
 from spmdrl.algos.aggregate import sum_per_sequence
 from spmdrl.algos.preference import LOSSES, SORTED, Pairs, Terms, matched_margins
 from spmdrl.config.preference import WITHOUT_REFERENCE
-from spmdrl.data.batch import Batch, gather_rows
+from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import gather_rows
 from spmdrl.data.preferences import CHOSEN
 from spmdrl.policy.contract import LossResult, Objective, Policy, Second, Shared
 from spmdrl.spmd.peers import Peers

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from spmdrl.data.batch import Batch, deal
+from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import deal
 from spmdrl.data.packing import work_of
 from spmdrl.policy.contract import HeadFunction, Policy, Second
 from spmdrl.spmd.exchange import Table, exchange, select

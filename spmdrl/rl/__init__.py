@@ -7,7 +7,11 @@ rollout_plan.py  plans and results of rollouts
 rollout.py       one rollout: prompts, samples of the engine, observations, rewards
 engine_judges.py judges on the run's own engine
 engine_teachers.py teachers in the run's own engine
-environment.py   environments that the policy acts in
+grading.py       episodes on their way through the reward function
+environment.py   contract of environments that the policy acts in, and those that reply at once
+agents.py        conversations with environments in worker processes
+talks.py         conversations that are taken up again in a later step
+shared_environment.py  the environment of an engine of several ranks
 quota.py         runs rollouts until a step has its prompts
 prefetch.py      samples steps ahead
 replay_buffer.py sequences of earlier steps, and resampling

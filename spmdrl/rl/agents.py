@@ -8,59 +8,32 @@ engine's conversations go on at the same time: a slow tool delays its own episod
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 
 import torch
 
-from spmdrl.config.environment import COLUMN, ROWS, EnvironmentConfig
+from spmdrl.config.environment import ROWS, EnvironmentConfig
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import shared_length
-from spmdrl.env.base import Call, Opening, PoolSettings, Reply, Said
-from spmdrl.env.calls import format_of, hear
+from spmdrl.env.base import PoolSettings, Reply
+from spmdrl.env.calls import FORMATS, format_of, hear
 from spmdrl.env.pool import Pool
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
+from spmdrl.rl.talks import Talk, opening_of
 from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
 """Key of the seeds of environments."""
+CHARACTERS = 200
+"""More than a token stands for. A text that has more for each token that there may be is refused as it is, at once."""
 log = logging.getLogger("spmdrl")
-
-
-@dataclass
-class Talk:
-    """A conversation under way."""
-
-    opening: Opening
-    begun: float
-    """Time at which this rank began or took up the episode."""
-    messages: list[dict] = field(default_factory=list)
-    """All messages up to the last observation."""
-    tools: list[dict] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
-    """The policy's turns, in order."""
-    asked: str = "open"
-    """The request under way: `open`, `say`, `score`, or empty."""
-    heard: tuple[list[int], bool] = ((), False)  # type: ignore[assignment]
-    """Tokens of the turn that is being answered, and whether its last one ended it."""
-    path: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """int64 [L]: all tokens up to the end of that turn."""
-    waits: Callable[[], None] | None = None
-    """Request that begins when the one under way is answered."""
-    finish: str = ""
-    """Reason of the end, while the final reward is asked for."""
-    room: int = 0
-    """Tokens that the episode may still take."""
-    reward: float = 0.0
-    """Of the turn that is being answered."""
-    given: float = 0.0
-    """All rewards so far."""
-    resumed: bool = False
 
 
 class Agents:
     """The environments of one engine's episodes; of several ranks, the first one has them."""
+
+    opens_later = True
 
     def __init__(
         self,
@@ -82,6 +55,8 @@ class Agents:
         self.found, self.conversation, self.ends = found, conversation, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
         self.format = format_of(conversation.render.template) if found.calls == "auto" else found.calls
+        if self.format not in FORMATS:
+            raise ValueError(f"calls {self.format!r} (--env): take auto or one of {', '.join(FORMATS)}")
         limits = PoolSettings(
             found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout, found.memory_mb
         )
@@ -103,23 +78,19 @@ class Agents:
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """See the contract."""
         place, prompt = place_of(episode), group.prompt
-        name, settings = self.found.environment, self.found.settings
-        row = self._row(prompt)
-        if name == ROWS:
-            named = row.get(COLUMN)
-            name, settings = (named, {}) if isinstance(named, str) else _named(named)
-            if not name:
-                self._fail(place, f"its row has no environment in the column {COLUMN!r} (--env rows)")
-                return
+        # All samples of a prompt begin alike, as they are compared.
         seed = seed_for(plan.key[0], SEED, prompt.index, group.position)
-        talk = self.talks[place] = Talk(Opening(name, row, seed, settings), time.monotonic())
+        try:
+            opening = opening_of(self.found, prompt, self.answer_column, seed)
+        except ValueError as error:
+            self._fail(place, str(error))
+            return
+        talk = self.talks[place] = Talk(opening, time.monotonic())
         kept = episode.talk
         if kept is None:
-            self.pool.open(place, talk.opening)
+            self.pool.open(place, opening)
             return
-        talk.resumed, talk.messages, talk.tools = True, list(kept["messages"]), kept["tools"]
-        talk.said = [Said(**each | {"calls": [Call(**call) for call in each["calls"]]}) for each in kept["said"]]
-        talk.given = kept["given"]
+        talk.resume(kept)
         self.pool.open(place, talk.opening, talk.said, kept["state"])
 
     def answer(self, plan: RolloutPlan, group: PromptGroup, episode: Episode, finish: str) -> None:
@@ -128,12 +99,15 @@ class Agents:
         made, talk.room = episode.response, plan.room(episode)
         ended = bool(made) and made[-1] in self.ends
         self.counts["turns"] += 1
+        if talk.failure:
+            self._fail(place, talk.failure)
+            return
+        # One that is whole is heard even if no token is left: the environment may end the episode by it.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
-        if not whole or talk.room <= 0:
+        if not whole:
             self._begin(place, talk, lambda: self._score(place, talk, "length"))
             return
-        text = self.conversation.tokenizer.decode(made[:-1] if ended else made, skip_special_tokens=False)
-        said = hear(text, self.format, talk.tools)
+        said = hear(self.conversation.text_of(made, ended), self.format, talk.tools)
         talk.heard, talk.path = (made, ended), episode.tokens
 
         def say() -> None:
@@ -150,7 +124,7 @@ class Agents:
             left = 0.0 if self.ready else max(0.0, until - time.monotonic())
             for place, reply in self.pool.poll(left):
                 self._take(place, reply)
-            if self.ready or not left:
+            if self.ready or not left or not self.pool.pending:
                 break
         # In an order that no clock has a part in, as far as that goes: what came together is sorted.
         ready, self.ready = sorted(self.ready, key=lambda entry: entry[0]), []
@@ -193,8 +167,14 @@ class Agents:
         asked, talk.asked = talk.asked, ""
         for name in ("calls", "failed_calls", "malformed", "timeouts", "cut", "seconds"):
             self.counts[name] += reply.counts.get(name, 0.0)
-        if reply.failure:
-            self._fail(place, reply.failure)
+        again = asked == "open" and talk.resumed
+        failure = reply.failure or (talk.differs(reply) if again else "")
+        if failure and again and not talk.waits:
+            # The engine is at work on the episode, which ends when its response is there.
+            talk.failure = failure
+        elif failure:
+            talk.waits = None
+            self._fail(place, failure)
         elif asked == "open":
             self._opened(place, talk, reply)
         elif asked == "say":
@@ -214,17 +194,17 @@ class Agents:
             talk.resumed = False
             return
         talk.messages = list(reply.messages)
+        size = sum(len(message["content"]) for message in talk.messages)
+        if size > CHARACTERS * self.longest_prompt:
+            self._too_long(place, f"{size} characters")
+            return
         try:
             tokens = self.conversation.begin(talk.messages, talk.tools or None)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
         if len(tokens) > self.longest_prompt:
-            self._fail(
-                place,
-                f"{talk.opening.name}: the first prompt has {len(tokens)} tokens; raise --rollout.max-prompt-tokens "
-                f"{self.longest_prompt}",
-            )
+            self._too_long(place, f"{len(tokens)} tokens")
             return
         self.ready.append((place, Observation(tokens)))
 
@@ -268,6 +248,12 @@ class Agents:
         self.counts["failures"] += 1
         self._over(place, Observation(over="abort", failure=why))
 
+    def _too_long(self, place: Place, size: str) -> None:
+        name = self.talks[place].opening.name
+        self._fail(
+            place, f"{name}: the first prompt has {size}; raise --rollout.max-prompt-tokens {self.longest_prompt}"
+        )
+
     def _over(self, place: Place, seen: Observation) -> None:
         self.counts["episodes"] += 1
         self.ready.append((place, seen))
@@ -278,13 +264,7 @@ class Agents:
         """What a later step or another process needs to go on with an episode, as JSON values."""
         self.pool.save(place)
         state = next(reply.state for key, reply in self._answers(place) if key == place)
-        return {
-            "messages": talk.messages,
-            "tools": talk.tools,
-            "said": [asdict(said) for said in talk.said],
-            "given": talk.given,
-            "state": state,
-        }
+        return talk.kept(state)
 
     def _answers(self, place: Place) -> list[tuple[Place, Reply]]:
         """What the pool has, with what it said of others taken in."""
@@ -293,20 +273,3 @@ class Agents:
             if key != place:
                 self._take(key, reply)
         return there
-
-    def _row(self, prompt) -> dict:
-        """The columns of a prompt's row, as an environment gets them."""
-        row = prompt.extra | {"extra_info": prompt.extra, "data_source": prompt.data_source}
-        return row | {
-            "prompt": prompt.asked,
-            self.answer_column: prompt.ground_truth,
-            "ground_truth": prompt.ground_truth,
-        }
-
-
-def _named(named: object) -> tuple[str, dict]:
-    """Return name and settings of a row's environment, given as `{"name": ..., "settings": {...}}`."""
-    if not isinstance(named, dict):
-        return "", {}
-    settings = named.get("settings") or {}
-    return str(named.get("name") or ""), settings if isinstance(settings, dict) else {}

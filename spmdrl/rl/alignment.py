@@ -102,10 +102,11 @@ class Alignment:
         lengths, metrics, out = batch.lengths.tolist(), Metrics(), []
         starts = prompt_lengths(batch.lengths, batch.token["mask"]).tolist()
         rows = zip(batch.token["tokens"].split(lengths), batch.token["mask"].split(lengths), strict=True)
-        for (tokens_L, mask_L), start, prompt in zip(rows, starts, batch.seq["prompt"].tolist(), strict=True):
+        seq = zip(starts, batch.seq["prompt"].tolist(), batch.identity["paths"].tolist(), strict=True)
+        for (tokens_L, mask_L), (start, prompt, paths) in zip(rows, seq, strict=True):
             tick()
             try:
-                if not mask_L[start:].all():
+                if paths > 1 or not mask_L[start:].all():
                     raise UnreadableError("it has several turns")
                 aligned = self.pair.align(tokens_L[start:].tolist(), tokens_L[:start].tolist())
                 if (length := len(self.prompts[prompt]) + len(aligned.teacher)) > self.room:

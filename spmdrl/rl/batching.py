@@ -4,7 +4,8 @@ import torch
 
 from spmdrl.algos.advantages import SCORE
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch, from_episodes, share_out
+from spmdrl.data.batch import Batch, from_episodes
+from spmdrl.data.dealing import share_out
 from spmdrl.data.episode import Episode
 from spmdrl.data.packing import work_of
 from spmdrl.rl.algorithm import Algorithm
@@ -25,7 +26,6 @@ def pack(
     experts_width: int = 0,
     share_prompts: bool = False,
     model_parts: tuple[str, ...] = (),
-    turn_rewards: bool = False,
 ) -> Batch:
     """This rank's episodes as a batch that knows which optimizer step uses which sequence. Collective.
 
@@ -39,12 +39,13 @@ def pack(
         experts_width: as in `from_episodes`.
         share_prompts: what samples of a prompt do once counts once in `seq["work"]`.
         model_parts: parts that a reward model will add.
-        turn_rewards: an environment may reward turns; their rewards then fall where the turns end.
     """
     # A rank without samples knows no names of reward parts, and the columns must agree.
     names = tuple(gather_names({name for e in episodes for name in e.parts}, world.host_group))
     prompts, seed = cfg.rollout.prompts_per_step, cfg.run.seed
-    batch = from_episodes(episodes, names, experts_width, "turns" in algo.needs, turn_rewards)
+    # With an environment also estimators that do not ask for turns see them and their rewards.
+    acts = bool(cfg.env)
+    batch = from_episodes(episodes, names, experts_width, acts or "turns" in algo.needs, acts)
     rows = zip(*(batch.seq[k].tolist() for k in ("prompt", "position", "sample")), strict=True)
     batch.seq["seed"] = torch.tensor([seed_for(seed, step, *row, 1) for row in rows], dtype=torch.int64)
     batch.seq["work"], common = work_of(batch, share_prompts)

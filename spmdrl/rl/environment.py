@@ -47,6 +47,8 @@ class Environment(Protocol):
 
     turn_tokens: int
     """Most tokens of a response; 0: all that the episode has left."""
+    opens_later: bool
+    """True where the observation with which an episode begins takes a while."""
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """Begin an episode. One that has begun (in an earlier step) goes on, and has no observation."""
@@ -97,6 +99,7 @@ class AtOnce:
     """An `Environment` of one that replies at once."""
 
     turn_tokens = 0
+    opens_later = False
 
     def __init__(self, replies: Replies):
         self.replies = replies

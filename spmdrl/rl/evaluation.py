@@ -5,7 +5,8 @@ import math
 import torch
 
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import balance, from_episodes
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.dealing import balance
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.policy.models import Models

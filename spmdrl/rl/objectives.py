@@ -15,7 +15,8 @@ from spmdrl.algos.kl import kl_estimate
 from spmdrl.algos.losses import TOKEN_LOSSES, LossInputs
 from spmdrl.algos.selection import Selecting
 from spmdrl.algos.value import implicit_reward_loss, positive_nll, value_loss
-from spmdrl.data.batch import Batch, gather_rows
+from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import gather_rows
 from spmdrl.policy.contract import LossResult, Objective, Policy, Shared, TokenLoss
 from spmdrl.rl.algorithm import Algorithm, add_mismatch, mean
 from spmdrl.spmd.peers import Peers

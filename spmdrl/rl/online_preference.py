@@ -11,7 +11,8 @@ import torch
 from spmdrl.algos.preference import Terms
 from spmdrl.config.online_preference import OnlinePreferenceConfig, takes_best_alone
 from spmdrl.config.preference import losses_of
-from spmdrl.data.batch import Batch, balance
+from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import balance
 from spmdrl.data.preferences import CHOSEN, REJECTED
 from spmdrl.policy.contract import LossResult, Objective
 from spmdrl.policy.likelihood import SftObjective
@@ -39,7 +40,9 @@ class OnlinePreference:
     def balance(self, batch: Batch) -> Batch:
         """Give ranks equal work, and each the whole group of a prompt. Collective over the world."""
         if batch.branches:
-            raise ValueError("pairs are compared of episodes that do not branch: let the environment keep its history")
+            raise ValueError(
+                "pairs are compared of episodes that do not branch: take an environment that keeps its history"
+            )
         batch.seq["unit"] = batch.seq["position"]
         if not self.cfg.reward.model:
             # Most samples of a large group are only carried.

@@ -109,7 +109,8 @@ def sampled(cfg: Config, plain: Config, algo: Any, peers: Any) -> "Batch":
     """The batch of a step: sampling and filters. Arguments as in `rehearse`."""
     import torch
 
-    from spmdrl.data.batch import from_episodes, share_out
+    from spmdrl.data.batch import from_episodes
+    from spmdrl.data.dealing import share_out
     from spmdrl.rl.quota import Quota
     from spmdrl.rl.replay_buffer import ReplayBuffer
     from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult

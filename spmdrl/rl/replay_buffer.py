@@ -7,7 +7,8 @@ import torch
 
 from spmdrl.algos.resample import Buffer, draw, weights
 from spmdrl.config.learning import FilterConfig
-from spmdrl.data.batch import Batch, concatenate, gather_rows
+from spmdrl.data.batch import Batch, concatenate
+from spmdrl.data.dealing import gather_rows
 from spmdrl.spmd.peers import Peers
 from spmdrl.spmd.seeds import seed_for, uniform
 

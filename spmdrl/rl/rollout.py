@@ -71,23 +71,28 @@ class Rollout:
         self.groups: dict[int, PromptGroup] = {}
         self.waiting = list(plan.carried)
         self.running = self.begun = self.polls = 0
-        self.asked = 0
-        """Observations that the environment owes."""
+        self.asked = self.opening = 0
+        """Observations that the environment owes, and those of them with which an episode begins."""
+        self.ended = 0
+        """Groups that ended since the tally was told."""
         self.idle = 0.0
         """Seconds in which the engine had nothing to do, for the environments'."""
         # No engine starts with more than its even share: what is left goes to whoever is done first.
         self.fair = -(-len(plan.prompts) * plan.requests_per_prompt // world.engine_count)
         self.fair += len(plan.carried) * plan.requests_per_prompt
+        # An environment that takes its time to open is opened before the engine has a place for the episode.
+        self.places = engine.capacity * (2 if environment.opens_later else 1)
 
     def run(self, timer: Timer) -> RolloutResult:
         """Sample until all is done or enough is there, then wait for the rewards."""
         plan, abandoned = self.plan, False
         with timer("rollout"):
             while self.admit():
-                ended = self.advance()
+                self.advance()
                 self.polls += 1
                 owed = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
                 abandoned = is_abandoned(plan, self.world, self.polls)
+                ended, self.ended = self.ended, 0
                 if abandoned or (self.tally.reached(ended) and not owed):
                     break
             self.cut_short(plan.keeps_cut and not abandoned)
@@ -104,8 +109,8 @@ class Rollout:
 
     def admit(self) -> bool:
         """Begin groups while there is room; False where nothing is under way any more."""
-        # An episode that waits for its environment leaves its place in the engine to others.
-        free = min(self.engine.capacity - self.running, self.fair - self.running - self.asked)
+        # An episode that waits for an answer of its environment leaves its place in the engine to others.
+        free = min(self.places - self.running - self.opening, self.fair - self.running - self.asked)
         room = max(-(-free // self.plan.requests_per_prompt), 0)
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
         # Every rank of the engine asks the queue, also for nothing.
@@ -120,6 +125,7 @@ class Rollout:
                     self.submit(group, episode)
                 else:
                     self.asked += 1
+                    self.opening += 1
         if taken:
             self.observe()
             self.catch_up()
@@ -130,8 +136,8 @@ class Rollout:
         self.engine.submit(self.plan.request(group, episode.sample))
         self.running += 1
 
-    def advance(self) -> int:
-        """One step of the engine, and what environments said meanwhile; how many groups that ended."""
+    def advance(self) -> None:
+        """One step of the engine, and what environments said meanwhile."""
         tick()
         if self.running:
             for completion in self.engine.poll():
@@ -139,39 +145,34 @@ class Rollout:
                 group = self.groups[completion.key[0]]
                 episode = group.episodes[completion.key[1]]
                 extend(episode, completion, self.plan)
-                if completion.finish == "abort":
-                    episode.finish = "abort"
-                    self.grading.ended(group, episode)
-                    continue
                 self.environment.answer(self.plan, group, episode, completion.finish)
                 self.asked += 1
-            ended = self.observe() + self.catch_up()
+            self.observe()
+            self.catch_up()
         else:
             began = time.monotonic()
-            ended = self.observe(PATIENCE)
+            self.observe(PATIENCE)
             self.idle += time.monotonic() - began
         self.grading.poll()
-        return ended
 
-    def catch_up(self) -> int:
-        """Wait for all that environments owe, where the plan asks for that; how many groups that ended."""
-        ended, began = 0, time.monotonic()
+    def catch_up(self) -> None:
+        """Wait for all that environments owe, where the plan asks for that."""
+        began = time.monotonic()
         while self.plan.in_order and self.asked:
             tick()
-            ended += self.observe(PATIENCE)
+            self.observe(PATIENCE)
         self.idle += time.monotonic() - began
-        return ended
 
-    def observe(self, wait: float = 0.0, goes_on: bool = True) -> int:
-        """Take what environments said, waiting up to `wait` seconds; how many groups that ended.
+    def observe(self, wait: float = 0.0, goes_on: bool = True) -> None:
+        """Take what environments said, waiting up to `wait` seconds.
 
         goes_on: False where the engine is to take up no episode.
         """
-        ended = 0
         for (position, sample), seen in self.environment.poll(wait):
             self.asked -= 1
             group = self.groups[position]
             episode = group.episodes[sample]
+            self.opening -= not episode.segments
             try:
                 self.take(episode, seen)
             except ValueError as error:
@@ -180,11 +181,10 @@ class Rollout:
                 if goes_on:
                     self.submit(group, episode)
                 continue
-            ended += group.done
+            self.ended += group.done
             if seen.failure:
                 self.grading.failed(group, episode, seen.failure)
             self.grading.ended(group, episode)
-        return ended
 
     def take(self, episode: Episode, seen: Observation) -> None:
         """Add an observation to an episode. Raises ValueError where it does not fit."""
@@ -244,7 +244,7 @@ def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int
         if episode.ungraded:
             episode.reward = math.nan
         episode.baseline = baseline
-        if not bool(torch.isfinite(episode.rollout_logp).all()):
+        if not all(bool(torch.isfinite(s.logp).all()) for s in episode.segments if s.logp is not None):
             if plan.bad_sample == "stop":
                 raise ValueError(
                     f"the engine reported a logp that is not finite for prompt {episode.prompt}, sample "

@@ -16,6 +16,8 @@ HEAD = 7
 class Shared:
     """An `Environment` whose observations the first rank of a group broadcasts as tensors. Every call is collective."""
 
+    opens_later = True
+
     def __init__(self, own: Environment | None, group: dist.ProcessGroup, turn_tokens: int):
         """own: on the first rank. group: host-side group of the engine's ranks. turn_tokens: as in the contract."""
         self.own, self.group, self.turn_tokens = own, group, turn_tokens

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data import treefile
-from spmdrl.data.batch import Batch, balance
+from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import balance
 from spmdrl.data.mixture import Drawn, Mixture
 from spmdrl.data.rowfiles import open_rows
 from spmdrl.hub.resolve import named

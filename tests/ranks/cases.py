@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.config.presets import with_preset
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import balance, from_episodes, share_out
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.dealing import balance, share_out
 from spmdrl.data.episode import Episode, episode_of, prompt_segment
 from spmdrl.data.packing import work_of
 from spmdrl.policy.fsdp.policy import FsdpPolicy

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import FakeWork, Work
 from spmdrl.checkpoint.store import of_checkpoint
 from spmdrl.config.placement import engine_ranks, trainers
 from spmdrl.config.schema import Config
-from spmdrl.data.batch import Batch, share_out
+from spmdrl.data.batch import Batch
+from spmdrl.data.dealing import share_out
 from spmdrl.plan.batch import full_batch
 from spmdrl.plan.job import own_tensors
 from spmdrl.plan.paper import Paper

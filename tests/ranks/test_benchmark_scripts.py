@@ -282,6 +282,29 @@ def test_benchmark_shared_prompt_runs():
     assert row["ratio"] > 0 and row["logp_difference"] < 1e-4
 
 
+def agents(folder: str):
+    from benchmarks import agents as bench
+
+    sys.argv = ["agents.py", "--quick", "--json", f"{folder}/out.json"]
+    bench.main()
+
+
+def test_benchmark_agents_quick_runs_on_every_side(tmp_path):
+    forked(agents, str(tmp_path), limit=120.0)
+    found = json.loads((tmp_path / "out.json").read_text())
+    for rows in found["sides"].values():
+        assert len(rows) == 1 and 0 < rows[0]["engine_s"] < rows[0]["wall_s"] and rows[0]["tools_s"] > 0.1
+        assert rows[0]["wall_s"] >= rows[0]["slowest_s"] > rows[0]["slowest_tools_s"] > 0
+    (serial,) = found["sides"]["one after another"]
+    assert serial["wall_s"] >= serial["tools_s"], "no tool runs beside another one"
+    (few,) = found["slowest"]
+    assert few["wall_s"] >= few["slowest_s"] and few["alone_s"] > few["slowest_tools_s"]
+    # Two episodes of three branches, which share their prompt and the answers before them.
+    tree = found["tree"]
+    assert tree["flat_tokens"] == 2 * (3 * (256 + 64) + (0 + 1 + 2) * 64) and tree["tree_tokens"] == 2 * 576
+    assert tree["gradient_difference"] <= 1e-5
+
+
 def scaling(folder: str):
     from benchmarks import scaling as bench
 

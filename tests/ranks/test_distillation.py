@@ -10,7 +10,7 @@ import torch
 
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.data.batch import balance
+from spmdrl.data.dealing import balance
 from spmdrl.distill import train
 from spmdrl.hub.resolve import resolve
 from spmdrl.rl.build import build_run

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.data.batch import from_episodes, share_out
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.dealing import share_out
 from spmdrl.policy.contract import LossResult, Objective, Shared
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.tracking.metrics import Metrics

@@ -93,7 +93,7 @@ def test_layout_conversations_rewards_and_weights_are_the_same_on_one_rank_and_t
 def test_resume_in_the_middle_of_episodes_is_equal_to_the_bit(tmp_path, world):
     """Groups are cut short with turns behind them; the world goes on from its state, or from its turns run again."""
     more = {"rollout": {"oversample": 1.5, "partial_steps": 2}, "checkpoint": {"every": 1, "at_end": False}}
-    settings = sections(tmp_path, world, **more)
+    settings = sections(tmp_path, world, "settings: {turns: 4, uneven: true}", **more)
     settings["run"] = {"steps": 4, "deterministic": True}
     whole = run_ranks(trained, 2, str(tmp_path / "whole"), settings)
     run_ranks(trained, 2, str(tmp_path / "parts"), settings, 2)
@@ -151,3 +151,38 @@ def test_evaluations_and_samples_show_whole_conversations(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and all([s["turn"] for s in row["segments"]] == [0, 0, 1, 1, 2, 2] for row in rows)
     assert any("reward" in s for row in rows for s in row["segments"])
+
+
+def test_rewards_of_the_environment_are_weighed_among_others(tmp_path):
+    """The other reward grades the last response alone; rewards of turns are weighed where they fell."""
+    other = tmp_path / "other.py"
+    other.write_text("def length(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.125\n")
+    reward = {"function": f"{other}:length", "more": ("environment=0.5",)}
+    one = run_ranks(sampled, 1, str(tmp_path / "run"), sections(tmp_path, "Echoes", reward=reward))[0]
+    assert len(one) == 16 and any(given > 1 for *_, given, _, _ in one)
+    for _, _, _, reward, given, parts, segments in one:
+        turns = sum(r for *_, r in segments)
+        assert given == 1.0 + 2 * turns and reward == pytest.approx(0.125 + 0.5 * given)
+        assert dict(parts) == {"length": 0.125, "environment": given, "environment/odd": 1.0}
+
+
+def opened_before_the_first_response(world, folder: str, settings: dict) -> tuple[int, int, int]:
+    """Returns the engine's places, the conversations that were opened before a response ended, and all that ended."""
+    run = open_demo(world, folder, settings)
+    environment, opened, ended = run.sampler.environment, [], []
+    open_, answer = environment.open, environment.answer
+    environment.open = lambda plan, group, episode: (opened.append(not ended), open_(plan, group, episode))
+    environment.answer = lambda *response: (ended.append(1), answer(*response))
+    rows = rows_of(run)
+    places = run.sampler.engine.capacity
+    run.close()
+    return places, sum(opened), len(rows)
+
+
+def test_conversations_are_opened_ahead_of_the_engine_but_no_more_than_it_has_places(tmp_path):
+    """The others are left to engines that end earlier."""
+    settings = sections(
+        tmp_path, "Echoes", rollout={"max_sequences": 4, "samples_per_prompt": 2, "prompts_per_step": 8}
+    )
+    ((places, opened, ended),) = run_ranks(opened_before_the_first_response, 1, str(tmp_path / "run"), settings)
+    assert (places, ended) == (4, 16) and places < opened <= 2 * places

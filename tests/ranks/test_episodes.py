@@ -1,4 +1,4 @@
-"""Episodes of several turns: the environment here is a mock, as spmdrl ships single-turn prompts alone.
+"""Episodes of several turns, in an environment of the rank's own process that answers at once.
 
 It answers a response by tokens, so that everything on the way of an episode is seen with turns in it: requests, seeds,
 observations, columns, advantages, samples, partial rollouts, checkpoints.

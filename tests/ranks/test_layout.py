@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from spmdrl.config.schema import OptimizerConfig
-from spmdrl.data.batch import from_episodes, share_out
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.dealing import share_out
 from spmdrl.hub.folder import TINY
 from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.models import Models

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from spmdrl.data.batch import balance, from_episodes, share_out
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.dealing import balance, share_out
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.hub.folder import TINY
 from spmdrl.hub.routing import FREE, experts_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmdrl.config.sft import SFTConfig
-from spmdrl.data.batch import balance
+from spmdrl.data.dealing import balance
 from spmdrl.hub.resolve import resolve
 from spmdrl.sft import train
 from spmdrl.supervised.sft import build_sft

@@ -36,6 +36,7 @@ KINDS = {
     "gspo": {"preset": "gspo"},
     "clip_cov": {"preset": "clip_cov", "cov_ratio": 0.2, "cov_low": -9.0, "cov_high": 9.0, "updates_per_step": 2},
     "ppo": {"preset": "ppo", "kl_coef": 0.0},
+    "resampled": {"preset": "gspo", "aggregation": "seq-mean-token-mean"},
 }
 LAYOUTS = ((1, 1, True, WHOLE), (2, 1, False, 130), (2, 1, True, 70), (2, 2, True, 90), (4, 4, True, WHOLE))
 """Ranks, sp, share, token budget."""
@@ -54,6 +55,8 @@ def learned(world, folders, kinds, share, budget):
             policy={"share_prompts": share, "max_tokens_per_microbatch": budget},
             rollout={"temperature": TEMPERATURE},
             parallel={"sp": world.sp_size},
+            # Some episodes are drawn twice, others not at all.
+            filter={"resample": "pow" if kind == "resampled" else "none"},
         )
         if not kept:
             kept["policy"] = Rewind(build_policy(cfg, world))
@@ -130,6 +133,28 @@ def test_branches_learn_by_the_formula(folders, alone, monkeypatch):
         want = {name: p.grad for name, p in hf.named_parameters() if name in mine}
         assert want.keys() == mine.keys() and relative(want, mine) < EXACT, kind
         assert alone[kind][2]["loss"] == pytest.approx(loss, abs=1e-9)
+
+
+def by_backend(world, folders, kind, cases):
+    """Returns for each algorithm the metrics and weights of a step in float32, from several micro-batches."""
+    from tests.ranks.megatron_cases import open_models, weights_of
+
+    out = {}
+    for name, algo in cases.items():
+        sections = {"algo": algo, "policy": {"max_tokens_per_microbatch": 140}, "optimizer": {"lr": 1e-3, "eps": 1e-3}}
+        cfg, here, models = open_models(world, {}, sections, folders, kind)
+        out[name] = update_models(cfg, here, models, branching_batch(6, 3)), weights_of(here, models)
+    return out
+
+
+def test_megatron_learns_branches_as_fsdp_does(folders):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    cases = {name: KINDS[name] for name in ("grpo", "gspo")}
+    want = run_ranks(by_backend, 1, folders, "fsdp", cases)[0]
+    got = run_ranks(by_backend, 1, folders, "megatron", cases)[0]
+    for name, (metrics, weights) in want.items():
+        assert relative(weights, got[name][1]) < 1e-5, name
+        assert abs(metrics["loss"] - got[name][0]["loss"]) < 1e-6 and got[name][0]["microbatches"] > 1
 
 
 def test_shared_tokens_of_branches_halve_the_work():

@@ -15,7 +15,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from spmdrl.config.schema import ParallelConfig
-from spmdrl.data.batch import balance, from_episodes
+from spmdrl.data.batch import from_episodes
+from spmdrl.data.dealing import balance
 from spmdrl.hub.folder import TINY
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.ulysses import check_config

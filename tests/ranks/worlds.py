@@ -8,14 +8,16 @@ import time
 class Echoes:
     """Answers the first letter of a message with a letter drawn by seed and turn; 0.25 for each vowel, 1 for an `e`."""
 
-    def __init__(self, turns: int = 3):
-        self.turns = turns
+    def __init__(self, turns: int = 3, uneven: bool = False, pause: float = 0.0):
+        self.most, self.uneven, self.pause = turns, uneven, pause
 
     def reset(self, row, seed):
         self.seed, self.turn = seed, 0
+        self.turns = 1 + seed % self.most if self.uneven else self.most
         return "say:"
 
     def step(self, message):
+        time.sleep(self.pause)
         self.turn += 1
         first = next((c for c in message["content"] if c.isalpha()), "a")
         drawn = random.Random(f"{self.seed} {self.turn} {first}").choice("abcdefghij")

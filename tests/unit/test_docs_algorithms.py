@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = (
+    "agents",
     "distill",
     "engines",
     "gpu",
@@ -52,7 +53,7 @@ ELSEWHERE = (
     "sft",
     "slurm",
 )
-"""Pages without settings of methods; other tests check theirs: test_docs_{engines,megatron,slurm}.py and more."""
+"""Pages without settings of methods; test_docs_{engines,megatron,slurm,agents}.py and more check theirs."""
 METHOD_PAGES = [name for name in DOCS if name not in (*ELSEWHERE, "learning", "usage")]
 """Pages of the algorithms."""
 DOC = "\n".join(DOCS[name] for name in METHOD_PAGES)
@@ -369,6 +370,7 @@ def test_pages_are_short(name):
     long = [line for line in lines if len(line) > 130]
     # A row of a table cannot be broken.
     wide = (
+        "agents",
         "distill",
         "growth",
         "online_preference",

@@ -309,10 +309,11 @@ HOSTILE = {
     "not text": "\x00\ud800\u202e٣²" * (N // 5),
 }
 TRUTHS = {"choice": "B", "exact_match_qa": "x"}
+READ_NO_TEXT = {"none", "environment"}
 SECONDS = 2.0
 
 
-@pytest.mark.parametrize("function", sorted(set(QUICK) - {"none"}))
+@pytest.mark.parametrize("function", sorted(set(QUICK) - READ_NO_TEXT))
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_strings_take_no_time_and_earn_nothing(function, name):
     item = RewardInput("src", HOSTILE[name], TRUTHS.get(function, "7"))
@@ -320,6 +321,14 @@ def test_hostile_strings_take_no_time_and_earn_nothing(function, name):
     reward = QUICK[function](item)
     assert time.process_time() - begun < SECONDS
     assert reward.score <= 0.0
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_reward_of_an_environment_is_the_environments_whatever_the_text_is(name):
+    item = RewardInput("src", HOSTILE[name], "7", given=0.25, given_parts={"tries": 2.0})
+    assert QUICK["environment"](item) == Reward(0.25, {"tries": 2.0})
+    with pytest.raises(ValueError, match="name one by --env"):
+        QUICK["environment"](RewardInput("src", HOSTILE[name], "7"))
 
 
 @pytest.mark.parametrize("function", ["boxed", "math_dapo", "math_dapo_boxed", "exact_match_qa"])

@@ -63,6 +63,17 @@ def test_addition_keeps_mirrored_pairs_on_one_side(tok, digits, total, train_siz
     assert p.ground_truth == str(a + b) and p.text == f"What is {a} + {b}? Answer with just the number."
 
 
+def test_an_environment_speaks_in_messages_whatever_the_rows_are(tok):
+    data = DataConfig(chat_template=CHATML)
+    with pytest.raises(ValueError, match="plain text without a chat"):
+        load_prompts("builtin:reverse", data, tok, 9, 4)
+    begun = load_prompts("builtin:reverse", data, tok, 9, 4, begun=True).prompts
+    plain = load_prompts("builtin:reverse", DataConfig(), tok, 9, 4).prompts
+    assert [(p.asked, p.ground_truth, p.tokens, p.chat) for p in begun] == [
+        (p.asked, p.ground_truth, [], True) for p in plain
+    ]
+
+
 def test_prefill_names_columns():
     made = load("builtin:addition-1", char_tokenizer(), prefill=" The sum of {a} and {b} is", chat_template="chatml")
     p = made.prompts[0]

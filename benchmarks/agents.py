@@ -1,0 +1,451 @@
+"""Conversations with slow tools: how full the engine stays, against lockstep turns, and training on their trees.
+
+    python benchmarks/agents.py [--quick] [--json FILE]
+
+*Rollout*: the program's own rollout, environments and processes with the HF engine and a random model, 256 episodes of
+4 responses. After each response but the last a tool sleeps. Its times are drawn by episode and turn, so that all sides
+get the same ones: they are log-normal, half of them up to 50 ms, one in a hundred above 0.5 s. Lengths are imposed, for
+a random policy ends at lengths that nobody can choose: each response has the same number of tokens, and a stop token
+ends nothing.
+
+The engine is busy inside `engine.poll`. *Lockstep* is the same rollout with a barrier in it: no tool begins before all
+episodes have responded, and no episode goes on before all tools have answered. The tools of a barrier run side by side,
+or one after another as synchronous tools do in TRL 1.16 (`GRPOTrainer._tool_call_loop`); TRL itself does not run here.
+The sides take turns on one engine. No order of the work can take less than the longer of two times: what the engine
+takes for full batches, which is its time under lockstep, and what the slowest episode's own sampling and tools take.
+
+*Slowest episode*: 64 episodes at once, against the episode among them whose own sampling (the engine's steps in which
+it had a row) and tools took longest in that run; that episode is also run alone.
+
+*Tree*: forward and backward of episodes whose chat template drops earlier thoughts, so that each turn begins a branch
+(`Episode.fork`). The paths are run one by one and as a tree, in turns; prompts are not shared between episodes. The
+random model is that of the rollout.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import sys  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from benchmarks._models import random_model  # noqa: E402
+
+MEDIAN, SPREAD = 0.05, 1.0
+"""Median seconds of a tool, and the standard deviation of their logarithm."""
+BUSY, LOCKSTEP, SLOWEST, TREE, SAME = 0.90, 2.0, 1.3, 2.0, 1e-5
+"""Targets: share in which the engine is busy, speed against lockstep, time against the slowest episode, fewer tokens of
+a tree; and the largest relative difference of gradients."""
+SIZES = dict(hidden_size=384, intermediate_size=1152, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2)
+QUICK_SIZES = dict(SIZES, hidden_size=96, intermediate_size=128, num_hidden_layers=2)
+TEMPLATE = (
+    "{%- for m in messages -%}{{ '>' + m['content'] + '<eos>' if m['role'] == 'assistant' else m['content'] }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}>{%- endif -%}"
+)
+ENVIRONMENT = """
+import math
+import random
+import time
+
+
+class Tools:
+    def __init__(self, median, spread, turns):
+        self.median, self.spread, self.turns = median, spread, turns
+
+    def reset(self, row, seed):
+        self.seed, self.turn, self.seconds = seed, 0, 0.0
+        return "go:"
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn == self.turns:
+            return None, 0.0, True
+        began, drawn = time.monotonic(), random.Random(f"{self.seed} {self.turn}").gauss(0, 1)
+        time.sleep(self.median * math.exp(self.spread * drawn))
+        self.seconds += time.monotonic() - began
+        return "ok:", 0.0, False
+
+    def reward(self):
+        return {"score": 0.0, "tools": self.seconds}
+"""
+PROMPT, THOUGHT, ANSWER, SEEN = 256, 48, 16, 48
+"""Tokens of the tree's episodes: the first prompt, and in each turn the thought, the answer, and what is observed."""
+
+
+# ── rollouts ─────────────────────────────────────────────────────────────────
+
+
+class Watched:
+    """The HF engine, with the seconds of its steps."""
+
+    def __init__(self, engine):
+        self.busy, self.polls = 0.0, 0
+        self.own: Counter[tuple[int, int]] = Counter()
+        """(position, sample) -> seconds of the steps in which the episode had a row."""
+        self._poll, self._step = engine.poll, engine._step
+        engine.poll, engine._step = self.poll, self.step
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self.busy, self.polls = 0.0, 0
+        self.own.clear()
+
+    def poll(self) -> list:
+        """Poll the engine."""
+        began = time.perf_counter()
+        done = self._poll()
+        self.busy += time.perf_counter() - began
+        self.polls += 1
+        return done
+
+    def step(self, group) -> list:
+        """Run one step of a group of rows."""
+        rows = [group.requests[row].key[:2] for row in group.live]
+        began = time.perf_counter()
+        done = self._step(group)
+        took = time.perf_counter() - began
+        self.own.update(dict.fromkeys(rows, took))
+        return done
+
+
+class Barrier:
+    """An environment whose episodes take their turns together."""
+
+    opens_later = True
+
+    def __init__(self, inner, episodes: int, serial: bool):
+        """serial: tools run one after another."""
+        self.inner, self.live, self.serial = inner, episodes, serial
+        self.turn_tokens = inner.turn_tokens
+        self.opening = self.owed = 0
+        self.responses: list[tuple] = []
+        self.waiting: list[tuple] = []
+        self.seen: list[tuple] = []
+
+    def open(self, plan, group, episode) -> None:
+        """Begin an episode."""
+        self.opening += 1
+        self.inner.open(plan, group, episode)
+
+    def answer(self, *response) -> None:
+        """Keep a response until all episodes have responded."""
+        self.responses.append(response)
+        if len(self.responses) == self.live:
+            self.waiting, self.responses = self.responses, []
+
+    def poll(self, wait: float = 0.0) -> list:
+        """Return the answers to all episodes, once they are there."""
+        if self.opening:
+            there = self.inner.poll(wait)
+            self.opening -= len(there)
+            return there
+        while self.waiting and not (self.serial and self.owed):
+            self.inner.answer(*self.waiting.pop(0))
+            self.owed += 1
+        if self.owed:
+            there = self.inner.poll(wait)
+            self.owed -= len(there)
+            self.seen += there
+        if self.owed or self.waiting:
+            return []
+        seen, self.seen = self.seen, []
+        self.live -= sum(bool(each.over) for _, each in seen)
+        return seen
+
+    def leave(self, episodes, keep: bool) -> None:
+        """Let go of episodes."""
+        self.inner.leave(episodes, keep)
+
+    def take_counts(self) -> dict[str, float]:
+        """Return the environment's counts."""
+        return self.inner.take_counts()
+
+
+class Rollouts:
+    """Rollouts on the engine of a run, each timed."""
+
+    def __init__(self, run, args: argparse.Namespace):
+        import torch
+
+        self.run, self.sampler, self.args = run, run.sampler, args
+        self.agents = self.sampler.environment
+        # A stop token ends nothing, for the engine and for those who read its responses.
+        self.sampler.engine.stop, self.agents.ends = torch.zeros(0, dtype=torch.int64), set()
+        self.watched, self.names = Watched(self.sampler.engine), 0
+
+    def plan(self, step: int, episodes: int):
+        """A rollout of one sample for each of so many prompts; the step is in the key of all draws."""
+        plan = self.sampler.plan(step, 0, episodes, self.sampler.engine.version)
+        return replace(plan, samples=1, key=(step, step))
+
+    def time(self, plan, environment=None) -> dict:
+        """Run a rollout; returns its seconds, the engine's, the tools', and those of the slowest episode."""
+        from spmdrl.rl.rollout import collect
+        from spmdrl.tracking.metrics import Timer
+
+        s, self.names = self.sampler, self.names + 1
+        plan = replace(plan, name=f"benchmark/{self.names}")
+        self.watched.clear()
+        began = time.perf_counter()
+        done = collect(plan, s.engine, s.grader, s.tokenizer, s.world, Timer(), environment or self.agents)
+        wall = time.perf_counter() - began
+        assert len(done.episodes) == len(plan.prompts)
+        for e in done.episodes:
+            made = [len(each) for each in e.segments if each.sampled]
+            assert e.finish == "stop" and made == [self.args.tokens] * self.args.turns, (e.finish, made)
+        tools = {(e.position, e.sample): e.parts["tools"] for e in done.episodes}
+        own = {key: tools[key] + self.watched.own[key] for key in tools}
+        slowest = max(own, key=lambda key: own[key])
+        return {
+            "wall_s": wall,
+            "engine_s": self.watched.busy,
+            "busy": self.watched.busy / wall,
+            "polls": self.watched.polls,
+            "tools_s": sum(tools.values()),
+            "slowest": slowest[0],
+            "slowest_s": own[slowest],
+            "slowest_tools_s": tools[slowest],
+        }
+
+    def sides(self, rounds: int) -> dict[str, list[dict]]:
+        """Run the program's own way and lockstep with tools side by side in turns; then, once, one after another."""
+        out: dict[str, list[dict]] = {"own": [], "side by side": [], "one after another": []}
+        count = self.args.episodes
+        self.time(self.plan(0, min(8, count)))
+        for i in range(rounds):
+            plan = self.plan(1 + i, count)
+            out["own"].append(self.time(plan))
+            out["side by side"].append(self.time(plan, Barrier(self.agents, count, False)))
+        out["one after another"].append(self.time(self.plan(1, count), Barrier(self.agents, count, True)))
+        return out
+
+    def alone(self, rounds: int) -> list[dict]:
+        """Run a few episodes at once, and the slowest of them alone."""
+        rows = []
+        for i in range(rounds):
+            plan = self.plan(100 + i, self.args.few)
+            row = self.time(plan)
+            place = row["slowest"]
+            single = self.time(replace(plan, prompts=[plan.prompts[place]], first_position=place))
+            rows.append(row | {"alone_s": single["wall_s"], "ratio": row["wall_s"] / row["slowest_s"]})
+        return rows
+
+
+def compared(sides: dict[str, list[dict]], one_s: float, args: argparse.Namespace) -> dict[str, float]:
+    """Figures of all sides. one_s: seconds in which the engine samples an episode that is alone."""
+    own, beside, serial = sides["own"], sides["side by side"], sides["one after another"]
+    pairs = list(zip(own, beside, strict=True))
+    mean_tools = statistics.mean(row["tools_s"] for row in own) / args.episodes
+    return {
+        "wall_s": statistics.median(row["wall_s"] for row in own),
+        "engine_s": statistics.median(row["engine_s"] for row in own),
+        "busy": statistics.median(row["busy"] for row in own),
+        "tool_share": mean_tools / (mean_tools + one_s),
+        "lockstep_waits": statistics.median(1 - row["busy"] for row in beside),
+        "against_side_by_side": statistics.median(b["wall_s"] / a["wall_s"] for a, b in pairs),
+        "bound_of_that": statistics.median(b["wall_s"] / max(b["engine_s"], a["slowest_s"]) for a, b in pairs),
+        "against_one_after_another": serial[0]["wall_s"] / own[0]["wall_s"],
+    }
+
+
+def flags(folder: Path, args: argparse.Namespace) -> list[str]:
+    """Write the model, the rows and the environment of a run into a folder; returns the run's flags."""
+    sizes = QUICK_SIZES if args.quick else SIZES
+    random_model(folder / "model", "Qwen2", 0, **sizes, max_position_embeddings=256)
+    (folder / "tools.py").write_text(ENVIRONMENT)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    rows = [json.dumps({"prompt": "go:", "answer": str(i)}) for i in range(args.episodes)]
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    settings = {"median": args.median, "spread": SPREAD, "turns": args.turns}
+    lines = [f"environment: {folder / 'tools.py'}:Tools", f"settings: {json.dumps(settings)}"]
+    lines += [f"turn_tokens: {args.tokens}", "workers: 2"]
+    (folder / "environment.yaml").write_text("\n".join(lines) + "\n")
+    named = {
+        "env": folder / "environment.yaml",
+        "model.path": folder / "model",
+        "data.train": folder / "rows.jsonl",
+        "data.prompt-column": "prompt",
+        "data.answer-column": "answer",
+        "data.chat-template": folder / "template.jinja",
+        "reward.function": "environment",
+        "rollout.engine": "hf",
+        "rollout.max-sequences": args.sequences,
+        "rollout.max-prompt-tokens": 16,
+        "rollout.max-new-tokens": 200,
+        "run.dir": folder / "run",
+        "run.device": "cpu",
+        "eval.every": 0,
+        "checkpoint.at-end": "false",
+        "tracking.trackers": "jsonl",
+        "tracking.console": "plain",
+    }
+    return [word for name, value in named.items() for word in (f"--{name}", str(value))]
+
+
+# ── trees ────────────────────────────────────────────────────────────────────
+
+
+def branching(index: int, turns: int, vocabulary: int):
+    """An episode whose earlier thoughts are dropped from the history that a turn sees."""
+    from spmdrl.data.episode import Episode, prompt_segment
+
+    rng = random.Random(index)
+    draw = lambda n: [rng.randrange(3, vocabulary) for _ in range(n)]  # noqa: E731
+    history = draw(PROMPT)
+    episode = Episode(index, 0, index, [prompt_segment(history)])
+    for turn in range(turns):
+        if turn:
+            episode.fork(history)
+        answer = draw(ANSWER)
+        episode.add_sampled(draw(THOUGHT) + answer, [0.0] * (THOUGHT + ANSWER), 0)
+        history = history + answer + draw(SEEN)
+    episode.finish = "stop"
+    return episode
+
+
+def trees(args: argparse.Namespace) -> dict[str, float]:
+    """Tokens, seconds and gradients of episodes as flat paths and as trees."""
+    import torch
+
+    from spmdrl.data.batch import from_episodes
+    from spmdrl.data.tree import plan_tree
+    from spmdrl.hub.build import build_model
+    from spmdrl.policy.attention import packed as attention
+    from spmdrl.policy.heads import PackedLM
+
+    sizes = QUICK_SIZES if args.quick else SIZES
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder), "Qwen2", 0, **sizes, max_position_embeddings=1024)
+        hf = build_model(model, "float32", False, attention.register())
+    batch = from_episodes([branching(i, args.turns, hf.config.vocab_size) for i in range(args.trees)])
+    tokens, mask = batch.token["tokens"], batch.token["mask"]
+    tree = plan_tree(tokens, batch.lengths, mask, batch.begins)
+    assert tree is not None and int(mask.sum()) == args.trees * args.turns * (THOUGHT + ANSWER)
+    weight_T = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
+    sides = {share: PackedLM(hf, share=share).train() for share in (False, True)}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    gradients: dict[bool, torch.Tensor] = {}
+    for i in range(args.repeats + 1):
+        for share, side in sides.items():
+            side.zero_grad(set_to_none=True)
+            began = time.perf_counter()
+            logp_T, entropy_T = side(tokens, batch.lengths, mask, 1.0, begins_B=batch.begins)
+            ((logp_T * weight_T).sum() + 0.1 * entropy_T.sum()).backward()
+            if i:
+                seconds[share].append(time.perf_counter() - began)
+            gradients[share] = torch.cat([p.grad.flatten() for p in hf.parameters() if p.grad is not None])
+    difference = ((gradients[True] - gradients[False]).norm() / gradients[False].norm()).item()
+    assert difference <= SAME, f"the gradients differ by {difference:.1e} of their norm"
+    flat, shared = (statistics.median(seconds[share]) for share in (False, True))
+    return {
+        "flat_tokens": len(tokens),
+        "tree_tokens": len(tree.keep),
+        "fewer": len(tokens) / len(tree.keep),
+        "flat_s": flat,
+        "tree_s": shared,
+        "ratio": flat / shared,
+        "gradient_difference": difference,
+    }
+
+
+# ── the command ──────────────────────────────────────────────────────────────
+
+
+def show(found: dict) -> None:
+    """Print all figures, and one line for each target."""
+    rollout, few, tree = found["rollout"], found["slowest"], found["tree"]
+    print(f"{'rollout':<20}{'wall s':>8}{'engine s':>10}{'busy':>7}{'tools s':>9}{'polls':>7}")
+    for name, rows in found["sides"].items():
+        for row in rows:
+            print(
+                f"{name:<20}{row['wall_s']:>8.2f}{row['engine_s']:>10.2f}{row['busy']:>7.1%}{row['tools_s']:>9.1f}"
+                f"{row['polls']:>7}"
+            )
+    print(
+        f"tools take {rollout['tool_share']:.0%} of an episode that is alone; in lockstep with tools side by side the "
+        f"engine waits {rollout['lockstep_waits']:.0%}; bound on the speed against that {rollout['bound_of_that']:.2f}"
+    )
+    for row in few:
+        print(
+            f"few at once: {row['wall_s']:.2f} s; the slowest one's own sampling and tools {row['slowest_s']:.2f} s "
+            f"(tools {row['slowest_tools_s']:.2f} s), alone {row['alone_s']:.2f} s"
+        )
+    print(
+        f"paths {tree['flat_tokens']} tokens, {tree['flat_s']:.3f} s; tree {tree['tree_tokens']} tokens, "
+        f"{tree['tree_s']:.3f} s, {tree['ratio']:.2f} times as fast; gradients differ by "
+        f"{tree['gradient_difference']:.1e}"
+    )
+    ratio = statistics.median(row["ratio"] for row in few)
+    for name, value, goal, holds in (
+        ("engine-busy", rollout["busy"], BUSY, rollout["busy"] >= BUSY and rollout["tool_share"] >= 0.5),
+        ("lockstep-one-after-another", *against(rollout["against_one_after_another"], LOCKSTEP)),
+        ("lockstep-side-by-side", *against(rollout["against_side_by_side"], LOCKSTEP)),
+        ("slowest-episode", ratio, SLOWEST, ratio <= SLOWEST),
+        ("tree-tokens", *against(tree["fewer"], TREE)),
+    ):
+        print(f"target {name} {value:.2f} {goal} {'ok' if holds else 'miss'}", flush=True)
+
+
+def against(value: float, goal: float) -> tuple[float, float, bool]:
+    """Return a figure that must reach its goal, the goal, and whether it does."""
+    return value, goal, value >= goal
+
+
+def arguments() -> argparse.Namespace:
+    """Words of the command line, with the sizes of `--quick` or of a full run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few episodes, short tools")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    full = dict(episodes=256, few=64, turns=4, tokens=12, sequences=64, rounds=3, trees=8, repeats=3, median=MEDIAN)
+    quick = dict(episodes=12, few=6, turns=3, tokens=4, sequences=4, rounds=1, trees=2, repeats=1, median=0.01)
+    vars(args).update(quick if args.quick else full)
+    return args
+
+
+def main() -> None:
+    """Prints figures and targets; writes JSON."""
+    args = arguments()
+    import torch
+
+    from spmdrl.config.load import Loaded, from_command_line
+    from spmdrl.config.plan import plan_lines
+    from spmdrl.rl.build import build_run
+    from spmdrl.session.open import open_run
+
+    torch.set_num_threads(1)
+    found: dict = {"tree": trees(args)}
+    with tempfile.TemporaryDirectory() as work:
+        config = from_command_line(flags(Path(work), args)).config
+        with open_run(Loaded(config), build_run, plan_lines) as run:
+            assert run is not None, "no dry run was asked for"
+            with run.memory.rollout_phase():
+                rollouts = Rollouts(run, args)
+                found["sides"] = rollouts.sides(args.rounds)
+                one = [rollouts.time(rollouts.plan(200 + i, 1))["engine_s"] for i in range(3)]
+                found["rollout"] = compared(found["sides"], statistics.median(one), args)
+                found["slowest"] = rollouts.alone(args.rounds)
+            show(found)
+            if args.json:
+                about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+                about |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "spread": SPREAD}
+                about |= {name: value for name, value in vars(args).items() if name != "json"}
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps({"about": about} | found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Divides the episodes of a batch among ranks and optimizer steps, and looks at those of other ranks."""
+
+import torch
+
+from spmdrl.data.batch import KEYS, Batch, from_table, to_table
+from spmdrl.spmd.balance import assign_balanced, assign_groups, assign_units
+from spmdrl.spmd.exchange import exchange, lexsort, select
+from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.world import World
+
+
+def balance(batch: Batch, world: World) -> Batch:
+    """Give every data position the same amount of work in every optimizer step. Collective over the world.
+
+    Any rank may bring sequences, each of them once; the ranks of a position (`World.holders`) return the same share,
+    and ranks that hold none an empty batch. All paths of an episode go to the same position.
+    `seq["update"]` is the optimizer step that uses a sequence, `seq["work"]` (int64) its cost there: both come from
+    data, and only the latter may be an estimate (law 2). If prompts are shared, `seq["common"]` (int64) is the part of
+    that work that samples of a prompt on one rank do once. If `seq["unit"]` is there, all sequences of a position go to
+    the same data position.
+    """
+    return deal(batch, world.holders, Peers(world.group, world.device))
+
+
+def deal(batch: Batch, holders: torch.Tensor, peers: Peers) -> Batch:
+    """Do the work of `balance` over the ranks of a group. Collective.
+
+    holders: int64 [data positions, copies], group ranks.
+    """
+    positions, copies = holders.shape
+    table = to_table(batch)
+    # These columns travel in the keys, so that every rank plans alike.
+    shared, bound = "common" in batch.seq, "unit" in batch.seq
+    seq = batch.seq | batch.identity
+    plan = [seq[name] for name in ("paths", "update", "work", *(["common"] if shared else []))]
+    table.keys_nK = torch.cat([table.keys_nK, torch.stack(plan, 1)], 1)
+    if copies > 1:
+        # Repeat each row for each rank of its position; sorted by keys the copies stay together.
+        table = select(table, torch.arange(len(batch)).repeat_interleave(copies))
+
+    def assign(rows: torch.Tensor) -> torch.Tensor:
+        place, _, path, paths, step, cost, *rest = rows[::copies, : len(KEYS) + len(plan)].unbind(1)
+        begins = path % paths == 0
+        episode, first = torch.cumsum(begins, 0) - 1, torch.nonzero(begins).flatten()
+        position, share = place[first], step[first]
+        work = torch.zeros_like(share).index_add_(0, episode, cost)
+        common = rest[0][first] if shared else torch.zeros_like(work)
+        if bound:
+            target = assign_units(work, share, position, common, positions)
+        elif shared:
+            target = assign_groups(work, share, position, common, positions)
+        else:
+            target = assign_balanced(work, share, positions)
+        return holders[target[episode]].flatten()
+
+    received, _ = exchange(table, assign, peers.group, peers.device)
+    return from_table(received)
+
+
+def share_out(batch: Batch, updates: int, prompts: int, order: list[int]) -> Batch:
+    """Assign each sequence to an optimizer step: whole groups, an equal number of prompts per step, in `order`.
+
+    order: permutation of the positions 0 .. prompts - 1, keyed by (seed, step), the same on every rank. A replayed
+    sequence, whose position is higher, goes with the prompt at the same place of this step.
+    """
+    step_of = torch.zeros(prompts, dtype=torch.int64)
+    step_of[torch.tensor(order)] = torch.arange(prompts) * updates // prompts
+    batch.seq["update"] = step_of[batch.seq["position"] % prompts]
+    return batch
+
+
+def gather_rows(
+    batch: Batch, seq_n: torch.Tensor, columns_nK: torch.Tensor, peers: Peers
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather rows that belong to sequences from all ranks, in sample order. Collective.
+
+    Args:
+        batch: this rank's sequences.
+        seq_n: int64 [n] ascending, the sequence of each row; rows of one sequence keep their order.
+        columns_nK: float64 [n, K].
+        peers: ranks that take part.
+
+    Returns:
+        float64 [N, K], the same on every rank, and int64 [n], the places of this rank's rows in it.
+    """
+    keys = batch.keys[seq_n].double()
+    rows = peers.rows(torch.cat([keys, columns_nK.double()], 1))
+    start = sum(len(part) for part in rows[: peers.index])
+    everyone = torch.cat([part.cpu() for part in rows])
+    order = lexsort(everyone[:, : len(KEYS)].long())
+    where = torch.empty(len(everyone), dtype=torch.int64)
+    where[order] = torch.arange(len(everyone))
+    return everyone[order, len(KEYS) :], where[start : start + len(seq_n)]
