@@ -19,7 +19,7 @@ from spmdrl_kernels.vocabulary import SECOND
 SECONDS: dict[str, Any] = {"": 0, "entropy": 1, "collision": 2}
 GRADIENT_BLOCK = 2048
 """Columns that one program of the gradient holds at a time."""
-STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 4, 4
+STATS_LANES, STATS_STEPS, STATS_WARPS = 1024, 2, 4
 STATS_LANES_FP64, STATS_STEPS_FP64 = 256, 2
 """Columns that one program of the states holds at a time: lanes times steps. A lane's steps are in one thread."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
