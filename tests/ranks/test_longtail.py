@@ -10,8 +10,7 @@ from spmdrl.data.episode import Episode, prompt_segment
 from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt
 from spmdrl.rl.build import build_run
-from spmdrl.rl.rollout import shares
-from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult, shares
 from spmdrl.rl.sampler import Sampler
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
