@@ -1,4 +1,4 @@
-"""What adapters make of a row at the start of an episode."""
+"""Messages and seed with which adapters begin an episode, from its row."""
 
 
 def prompt_of(row: dict) -> list[dict]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.env.answers import joined
+from spmdrl.env.opening import prompt_of
 from spmdrl.env.operations import methods_of
 
 _OF_TRL = ("reset", "get_reward")
@@ -62,10 +63,7 @@ class FromTRL:
             observation = joined(observation)
         if not isinstance(observation, str | None):
             raise TypeError(f"reset returned {type(observation).__name__} where a text or None is wanted")
-        prompt = row.get("prompt") or ""
-        messages = (
-            [dict(each) for each in prompt] if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        )
+        messages = prompt_of(row) or [{"role": "user", "content": ""}]
         content = messages[-1].get("content") or ""
         text = joined(content) if isinstance(content, list) else str(content)
         messages[-1]["content"] = text + (observation or "")

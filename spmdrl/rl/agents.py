@@ -261,13 +261,13 @@ class Agents:
             self.pool.close(place)
 
     def _kept(self, place: Place, talk: Talk) -> dict:
-        """What a later step or another process needs to go on with an episode, as JSON values."""
+        """Returns all by which a later step or another process goes on with an episode, as JSON values."""
         self.pool.save(place)
         state = next(reply.state for key, reply in self._answers(place) if key == place)
         return talk.kept(state)
 
     def _answers(self, place: Place) -> list[tuple[Place, Reply]]:
-        """What the pool has, with what it said of others taken in."""
+        """Returns the answers that the pool has, and takes in those of other episodes."""
         there = self.pool.poll()
         for key, reply in there:
             if key != place:

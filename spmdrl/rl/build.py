@@ -121,7 +121,7 @@ def build_run(session: Session[Config]) -> Run:
 
 
 def open_environment(session: Session[Config], tokenizer, ends: set[int], room: int) -> Environment | None:
-    """What the samples of this rank's engine act in. Collective over the engine.
+    """Opens the environment of the samples of this rank's engine. Collective over the engine.
 
     ends: tokens that end a response. room: tokens of the longest first prompt.
 
