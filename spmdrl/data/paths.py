@@ -25,7 +25,7 @@ class Path:
         return sum(map(len, self.segments))
 
     def pack(self, pick: Callable[[Segment], torch.Tensor]) -> torch.Tensor:
-        """What `pick` gives of each segment, as `pick` gives it of an observed one where an earlier path has it."""
+        """Returns what `pick` gives of each segment; one that an earlier path has is given to it as an observed one."""
         told = zip(self.segments, self.first, strict=True)
         return torch.cat([pick(s if first else replace(s, logp=None, version=0)) for s, first in told])
 
