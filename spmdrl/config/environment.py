@@ -146,12 +146,13 @@ def weight_of(reward: RewardConfig) -> float:
 def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
     """Refuse an environment without a word about the reward, whose default looks at the last response alone.
 
-    given: names of the settings that the user gave.
+    given: names of the settings that the user gave. The config.yaml of a run, which says everything, is not among them.
 
     Raises:
         ConfigError: naming the choices.
     """
-    if cfg.env and cfg.reward.function == RewardConfig.function and "reward.function" not in given:
+    chosen = "env" not in given or "reward.function" in given or cfg.reward.function != RewardConfig.function
+    if cfg.env and not chosen:
         raise ConfigError(
             f"--env {cfg.env}: say what an episode is worth by --reward.function {OWN_REWARD}, the environment's own "
             "rewards, or by another one, which grades the last response"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spmdrl.data.episode import FINISH_REASONS, Episode, Segment, segments_of
-from spmdrl.data.paths import Path, add_path, paths_of
+from spmdrl.data.paths import Path, add_path, parents, paths_of
 from spmdrl.spmd.exchange import Table, select
 
 KEYS = ("position", "sample", "path")
@@ -208,10 +208,10 @@ def from_episodes(
         "version": pack(lambda p: p.pack(lambda s: torch.full((len(s),), s.version)), torch.int64),
     }
     if turns:
-        parents = {id(p.episode): p.episode.parents() for p in ordered}
+        before = {id(p.episode): parents(p.episode) for p in ordered}
         token["turn"] = pack(lambda p: p.spread([s.turn for s in p.segments]), torch.int64)
         token["state"] = pack(lambda p: p.spread([s.state for s in p.segments]), torch.int64)
-        token["parent"] = pack(lambda p: p.spread([parents[id(p.episode)][s.turn] for s in p.segments]), torch.int64)
+        token["parent"] = pack(lambda p: p.spread([before[id(p.episode)][s.turn] for s in p.segments]), torch.int64)
     if turn_rewards:
         token["turn_reward"] = pack(Path.turn_rewards, torch.float64)
     if experts_width:

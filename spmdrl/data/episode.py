@@ -98,16 +98,6 @@ class Episode:
         """Lay what `pick` gives of each segment of a path end to end. path: None: the one that is being continued."""
         return torch.cat([pick(self.segments[i]) for i in (self.path if path is None else path)])
 
-    def parents(self) -> list[int]:
-        """Return, for each turn, the number of the turn that it follows, -1 for none."""
-        out = [BY_PATH] * self.turns
-        for i, s in enumerate(self.segments):
-            if out[s.turn] == BY_PATH:
-                before = [self.segments[j] for j in self.path_to(self.before(i))]
-                told = [earlier.turn for earlier in before if earlier.sampled and earlier.turn != s.turn]
-                out[s.turn] = s.parent if s.parent != BY_PATH else told[-1] if told else -1
-        return out
-
     # ── tokens of the path that is being continued ───────────────────────────
 
     @property

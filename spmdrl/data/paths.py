@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from spmdrl.data.episode import Episode
-from spmdrl.data.segment import NONE, Segment, segments_of, shared_length
+from spmdrl.data.segment import BY_PATH, NONE, Segment, segments_of, shared_length
 
 
 @dataclass
@@ -67,3 +67,14 @@ def add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: t
     rest = segments_of(tokens[shared:], mask[shared:], logp[shared:], version[shared:])
     for i, s in enumerate(rest):
         episode.segments.append(replace(s, turn=turn + s.turn, **({} if i else {"after": after})))
+
+
+def parents(episode: Episode) -> list[int]:
+    """Return, for each turn of an episode, the number of the turn that it follows, -1 for none."""
+    out = [BY_PATH] * episode.turns
+    for i, s in enumerate(episode.segments):
+        if out[s.turn] == BY_PATH:
+            before = [episode.segments[j] for j in episode.path_to(episode.before(i))]
+            told = [earlier.turn for earlier in before if earlier.sampled and earlier.turn != s.turn]
+            out[s.turn] = s.parent if s.parent != BY_PATH else told[-1] if told else -1
+    return out

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from spmdrl.config.distillation import DistillationConfig
+from spmdrl.config.environment import check_reward_is_chosen
 from spmdrl.config.fields import ConfigError, flag, get, is_optional, leaves, shown
 from spmdrl.config.load import Loaded, from_command_line
 from spmdrl.config.online_preference import OnlinePreferenceConfig
@@ -48,8 +49,10 @@ def check_use(loaded: Loaded[Any]) -> list[str]:
 
     Raises:
         ConfigError: one line for each such setting: its flag, its value and the settings that would be read beside it.
+            Or an environment is given, and no reward.
     """
     config = loaded.config
+    check_reward_is_chosen(config, loaded.given)
     asked = [name for name in sorted(loaded.given) if is_judged(name) and not at_rest(config, name)]
     if not asked:
         return []

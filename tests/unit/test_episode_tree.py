@@ -11,6 +11,7 @@ from spmdrl.config.schema import Config, FilterConfig
 from spmdrl.data import treefile
 from spmdrl.data.batch import concatenate, from_episodes, to_episodes
 from spmdrl.data.episode import Episode, Segment, prompt_segment
+from spmdrl.data.paths import parents
 from spmdrl.data.segment import NONE, PREVIOUS
 from spmdrl.rl.compose import compose
 from spmdrl.rl.describe import describe, sample_row
@@ -63,7 +64,7 @@ def test_a_branch_begins_where_it_is_asked_for():
     ]
     assert e.paths() == [[0, 1, 2, 3, 4], [0, 5, 6], [0, 1, 7, 8]]
     # In time the second branch follows the turn before it; on its path, the third one follows the first turn.
-    assert e.parents() == [-1, 0, 1, 0]
+    assert parents(e) == [-1, 0, 1, 0]
     assert (e.turns, e.made, e.opening, e.version, e.response, e.turn_rewards) == (4, 12, 1, 5, [16], 0.75)
 
 
@@ -197,7 +198,7 @@ def test_files_hold_trees_and_older_ones_are_read(tmp_path):
     e = forked()
     treefile.write(tmp_path / "tree", episode_tree(e))
     back = episode_from(treefile.read(tmp_path / "tree"))
-    assert back.paths() == e.paths() and back.parents() == e.parents() and back.turn_rewards == e.turn_rewards
+    assert back.paths() == e.paths() and parents(back) == parents(e) and back.turn_rewards == e.turn_rewards
     for name in ("turn", "state", "parent", "turn_reward", "mask", "rollout_logp", "tokens"):
         one, other = (from_episodes([x], turns=True, turn_rewards=True).token[name] for x in (e, back))
         assert torch.equal(one, other), name

@@ -87,6 +87,16 @@ def test_setting_that_nothing_reads_is_refused_with_what_would_read_it(words, un
     assert "kl-coef above 0" not in reader or not refusal(*words.split(), "--algo.kl-coef", "0.1")
 
 
+def test_an_environment_without_a_word_about_the_reward_is_refused(tmp_path):
+    assert "--reward.function environment" in refusal("--env", "builtin:guess")
+    for words in (["--reward.function", "environment"], ["--reward.function", "exact_match"]):
+        assert not refusal("--env", "builtin:guess", *words)
+    # The config.yaml of a run says everything, so its reward was chosen.
+    chosen = from_command_line(["--env", "builtin:guess", "--reward.function", "exact_match"]).config
+    (tmp_path / "config.yaml").write_text(to_yaml(chosen))
+    assert not refusal("--config", str(tmp_path / "config.yaml"))
+
+
 def test_several_are_told_together():
     told = refusal("--algo.gamma", "0.9", "--critic.lr", "1", "--algo.clip-low", "0.1")
     assert told.startswith("2 settings without effect:") and "--algo.gamma" in told and "--critic.lr" in told
