@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.env.base import Call, Reply
-from spmdrl.env.conversation_text import message_line, reward_line, tool_line
+from spmdrl.env.conversation_text import end_lines, message_line, reward_line, tool_line
 from spmdrl.env.play import Play
 
 HELP = """\
@@ -53,11 +53,9 @@ def by_hand(
         total += reply.reward or 0.0
         done = reply.done
     final = play.score()
-    if shown := reward_line(final, "final reward"):
-        write(shown)
-    total += final.reward or 0.0
-    write(f"the episode has ended{'' if done else ' early'}, with {total:g} in all")
-    return total
+    for line in end_lines(final, total, "" if done else " early"):
+        write(line)
+    return total + (final.reward or 0.0)
 
 
 def understood(line: str, names: set[str]) -> tuple[str, list[Call]]:

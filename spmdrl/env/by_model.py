@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.env.calls import FORMATS, format_of, hear
-from spmdrl.env.conversation_text import call_line, message_line, plain, reward_line
+from spmdrl.env.conversation_text import call_line, end_lines, message_line, plain, reward_line
 from spmdrl.env.play import Play
 
 Speak = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
@@ -63,11 +63,9 @@ def by_model(
         if done := reply.done:
             break
     final = play.score()
-    if shown := reward_line(final, "final reward"):
-        write(shown)
-    total += final.reward or 0.0
-    write(f"the episode has ended{'' if done else f' after {turns} turns'}, with {total:g} in all")
-    return total
+    for line in end_lines(final, total, "" if done else f" after {turns} turns"):
+        write(line)
+    return total + (final.reward or 0.0)
 
 
 def load_speaker(model: str, format: str = "", most: int = 256, temperature: float = 1.0, seed: int = 0) -> Speaker:

@@ -45,3 +45,12 @@ def reward_line(reply: Reply, what: str = "reward") -> str:
         return ""
     parts = ", ".join(f"{name} {value:g}" for name, value in reply.parts.items())
     return plain(f"{what} {reply.reward:g}{f' ({parts})' if parts else ''}")
+
+
+def end_lines(final: Reply, before: float, how: str) -> list[str]:
+    """Return the lines at the end of an episode: its final reward and the sum of all.
+
+    before: rewards of its turns. how: the words after "the episode has ended", such as " early".
+    """
+    shown, total = reward_line(final, "final reward"), before + (final.reward or 0.0)
+    return [*([shown] if shown else []), f"the episode has ended{how}, with {total:g} in all"]

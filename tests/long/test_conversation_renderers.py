@@ -7,9 +7,7 @@ openai-harmony come with vLLM).
 """
 
 import json
-import os
 import random
-import signal
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -17,6 +15,7 @@ from importlib.util import find_spec
 import pytest
 
 from spmdrl.data.conversation import Conversation
+from tests.long.apart import apart
 from tests.long.test_turns_renderers import PAIRS, tokenizer_with_all
 from tests.unit.dialogues import CONTROL, TOOLS, templates
 from tests.unit.test_conversation import told
@@ -91,33 +90,10 @@ def compared(name: str) -> dict:
     return {**counts, "first": differ[:2]}
 
 
-def record(names: list[str]) -> dict:
-    """Compares all renderers, each in a process with a time limit."""
-    out = {}
-    for name in names:
-        read, write = os.pipe()
-        child = os.fork()
-        if not child:
-            signal.setitimer(signal.ITIMER_PROF, LIMIT)
-            signal.alarm(10 * LIMIT)
-            try:
-                found = compared(name)
-            except Exception as error:
-                found = {"error": f"{type(error).__name__}: {error}"}
-            os.write(write, json.dumps(found).encode())
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read, "rb") as file:
-            said = file.read()
-        os.waitpid(child, 0)
-        out[name] = json.loads(said) if said else {"error": f"no answer within {LIMIT} s"}
-    return out
-
-
 @pytest.mark.skipif(find_spec("renderers") is None, reason="the package renderers is not installed")
 @pytest.mark.timeout(7200)
 def test_parity_tokens_between_turns_are_those_of_renderers():
-    found = record(list(TEMPLATES))
+    found = apart(compared, TEMPLATES, LIMIT)
     print(json.dumps(found, indent=1, ensure_ascii=False))
     for name, counts in found.items():
         assert "error" not in counts and not counts.get("differ"), (name, counts)
@@ -125,4 +101,4 @@ def test_parity_tokens_between_turns_are_those_of_renderers():
 
 
 if __name__ == "__main__":
-    print(json.dumps(record(sys.argv[1:] or list(TEMPLATES)), indent=1, ensure_ascii=False))
+    print(json.dumps(apart(compared, sys.argv[1:] or TEMPLATES, LIMIT), indent=1, ensure_ascii=False))

@@ -7,9 +7,7 @@ openai-harmony come with vLLM). A renderer is compared under the templates that 
 """
 
 import json
-import os
 import re
-import signal
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.turns import sequences_of
+from tests.long.apart import apart
 from tests.unit.dialogues import dialogue, templates
 
 PAIRS = {
@@ -102,32 +101,10 @@ def stretches(tokenizer, tokens: list[int], mask: list[bool]) -> list[str]:
     return [tokenizer.decode(stretch) for stretch in found]
 
 
-def record() -> dict:
-    """Compares all renderers, each in a process with a time limit."""
-    out = {}
-    for name in PAIRS:
-        read, write = os.pipe()
-        child = os.fork()
-        if not child:
-            signal.alarm(LIMIT)
-            try:
-                told = compared(name)
-            except Exception as error:
-                told = {"error": f"{type(error).__name__}: {error}"}
-            os.write(write, json.dumps(told).encode())
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read, "rb") as file:
-            said = file.read()
-        os.waitpid(child, 0)
-        out[name] = json.loads(said) if said else {"error": f"no answer within {LIMIT} s"}
-    return out
-
-
 @pytest.mark.skipif(find_spec("renderers") is None, reason="the package renderers is not installed")
 @pytest.mark.timeout(400)
 def test_parity_trained_text_is_that_of_renderers():
-    found = record()
+    found = apart(compared, PAIRS, LIMIT)
     print(json.dumps(found, indent=1, ensure_ascii=False))
     for name, told in found.items():
         assert "error" not in told and not told["differ"], (name, told)
@@ -135,4 +112,4 @@ def test_parity_trained_text_is_that_of_renderers():
 
 
 if __name__ == "__main__":
-    print(json.dumps(record(), indent=1, ensure_ascii=False))
+    print(json.dumps(apart(compared, PAIRS, LIMIT), indent=1, ensure_ascii=False))
