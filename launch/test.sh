@@ -3,10 +3,10 @@
 #
 #   ./launch/test.sh [--quick | --long] [arguments of pytest]
 #
-# Without paths it runs two pytests, which get the same arguments: tests/contract, tests/plans and tests/unit, a file of
-# tests to a core, then the rest one by one, because its tests start ranks and engines of their own. Paths of tests, and
-# options that ask for one report or one order of all tests (--junitxml, --lf, --pdb and the like, see below), make it
-# one plain pytest.
+# Without paths it runs three pytests, which get the same arguments: tests/contract, tests/plans and tests/unit, a file of
+# tests to a core; then most of the rest with fewer workers, because its tests start ranks and engines of their own; and
+# one by one those that go by the clock or by the memory of the machine. Paths of tests, and options that ask for one
+# report or one order of all tests (--junitxml, --lf, --pdb and the like, see below), make it one plain pytest.
 # --quick runs unit tests but the slow ones, and a run of two ranks, a file of tests to a core; it installs nothing
 # where .venv is there.
 # --long adds tests/long (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is
@@ -14,14 +14,23 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Files in the order of the command line, so that the few long ones of tests/contract do not come last.
-spread=(-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+by_file=(--dist loadfile --no-loadscope-reorder)
+spread=(-n auto --maxprocesses 8 "${by_file[@]}")
 first=(tests/contract tests/plans tests/unit)
+workers=$(($(nproc) < 4 ? 2 : $(nproc) < 16 ? $(nproc) / 2 : 8))
+# Jobs that have to end within seconds of a fault, programs with limits of time and memory, measurements.
+alone=(
+    tests/sandbox tests/gpu
+    tests/e2e/test_{bad_input,engine_faults,faults,job_kills,kills,preemption,run_lock,slurm,soak}.py
+    tests/engines/test_{sglang,vllm,vllm_tp}.py
+    tests/ranks/test_{benchmarks,checkpoints,first_gpu_run,guards,harness,longtail,memory,rehearsal,ulysses}.py
+)
 which=(--ignore=tests/long)
 quick= one= stop= value=
 arguments=()
 for arg in "$@"; do
     case $arg in
-        --long) which=() ;;
+        --long) which=() alone+=(tests/long) ;;
         --quick) quick=1 ;;
         *) arguments+=("$arg") ;;
     esac
@@ -60,21 +69,19 @@ if [[ $one ]]; then
 fi
 
 NO_TESTS=5 # pytest's exit code where nothing was chosen, as by -k
-code=0
-.venv/bin/python -m pytest "${spread[@]}" "${first[@]}" "${arguments[@]}" || code=$?
-echo "[test] ${first[*]}: exit code $code after $SECONDS s"
-# 2 is Ctrl-C, 3 and 4 are mistakes that the second run would repeat.
-if [[ $code -ge 2 && $code -le 4 || $code == 1 && $stop ]]; then
-    exit "$code"
-fi
-rest=0
-.venv/bin/python -m pytest "${which[@]}" "${first[@]/#/--ignore=}" "${arguments[@]}" || rest=$?
-if [[ $code == 1 ]]; then
-    echo "[test] ${first[*]}: failed, see above" >&2
-    exit 1
-fi
-# A part without tests is a failure only where the other has none either.
-if [[ $rest == "$NO_TESTS" ]]; then
-    exit "$code"
-fi
-exit "$rest"
+suite=$NO_TESTS
+
+part() { # part PATH_OR_OPTION...: one pytest, whose code joins that of the suite
+    local code=0
+    .venv/bin/python -m pytest "$@" "${arguments[@]}" || code=$?
+    echo "[test] exit code $code after $SECONDS s"
+    # 2 is Ctrl-C, 3 and 4 are mistakes that the next part would repeat.
+    if [[ $code -ge 2 && $code -le 4 || $code == 1 && $stop ]]; then exit "$code"; fi
+    # A part without tests is a failure only where no other has any.
+    if [[ $suite != 1 && $code != "$NO_TESTS" ]]; then suite=$code; fi
+}
+
+part "${spread[@]}" "${first[@]}"
+part -n "$workers" "${by_file[@]}" --ignore=tests/long "${first[@]/#/--ignore=}" "${alone[@]/#/--ignore=}"
+part "${alone[@]}"
+exit "$suite"
