@@ -49,6 +49,8 @@ class EnvironmentConfig:
     history: Literal["keep", "branch"] = "keep"
     """For a chat template that renders earlier turns otherwise later on: `keep` goes on with what was sampled, `branch`
     begins a branch of the episode with what the template makes of it."""
+    max_open: int = 0
+    """Episodes of an engine that are open at once, in whole groups; 0: up to the engine's share of all."""
     workers: int = 1
     """Processes of each engine that run environments."""
     memory_mb: int = 0
@@ -62,6 +64,7 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
     "reward_timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
     "longest_answer": (lambda x: x >= 1, "must be at least 1"),
+    "max_open": (lambda x: x >= 0, "must be 0 or more"),
     "workers": (lambda x: x >= 1, "must be at least 1"),
     "memory_mb": (lambda x: x >= 0, "must be 0 or more"),
 }

@@ -68,7 +68,7 @@ class Agents:
             except ValueError:
                 self.pool.shutdown()
                 raise
-        self.turn_tokens = found.turn_tokens
+        self.turn_tokens, self.most_open = found.turn_tokens, found.max_open
         self.talks: dict[Place, Talk] = {}
         self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)

@@ -129,8 +129,11 @@ class Rollout:
     def take(self) -> list[PromptGroup]:
         """Return the groups that there is room for, those of earlier steps first."""
         # An episode that waits for an answer of its environment leaves its place in the engine to others.
-        free = min(self.places - self.running - self.opening, self.fair - self.running - self.asked)
-        room = max(-(-free // self.plan.requests_per_prompt), 0)
+        under_way, each = self.running + self.asked, self.plan.requests_per_prompt
+        free = min(self.places - self.running - self.opening, self.fair - under_way)
+        room = max(-(-free // each), 0)
+        if self.environment.most_open:
+            room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
         # Every rank of the engine asks the queue, also for nothing.
         for place in self.queue.take(room - len(taken)):

@@ -19,10 +19,10 @@ class Shared:
 
     opens_later = True
 
-    def __init__(self, own: Environment | None, world: World, turn_tokens: int):
-        """own: on the first rank. world: its engine has several ranks. turn_tokens: as in the contract."""
+    def __init__(self, own: Environment | None, world: World, turn_tokens: int, most_open: int):
+        """own: on the first rank. world: its engine has several ranks. The others are as in the contract."""
         assert world.engine_group is not None, "an engine of one rank has nobody to share with"
-        self.own, self.turn_tokens = own, turn_tokens
+        self.own, self.turn_tokens, self.most_open = own, turn_tokens, most_open
         # NCCL carries tensors of the device alone.
         self.group, self.device = world.engine_group, world.device
 

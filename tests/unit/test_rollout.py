@@ -97,6 +97,29 @@ def test_prompts_after_those_that_fail_at_once_are_begun(bad, in_order):
     assert {e.prompt for e in done.episodes if e.finish == "stop"} == set(range(6)) - bad
 
 
+class Counted(AtOnce):
+    """Notes how many episodes are open at most."""
+
+    def __init__(self, most_open: int):
+        super().__init__(SingleTurn())
+        self.most_open, self.open_now, self.most = most_open, 0, 0
+
+    def open(self, plan, group, episode):
+        self.open_now += 1
+        self.most = max(self.most, self.open_now)
+        super().open(plan, group, episode)
+
+    def answer(self, plan, group, episode, finish):
+        self.open_now -= 1
+        super().answer(plan, group, episode, finish)
+
+
+@pytest.mark.parametrize("most_open, seen", [(0, 8), (7, 4), (4, 4), (1, 4), (100, 8)])
+def test_no_more_environments_are_open_than_allowed_but_one_group(most_open, seen):
+    counted = Counted(most_open)
+    assert len(rollout(counted).episodes) == 24 and counted.most == seen
+
+
 class Slow(AtOnce):
     """The last prompt's responses are answered after an hour."""
 
