@@ -1,6 +1,7 @@
 """The environments that a run's policy acts in, as `--env` names them: one environment, or a file of settings."""
 
 import hashlib
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -55,6 +56,9 @@ class EnvironmentConfig:
     """Processes of each engine that run environments."""
     memory_mb: int = 0
     """MiB of memory that a process may have; 0: no limit."""
+    python: str = ""
+    """Interpreter of these processes, for an environment whose packages conflict with the run's: it needs PyYAML and
+    what the environment needs. Empty: that of the run."""
 
 
 _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -107,6 +111,8 @@ def problems_of(found: EnvironmentConfig) -> list[str]:
             problems.append(f"{name} {getattr(found, name)!r}: must be one of {', '.join(choices)}")
     if not found.environment:
         problems.append("environment '': name it, as file.py:Class or builtin:guess")
+    if found.python and not shutil.which(found.python):
+        problems.append(f"python {found.python!r}: there is no such interpreter")
     if not isinstance(found.settings, dict):
         problems.append(f"settings {found.settings!r}: must be names with values, such as {{numbers: 8}}")
     elif found.settings and found.environment == ROWS:

@@ -58,7 +58,8 @@ class Agents:
         if self.format not in FORMATS:
             raise ValueError(f"calls {self.format!r} (--env): take auto or one of {', '.join(FORMATS)}")
         limits = PoolSettings(
-            found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout, found.memory_mb
+            *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
+            *(found.memory_mb, found.python),
         )
         self.pool = Pool(found.workers, limits)
         self.hello = "each row's own"
