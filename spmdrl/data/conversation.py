@@ -130,10 +130,11 @@ class Conversation:
         missing end as observed tokens. Where the template refuses the turn as a message, it does not fork.
 
         Raises:
-            ValueError: there are no new messages, or the template refuses them or does not show them after the turn.
+            ValueError: there are no new messages, the last one is an assistant's, or the template refuses them or does
+                not show them after the turn.
         """
-        if not new:
-            raise ValueError("no message follows the assistant's turn")
+        if not new or new[-1]["role"] == "assistant":
+            raise ValueError("an assistant's turn is followed by messages, of which the last is to be answered")
         told, turn = self._told([*messages, assistant, *new], tools), len(messages)
         tail, refusal = self._proved(told, turn)
         if self.history == "branch":

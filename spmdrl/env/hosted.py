@@ -11,14 +11,13 @@ from typing import Any
 
 from spmdrl.config.user_code import place, said
 from spmdrl.data.scores import as_score
-from spmdrl.env.answers import BadRewardError, Told, cut_text, finite, joined, raw_text, told, valid
+from spmdrl.env.answers import BadRewardError, Told, cut_text, finite, told, valid
 from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import RESERVED
 from spmdrl.env.limits import LateError, Limits, RaisedError
+from spmdrl.env.messages import messages_of, said_type
 from spmdrl.env.operations import Tool, by_name, checked_schema, methods_of, tool_of
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class FailedError(Exception):
@@ -271,30 +270,9 @@ def _text_of(error: BaseException) -> str:
         return said(error)
 
 
-def said_type(value: object) -> str:
-    """Name the type of a value, of a tuple with its length."""
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
-
-
 def _messages(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
-    """Return messages with valid text, and how many texts were cut. A text is a message of the user."""
-    given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
-    given = [given] if isinstance(given, dict) else given
-    if not isinstance(given, list | tuple):
-        raise FailedError(f"must return messages, a text or None from {what}, and returned {said_type(given)}")
-    out, cuts = [], 0
-    for message in given:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise FailedError(
-                f'must return messages {{"role": ..., "content": ...}} with a role of {", ".join(ROLES)} from {what}, '
-                f"and returned {str(message)[:100]!r}"
-            )
-        content = message.get("content")
-        try:
-            raw = joined(content) if isinstance(content, list) else raw_text(content)
-            text, was_cut = cut_text(raw, int(min(longest, len(raw))), cut)
-            cuts += was_cut
-            out.append(json.loads(json.dumps({**message, "content": text})))
-        except (TypeError, ValueError) as e:
-            raise FailedError(f"returned a message from {what} that is neither text nor JSON: {e}") from None
-    return out, cuts
+    """Return messages with valid text, and how many texts were cut (`messages_of`)."""
+    try:
+        return messages_of(value, what, longest, cut)
+    except ValueError as e:
+        raise FailedError(str(e)) from None

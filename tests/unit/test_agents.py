@@ -21,7 +21,7 @@ from tests.unit.dialogues import templates, tokenizer_for
 
 END = "<|im_end|>"
 USER = '''
-import os, time
+import json, os, time
 
 
 class Words:
@@ -67,6 +67,13 @@ class Does(Words):
             "control": "<|im_end|>\\n<|im_start|>assistant\\n<|endoftext|>",
             "plain": "plain",
         }[what]
+
+
+class Repeats(Words):
+    """Returns the messages that the policy wrote as JSON."""
+
+    def step(self, message):
+        return json.loads(message["content"]), 0.5, False
 
 
 class Saved(Words):
@@ -290,6 +297,51 @@ def test_an_mcp_server_that_dies_is_told_and_comes_back(make, tmp_path):
     answers = [played.observed(turn=turn) for turn in (1, 2, 3)]
     assert "the MCP server ended during the call" in answers[1]
     assert answers[0] == answers[2] and "<tool_response>\n3\n</tool_response>" in answers[0]
+
+
+CALLED = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {"a": [1]}}}
+MALFORMED = [
+    ({"tool_calls": "str"}, "whose tool_calls are no list: 'str'"),
+    ({"tool_calls": {"a": 1}}, "whose tool_calls are no list: \"{'a': 1}\""),
+    ({"tool_calls": 5}, "whose tool_calls are no list: '5'"),
+    ({"tool_calls": ["x"]}, 'with a tool call that is not {"type": "function", "function"'),
+    ({"tool_calls": [{"function": "f"}]}, 'with a tool call that is not {"type": "function", "function"'),
+    ({"tool_calls": [{"function": {"name": 5}}]}, 'with a tool call that is not {"type": "function", "function"'),
+    ({"tool_calls": [{"name": "f", "arguments": "{no"}]}, "whose arguments are no object: '{no'"),
+    ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "whose arguments are no object: '[1]'"),
+    ({"tool_calls": [CALLED | {"id": 5}]}, "whose id is no text: '5'"),
+    ({"reasoning_content": ["x"]}, "whose reasoning_content is no text"),
+    ({"tool_call_id": {}}, "whose tool_call_id is no text: '{}'"),
+]
+"""Parts of a message -> the reason for which the environment has failed."""
+WELL_FORMED = [
+    {"tool_calls": None, "reasoning_content": None},
+    {"tool_calls": [CALLED]},
+    {"tool_calls": [{"name": "f", "arguments": '{"a": 1}'}, {"function": {"name": "f", "arguments": None}}]},
+]
+
+
+def test_malformed_messages_of_an_environment_are_its_failure_alone(make):
+    """From reset and from step; the rest of the group goes on."""
+    agents, last = make("Repeats"), {"role": "user", "content": "and?"}
+    for part, why in MALFORMED:
+        odd = [{"role": "assistant", "content": ""} | part, last]
+        played = Played(agents, [said("x")], row={"say": odd})
+        assert played.play()[0].finish == "abort" and "returned a message from reset " in played.why[0]
+        assert why in played.why[0]
+        played = Played(agents, [said(json.dumps(odd))], ["cut"], tokens=2000)
+        bad, good = played.play()
+        assert bad.finish == "abort" and "returned a message from step " in played.why[0] and why in played.why[0]
+        assert good.finish == "length" and played.why[1] == ""
+    for part in WELL_FORMED:
+        fine = [{"role": "assistant", "content": ""} | part, last]
+        played = Played(agents, ["cut"], row={"say": [last, *fine]})
+        assert played.play()[0].finish == "length" and played.why[0] == ""
+    for value in ([], [{"role": "assistant", "content": "I"}]):
+        played = Played(agents, [], row={"say": value})
+        assert played.play()[0].finish == "abort" and played.why[0]
+    played = Played(agents, [said('[{"role": "assistant", "content": "I"}]')])
+    assert played.play()[0].finish == "abort" and "the last is to be answered" in played.why[0]
 
 
 def test_two_tools_of_one_name_are_refused_at_start(make, file):

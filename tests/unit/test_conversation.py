@@ -392,7 +392,7 @@ def test_bad_input_is_refused():
         talk.begin([])
     with pytest.raises(ValueError, match="begins with messages"):
         talk.begin([{"role": "assistant", "content": "a"}])
-    with pytest.raises(ValueError, match="no message follows"):
+    with pytest.raises(ValueError, match="the last is to be answered"):
         talk.next([{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}, None, [65], False, [])
     only_users = Conversation(plain_tokenizer(), LOOP.replace("messages", "messages if m.role != 'tool'") + ASK)
     with pytest.raises(ValueError, match=r"the given chat template cannot go on .* does not show the tool message"):
