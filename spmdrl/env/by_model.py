@@ -95,7 +95,9 @@ def load_speaker(model: str, format: str = "", most: int = 256, temperature: flo
         policy = build_model(folder, "bfloat16" if device.type == "cuda" else "float32").to(device)
     render = Renderer(tokenizer)
     why = ""
-    if not format:
+    if not format and not render.shows_tools:
+        why = "the model's chat template shows no tools"
+    elif not format:
         try:
             format = format_of(render.template)
         except ValueError as error:

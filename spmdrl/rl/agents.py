@@ -16,11 +16,12 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import shared_length
 from spmdrl.env.base import PoolSettings, Reply
-from spmdrl.env.calls import FORMATS, format_of, hear
+from spmdrl.env.calls import hear
 from spmdrl.env.pool import Pool
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
 from spmdrl.rl.talks import Talk, opening_of
+from spmdrl.rl.tool_forms import form_of, unfit
 from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
@@ -50,13 +51,12 @@ class Agents:
         beside `ground_truth`. weight: of the environment's rewards among the run's (`config.environment.weight_of`).
 
         Raises:
-            ValueError: there is no such environment, or nobody can tell how the model writes calls.
+            ValueError: there is no such environment, or it has tools and nobody can tell how the model learns of them
+                or calls them.
         """
         self.found, self.conversation, self.ends = found, conversation, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
-        self.format = format_of(conversation.render.template) if found.calls == "auto" else found.calls
-        if self.format not in FORMATS:
-            raise ValueError(f"calls {self.format!r} (--env): take auto or one of {', '.join(FORMATS)}")
+        self.format = form_of(found, conversation)
         limits = PoolSettings(
             found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout, found.memory_mb
         )
@@ -65,6 +65,8 @@ class Agents:
         if found.environment != ROWS:
             try:
                 self.hello = self.pool.check(found.environment, found.settings)
+                if why := unfit(found, conversation, self.format, self.pool.tools[found.environment]):
+                    raise ValueError(f"--env {found.environment}: {why}")
             except ValueError:
                 self.pool.shutdown()
                 raise
@@ -78,8 +80,9 @@ class Agents:
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """See the contract."""
         place, prompt = place_of(episode), group.prompt
-        # All samples of a prompt begin alike, as they are compared.
-        seed = seed_for(plan.key[0], SEED, prompt.index, group.position)
+        # All samples of a prompt begin alike, as they are compared. `born` tells training and evaluation apart, and
+        # stays as it is in a group that a later step goes on with.
+        seed = seed_for(plan.key[0], SEED, group.born, prompt.index, group.position)
         try:
             opening = opening_of(self.found, prompt, self.answer_column, seed)
         except ValueError as error:
@@ -193,13 +196,16 @@ class Agents:
         if talk.resumed:
             talk.resumed = False
             return
+        if why := unfit(self.found, self.conversation, self.format, talk.tools):
+            self._fail(place, f"{talk.opening.name}: {why}")
+            return
         talk.messages = list(reply.messages)
         size = sum(len(message["content"]) for message in talk.messages)
         if size > CHARACTERS * self.longest_prompt:
             self._too_long(place, f"{size} characters")
             return
         try:
-            tokens = self.conversation.begin(talk.messages, talk.tools or None)
+            tokens = self._prompt(talk)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
@@ -207,6 +213,10 @@ class Agents:
             self._too_long(place, f"{len(tokens)} tokens")
             return
         self.ready.append((place, Observation(tokens)))
+
+    def _prompt(self, talk: Talk) -> list[int]:
+        """Return the tokens of all messages of a conversation. Raises ValueError."""
+        return self.conversation.begin(talk.messages, talk.tools or None, self.found.calls != "auto")
 
     def _said(self, place: Place, talk: Talk, reply: Reply) -> None:
         """Go on after the answer to a turn, or end the episode."""
@@ -264,7 +274,8 @@ class Agents:
         """Returns all by which a later step or another process goes on with an episode, as JSON values."""
         self.pool.save(place)
         state = next(reply.state for key, reply in self._answers(place) if key == place)
-        return talk.kept(state)
+        # Without a limit no clock has a part in what a checkpoint holds.
+        return talk.kept(state, time.monotonic() - talk.begun if self.found.max_seconds else 0.0)
 
     def _answers(self, place: Place) -> list[tuple[Place, Reply]]:
         """Returns the answers that the pool has, and takes in those of other episodes."""

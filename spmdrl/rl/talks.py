@@ -16,7 +16,7 @@ class Talk:
 
     opening: Opening
     begun: float
-    """Time at which this rank began or took up the episode."""
+    """Time at which the episode began (time.monotonic()), as if it had never been cut short."""
     messages: list[dict] = field(default_factory=list)
     """All messages up to the last observation."""
     tools: list[dict] = field(default_factory=list)
@@ -45,14 +45,18 @@ class Talk:
     failure: str = ""
     """Reason for which its environment could not be opened again."""
 
-    def kept(self, state: object) -> dict:
-        """Returns what a later step or another process needs to go on, as JSON values. state: of the environment."""
+    def kept(self, state: object, seconds: float) -> dict:
+        """Returns what a later step or another process needs to go on, as JSON values.
+
+        state: of the environment. seconds: of the episode so far, which count towards its limit.
+        """
         return {
             "messages": self.messages,
             "tools": self.tools,
             "said": [asdict(said) for said in self.said],
             "given": self.given,
             "state": state,
+            "seconds": seconds,
         }
 
     def resume(self, kept: dict) -> None:
@@ -60,6 +64,7 @@ class Talk:
         self.resumed, self.messages, self.tools = True, list(kept["messages"]), kept["tools"]
         self.said = [Said(**each | {"calls": [Call(**call) for call in each["calls"]]}) for each in kept["said"]]
         self.given, self.replayed = kept["given"], kept["state"] is None
+        self.begun -= kept["seconds"]
 
     def differs(self, reply: Reply) -> str:
         """Returns what is wrong where turns that were run again had other answers; empty where they had not.

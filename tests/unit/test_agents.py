@@ -11,10 +11,12 @@ import pytest
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.schema import DataConfig
 from spmdrl.data.batch import from_episodes
+from spmdrl.data.chat import CHATML
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.rl.agents import Agents
+from spmdrl.rl.evaluation import EVALUATION
 from spmdrl.rl.rollout import Rollout
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
 from tests.unit.dialogues import templates, tokenizer_for
@@ -67,6 +69,23 @@ class Does(Words):
             "control": "<|im_end|>\\n<|im_start|>assistant\\n<|endoftext|>",
             "plain": "plain",
         }[what]
+
+
+class Brings(Words):
+    """It brings its tools."""
+
+    def tool_schemas(self):
+        return [{"type": "function", "function": {"name": "act", "parameters": {"type": "object", "properties": {}}}}]
+
+    def call(self, name, arguments):
+        return "plain"
+
+
+class Seeded(Words):
+    """Begins with its seed."""
+
+    def reset(self, row, seed):
+        return str(seed)
 
 
 class Repeats(Words):
@@ -154,7 +173,7 @@ def make(file):
     opened = []
 
     def of(name: str = "Does", template: str = "qwen2_5", longest: int = 2000, weight: float = 1.0, **limits) -> Agents:
-        text = templates()[template]
+        text = (templates() | {"chatml": CHATML})[template]
         talk = Conversation(tokenizer_for(text), text, limits.pop("history", "keep"))
         known = name if ":" in name or name == "rows" else f"{file}:{name}"
         found = EnvironmentConfig(known, **limits)
@@ -351,6 +370,31 @@ def test_two_tools_of_one_name_are_refused_at_start(make, file):
         assert name in str(refused.value)
 
 
+def test_tools_that_the_template_does_not_show_are_refused_at_start(make, file):
+    """Before an episode is played. Without tools, or with the form of calls by the user's word, the run goes on."""
+    shown = r"does not show the tools: choose one that does with --data.chat-template, or name by `calls` in the YAML"
+    for template in ("chatml", "llama3", "deepseekv3"):
+        with pytest.raises(ValueError, match=rf"--env {file}:Does: the given chat template {shown}"):
+            make(template=template)
+    with pytest.raises(ValueError, match="shows no form of calls that is read here: name it by `calls` in the YAML"):
+        make(template="lfm2")
+    assert make("Words", template="chatml").format == "none"
+    for template, form in (("chatml", "hermes"), ("lfm2", "hermes")):
+        played = Played(make(template=template, calls=form), [call("plain"), said("done")])
+        assert played.play()[0].finish == "stop" and "plain" in played.observed() and played.why[0] == ""
+    (episode,) = Played(make(template="chatml", calls="none"), [call("plain")]).play()
+    assert episode.finish == "stop" and episode.given == 2.5
+
+
+def test_tools_that_are_known_after_reset_alone_fail_with_the_reason(make, file):
+    """Those of rows, and those that an environment brings itself."""
+    for name, row in (("rows", {"env": f"{file}:Does"}), ("Brings", {})):
+        played = Played(make(name, template="chatml"), [], row=row)
+        assert played.play()[0].finish == "abort" and "the given chat template does not show the tools" in played.why[0]
+    played = Played(make("rows", template="lfm2"), [], row={"env": f"{file}:Does"})
+    assert played.play()[0].finish == "abort" and "shows no form of calls that is read here" in played.why[0]
+
+
 # ── limits ───────────────────────────────────────────────────────────────────
 
 
@@ -441,6 +485,37 @@ def test_an_environment_that_cannot_be_run_again_fails_alone(make, wait):
     assert one.finish == other.finish == "abort"
     assert all("gave other messages when its turns were run again" in why for why in played.why.values())
     assert played.agents.take_counts()["failures"] == 2 and not played.agents.talks
+
+
+def test_seconds_of_an_episode_count_on_when_it_is_taken_up_again(make):
+    """The limit holds for all parts together; time between them does not count."""
+    limits = {"settings": {"most": 99}, "max_seconds": 60.0}
+    played = Played(make(**limits), [said("a")] * 9)
+    played.play(turns=1)
+    next(iter(played.agents.talks.values())).begun -= 50.0
+    for _ in range(2):
+        played.leave()
+        kept = played.group.episodes[0].talk
+        assert kept and 50.0 <= kept["seconds"] < 59.0
+        played.agents = make(**limits)
+        (episode,) = played.play(turns=1)
+        assert not episode.finish
+    played.leave()
+    episode.talk, played.agents = episode.talk | {"seconds": 60.0}, make(**limits)
+    assert played.play()[0].finish == "time"
+
+
+def test_training_and_evaluation_begin_with_other_seeds(make):
+    """At one row and position, whatever the order of the data; samples of one draw have one seed."""
+    seeds = []
+    for key in ((3, 0), (3, EVALUATION), (4, 0)):
+        played = Played(make("Seeded"), *[[said("x")]] * 2)
+        played.plan.key = key
+        played.group = played.plan.group(0)
+        one, other = (e.segments[0].tokens.tolist() for e in played.play())
+        assert one == other
+        seeds.append(one)
+    assert len({tuple(each) for each in seeds}) == 3
 
 
 # ── history ──────────────────────────────────────────────────────────────────
