@@ -67,6 +67,9 @@ class Reply:
     """The episode has ended."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """From `open`: OpenAI function schemas."""
+    state_key: str = ""
+    """Digest of the state that the environment is in after this turn, or after its reset, as it names it itself; empty
+    where it does not."""
     state: Any = None
     """From `save`: a JSON value, or None where the environment is to be replayed."""
     failure: str = ""
@@ -108,6 +111,6 @@ class PoolSettings:
             raise ValueError(f"on_timeout is {self.on_timeout!r}: take tell or end")
 
 
-def digest(messages: list[dict[str, Any]]) -> str:
-    """Return a short text that is equal for equal messages only."""
-    return hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=16).hexdigest()
+def digest(value: Any) -> str:
+    """Return a short text that is equal for equal JSON values only, as messages are."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

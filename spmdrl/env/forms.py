@@ -9,6 +9,7 @@ tools                        a list of typed functions, instead of methods
 tool_schemas(), call(name, arguments)     OpenAI function schemas, and what makes the calls, instead of both
 reward()                     a number, {"score": number, name: number}, or None
 state(), restore(state)      a JSON value, from which an environment goes on that was reset with the same row and seed
+state_key()                  a JSON value that is equal for equal states (GiGPO compares turns of one state)
 close()
 timeout_s                    seconds that each call may take
 parallel_calls               False: calls of one turn run one after another, in their order
@@ -46,6 +47,7 @@ PARTS = {
     "restore": ("state",),
     "reward": (),
     "state": (),
+    "state_key": (),
     "close": (),
     "tool_schemas": (),
 }

@@ -82,7 +82,7 @@ class Hosted:
         messages = _messages(result, "reset", math.inf, "head")[0]
         if not messages:
             raise FailedError("returned no messages from reset")
-        self._tools = await self._offered()
+        self._tools, key = await self._offered(), await self._key()
         if state is not None:
             if not hasattr(self._environment, "restore"):
                 raise FailedError("was saved with a state and has no restore(state)")
@@ -97,7 +97,8 @@ class Hosted:
                 )
             replayed.append(again)
         tools = [tool.schema for tool in self._tools.values()]
-        return {"messages": messages, "tools": tools, "replayed": replayed, **await self._saved()}
+        opened = {"messages": messages, "tools": tools, "replayed": replayed, "state_key": key}
+        return opened | await self._saved()
 
     async def say(self, turn: dict) -> dict[str, Any]:
         """Run a turn's calls, and step."""
@@ -108,6 +109,7 @@ class Hosted:
             "messages": answer.messages,
             "reward": math.fsum(answer.rewards) if answer.rewards else None,
             "done": answer.done,
+            "state_key": "" if answer.done else await self._key(),
             "counts": answer.counts,
             "late": answer.late,
             "digest": digest(answer.messages),
@@ -240,6 +242,16 @@ class Hosted:
             return by_name(tools, "it")
         except ValueError as e:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
+
+    async def _key(self) -> str:
+        """Return the digest of its state as it names it; empty where it does not."""
+        if not hasattr(self._environment, "state_key"):
+            return ""
+        value = await self._own("state_key", self._environment.state_key)
+        try:
+            return "" if value is None else digest(value)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise FailedError(f"returned from state_key what is no JSON value: {said(e)}") from None
 
     async def _saved(self) -> dict[str, str]:
         """Return its state as JSON text, or why it cannot be saved."""

@@ -199,7 +199,7 @@ class Agents:
         if why := unfit(self.found, self.conversation, self.format, talk.tools):
             self._fail(place, f"{talk.opening.name}: {why}")
             return
-        talk.messages = list(reply.messages)
+        talk.messages, talk.first = list(reply.messages), reply.state_key
         size = sum(len(message["content"]) for message in talk.messages)
         if size > CHARACTERS * self.longest_prompt:
             self._too_long(place, f"{size} characters")
@@ -247,7 +247,9 @@ class Agents:
             return
         talk.messages += [said.message, *reply.messages]
         self.counts["forks"] += anew
-        self.ready.append((place, Observation(tokens, anew=anew, reward=self.weight * talk.reward)))
+        self.ready.append(
+            (place, Observation(tokens, talk.state_of(reply.state_key), anew, reward=self.weight * talk.reward))
+        )
         talk.reward = 0.0
 
     def _score(self, place: Place, talk: Talk, finish: str) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from spmdrl.config.environment import COLUMN, ROWS, EnvironmentConfig
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.segment import STATES
 from spmdrl.env.base import Call, Opening, Reply, Said
 
 
@@ -38,6 +39,8 @@ class Talk:
     """Of the turn that is being answered."""
     given: float = 0.0
     """All rewards so far."""
+    first: str = ""
+    """Digest of the state in which the episode began, as the environment names it; empty where it does not."""
     resumed: bool = False
     """It was taken up again, and its environment is not open yet."""
     replayed: bool = False
@@ -55,6 +58,7 @@ class Talk:
             "tools": self.tools,
             "said": [asdict(said) for said in self.said],
             "given": self.given,
+            "first": self.first,
             "state": state,
             "seconds": seconds,
         }
@@ -63,8 +67,17 @@ class Talk:
         """Takes up what `kept` returned, but for the environment's state."""
         self.resumed, self.messages, self.tools = True, list(kept["messages"]), kept["tools"]
         self.said = [Said(**each | {"calls": [Call(**call) for call in each["calls"]]}) for each in kept["said"]]
-        self.given, self.replayed = kept["given"], kept["state"] is None
+        self.given, self.first, self.replayed = kept["given"], kept["first"], kept["state"] is None
         self.begun -= kept["seconds"]
+
+    def state_of(self, key: str) -> int | None:
+        """Returns the number of a state, which for the one in which the episode began is that of the prompt.
+
+        key: digest of the state. None: the environment does not name it.
+        """
+        if not key:
+            return None
+        return 0 if key == self.first else 1 + int(key, 16) % (STATES - 1)
 
     def differs(self, reply: Reply) -> str:
         """Returns what is wrong where turns that were run again had other answers; empty where they had not.

@@ -7,13 +7,16 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+from spmdrl.algos.samples import Samples
+from spmdrl.algos.turns import gigpo
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.schema import DataConfig
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.chat import CHATML
 from spmdrl.data.conversation import Conversation
-from spmdrl.data.episode import Episode
+from spmdrl.data.episode import STATES, Episode
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.rl.agents import Agents
 from spmdrl.rl.evaluation import EVALUATION
@@ -86,6 +89,31 @@ class Seeded(Words):
 
     def reset(self, row, seed):
         return str(seed)
+
+
+class Walk(Words):
+    """Goes where the message says; its place is its state, however it was reached."""
+
+    place, named = 0, True
+
+    def step(self, message):
+        self.turn += 1
+        self.place += {"left": -1, "right": 1}.get(message["content"], 0)
+        return f"{message['content']} {self.turn}", 0.5 if message["content"] == "right" else 0.25, self.turn >= 4
+
+    def state_key(self):
+        return {"place": self.place} if self.named else None
+
+
+class Nowhere(Walk):
+    named = False
+
+
+class NoKey(Walk):
+    """Its state has no key that JSON can hold."""
+
+    def state_key(self):
+        return {1j} if self.turn else None
 
 
 class Repeats(Words):
@@ -435,6 +463,90 @@ def test_a_first_prompt_over_the_context_names_the_flag(make):
         (episode,) = played.play()
         assert episode.finish == "abort" and f"{size}; raise --rollout.max-prompt-tokens 300" in played.why[0]
     assert Played(agents, [said("x")]).play()[0].finish == "stop"
+
+
+# ── states ───
+
+
+WALKS = [["left", "left", "right", "right"], ["right", "left", "left", "right"], ["stay", "left", "right", "stay"]]
+PLACES = [[0, -1, -2, -1], [0, 1, 0, -1], [0, 0, -1, 0]]
+"""Places in which the turns of the walks are taken."""
+
+
+def states_of(episode: Episode) -> list[int]:
+    return [s.state for s in episode.segments if s.sampled]
+
+
+def test_turns_in_one_state_are_one_group_of_gigpo_whatever_came_before(make):
+    """Against means over the places that the walks list; without `state_key` first turns alone are compared."""
+    scripts = [[said(word) for word in walk] for walk in WALKS]
+    agents = make("Walk")
+    episodes = Played(agents, *scripts).play()
+    states = [states_of(episode) for episode in episodes]
+    numbers = {(place, state) for a, b in zip(PLACES, states, strict=True) for place, state in zip(a, b, strict=True)}
+    assert len(numbers) == 4 and (0, 0) in numbers and all(0 <= state < STATES for _, state in numbers)
+    rewards = [[0.5 if word == "right" else 0.25 for word in walk] for walk in WALKS]
+    returns = [[math.fsum(row[i:]) for i in range(4)] for row in rewards]
+    met = {
+        place: [r for a, b in zip(PLACES, returns, strict=True) for p, r in zip(a, b, strict=True) if p == place]
+        for place in (-2, -1, 0, 1)
+    }
+    wholes = [row[0] + 2.0 for row in returns]
+    for episode, whole in zip(episodes, wholes, strict=True):
+        assert episode.given == whole
+        episode.reward = whole
+    want = [
+        whole - sum(wholes) / 3 + (value - sum(met[place]) / len(met[place]) if len(met[place]) > 1 else 0.0)
+        for row, places, whole in zip(returns, PLACES, wholes, strict=True)
+        for value, place in zip(row, places, strict=True)
+    ]
+    # The final reward stands on the last turn, so every return has it.
+    assert advantages(episodes) == pytest.approx(want)
+    hidden = Played(make("Nowhere"), *scripts).play()
+    assert len({state for episode in hidden for state in states_of(episode)[1:]}) == 9
+
+
+def advantages(episodes: list[Episode]) -> list[float]:
+    """GiGPO's of each turn, without std and discount."""
+    batch = from_episodes(episodes, turns=True)
+    mask = batch.token["mask"]
+    rewards = torch.zeros(len(mask), dtype=torch.float64)
+    end = 0
+    for episode in episodes:
+        for s in episode.segments:
+            end += len(s)
+            rewards[end - 1] = s.reward + (episode.reward - episode.turn_rewards) * (s is episode.segments[-1])
+    samples = Samples(
+        rewards,
+        mask,
+        torch.arange(len(episodes)).repeat_interleave(batch.lengths),
+        torch.zeros(len(episodes), dtype=torch.int64),
+        turn=batch.token["turn"],
+        state=batch.token["state"],
+        parent=batch.token["parent"],
+    )
+    advantage = gigpo(samples, gamma=1.0, std=False)[0]
+    first = torch.ones_like(mask)
+    first[1:] = ~mask[:-1]
+    return advantage[mask & first].tolist()
+
+
+def test_a_state_key_that_fails_is_a_failure_of_its_environment(make):
+    (episode,) = (played := Played(make("NoKey"), [said("a")])).play()
+    assert episode.finish == "abort" and "returned from state_key what is no JSON value" in played.why[0]
+
+
+def test_states_are_those_of_a_conversation_that_was_never_cut(make):
+    script = [said(word) for word in WALKS[2]]
+    whole = Played(make("Walk"), list(script))
+    whole.play()
+    parts = Played(make("Walk"), list(script))
+    parts.play(turns=1)
+    parts.leave()
+    parts.agents = make("Walk")
+    parts.play()
+    assert states_of(parts.group.episodes[0]) == states_of(whole.group.episodes[0])
+    assert states_of(whole.group.episodes[0])[1::2] == [0, 0], "the place in which it began"
 
 
 # ── cut short ────────────────────────────────────────────────────────────────
