@@ -21,6 +21,6 @@ __main__.py    the commands `init` (scaffold.py) and `try` (by_hand.py, by_model
                episode at a time; conversation_text.py prints it)
 """
 
-from spmdrl.env.answers import Answer
+from spmdrl.env.answers import Answer, History
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "History"]

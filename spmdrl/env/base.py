@@ -59,6 +59,8 @@ class Reply:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """To append: `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid text. From `open`: the whole
     prompt."""
+    anew: bool = False
+    """The messages take the place of the whole conversation, instead."""
     reward: float | None = None
     """Rewards that fell in this turn, summed over calls and step; from `score`, the final one. None: there was none."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class Reply:
     and the seconds that the turn took, which alone depend on the machine."""
     replayed: list[list[dict[str, Any]]] = field(default_factory=list)
     """From `open` with turns to replay: the messages that followed each of them."""
+    replayed_anew: list[int] = field(default_factory=list)
+    """Indices of those of them whose messages took the place of the whole conversation."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.env.calls import FORMATS, format_of, hear
-from spmdrl.env.conversation_text import call_line, end_lines, message_line, plain, reward_line
+from spmdrl.env.conversation_text import ANEW, call_line, end_lines, message_line, plain, reward_line
 from spmdrl.env.play import Play
 
 Speak = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
@@ -54,7 +54,9 @@ def by_model(
         for call in said.calls:
             write(f"assistant calls {call_line(call)}")
         reply = play.turn(said)
-        messages += [said.message, *reply.messages]
+        messages = [*([] if reply.anew else [*messages, said.message]), *reply.messages]
+        if reply.anew:
+            write(ANEW)
         for message in reply.messages:
             write(message_line(message))
         if shown := reward_line(reply):

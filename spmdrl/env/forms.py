@@ -3,7 +3,8 @@
 An environment is an object with some of these members, each a plain or an async function:
 
 reset(row, seed)             messages, the user's text, or None for the row's own prompt
-step(message)                (messages | text | None, reward | None, done)
+step(message)                (messages | text | History | None, reward | None, done); a History takes the place of
+                             all messages so far
 any other public method      a tool, where it has a docstring; its arguments have types
 tools                        a list of typed functions, instead of methods
 tool_schemas(), call(name, arguments)     OpenAI function schemas, and what makes the calls, instead of both

@@ -11,7 +11,7 @@ from typing import Any
 
 from spmdrl.config.user_code import place, said
 from spmdrl.data.scores import as_score
-from spmdrl.env.answers import BadRewardError, Told, cut_text, finite, told, valid
+from spmdrl.env.answers import BadRewardError, History, Told, cut_text, finite, told, valid
 from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import RESERVED
@@ -30,6 +30,8 @@ class Turn:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    anew: bool = False
+    """The messages take the place of the whole conversation."""
     done: bool = False
     late: list[int] = field(default_factory=list)
     """Indices of the calls that did not answer."""
@@ -60,8 +62,8 @@ class Hosted:
 
     # ── requests ─────────────────────────────────────────────────────────────
 
-    def check(self) -> dict[str, Tool]:
-        """Return the typed functions that are its tools, by name."""
+    def typed(self) -> dict[str, Tool]:
+        """Return the typed functions that are its tools, by name. Raises FailedError."""
         if hasattr(self._environment, "tool_schemas"):
             return {}
         try:
@@ -87,9 +89,11 @@ class Hosted:
             if not hasattr(self._environment, "restore"):
                 raise FailedError("was saved with a state and has no restore(state)")
             await self._own("restore", partial(self._environment.restore, json.loads(state)))
-        replayed = []
+        replayed, anew = [], []
         for i, turn in enumerate(turns):
-            again = (await self._turn(turn)).messages
+            answer = await self._turn(turn)
+            again = answer.messages
+            anew += [i] if answer.anew else []
             if i < len(digests) and digest(again) != digests[i]:
                 raise FailedError(
                     f"gave other messages when turn {i + 1} was run again: one that depends on more than row and seed "
@@ -97,8 +101,8 @@ class Hosted:
                 )
             replayed.append(again)
         tools = [tool.schema for tool in self._tools.values()]
-        opened = {"messages": messages, "tools": tools, "replayed": replayed, "state_key": key}
-        return opened | await self._saved()
+        opened = {"messages": messages, "tools": tools, "replayed": replayed, "replayed_anew": anew}
+        return opened | {"state_key": key, **await self._saved()}
 
     async def say(self, turn: dict) -> dict[str, Any]:
         """Run a turn's calls, and step."""
@@ -107,6 +111,7 @@ class Hosted:
         answer.counts["seconds"] = time.monotonic() - begin
         return {
             "messages": answer.messages,
+            "anew": answer.anew,
             "reward": math.fsum(answer.rewards) if answer.rewards else None,
             "done": answer.done,
             "state_key": "" if answer.done else await self._key(),
@@ -204,10 +209,15 @@ class Hosted:
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise FailedError(f"must return (messages, reward, done) from step, and returned {said_type(result)}")
         messages, reward, done = result
-        limit = self._settings.longest_answer
-        made, cuts = _messages([] if messages is None else messages, "step", limit, self._settings.cut)
-        answer.messages += made
-        answer.counts["cut"] += cuts
+        if isinstance(messages, History):
+            answer.messages, answer.anew = _messages(messages.messages, "step", math.inf, "head")[0], True
+            if not answer.messages:
+                raise FailedError("returned a History without messages from step")
+        else:
+            limit = self._settings.longest_answer
+            made, cuts = _messages([] if messages is None else messages, "step", limit, self._settings.cut)
+            answer.messages += made
+            answer.counts["cut"] += cuts
         try:
             number = finite(reward)
         except BadRewardError as e:
@@ -231,7 +241,7 @@ class Hosted:
     async def _offered(self) -> dict[str, Tool]:
         """Return its tools by name."""
         if not hasattr(self._environment, "tool_schemas"):
-            return self.check()
+            return self.typed()
         schemas = await self._own("tool_schemas", self._environment.tool_schemas)
         try:
             tools = []

@@ -111,7 +111,7 @@ class Worker:
             form, environment = await self._made(opening, begins)
             hosted = Hosted(environment, opening["row"], self.settings, self.limits, begins)
             if message["do"] == "check":
-                tools = list(hosted.check())
+                tools = list(hosted.typed())
                 await hosted.close()
                 return {"hello": form.hello, "tools": tools}
             self._hosted[message["env"]] = hosted

@@ -20,7 +20,7 @@ from spmdrl.env.calls import hear
 from spmdrl.env.pool import Pool
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
-from spmdrl.rl.talks import Talk, opening_of
+from spmdrl.rl.talks import Talk, opening_of, size_of
 from spmdrl.rl.tool_forms import form_of, unfit
 from spmdrl.spmd.seeds import seed_for
 
@@ -200,7 +200,7 @@ class Agents:
             self._fail(place, f"{talk.opening.name}: {why}")
             return
         talk.messages, talk.first = list(reply.messages), reply.state_key
-        size = sum(len(message["content"]) for message in talk.messages)
+        size = size_of(talk.messages)
         if size > CHARACTERS * self.longest_prompt:
             self._too_long(place, f"{size} characters")
             return
@@ -218,6 +218,20 @@ class Agents:
         """Return the tokens of all messages of a conversation. Raises ValueError."""
         return self.conversation.begin(talk.messages, talk.tools or None, self.found.calls != "auto")
 
+    def _follows(self, talk: Talk, reply: Reply) -> tuple[list[int], bool]:
+        """Add a turn and the answer to it to a conversation; returns its next tokens, and whether they are all of it.
+
+        Raises:
+            ValueError: the template does not go on so.
+        """
+        if reply.anew:
+            talk.messages = list(reply.messages)
+            return self._prompt(talk), True
+        before, said, (made, ended) = list(talk.messages), talk.said[-1], talk.heard
+        talk.messages += [said.message, *reply.messages]
+        follows = self.conversation.next(before, said.message, talk.tools or None, made, ended, reply.messages)
+        return (follows.tokens, False) if follows.fork is None else (follows.fork, True)
+
     def _said(self, place: Place, talk: Talk, reply: Reply) -> None:
         """Go on after the answer to a turn, or end the episode."""
         talk.reward = reply.reward or 0.0
@@ -231,21 +245,19 @@ class Agents:
         if self.found.max_seconds and time.monotonic() - talk.begun > self.found.max_seconds:
             self._score(place, talk, "time")
             return
-        said, (made, ended) = talk.said[-1], talk.heard
+        if size_of(reply.messages) > CHARACTERS * (len(talk.path) + talk.room):
+            self._score(place, talk, "length")
+            return
         try:
-            follows = self.conversation.next(
-                talk.messages, said.message, talk.tools or None, made, ended, reply.messages
-            )
+            tokens, anew = self._follows(talk, reply)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
-        tokens = follows.tokens if follows.fork is None else follows.fork
-        anew = follows.fork is not None
-        shared = shared_length(talk.path, torch.tensor(tokens)) if anew else 0
+        # A branch has one token of its own at least.
+        shared = min(shared_length(talk.path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
         if talk.room <= len(tokens) - shared:
             self._score(place, talk, "length")
             return
-        talk.messages += [said.message, *reply.messages]
         self.counts["forks"] += anew
         self.ready.append(
             (place, Observation(tokens, talk.state_of(reply.state_key), anew, reward=self.weight * talk.reward))

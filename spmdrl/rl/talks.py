@@ -19,7 +19,7 @@ class Talk:
     begun: float
     """Time at which the episode began (time.monotonic()), as if it had never been cut short."""
     messages: list[dict] = field(default_factory=list)
-    """All messages up to the last observation."""
+    """All messages up to the last observation, from the last ones on that took the place of all before."""
     tools: list[dict] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
     """The policy's turns, in order."""
@@ -85,8 +85,8 @@ class Talk:
         reply: to the request that opened the environment again.
         """
         again = list(reply.messages)
-        for said, answer in zip(self.said, reply.replayed, strict=False):
-            again += [said.message, *answer]
+        for i, (said, answer) in enumerate(zip(self.said, reply.replayed, strict=False)):
+            again = [*([] if i in reply.replayed_anew else [*again, said.message]), *answer]
         if not self.replayed or again == self.messages:
             return ""
         return (
@@ -119,3 +119,8 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
 
 def _named(named: dict) -> tuple[object, object]:
     return named.get("name"), named.get("settings") or {}
+
+
+def size_of(messages: list[dict]) -> int:
+    """Returns the number of characters in the texts of messages."""
+    return sum(len(message["content"]) for message in messages)

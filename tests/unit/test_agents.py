@@ -28,6 +28,8 @@ END = "<|im_end|>"
 USER = '''
 import json, os, time
 
+from spmdrl.env import History
+
 
 class Words:
     """A world that asks for more."""
@@ -114,6 +116,48 @@ class NoKey(Walk):
 
     def state_key(self):
         return {1j} if self.turn else None
+
+
+class Sums(Words):
+    """After every second turn a summary takes the place of the conversation."""
+
+    def __init__(self, most=5, long=0, named=True):
+        super().__init__(most)
+        self.long, self.heard = long, []
+
+    def act(self, what: str):
+        """Act.
+
+        Args:
+            what: what to do
+        """
+        return what
+
+    def step(self, message):
+        self.turn += 1
+        self.heard.append(message["content"])
+        over = self.turn >= self.most
+        if self.turn % 2:
+            return f"more {self.turn}", 0.5, over
+        told = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": "I said " + ", ".join(self.heard) + "x" * self.long},
+            {"role": "user", "content": f"more {self.turn}"},
+        ]
+        return History(told), 0.5, over
+
+
+class Dice(Sums):
+    """Its summary is another one when it is run again."""
+
+    def step(self, message):
+        self.heard.append(str(time.time_ns()))
+        return super().step(message)
+
+
+class Empty(Words):
+    def step(self, message):
+        return History([]), 0.0, False
 
 
 class Repeats(Words):
@@ -667,6 +711,81 @@ def test_a_template_that_drops_thoughts_keeps_one_branch_or_forks(make, history)
     assert packed == paths, "the batch holds the paths"
     sampled = batch.token["tokens"][batch.token["mask"]].tolist()
     assert sampled == sum(made, []), "the loss of each sampled token counts once"
+
+
+SUMS = [f"word {i}{END}" for i in range(5)]
+HEARD = [["word 0", "word 1"], ["word 0", "word 1", "word 2", "word 3"]]
+
+
+@pytest.mark.parametrize("history", ["keep", "branch"])
+def test_a_history_of_the_environment_takes_the_place_of_the_conversation(make, history):
+    """The independent reference of a branch is the tokenizer's own rendering of the summary."""
+    agents = make("Sums", history=history)
+    played = Played(agents, list(SUMS))
+    (episode,) = played.play(turns=4)
+    tokenizer, tools = agents.conversation.tokenizer, agents.talks[0, 0].tools
+    prompts = []
+    for i, heard in enumerate(HEARD):
+        messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I said " + ", ".join(heard)}]
+        messages += [{"role": "user", "content": f"more {2 * i + 2}"}]
+        prompts.append(
+            tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        )
+    played.respond(episode)
+    ((_, seen),) = agents.poll(30.0)
+    Rollout.take(None, episode, seen)  # type: ignore[arg-type]
+    made = [tokenizer(text, add_special_tokens=False).input_ids for text in SUMS]
+    between = [tokenizer(f"\n<|im_start|>user\nmore {i}<|im_end|>\n<|im_start|>assistant\n").input_ids for i in (1, 3)]
+    first = episode.segments[0].tokens.tolist()
+    paths = [episode.along(lambda s: s.tokens, path).tolist() for path in episode.paths()]
+    # The prompts share their beginning, whose segment is cut there.
+    begun = paths[0][: len(paths[0]) - sum(map(len, [made[0], between[0], made[1]]))]
+    assert begun[: len(first)] == first and tokenizer.decode(begun).endswith(f"go{END}\n<|im_start|>assistant\n")
+    assert paths == [
+        begun + made[0] + between[0] + made[1],
+        prompts[0] + made[2] + between[1] + made[3],
+        prompts[1] + made[4],
+    ]
+    assert episode.finish == "stop" and agents.take_counts()["forks"] == 2 and episode.given == 2.0 + 2.5
+    parents = {s.turn: s.parent for s in episode.segments if s.parent >= -1}
+    assert parents == {2: 1, 4: 3}, "a branch follows the turn before it in time"
+    sampled = from_episodes([episode], turns=True)
+    assert sampled.token["tokens"][sampled.token["mask"]].tolist() == sum(made, [])
+
+
+def test_a_history_counts_towards_the_limits(make):
+    agents = make("Sums")
+    whole = Played(agents, list(SUMS))
+    (episode,) = whole.play()
+    for tokens in range(episode.made - 12, episode.made):
+        (length,) = Played(agents, list(SUMS), tokens=tokens).play()
+        assert length.finish == "length" and length.made <= tokens
+    (long,) = Played(make("Sums", settings={"long": 10_000_000}), list(SUMS)).play()
+    assert long.finish == "length" and long.turns == 2
+    (turns,) = Played(make("Sums", max_turns=2), list(SUMS)).play()
+    assert turns.finish == "turns" and turns.turns == 2
+    (empty,) = (played := Played(make("Empty"), list(SUMS))).play()
+    assert empty.finish == "abort" and "returned a History without messages from step" in played.why[0]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_a_conversation_with_another_history_goes_on_elsewhere(make, turns):
+    """Its turns are run again, and the messages must come again, from the last history on."""
+    whole = Played(make("Sums"), list(SUMS))
+    whole.play()
+    parts = Played(make("Sums"), list(SUMS))
+    parts.play(turns=turns)
+    parts.leave()
+    parts.agents = make("Sums")
+    (episode,) = parts.play()
+    assert told(parts) == told(whole) and episode.finish == "stop" and parts.why[0] == ""
+    played = Played(make("Dice"), list(SUMS))
+    played.play(turns=turns)
+    played.leave()
+    played.agents = make("Dice")
+    (other,) = played.play(wait=20.0)
+    assert (other.finish == "abort") == (turns >= 2)
+    assert turns < 2 or "gave other messages when its turns were run again" in played.why[0]
 
 
 def test_an_answer_of_a_tool_forks_no_thought_and_the_next_question_does(make):
