@@ -16,7 +16,7 @@ class Opening:
     """An environment to open."""
 
     name: str
-    """What `forms.load` reads."""
+    """Name of the environment, which `forms.load` reads."""
     row: dict[str, Any]
     """Columns of the dataset's row, as JSON has them; `prompt` is a text or messages."""
     seed: int

@@ -70,7 +70,7 @@ class Form:
     """settings -> an environment. Raises SettingsError where they do not fit."""
     kind: str
     hello: str
-    """What was found, for the log."""
+    """The thing that was found, in words for the log."""
 
 
 def load(name: str) -> Form:

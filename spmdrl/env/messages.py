@@ -60,13 +60,13 @@ def _wrong(message: dict[str, Any]) -> str:
             return f"with a tool call that is not {form}: {str(call)[:100]!r}"
         if not isinstance(call.get("id", ""), str | None):
             return f"with a tool call whose id is no text: {str(call['id'])[:100]!r}"
-        if not _is_object(function.get("arguments")):
+        if not _fits(function.get("arguments")):
             return f"with a tool call whose arguments are no object: {str(function['arguments'])[:100]!r}"
     return ""
 
 
-def _is_object(arguments: Any) -> bool:
-    """True for an object, for one as JSON text, and for None."""
+def _fits(arguments: Any) -> bool:
+    """True for arguments that are an object, an object as JSON text, or None."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
