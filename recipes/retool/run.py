@@ -7,6 +7,7 @@ once. Then the same policy goes on under reinforcement learning twice, with the 
 settings and as many steps. A reward is given where the answer is right.
 """
 
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,9 @@ def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) ->
     data += ["--data.eval", write_rows(out / "held_out.jsonl", held_out)]
     given = ["--config", HERE / "rl.yaml", "--model.path", trained(out / "sft"), *data, "--run.seed", seed]
     rows = []
-    for tool, env in (("calculator", []), ("none", ["--env", ""])):
+    # The policy knows the tool from the demonstrations; its template shows none.
+    (out / "env.yaml").write_text(json.dumps({"environment": "builtin:calculator", "calls": "glm"}))
+    for tool, env in (("calculator", ["--env", out / "env.yaml"]), ("none", [])):
         start("train", ranks, *given, "--run.dir", out / tool, *rl, *env)
         before, *during = evaluations(out / tool)
         rows.append([tool, before, ", ".join(during)])

@@ -86,7 +86,8 @@ def one_seed(out: Path, seed: int, ranks: int, sft: list[str], rl: list[str]) ->
         "results": 1,
         "cache": str(out / "index"),
     }
-    env = {"environment": "builtin:search", "settings": settings, "max_turns": 4, "turn_tokens": 24}
+    # The policy knows the tool from the demonstrations; its template shows none.
+    env = {"environment": "builtin:search", "settings": settings, "calls": "glm", "max_turns": 4, "turn_tokens": 24}
     (out / "env.yaml").write_text(json.dumps(env))
     given = ["--model.path", trained(out / "sft"), "--env", out / "env.yaml", "--run.seed", seed]
     given += ["--data.train", write_rows(out / "train.jsonl", train)]

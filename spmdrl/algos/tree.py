@@ -1,4 +1,4 @@
-"""Which token and which turn follows which, and sums along them.
+"""The order of tokens and turns in an episode that may fork, and sums along it.
 
 The sampled tokens of an episode are decisions in time. Each follows one other, and where the episode forked several may
 follow the same one: a tree. Rows (tokens or turns) point to the row that they follow, -1 for none.

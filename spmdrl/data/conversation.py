@@ -64,6 +64,7 @@ class Conversation:
         self._shapes: dict[tuple, str] = {}
         self._ends: dict[tuple, str] = {}
         self._shown: set[tuple] = set()
+        self._tools_shown: set[tuple] = set()
         self._closings: dict[tuple[str, str], list[int]] = {}
         self._calls_proved = False
         try:
@@ -95,14 +96,24 @@ class Conversation:
             self.next([ASKED], CALLED, None, [], False, [ANSWERED])
             self._calls_proved = True
 
-    def begin(self, messages: list[dict], tools: list | None = None) -> list[int]:
+    @property
+    def no_tools(self) -> str:
+        """The reason for which tools are refused that the template does not show, in a sentence."""
+        return (
+            f"{self.name} does not show the tools: choose one that does with --data.chat-template, or name by `calls` "
+            "in the YAML file of --env the form in which the policy calls tools that it knows from elsewhere"
+        )
+
+    def begin(self, messages: list[dict], tools: list | None = None, hidden: bool = False) -> list[int]:
         """Return the tokens of the first prompt, which end with the generation prompt.
 
         messages: they end with the one to answer. tools: OpenAI function schemas. With tools it is proved that the
-        conversation can go on after a call.
+        prompt shows each of them and that the conversation can go on after a call. hidden: the template may leave the
+        tools out.
 
         Raises:
-            ValueError: the template refuses the messages, does not show one of them, or cannot go on after a call.
+            ValueError: the template refuses the messages, does not show one of them or a tool, or cannot go on after a
+                call.
         """
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("a conversation begins with messages, of which the last is to be answered")
@@ -114,6 +125,8 @@ class Conversation:
             raise self._refused("begin the conversation", e) from e
         if tools:
             self._prove_calls()
+        if tools and not hidden:
+            self._check_tools(told)
         return self.controls.tokens(text, told.mark)
 
     def next(
@@ -130,10 +143,11 @@ class Conversation:
         missing end as observed tokens. Where the template refuses the turn as a message, it does not fork.
 
         Raises:
-            ValueError: there are no new messages, or the template refuses them or does not show them after the turn.
+            ValueError: there are no new messages, the last one is an assistant's, or the template refuses them or does
+                not show them after the turn.
         """
-        if not new:
-            raise ValueError("no message follows the assistant's turn")
+        if not new or new[-1]["role"] == "assistant":
+            raise ValueError("an assistant's turn is followed by messages, of which the last is to be answered")
         told, turn = self._told([*messages, assistant, *new], tools), len(messages)
         tail, refusal = self._proved(told, turn)
         if self.history == "branch":
@@ -170,6 +184,19 @@ class Conversation:
             if message["role"] != "assistant" and f"{PROBE}{i:03d}" not in text:
                 raise TemplateError(f"it does not show message {i + 1} ({message['role']})")
         self._shown.add(key)
+
+    def _check_tools(self, told: _Told) -> None:
+        """Raise ValueError if the prompt leaves out a tool. Each sequence of roles is looked at once."""
+        messages, tools = told.dialogue.messages, told.dialogue.tools or []
+        key = (tuple(m["role"] for m in messages), len(tools))
+        if key in self._tools_shown:
+            return
+        names = [f"{PROBE}{i:03d}" for i in range(len(tools))]
+        named = [t | {"function": t["function"] | {"name": name}} for t, name in zip(tools, names, strict=True)]
+        text = self.render(Dialogue(messages, named, self.more), True)
+        if not all(name in text for name in names):
+            raise ValueError(self.no_tools)
+        self._tools_shown.add(key)
 
     def _proved(self, told: _Told, turn: int) -> tuple[Tail | None, TemplateError | None]:
         """Return the tail by the first shape of stand-ins with which it can be proved; else why it cannot."""

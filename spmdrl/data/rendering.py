@@ -61,11 +61,18 @@ class Renderer:
         if not self._shows([asked, {"role": "assistant", "content": "", "tool_calls": [call]}]):
             self.json_arguments = True
 
-    def _shows(self, messages: list[dict]) -> bool:
+    def _shows(self, messages: list[dict], tools: list | None = None) -> bool:
         try:
-            return PROBE in self(Dialogue(messages))
+            return PROBE in self(Dialogue(messages, tools), ask=bool(tools))
         except TemplateError:
             return False
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """True if the template shows tools before a question, of itself or beside a message of the system."""
+        tool = {"type": "function", "function": {"name": PROBE, "description": "a", "parameters": {"type": "object"}}}
+        asked = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
+        return any(self._shows(messages, [tool]) for messages in (asked[1:], asked))
 
     @cached_property
     def marked(self) -> bool:

@@ -30,6 +30,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class History:
+    """Messages that `step` returns in place of the whole conversation so far, such as a summary of a long one."""
+
+    messages: Any
+    """All that the policy sees from here on; they end with the one to answer. A text is a message of the user."""
+
+
+@dataclass(frozen=True)
 class Told:
     """A tool's result as the model gets it."""
 

@@ -16,7 +16,7 @@ class Opening:
     """An environment to open."""
 
     name: str
-    """What `forms.load` reads."""
+    """Name of the environment, which `forms.load` reads."""
     row: dict[str, Any]
     """Columns of the dataset's row, as JSON has them; `prompt` is a text or messages."""
     seed: int
@@ -59,6 +59,8 @@ class Reply:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """To append: `{"role", "content", "name"?, "tool_call_id"?}`; every content is valid text. From `open`: the whole
     prompt."""
+    anew: bool = False
+    """The messages take the place of the whole conversation, instead."""
     reward: float | None = None
     """Rewards that fell in this turn, summed over calls and step; from `score`, the final one. None: there was none."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -67,6 +69,9 @@ class Reply:
     """The episode has ended."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """From `open`: OpenAI function schemas."""
+    state_key: str = ""
+    """Digest of the state that the environment is in after this turn, or after its reset, as it names it itself; empty
+    where it does not."""
     state: Any = None
     """From `save`: a JSON value, or None where the environment is to be replayed."""
     failure: str = ""
@@ -76,6 +81,8 @@ class Reply:
     and the seconds that the turn took, which alone depend on the machine."""
     replayed: list[list[dict[str, Any]]] = field(default_factory=list)
     """From `open` with turns to replay: the messages that followed each of them."""
+    replayed_anew: list[int] = field(default_factory=list)
+    """Indices of those of them whose messages took the place of the whole conversation."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,6 @@ class PoolSettings:
             raise ValueError(f"on_timeout is {self.on_timeout!r}: take tell or end")
 
 
-def digest(messages: list[dict[str, Any]]) -> str:
-    """Return a short text that is equal for equal messages only."""
-    return hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=16).hexdigest()
+def digest(value: Any) -> str:
+    """Return a short text that is equal for equal JSON values only, as messages are."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.env.base import Call, Reply
-from spmdrl.env.conversation_text import end_lines, message_line, reward_line, tool_line
+from spmdrl.env.conversation_text import ANEW, end_lines, message_line, reward_line, tool_line
 from spmdrl.env.play import Play
 
 HELP = """\
@@ -99,6 +99,8 @@ def _line(read: Callable[[str], str]) -> str:
 
 
 def _show(reply: Reply, write: Callable[[str], None]) -> None:
+    if reply.anew:
+        write(ANEW)
     for message in reply.messages:
         write(message_line(message))
     if shown := reward_line(reply):

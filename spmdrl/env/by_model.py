@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.env.calls import FORMATS, format_of, hear
-from spmdrl.env.conversation_text import call_line, end_lines, message_line, plain, reward_line
+from spmdrl.env.conversation_text import ANEW, call_line, end_lines, message_line, plain, reward_line
 from spmdrl.env.play import Play
 
 Speak = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
@@ -54,7 +54,9 @@ def by_model(
         for call in said.calls:
             write(f"assistant calls {call_line(call)}")
         reply = play.turn(said)
-        messages += [said.message, *reply.messages]
+        messages = [*([] if reply.anew else [*messages, said.message]), *reply.messages]
+        if reply.anew:
+            write(ANEW)
         for message in reply.messages:
             write(message_line(message))
         if shown := reward_line(reply):
@@ -95,7 +97,9 @@ def load_speaker(model: str, format: str = "", most: int = 256, temperature: flo
         policy = build_model(folder, "bfloat16" if device.type == "cuda" else "float32").to(device)
     render = Renderer(tokenizer)
     why = ""
-    if not format:
+    if not format and not render.shows_tools:
+        why = "the model's chat template shows no tools"
+    elif not format:
         try:
             format = format_of(render.template)
         except ValueError as error:

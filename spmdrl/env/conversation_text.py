@@ -8,6 +8,7 @@ from spmdrl.env.base import Call, Reply
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that would steer a terminal."""
+ANEW = "the conversation goes on from these messages alone:"
 
 
 def plain(text: str) -> str:

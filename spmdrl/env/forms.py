@@ -3,12 +3,14 @@
 An environment is an object with some of these members, each a plain or an async function:
 
 reset(row, seed)             messages, the user's text, or None for the row's own prompt
-step(message)                (messages | text | None, reward | None, done)
+step(message)                (messages | text | History | None, reward | None, done); a History takes the place of
+                             all messages so far
 any other public method      a tool, where it has a docstring; its arguments have types
 tools                        a list of typed functions, instead of methods
 tool_schemas(), call(name, arguments)     OpenAI function schemas, and what makes the calls, instead of both
 reward()                     a number, {"score": number, name: number}, or None
 state(), restore(state)      a JSON value, from which an environment goes on that was reset with the same row and seed
+state_key()                  a JSON value that is equal for equal states (GiGPO compares turns of one state)
 close()
 timeout_s                    seconds that each call may take
 parallel_calls               False: calls of one turn run one after another, in their order
@@ -46,6 +48,7 @@ PARTS = {
     "restore": ("state",),
     "reward": (),
     "state": (),
+    "state_key": (),
     "close": (),
     "tool_schemas": (),
 }
@@ -67,7 +70,7 @@ class Form:
     """settings -> an environment. Raises SettingsError where they do not fit."""
     kind: str
     hello: str
-    """What was found, for the log."""
+    """The thing that was found, in words for the log."""
 
 
 def load(name: str) -> Form:

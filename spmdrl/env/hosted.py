@@ -11,14 +11,13 @@ from typing import Any
 
 from spmdrl.config.user_code import place, said
 from spmdrl.data.scores import as_score
-from spmdrl.env.answers import BadRewardError, Told, cut_text, finite, joined, raw_text, told, valid
+from spmdrl.env.answers import BadRewardError, History, Told, cut_text, finite, told, valid
 from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import RESERVED
 from spmdrl.env.limits import LateError, Limits, RaisedError
+from spmdrl.env.messages import messages_of, said_type
 from spmdrl.env.operations import Tool, by_name, checked_schema, methods_of, tool_of
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class FailedError(Exception):
@@ -31,6 +30,8 @@ class Turn:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    anew: bool = False
+    """The messages take the place of the whole conversation."""
     done: bool = False
     late: list[int] = field(default_factory=list)
     """Indices of the calls that did not answer."""
@@ -61,8 +62,8 @@ class Hosted:
 
     # ── requests ─────────────────────────────────────────────────────────────
 
-    def check(self) -> dict[str, Tool]:
-        """Return the typed functions that are its tools, by name."""
+    def typed(self) -> dict[str, Tool]:
+        """Return the typed functions that are its tools, by name. Raises FailedError."""
         if hasattr(self._environment, "tool_schemas"):
             return {}
         try:
@@ -83,14 +84,16 @@ class Hosted:
         messages = _messages(result, "reset", math.inf, "head")[0]
         if not messages:
             raise FailedError("returned no messages from reset")
-        self._tools = await self._offered()
+        self._tools, key = await self._offered(), await self._key()
         if state is not None:
             if not hasattr(self._environment, "restore"):
                 raise FailedError("was saved with a state and has no restore(state)")
             await self._own("restore", partial(self._environment.restore, json.loads(state)))
-        replayed = []
+        replayed, anew = [], []
         for i, turn in enumerate(turns):
-            again = (await self._turn(turn)).messages
+            answer = await self._turn(turn)
+            again = answer.messages
+            anew += [i] if answer.anew else []
             if i < len(digests) and digest(again) != digests[i]:
                 raise FailedError(
                     f"gave other messages when turn {i + 1} was run again: one that depends on more than row and seed "
@@ -98,7 +101,8 @@ class Hosted:
                 )
             replayed.append(again)
         tools = [tool.schema for tool in self._tools.values()]
-        return {"messages": messages, "tools": tools, "replayed": replayed, **await self._saved()}
+        opened = {"messages": messages, "tools": tools, "replayed": replayed, "replayed_anew": anew}
+        return opened | {"state_key": key, **await self._saved()}
 
     async def say(self, turn: dict) -> dict[str, Any]:
         """Run a turn's calls, and step."""
@@ -107,8 +111,10 @@ class Hosted:
         answer.counts["seconds"] = time.monotonic() - begin
         return {
             "messages": answer.messages,
+            "anew": answer.anew,
             "reward": math.fsum(answer.rewards) if answer.rewards else None,
             "done": answer.done,
+            "state_key": "" if answer.done else await self._key(),
             "counts": answer.counts,
             "late": answer.late,
             "digest": digest(answer.messages),
@@ -203,10 +209,15 @@ class Hosted:
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise FailedError(f"must return (messages, reward, done) from step, and returned {said_type(result)}")
         messages, reward, done = result
-        limit = self._settings.longest_answer
-        made, cuts = _messages([] if messages is None else messages, "step", limit, self._settings.cut)
-        answer.messages += made
-        answer.counts["cut"] += cuts
+        if isinstance(messages, History):
+            answer.messages, answer.anew = _messages(messages.messages, "step", math.inf, "head")[0], True
+            if not answer.messages:
+                raise FailedError("returned a History without messages from step")
+        else:
+            limit = self._settings.longest_answer
+            made, cuts = _messages([] if messages is None else messages, "step", limit, self._settings.cut)
+            answer.messages += made
+            answer.counts["cut"] += cuts
         try:
             number = finite(reward)
         except BadRewardError as e:
@@ -230,7 +241,7 @@ class Hosted:
     async def _offered(self) -> dict[str, Tool]:
         """Return its tools by name."""
         if not hasattr(self._environment, "tool_schemas"):
-            return self.check()
+            return self.typed()
         schemas = await self._own("tool_schemas", self._environment.tool_schemas)
         try:
             tools = []
@@ -241,6 +252,16 @@ class Hosted:
             return by_name(tools, "it")
         except ValueError as e:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
+
+    async def _key(self) -> str:
+        """Return the digest of its state as it names it; empty where it does not."""
+        if not hasattr(self._environment, "state_key"):
+            return ""
+        value = await self._own("state_key", self._environment.state_key)
+        try:
+            return "" if value is None else digest(value)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise FailedError(f"returned from state_key what is no JSON value: {said(e)}") from None
 
     async def _saved(self) -> dict[str, str]:
         """Return its state as JSON text, or why it cannot be saved."""
@@ -271,30 +292,9 @@ def _text_of(error: BaseException) -> str:
         return said(error)
 
 
-def said_type(value: object) -> str:
-    """Name the type of a value, of a tuple with its length."""
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
-
-
 def _messages(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
-    """Return messages with valid text, and how many texts were cut. A text is a message of the user."""
-    given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
-    given = [given] if isinstance(given, dict) else given
-    if not isinstance(given, list | tuple):
-        raise FailedError(f"must return messages, a text or None from {what}, and returned {said_type(given)}")
-    out, cuts = [], 0
-    for message in given:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise FailedError(
-                f'must return messages {{"role": ..., "content": ...}} with a role of {", ".join(ROLES)} from {what}, '
-                f"and returned {str(message)[:100]!r}"
-            )
-        content = message.get("content")
-        try:
-            raw = joined(content) if isinstance(content, list) else raw_text(content)
-            text, was_cut = cut_text(raw, int(min(longest, len(raw))), cut)
-            cuts += was_cut
-            out.append(json.loads(json.dumps({**message, "content": text})))
-        except (TypeError, ValueError) as e:
-            raise FailedError(f"returned a message from {what} that is neither text nor JSON: {e}") from None
-    return out, cuts
+    """Return messages with valid text, and how many texts were cut (`messages_of`)."""
+    try:
+        return messages_of(value, what, longest, cut)
+    except ValueError as e:
+        raise FailedError(str(e)) from None

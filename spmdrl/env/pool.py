@@ -39,6 +39,8 @@ class Pool:
         """Start the processes, without waiting for them."""
         if workers < 1:
             raise ValueError(f"{workers} processes for environments: there must be 1 at least")
+        self.tools: dict[str, list[str]] = {}
+        """Names of the tools of each environment that was checked, of those that are known before a reset."""
         self._next = 0
         self._records: dict[Hashable, Record] = {}
         self._asked: dict[int, Record] = {}  # by number of the request: all that are under way
@@ -254,6 +256,7 @@ class Pool:
     def _answer(self, record: Record, reply: dict[str, Any]) -> None:
         if record.do == "check":
             record.said.append(reply["hello"])
+            self.tools[record.opening.name] = reply["tools"]
             return self._settle(record)
         why = reply.pop("unsaved", "")
         if why and record.opening.name not in self._unsaved:

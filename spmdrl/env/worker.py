@@ -111,9 +111,9 @@ class Worker:
             form, environment = await self._made(opening, begins)
             hosted = Hosted(environment, opening["row"], self.settings, self.limits, begins)
             if message["do"] == "check":
-                hosted.check()
+                tools = list(hosted.typed())
                 await hosted.close()
-                return {"hello": form.hello}
+                return {"hello": form.hello, "tools": tools}
             self._hosted[message["env"]] = hosted
             reply = await hosted.open(opening["seed"], opening["state"], opening["turns"], opening["digests"])
         hosted = self._hosted[message["env"]]

@@ -11,6 +11,7 @@ grading.py       episodes on their way through the reward function
 environment.py   contract of environments that the policy acts in, and those that reply at once
 agents.py        conversations with environments in worker processes
 talks.py         conversations that are taken up again in a later step
+tool_forms.py    the form in which the policy calls tools, and whether its prompt shows them
 shared_environment.py  the environment of an engine of several ranks
 quota.py         runs rollouts until a step has its prompts
 prefetch.py      samples steps ahead

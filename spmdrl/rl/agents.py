@@ -5,7 +5,7 @@ messages become the tokens that the policy goes on after (`data/conversation.py`
 engine's conversations go on at the same time: a slow tool delays its own episode alone.
 """
 
-import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -16,18 +16,18 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import shared_length
 from spmdrl.env.base import PoolSettings, Reply
-from spmdrl.env.calls import FORMATS, format_of, hear
+from spmdrl.env.calls import hear
 from spmdrl.env.pool import Pool
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
-from spmdrl.rl.talks import Talk, opening_of
+from spmdrl.rl.talks import Talk, opening_of, size_of
+from spmdrl.rl.tool_forms import form_of, unfit
 from spmdrl.spmd.seeds import seed_for
 
 SEED = 0x454E56
 """Key of the seeds of environments."""
 CHARACTERS = 200
 """More than a token stands for. A text that has more for each token that there may be is refused as it is, at once."""
-log = logging.getLogger("spmdrl")
 
 
 class Agents:
@@ -50,22 +50,20 @@ class Agents:
         beside `ground_truth`. weight: of the environment's rewards among the run's (`config.environment.weight_of`).
 
         Raises:
-            ValueError: there is no such environment, or nobody can tell how the model writes calls.
+            ValueError: there is no such environment, or it has tools and nobody can tell how the model learns of them
+                or calls them.
         """
         self.found, self.conversation, self.ends = found, conversation, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
-        self.format = format_of(conversation.render.template) if found.calls == "auto" else found.calls
-        if self.format not in FORMATS:
-            raise ValueError(f"calls {self.format!r} (--env): take auto or one of {', '.join(FORMATS)}")
-        limits = PoolSettings(
-            *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
-            *(found.memory_mb, found.python),
-        )
-        self.pool = Pool(found.workers, limits)
+        self.format, self.hidden = form_of(found, conversation), found.calls != "auto"
+        given = (found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout)
+        self.pool = Pool(found.workers, PoolSettings(*given, found.memory_mb, found.python))
         self.hello = "each row's own"
         if found.environment != ROWS:
             try:
                 self.hello = self.pool.check(found.environment, found.settings)
+                if why := unfit(found, conversation, self.format, self.pool.tools[found.environment]):
+                    raise ValueError(f"--env {found.environment}: {why}")
             except ValueError:
                 self.pool.shutdown()
                 raise
@@ -79,8 +77,9 @@ class Agents:
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """See the contract."""
         place, prompt = place_of(episode), group.prompt
-        # All samples of a prompt begin alike, as they are compared.
-        seed = seed_for(plan.key[0], SEED, prompt.index, group.position)
+        # All samples of a prompt begin alike, as they are compared. `born` tells training and evaluation apart, and
+        # stays as it is in a group that a later step goes on with.
+        seed = seed_for(plan.key[0], SEED, group.born, prompt.index, group.position)
         try:
             opening = opening_of(self.found, prompt, self.answer_column, seed)
         except ValueError as error:
@@ -100,6 +99,7 @@ class Agents:
         made, talk.room = episode.response, plan.room(episode)
         ended = bool(made) and made[-1] in self.ends
         self.counts["turns"] += 1
+        talk.turns += 1
         if talk.failure:
             self._fail(place, talk.failure)
             return
@@ -147,7 +147,9 @@ class Agents:
                 episode.talk = None
             elif keep:
                 # An answer is not awaited: the turn is said again, and counted, when the episode goes on.
-                self.counts["turns"] -= talk.asked in ("say", "score") or talk.waits is not None
+                again = talk.asked in ("say", "score") or talk.waits is not None
+                self.counts["turns"] -= again
+                talk.turns -= again
                 if talk.asked == "say":
                     talk.said.pop()
                 episode.talk = self._kept(place, talk)
@@ -176,6 +178,7 @@ class Agents:
         asked, talk.asked = talk.asked, ""
         for name in ("calls", "failed_calls", "malformed", "timeouts", "cut", "seconds"):
             self.counts[name] += reply.counts.get(name, 0.0)
+        talk.calls += reply.counts.get("calls", 0.0)
         again = asked == "open" and talk.resumed
         failure = reply.failure or (talk.differs(reply) if again else "")
         if failure and again and not talk.waits:
@@ -189,10 +192,13 @@ class Agents:
         elif asked == "say":
             self._said(place, talk, reply)
         else:
-            final = reply.reward or 0.0
+            talk.given += reply.reward or 0.0
             reward = self.weight * talk.reward
-            seen = Observation(over=talk.finish, reward=reward, given=talk.given + final, parts=reply.parts)
-            self._over(place, seen)
+            seen = Observation(over=talk.finish, reward=reward, given=talk.given, parts=reply.parts)
+            if math.isfinite(talk.given):
+                self._over(place, seen)
+            else:
+                self._unbounded(place, talk)
         if talk.waits and not talk.asked:
             request, talk.waits = talk.waits, None
             request()
@@ -202,13 +208,16 @@ class Agents:
         if talk.resumed:
             talk.resumed = False
             return
-        talk.messages = list(reply.messages)
-        size = sum(len(message["content"]) for message in talk.messages)
+        if why := unfit(self.found, self.conversation, self.format, talk.tools):
+            self._fail(place, f"{talk.opening.name}: {why}")
+            return
+        talk.messages, talk.first = list(reply.messages), reply.state_key
+        size = size_of(talk.messages)
         if size > CHARACTERS * self.longest_prompt:
             self._too_long(place, f"{size} characters")
             return
         try:
-            tokens = self.conversation.begin(talk.messages, talk.tools or None)
+            tokens = talk.prompt(self.conversation, self.hidden)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
@@ -221,8 +230,10 @@ class Agents:
         """Go on after the answer to a turn, or end the episode."""
         talk.reward = reply.reward or 0.0
         talk.given += talk.reward
-        said, before = talk.said[-1], talk.messages
-        talk.messages = [*before, said.message, *reply.messages]
+        before = talk.take(reply)
+        if not math.isfinite(talk.given):
+            self._unbounded(place, talk)
+            return
         if reply.done or not reply.messages:
             self._score(place, talk, "stop")
             return
@@ -232,20 +243,23 @@ class Agents:
         if self.found.max_seconds and time.monotonic() - talk.begun > self.found.max_seconds:
             self._score(place, talk, "time")
             return
-        made, ended = talk.heard
+        if size_of(reply.messages) > CHARACTERS * (len(talk.path) + talk.room):
+            self._score(place, talk, "length")
+            return
         try:
-            follows = self.conversation.next(before, said.message, talk.tools or None, made, ended, reply.messages)
+            tokens, anew = talk.follows(self.conversation, self.hidden, before, reply)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
-        tokens = follows.tokens if follows.fork is None else follows.fork
-        anew = follows.fork is not None
-        shared = shared_length(talk.path, torch.tensor(tokens)) if anew else 0
+        # A branch has one token of its own at least.
+        shared = min(shared_length(talk.path, torch.tensor(tokens)), len(tokens) - 1) if anew else 0
         if talk.room <= len(tokens) - shared:
             self._score(place, talk, "length")
             return
         self.counts["forks"] += anew
-        self.ready.append((place, Observation(tokens, anew=anew, reward=self.weight * talk.reward)))
+        self.ready.append(
+            (place, Observation(tokens, talk.state_of(reply.state_key), anew, reward=self.weight * talk.reward))
+        )
         talk.reward = 0.0
 
     def _score(self, place: Place, talk: Talk, finish: str) -> None:
@@ -256,6 +270,9 @@ class Agents:
         self.counts["failures"] += 1
         self._over(place, Observation(over="abort", failure=why))
 
+    def _unbounded(self, place: Place, talk: Talk) -> None:
+        self._fail(place, f"{talk.opening.name}: its rewards add up to {talk.given}, which is not finite")
+
     def _too_long(self, place: Place, size: str) -> None:
         name = self.talks[place].opening.name
         self._fail(
@@ -263,21 +280,21 @@ class Agents:
         )
 
     def _over(self, place: Place, seen: Observation) -> None:
-        self.counts["episodes"] += 1
-        self.ready.append((place, seen))
-        if self.talks.pop(place, None) is not None:
+        talk = self.talks.pop(place, None)
+        if talk is not None:
             self.pool.close(place)
+            if not seen.failure:
+                self.counts["episodes"] += 1
+                self.counts["whole_turns"] += talk.turns
+                self.counts["whole_calls"] += talk.calls
+        self.ready.append((place, seen))
 
     def _kept(self, place: Place, talk: Talk) -> dict:
         """Returns all by which a later step or another process goes on with an episode, as JSON values."""
         self.pool.save(place)
-        state = next(reply.state for key, reply in self._answers(place) if key == place)
-        return talk.kept(state)
-
-    def _answers(self, place: Place) -> list[tuple[Place, Reply]]:
-        """Returns the answers that the pool has, and takes in those of other episodes."""
-        there = self.pool.poll()
-        for key, reply in there:
-            if key != place:
-                self._take(key, reply)
-        return there
+        there = dict(self.pool.poll())
+        state = there.pop(place).state
+        for other, reply in there.items():
+            self._take(other, reply)
+        # Without a limit no clock has a part in what a checkpoint holds.
+        return talk.kept(state, time.monotonic() - talk.begun if self.found.max_seconds else 0.0)

@@ -9,9 +9,10 @@ from spmdrl.tracking.metrics import Metrics
 
 COUNTS = (
     *("episodes", "turns", "calls", "failed_calls", "malformed", "timeouts", "cut", "forks", "failures"),
-    *("seconds", "idle"),
+    *("whole_turns", "whole_calls", "seconds", "idle"),
 )
-"""Sums that a rollout tells. seconds: of answers, over all turns; idle: in which an engine only waited for them."""
+"""Sums that a rollout tells. episodes: that ended without a failure, whole_turns and whole_calls: theirs. seconds: of
+answers, over all turns; idle: in which an engine only waited for them."""
 Place = tuple[int, int]
 """(position, sample): the name of an episode inside a rollout."""
 
@@ -141,8 +142,8 @@ class AtOnce:
 def describe_environment(stats: Metrics, counts: dict[str, float]) -> None:
     """Adds `env/*` and two times to a step's numbers (docs/metrics.md). counts: sums over all engines, as in COUNTS."""
     episodes, turns = max(1.0, counts["episodes"]), max(1.0, counts["turns"])
-    stats.add("env/turns", counts["turns"] / episodes)
-    stats.add("env/calls", counts["calls"] / episodes)
+    stats.add("env/turns", counts["whole_turns"] / episodes)
+    stats.add("env/calls", counts["whole_calls"] / episodes)
     for name in ("failed_calls", "malformed", "timeouts", "cut", "forks", "failures"):
         stats.add(f"env/{name}", counts[name])
     stats.add("time/env_answer", counts["seconds"] / turns)

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from spmdrl.config.environment import COLUMN, ROWS, EnvironmentConfig
+from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.segment import STATES
 from spmdrl.env.base import Call, Opening, Reply, Said
 
 
@@ -16,9 +18,9 @@ class Talk:
 
     opening: Opening
     begun: float
-    """Time at which this rank began or took up the episode."""
+    """Time at which the episode began (time.monotonic()), as if it had never been cut short."""
     messages: list[dict] = field(default_factory=list)
-    """All messages up to the last observation."""
+    """All messages up to the last observation, from the last ones on that took the place of all before."""
     tools: list[dict] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
     """The policy's turns, in order."""
@@ -38,6 +40,12 @@ class Talk:
     """Of the turn that is being answered."""
     given: float = 0.0
     """All rewards so far."""
+    turns: int = 0
+    """Responses so far."""
+    calls: float = 0.0
+    """Calls of tools so far."""
+    first: str = ""
+    """Digest of the state in which the episode began, as the environment names it; empty where it does not."""
     resumed: bool = False
     """It was taken up again, and its environment is not open yet."""
     replayed: bool = False
@@ -45,8 +53,11 @@ class Talk:
     failure: str = ""
     """Reason for which its environment could not be opened again."""
 
-    def kept(self, state: object) -> dict:
-        """Returns what a later step or another process needs to go on, as JSON values. state: of the environment."""
+    def kept(self, state: object, seconds: float) -> dict:
+        """Returns what a later step or another process needs to go on, as JSON values.
+
+        state: of the environment. seconds: of the episode so far, which count towards its limit.
+        """
         return {
             "messages": self.messages,
             "tools": self.tools,
@@ -54,7 +65,11 @@ class Talk:
             "given": self.given,
             "reward": self.reward,
             "finish": self.finish,
+            "turns": self.turns,
+            "calls": self.calls,
+            "first": self.first,
             "state": state,
+            "seconds": seconds,
         }
 
     def resume(self, kept: dict) -> None:
@@ -62,7 +77,46 @@ class Talk:
         self.resumed, self.messages, self.tools = True, list(kept["messages"]), kept["tools"]
         self.said = [Said(**each | {"calls": [Call(**call) for call in each["calls"]]}) for each in kept["said"]]
         self.given, self.reward, self.finish = kept["given"], kept["reward"], kept["finish"]
+        self.turns, self.calls, self.first = kept["turns"], kept["calls"], kept["first"]
         self.replayed = kept["state"] is None
+        self.begun -= kept["seconds"]
+
+    def take(self, reply: Reply) -> list[dict]:
+        """Adds the last turn and the answer to it to the messages, or replaces them; returns those before."""
+        before = self.messages
+        self.messages = list(reply.messages) if reply.anew else [*before, self.said[-1].message, *reply.messages]
+        return before
+
+    def prompt(self, conversation: Conversation, hidden: bool) -> list[int]:
+        """Returns the tokens of all messages. hidden: as in `Conversation.begin`. Raises ValueError."""
+        return conversation.begin(self.messages, self.tools or None, hidden)
+
+    def follows(
+        self, conversation: Conversation, hidden: bool, before: list[dict], reply: Reply
+    ) -> tuple[list[int], bool]:
+        """Returns the tokens that the policy goes on after, and whether they are all of its context.
+
+        before: messages before the last turn. reply: the answer to that, which `take` took.
+
+        Raises:
+            ValueError: the template does not go on so.
+        """
+        if reply.anew:
+            return self.prompt(conversation, hidden), True
+        made, ended = self.heard
+        next = conversation.next(before, self.said[-1].message, self.tools or None, made, ended, reply.messages)
+        if next.fork is None and not next.tokens:
+            raise ValueError(f"{conversation.name} writes nothing for the answer to a turn")
+        return (next.tokens, False) if next.fork is None else (next.fork, True)
+
+    def state_of(self, key: str) -> int | None:
+        """Returns the number of a state, which for the one in which the episode began is that of the prompt.
+
+        key: digest of the state. None: the environment does not name it.
+        """
+        if not key:
+            return None
+        return 0 if key == self.first else 1 + int(key, 16) % (STATES - 1)
 
     def differs(self, reply: Reply) -> str:
         """Returns what is wrong where turns that were run again had other answers; empty where they had not.
@@ -70,8 +124,8 @@ class Talk:
         reply: to the request that opened the environment again.
         """
         again = list(reply.messages)
-        for said, answer in zip(self.said, reply.replayed, strict=False):
-            again += [said.message, *answer]
+        for i, (said, answer) in enumerate(zip(self.said, reply.replayed, strict=False)):
+            again = [*([] if i in reply.replayed_anew else [*again, said.message]), *answer]
         if not self.replayed or again == self.messages:
             return ""
         return (
@@ -104,3 +158,8 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
 
 def _named(named: dict) -> tuple[object, object]:
     return named.get("name"), named.get("settings") or {}
+
+
+def size_of(messages: list[dict]) -> int:
+    """Returns the number of characters in the texts of messages."""
+    return sum(len(message["content"]) for message in messages)

@@ -1,4 +1,4 @@
-"""docs/agents.md: its files play as the page shows, its commands run, and its tables are the code's."""
+"""docs/agents.md and conversations.md: their files play, their commands run, and their tables are the code's."""
 
 import io
 import json
@@ -27,6 +27,7 @@ from tests.unit.dialogues import templates, tokenizer_for
 from tests.unit.test_docs_algorithms import parts, table
 
 PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+CONVERSATIONS = (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8")
 CHAPTERS = parts(PAGE, 2)
 FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 PLAYED = re.findall(r"<!-- played: (\S+), ([^\n]+) -->\n```\n(.*?)```", PAGE, re.DOTALL)
@@ -36,7 +37,7 @@ SMALL = "--rollout.engine hf --run.device cpu --run.steps 2 --tracking.trackers 
 
 def rows(name: str) -> list[list[str]]:
     """Returns the rows of a marked table."""
-    return table(re.findall(rf"<!-- table: {name} -->\n(.*?)<!-- end -->", PAGE, re.DOTALL)[0])
+    return table(re.findall(rf"<!-- table: {name} -->\n(.*?)<!-- end -->", PAGE + CONVERSATIONS, re.DOTALL)[0])
 
 
 def test_files_play_as_the_page_shows(monkeypatch):
@@ -136,6 +137,19 @@ def test_commands_of_the_page_load(monkeypatch):
     found = [words[words.index("spmdrl.train") + 1 :] for words in COMMANDS if "spmdrl.train" in words]
     assert len(found) == 2 and all(from_command_line(flags).config.env for flags in found)
     assert all(Path(word).exists() for flags in found for word in flags if word.endswith(".yaml"))
+
+
+def test_the_example_of_a_history_plays(tmp_path):
+    ((name, code),) = re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", CONVERSATIONS, re.DOTALL)
+    (tmp_path / name).write_text(code)
+    assert len(code.splitlines()) <= 40
+    with Play(f"{tmp_path / name}:Notes") as play:
+        opened = play.open({"pages": ["one", "two"]})
+        assert [m["content"] for m in opened.messages] == ["Take notes of page 1: one"]
+        told = play.say("n1")
+        text = "Your note so far: n1\nTake notes of page 2: two"
+        assert told.anew and told.messages == [{"role": "user", "content": text}]
+        assert told.state_key not in ("", opened.state_key) and play.say("n2").done
 
 
 def test_a_form_of_calls_that_does_not_exist_is_refused_at_the_start():

@@ -67,7 +67,7 @@ def compared(name: str) -> dict:
             for i, following in zip(turns, turns[1:], strict=False):
                 new = messages[i + 1 : following]
                 try:
-                    prompt = mine.begin(messages[: turns[0]], tools)
+                    prompt = mine.begin(messages[: turns[0]], tools, hidden=True)
                     end = tokenizer.convert_tokens_to_ids(ends_of(name, messages[i], new[0]))
                     made = [*draw.sample(range(1000, 9000), 9), thought, *draw.sample(range(1000, 9000), 9), end]
                     answer = mine.next(messages[:i], messages[i], tools, made, True, new)

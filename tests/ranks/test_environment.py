@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -89,12 +90,49 @@ def test_layout_conversations_rewards_and_weights_are_the_same_on_one_rank_and_t
     assert told["env/turns"] == 3 and told["env/failures"] == 0 and told["time/env_answer"] > 0
 
 
-@pytest.mark.parametrize("world", ["Echoes", "Counts"])
+def branched(world, folder: str, settings: dict) -> list:
+    """Returns the texts of each episode's paths, and of the last one the last observation with its state."""
+    run = open_demo(world, folder, settings)
+    with run.memory.rollout_phase():
+        done = run.experience(0)
+    rows = []
+    for e in done.episodes:
+        texts = [run.tokenizer.decode(e.along(lambda s: s.tokens, path)) for path in e.paths()]
+        *_, seen, _ = e.segments
+        rows.append((e.position, e.sample, e.reward, texts, run.tokenizer.decode(seen.tokens), seen.state))
+    run.close()
+    return rows
+
+
+def test_layout_a_history_of_the_environment_begins_a_branch_on_one_rank_and_two(tmp_path):
+    """So it does in an engine of two ranks. The states are the environment's, as GiGPO reads them."""
+    model, algo = {"path": "tiny", "dtype": "float64"}, {"advantage": "gigpo"}
+    settings = sections(tmp_path, "Sums", "settings: {turns: 4}", model=model, algo=algo)
+    ((one),) = run_ranks(branched, 1, str(tmp_path / "one"), settings)
+    two = run_ranks(branched, 2, str(tmp_path / "two"), settings)
+    assert sorted(one) == sorted(row for rows in two for row in rows) and len(one) == 16
+    states = set()
+    for position, _, _, (before, after), seen, state in one:
+        assert re.fullmatch(r"sum:>(.)<eos>\1.=>.*", after) and before.startswith("say:>") and "sum:" not in before
+        states.add((position, seen[-4], state))
+    assert 4 < len(states) == len({row[:2] for row in states}) == len({row[::2] for row in states})
+    shared = settings | {"rollout": settings["rollout"] | {"tp": 2}}
+    of_two, none = run_ranks(branched, 2, str(tmp_path / "tp"), shared, rollout_tp=2)
+    assert sorted(of_two) == sorted(one) and not none
+    a = run_ranks(trained, 1, str(tmp_path / "a"), settings)[0]
+    b = run_ranks(trained, 2, str(tmp_path / "b"), settings)[0]
+    for name, tensor in a.items():
+        assert (tensor - b[name]).abs().max() <= 1e-6, name
+    assert [row["env/forks"] for row in metrics(tmp_path / "a")] == [16.0] * 3
+
+
+@pytest.mark.parametrize("world", ["Echoes", "Counts", "Sums"])
 def test_resume_in_the_middle_of_episodes_is_equal_to_the_bit(tmp_path, world):
     """Groups are cut short with turns behind them; the world goes on from its state, or from its turns run again."""
     more = {"rollout": {"oversample": 1.5, "partial_steps": 2}, "checkpoint": {"every": 1, "at_end": False}}
     settings = sections(tmp_path, world, "settings: {turns: 4, uneven: true}", **more)
     settings["run"] = {"steps": 4, "deterministic": True}
+    settings["algo"]["advantage"] = "gigpo" if world == "Sums" else "turn_rloo"
     whole = run_ranks(trained, 2, str(tmp_path / "whole"), settings)
     run_ranks(trained, 2, str(tmp_path / "parts"), settings, 2)
     after = run_ranks(trained, 2, str(tmp_path / "parts"), settings)

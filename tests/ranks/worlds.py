@@ -4,6 +4,8 @@ import os
 import random
 import time
 
+from spmdrl.env import History
+
 
 class Echoes:
     """Answers the first letter of a message with a letter drawn by seed and turn; 0.25 for each vowel, 1 for an `e`."""
@@ -35,6 +37,27 @@ class Counts(Echoes):
 
     def restore(self, state):
         self.turn = state["turn"]
+
+
+class Sums(Echoes):
+    """After every second turn a short history takes the place of the long one; its state is the letter it drew."""
+
+    drawn = ""
+
+    def step(self, message):
+        text, reward, done = super().step(message)
+        self.drawn = text[0]
+        if self.turn % 2:
+            return text, reward, done
+        told = [
+            {"role": "user", "content": "sum:"},
+            {"role": "assistant", "content": self.drawn},
+            {"role": "user", "content": text},
+        ]
+        return History(told), reward, done
+
+    def state_key(self):
+        return self.drawn
 
 
 class Breaks(Echoes):

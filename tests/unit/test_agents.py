@@ -7,21 +7,28 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+from spmdrl.algos.samples import Samples
+from spmdrl.algos.turns import gigpo
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.schema import DataConfig
 from spmdrl.data.batch import from_episodes
+from spmdrl.data.chat import CHATML
 from spmdrl.data.conversation import Conversation
-from spmdrl.data.episode import Episode
+from spmdrl.data.episode import STATES, Episode
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.rl.agents import Agents
+from spmdrl.rl.evaluation import EVALUATION
 from spmdrl.rl.rollout import add
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
 from tests.unit.dialogues import templates, tokenizer_for
 
 END = "<|im_end|>"
 USER = '''
-import os, time
+import json, os, time
+
+from spmdrl.env import History
 
 
 class Words:
@@ -67,6 +74,119 @@ class Does(Words):
             "control": "<|im_end|>\\n<|im_start|>assistant\\n<|endoftext|>",
             "plain": "plain",
         }[what]
+
+
+class Brings(Words):
+    """It brings its tools."""
+
+    def tool_schemas(self):
+        return [{"type": "function", "function": {"name": "act", "parameters": {"type": "object", "properties": {}}}}]
+
+    def call(self, name, arguments):
+        return "plain"
+
+
+class Seeded(Words):
+    """Begins with its seed."""
+
+    def reset(self, row, seed):
+        return str(seed)
+
+
+class Walk(Words):
+    """Goes where the message says; its place is its state, however it was reached."""
+
+    place, named = 0, True
+
+    def step(self, message):
+        self.turn += 1
+        self.place += {"left": -1, "right": 1}.get(message["content"], 0)
+        return f"{message['content']} {self.turn}", 0.5 if message["content"] == "right" else 0.25, self.turn >= 4
+
+    def state_key(self):
+        return {"place": self.place} if self.named else None
+
+
+class Nowhere(Walk):
+    named = False
+
+
+class NoKey(Walk):
+    """Its state has no key that JSON can hold."""
+
+    def state_key(self):
+        return {1j} if self.turn else None
+
+
+class Sums(Words):
+    """After every second turn a summary takes the place of the conversation."""
+
+    def __init__(self, most=5, long=0, named=True):
+        super().__init__(most)
+        self.long, self.heard = long, []
+
+    def act(self, what: str):
+        """Act.
+
+        Args:
+            what: what to do
+        """
+        return what
+
+    def step(self, message):
+        self.turn += 1
+        self.heard.append(message["content"])
+        over = self.turn >= self.most
+        if self.turn % 2:
+            return f"more {self.turn}", 0.5, over
+        told = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": "I said " + ", ".join(self.heard) + "x" * self.long},
+            {"role": "user", "content": f"more {self.turn}"},
+        ]
+        return History(told), 0.5, over
+
+
+class Dice(Sums):
+    """Its summary is another one when it is run again."""
+
+    def step(self, message):
+        self.heard.append(str(time.time_ns()))
+        return super().step(message)
+
+
+class Empty(Words):
+    def step(self, message):
+        return History([]), 0.0, False
+
+
+class Repeats(Words):
+    """Returns the messages that the policy wrote as JSON."""
+
+    def step(self, message):
+        return json.loads(message["content"]), 0.5, False
+
+
+class Silent(Words):
+    """It answers with an empty text."""
+
+    def step(self, message):
+        return "", 0.5, False
+
+
+class Rich(Words):
+    """Its rewards add up to more than a number holds."""
+
+    def __init__(self, last=False):
+        super().__init__(most=2)
+        self.last = last
+
+    def step(self, message):
+        text, _, done = super().step(message)
+        return text, 1e308, done
+
+    def reward(self):
+        return 1e308 if self.last else 0.0
 
 
 class Saved(Words):
@@ -161,7 +281,7 @@ def make(file):
     opened = []
 
     def of(name: str = "Does", template: str = "qwen2_5", longest: int = 2000, weight: float = 1.0, **limits) -> Agents:
-        text = templates()[template]
+        text = (templates() | {"chatml": CHATML, "nothing": NOTHING})[template]
         talk = Conversation(tokenizer_for(text), text, limits.pop("history", "keep"))
         known = name if ":" in name or name == "rows" else f"{file}:{name}"
         found = EnvironmentConfig(known, **limits)
@@ -309,11 +429,81 @@ def test_an_mcp_server_that_dies_is_told_and_comes_back(make, tmp_path):
     assert answers[0] == answers[2] and "<tool_response>\n3\n</tool_response>" in answers[0]
 
 
+CALLED = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {"a": [1]}}}
+MALFORMED = [
+    ({"tool_calls": "str"}, "whose tool_calls are no list: 'str'"),
+    ({"tool_calls": {"a": 1}}, "whose tool_calls are no list: \"{'a': 1}\""),
+    ({"tool_calls": 5}, "whose tool_calls are no list: '5'"),
+    ({"tool_calls": ["x"]}, 'with a tool call that is not {"type": "function", "function"'),
+    ({"tool_calls": [{"function": "f"}]}, 'with a tool call that is not {"type": "function", "function"'),
+    ({"tool_calls": [{"function": {"name": 5}}]}, 'with a tool call that is not {"type": "function", "function"'),
+    ({"tool_calls": [{"name": "f", "arguments": "{no"}]}, "whose arguments are no object: '{no'"),
+    ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "whose arguments are no object: '[1]'"),
+    ({"tool_calls": [CALLED | {"id": 5}]}, "whose id is no text: '5'"),
+    ({"reasoning_content": ["x"]}, "whose reasoning_content is no text"),
+    ({"tool_call_id": {}}, "whose tool_call_id is no text: '{}'"),
+]
+"""Parts of a message -> the reason for which the environment has failed."""
+WELL_FORMED = [
+    {"tool_calls": None, "reasoning_content": None},
+    {"tool_calls": [CALLED]},
+    {"tool_calls": [{"name": "f", "arguments": '{"a": 1}'}, {"function": {"name": "f", "arguments": None}}]},
+]
+
+
+def test_malformed_messages_of_an_environment_are_its_failure_alone(make):
+    """From reset and from step; the rest of the group goes on."""
+    agents, last = make("Repeats"), {"role": "user", "content": "and?"}
+    for part, why in MALFORMED:
+        odd = [{"role": "assistant", "content": ""} | part, last]
+        played = Played(agents, [said("x")], row={"say": odd})
+        assert played.play()[0].finish == "abort" and "returned a message from reset " in played.why[0]
+        assert why in played.why[0]
+        played = Played(agents, [said(json.dumps(odd))], ["cut"], tokens=2000)
+        bad, good = played.play()
+        assert bad.finish == "abort" and "returned a message from step " in played.why[0] and why in played.why[0]
+        assert good.finish == "length" and played.why[1] == ""
+    for part in WELL_FORMED:
+        fine = [{"role": "assistant", "content": ""} | part, last]
+        played = Played(agents, ["cut"], row={"say": [last, *fine]})
+        assert played.play()[0].finish == "length" and played.why[0] == ""
+    for value in ([], [{"role": "assistant", "content": "I"}]):
+        played = Played(agents, [], row={"say": value})
+        assert played.play()[0].finish == "abort" and played.why[0]
+    played = Played(agents, [said('[{"role": "assistant", "content": "I"}]')])
+    assert played.play()[0].finish == "abort" and "the last is to be answered" in played.why[0]
+
+
 def test_two_tools_of_one_name_are_refused_at_start(make, file):
     for name in ("TWO", "Twice"):
         with pytest.raises(ValueError, match="two tools of the name one: rename one") as refused:
             make(name)
         assert name in str(refused.value)
+
+
+def test_tools_that_the_template_does_not_show_are_refused_at_start(make, file):
+    """Before an episode is played. Without tools, or with the form of calls by the user's word, the run goes on."""
+    shown = r"does not show the tools: choose one that does with --data.chat-template, or name by `calls` in the YAML"
+    for template in ("chatml", "llama3", "deepseekv3"):
+        with pytest.raises(ValueError, match=rf"--env {file}:Does: the given chat template {shown}"):
+            make(template=template)
+    with pytest.raises(ValueError, match="shows no form of calls that is read here: name it by `calls` in the YAML"):
+        make(template="lfm2")
+    assert make("Words", template="chatml").format == "none"
+    for template, form in (("chatml", "hermes"), ("lfm2", "hermes")):
+        played = Played(make(template=template, calls=form), [call("plain"), said("done")])
+        assert played.play()[0].finish == "stop" and "plain" in played.observed() and played.why[0] == ""
+    (episode,) = Played(make(template="chatml", calls="none"), [call("plain")]).play()
+    assert episode.finish == "stop" and episode.given == 2.5
+
+
+def test_tools_that_are_known_after_reset_alone_fail_with_the_reason(make, file):
+    """Those of rows, and those that an environment brings itself."""
+    for name, row in (("rows", {"env": f"{file}:Does"}), ("Brings", {})):
+        played = Played(make(name, template="chatml"), [], row=row)
+        assert played.play()[0].finish == "abort" and "the given chat template does not show the tools" in played.why[0]
+    played = Played(make("rows", template="lfm2"), [], row={"env": f"{file}:Does"})
+    assert played.play()[0].finish == "abort" and "shows no form of calls that is read here" in played.why[0]
 
 
 # ── limits ───────────────────────────────────────────────────────────────────
@@ -356,6 +546,125 @@ def test_a_first_prompt_over_the_context_names_the_flag(make):
         (episode,) = played.play()
         assert episode.finish == "abort" and f"{size}; raise --rollout.max-prompt-tokens 300" in played.why[0]
     assert Played(agents, [said("x")]).play()[0].finish == "stop"
+
+
+# ── states ───
+
+
+WALKS = [["left", "left", "right", "right"], ["right", "left", "left", "right"], ["stay", "left", "right", "stay"]]
+PLACES = [[0, -1, -2, -1], [0, 1, 0, -1], [0, 0, -1, 0]]
+"""Places in which the turns of the walks are taken."""
+
+
+def states_of(episode: Episode) -> list[int]:
+    return [s.state for s in episode.segments if s.sampled]
+
+
+def test_turns_in_one_state_are_one_group_of_gigpo_whatever_came_before(make):
+    """Against means over the places that the walks list; without `state_key` first turns alone are compared."""
+    scripts = [[said(word) for word in walk] for walk in WALKS]
+    agents = make("Walk")
+    episodes = Played(agents, *scripts).play()
+    states = [states_of(episode) for episode in episodes]
+    numbers = {(place, state) for a, b in zip(PLACES, states, strict=True) for place, state in zip(a, b, strict=True)}
+    assert len(numbers) == 4 and (0, 0) in numbers and all(0 <= state < STATES for _, state in numbers)
+    rewards = [[0.5 if word == "right" else 0.25 for word in walk] for walk in WALKS]
+    returns = [[math.fsum(row[i:]) for i in range(4)] for row in rewards]
+    met = {
+        place: [r for a, b in zip(PLACES, returns, strict=True) for p, r in zip(a, b, strict=True) if p == place]
+        for place in (-2, -1, 0, 1)
+    }
+    wholes = [row[0] + 2.0 for row in returns]
+    for episode, whole in zip(episodes, wholes, strict=True):
+        assert episode.given == whole
+        episode.reward = whole
+    want = [
+        whole - sum(wholes) / 3 + (value - sum(met[place]) / len(met[place]) if len(met[place]) > 1 else 0.0)
+        for row, places, whole in zip(returns, PLACES, wholes, strict=True)
+        for value, place in zip(row, places, strict=True)
+    ]
+    # The final reward stands on the last turn, so every return has it.
+    assert advantages(episodes) == pytest.approx(want)
+    hidden = Played(make("Nowhere"), *scripts).play()
+    assert len({state for episode in hidden for state in states_of(episode)[1:]}) == 9
+
+
+def advantages(episodes: list[Episode]) -> list[float]:
+    """GiGPO's of each turn, without std and discount."""
+    batch = from_episodes(episodes, turns=True)
+    mask = batch.token["mask"]
+    rewards = torch.zeros(len(mask), dtype=torch.float64)
+    end = 0
+    for episode in episodes:
+        for s in episode.segments:
+            end += len(s)
+            rewards[end - 1] = s.reward + (episode.reward - episode.turn_rewards) * (s is episode.segments[-1])
+    samples = Samples(
+        rewards,
+        mask,
+        torch.arange(len(episodes)).repeat_interleave(batch.lengths),
+        torch.zeros(len(episodes), dtype=torch.int64),
+        turn=batch.token["turn"],
+        state=batch.token["state"],
+        parent=batch.token["parent"],
+    )
+    advantage = gigpo(samples, gamma=1.0, std=False)[0]
+    first = torch.ones_like(mask)
+    first[1:] = ~mask[:-1]
+    return advantage[mask & first].tolist()
+
+
+def test_a_state_key_that_fails_is_a_failure_of_its_environment(make):
+    (episode,) = (played := Played(make("NoKey"), [said("a")])).play()
+    assert episode.finish == "abort" and "returned from state_key what is no JSON value" in played.why[0]
+
+
+def test_states_are_those_of_a_conversation_that_was_never_cut(make):
+    script = [said(word) for word in WALKS[2]]
+    whole = Played(make("Walk"), list(script))
+    whole.play()
+    parts = Played(make("Walk"), list(script))
+    parts.play(turns=1)
+    parts.leave()
+    parts.agents = make("Walk")
+    parts.play()
+    assert states_of(parts.group.episodes[0]) == states_of(whole.group.episodes[0])
+    assert states_of(whole.group.episodes[0])[1::2] == [0, 0], "the place in which it began"
+
+
+NOTHING = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.content + '<|im_end|>' if m.role == 'assistant' else m.content }}"
+    "{%- endfor -%}"
+)
+"""A chat template that writes nothing around a message of a user."""
+
+
+def test_an_answer_without_a_token_fails_its_episode_alone(make):
+    agents = make("Silent", template="nothing")
+    played = Played(agents, [said("x")])
+    assert played.play()[0].finish == "abort" and "writes nothing for the answer to a turn" in played.why[0]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_rewards_that_overflow_fail_their_episode_alone(make, last):
+    played = Played(make("Rich", settings={"last": last}), [said("x"), said("y")])
+    (episode,) = played.play()
+    assert episode.finish == "abort" and "add up to inf, which is not finite" in played.why[0]
+
+
+def test_turns_per_episode_are_those_of_episodes_that_ended(make):
+    """Whatever is cut in between, and however many are under way."""
+    played = Played(make("Does", settings={"most": 3}), *[[said("x")] * 3] * 4)
+    counts: dict[str, float] = {}
+    for turns in (1, 0, 1000):
+        played.play(turns)
+        told = played.agents.take_counts()
+        counts = {name: counts.get(name, 0.0) + told[name] for name in told}
+        if turns < 1000:
+            assert told["episodes"] == told["whole_turns"] == 0
+            played.leave()
+            played.agents = make("Does", settings={"most": 3})
+    assert (counts["episodes"], counts["whole_turns"], counts["turns"]) == (4, 12, 12)
 
 
 # ── cut short ────────────────────────────────────────────────────────────────
@@ -452,6 +761,37 @@ def test_an_environment_that_cannot_be_run_again_fails_alone(make, wait):
     assert played.agents.take_counts()["failures"] == 2 and not played.agents.talks
 
 
+def test_seconds_of_an_episode_count_on_when_it_is_taken_up_again(make):
+    """The limit holds for all parts together; time between them does not count."""
+    limits = {"settings": {"most": 99}, "max_seconds": 60.0}
+    played = Played(make(**limits), [said("a")] * 9)
+    played.play(turns=1)
+    next(iter(played.agents.talks.values())).begun -= 50.0
+    for _ in range(2):
+        played.leave()
+        kept = played.group.episodes[0].talk
+        assert kept and 50.0 <= kept["seconds"] < 59.0
+        played.agents = make(**limits)
+        (episode,) = played.play(turns=1)
+        assert not episode.finish
+    played.leave()
+    episode.talk, played.agents = episode.talk | {"seconds": 60.0}, make(**limits)
+    assert played.play()[0].finish == "time"
+
+
+def test_training_and_evaluation_begin_with_other_seeds(make):
+    """At one row and position, whatever the order of the data; samples of one draw have one seed."""
+    seeds = []
+    for key in ((3, 0), (3, EVALUATION), (4, 0)):
+        played = Played(make("Seeded"), *[[said("x")]] * 2)
+        played.plan.key = key
+        played.group = played.plan.group(0)
+        one, other = (e.segments[0].tokens.tolist() for e in played.play())
+        assert one == other
+        seeds.append(one)
+    assert len({tuple(each) for each in seeds}) == 3
+
+
 # ── history ──────────────────────────────────────────────────────────────────
 
 
@@ -489,6 +829,81 @@ def test_a_template_that_drops_thoughts_keeps_one_branch_or_forks(make, history)
     assert packed == paths, "the batch holds the paths"
     sampled = batch.token["tokens"][batch.token["mask"]].tolist()
     assert sampled == sum(made, []), "the loss of each sampled token counts once"
+
+
+SUMS = [f"word {i}{END}" for i in range(5)]
+HEARD = [["word 0", "word 1"], ["word 0", "word 1", "word 2", "word 3"]]
+
+
+@pytest.mark.parametrize("history", ["keep", "branch"])
+def test_a_history_of_the_environment_takes_the_place_of_the_conversation(make, history):
+    """The independent reference of a branch is the tokenizer's own rendering of the summary."""
+    agents = make("Sums", history=history)
+    played = Played(agents, list(SUMS))
+    (episode,) = played.play(turns=4)
+    tokenizer, tools = agents.conversation.tokenizer, agents.talks[0, 0].tools
+    prompts = []
+    for i, heard in enumerate(HEARD):
+        messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I said " + ", ".join(heard)}]
+        messages += [{"role": "user", "content": f"more {2 * i + 2}"}]
+        prompts.append(
+            tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        )
+    played.respond(episode)
+    ((_, seen),) = agents.poll(30.0)
+    add(seen, episode)
+    made = [tokenizer(text, add_special_tokens=False).input_ids for text in SUMS]
+    between = [tokenizer(f"\n<|im_start|>user\nmore {i}<|im_end|>\n<|im_start|>assistant\n").input_ids for i in (1, 3)]
+    first = episode.segments[0].tokens.tolist()
+    paths = [episode.along(lambda s: s.tokens, path).tolist() for path in episode.paths()]
+    # The prompts share their beginning, whose segment is cut there.
+    begun = paths[0][: len(paths[0]) - sum(map(len, [made[0], between[0], made[1]]))]
+    assert begun[: len(first)] == first and tokenizer.decode(begun).endswith(f"go{END}\n<|im_start|>assistant\n")
+    assert paths == [
+        begun + made[0] + between[0] + made[1],
+        prompts[0] + made[2] + between[1] + made[3],
+        prompts[1] + made[4],
+    ]
+    assert episode.finish == "stop" and agents.take_counts()["forks"] == 2 and episode.given == 2.0 + 2.5
+    parents = {s.turn: s.parent for s in episode.segments if s.parent >= -1}
+    assert parents == {2: 1, 4: 3}, "a branch follows the turn before it in time"
+    sampled = from_episodes([episode], turns=True)
+    assert sampled.token["tokens"][sampled.token["mask"]].tolist() == sum(made, [])
+
+
+def test_a_history_counts_towards_the_limits(make):
+    agents = make("Sums")
+    whole = Played(agents, list(SUMS))
+    (episode,) = whole.play()
+    for tokens in range(episode.made - 12, episode.made):
+        (length,) = Played(agents, list(SUMS), tokens=tokens).play()
+        assert length.finish == "length" and length.made <= tokens
+    (long,) = Played(make("Sums", settings={"long": 10_000_000}), list(SUMS)).play()
+    assert long.finish == "length" and long.turns == 2
+    (turns,) = Played(make("Sums", max_turns=2), list(SUMS)).play()
+    assert turns.finish == "turns" and turns.turns == 2
+    (empty,) = (played := Played(make("Empty"), list(SUMS))).play()
+    assert empty.finish == "abort" and "returned a History without messages from step" in played.why[0]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_a_conversation_with_another_history_goes_on_elsewhere(make, turns):
+    """Its turns are run again, and the messages must come again, from the last history on."""
+    whole = Played(make("Sums"), list(SUMS))
+    whole.play()
+    parts = Played(make("Sums"), list(SUMS))
+    parts.play(turns=turns)
+    parts.leave()
+    parts.agents = make("Sums")
+    (episode,) = parts.play()
+    assert told(parts) == told(whole) and episode.finish == "stop" and parts.why[0] == ""
+    played = Played(make("Dice"), list(SUMS))
+    played.play(turns=turns)
+    played.leave()
+    played.agents = make("Dice")
+    (other,) = played.play(wait=20.0)
+    assert (other.finish == "abort") == (turns >= 2)
+    assert turns < 2 or "gave other messages when its turns were run again" in played.why[0]
 
 
 def test_an_answer_of_a_tool_forks_no_thought_and_the_next_question_does(make):

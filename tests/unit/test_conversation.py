@@ -74,7 +74,7 @@ def check(name: str, seed: int, history: str) -> Counter:
     messages = told(seed, bool(tools), seed % 4 > 1)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     try:
-        context = talk.begin(messages[: turns[0]], tools)
+        context = talk.begin(messages[: turns[0]], tools, hidden=not talk.render.shows_tools)
     except ValueError as error:
         assert any(reason in str(error) for reason in PLAIN), error
         return Counter(["refused by the template"])
@@ -194,7 +194,7 @@ def test_no_control_token_comes_from_the_text_of_a_message(name):
             messages, turn, answers = exchange(text, tools)
             described = [{"type": "function", "function": TOOLS[0]["function"] | {"description": text}}]
             try:
-                begun = talk.begin(messages, described if tools else None)
+                begun = talk.begin(messages, described if tools else None, hidden=not talk.render.shows_tools)
             except ValueError as error:
                 assert any(reason in str(error) for reason in PLAIN)
                 continue
@@ -384,6 +384,41 @@ def test_another_end_token_stands_for_that_of_the_template():
     assert talk.next(question, turn, None, [65], False, follows) == Next([*start, *rest])
 
 
+HIDES = (
+    *("deepseek_r1_distill", "deepseekv3", "idefics3", "llama3", "qwen2_5_vl", "smolvlm"),
+    *("deepseek_r1_distill_training", "deepseekv3_training", "idefics3_training", "llama3_training"),
+    *("qwen2_5_vl_training", "smolvlm_training", "chatml"),
+)
+"""Templates that show no tools, as docs/conversations.md lists them."""
+
+
+def test_tools_that_a_template_does_not_show_are_refused_unless_they_may_be_hidden():
+    """Shown is a tool whose name stands in the tokens of the prompt."""
+    asked, hiding = [{"role": "user", "content": "a"}], []
+    hidden = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"name": name}} for name in ("qqfirst", "qqother")]
+    for name in (*TEMPLATES, "chatml"):
+        talk = conversation(name, "keep") if name in TEMPLATES else Conversation(tokenizer_for(CHATML), CHATML)
+        try:
+            prompt = talk.tokenizer.decode(talk.begin(asked, hidden, hidden=True))
+        except ValueError as error:
+            assert any(reason in str(error) for reason in PLAIN), (name, error)
+            continue
+        if "qqfirst" in prompt and "qqother" in prompt:
+            assert talk.render.shows_tools and talk.tokenizer.decode(talk.begin(asked, hidden)) == prompt
+            continue
+        hiding.append(name)
+        with pytest.raises(
+            ValueError, match=r"does not show the tools: choose one .* --data.chat-template, or name by"
+        ):
+            talk.begin(asked, hidden)
+        assert not talk.render.shows_tools
+    assert sorted(hiding) == sorted(HIDES)
+    first = "{{ tools[0]['function']['name'] if tools else '' }}" + LOOP + ASK
+    with pytest.raises(ValueError, match="does not show the tools"):
+        Conversation(plain_tokenizer(), first).begin(asked, hidden)
+    assert Conversation(plain_tokenizer(), first).begin(asked, hidden[:1])
+
+
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="choose keep or branch"):
         Conversation(plain_tokenizer(), CHATML, "fork")
@@ -392,7 +427,7 @@ def test_bad_input_is_refused():
         talk.begin([])
     with pytest.raises(ValueError, match="begins with messages"):
         talk.begin([{"role": "assistant", "content": "a"}])
-    with pytest.raises(ValueError, match="no message follows"):
+    with pytest.raises(ValueError, match="the last is to be answered"):
         talk.next([{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}, None, [65], False, [])
     only_users = Conversation(plain_tokenizer(), LOOP.replace("messages", "messages if m.role != 'tool'") + ASK)
     with pytest.raises(ValueError, match=r"the given chat template cannot go on .* does not show the tool message"):

@@ -35,6 +35,7 @@ DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = (
     "agents",
+    "conversations",
     "distill",
     "engines",
     "gpu",
@@ -371,6 +372,7 @@ def test_pages_are_short(name):
     # A row of a table cannot be broken.
     wide = (
         "agents",
+        "conversations",
         "distill",
         "growth",
         "online_preference",

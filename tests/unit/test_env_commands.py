@@ -92,6 +92,25 @@ def test_a_game_without_tools_by_hand_and_its_early_end():
         assert shown[-1] == "the episode has ended early, with 0 in all"
 
 
+def test_a_history_of_the_environment_is_shown_and_is_all_that_a_model_sees(tmp_path):
+    code = "from spmdrl.env import History\n\n\nclass Notes:\n    def reset(self, row, seed):\n        return 'go'\n\n"
+    code += "    def step(self, message):\n        return History('so far: ' + message['content']), None, False\n"
+    (tmp_path / "notes.py").write_text(code)
+    heard: list[list[str]] = []
+
+    def speak(messages, tools):
+        heard.append([m["content"] for m in messages])
+        return f"note {len(heard)}"
+
+    with Play(f"{tmp_path / 'notes.py'}:Notes") as play:
+        shown: list[str] = []
+        by_hand(play, {}, 0, lines("a"), shown.append)
+        assert shown[1:4] == ["user: go", "the conversation goes on from these messages alone:", "user: so far: a"]
+        by_model(play, Speaker(speak, "none"), {}, 0, 3, shown.append)
+    assert heard == [["go"], ["so far: note 1"], ["so far: note 2"]]
+    assert shown.count("the conversation goes on from these messages alone:") == 4
+
+
 @pytest.mark.parametrize(
     "line, text, calls",
     [

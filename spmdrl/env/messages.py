@@ -1,0 +1,81 @@
+"""Messages as an environment's code returns them, checked, with valid text."""
+
+import json
+from typing import Any
+
+from spmdrl.env.answers import cut_text, joined, raw_text
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message whose values are texts, for the templates that read them."""
+
+
+def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
+    """Return messages with valid text, and how many texts were cut. A text is a message of the user.
+
+    what: the function that returned the value. longest, cut: as in `answers.cut_text`.
+
+    Raises:
+        ValueError: it is neither messages nor a text; the text goes on after the environment's name.
+    """
+    given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
+    given = [given] if isinstance(given, dict) else given
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"must return messages, a text or None from {what}, and returned {said_type(given)}")
+    out, cuts = [], 0
+    for message in given:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise ValueError(
+                f'must return messages {{"role": ..., "content": ...}} with a role of {", ".join(ROLES)} from {what}, '
+                f"and returned {str(message)[:100]!r}"
+            )
+        content = message.get("content")
+        try:
+            raw = joined(content) if isinstance(content, list) else raw_text(content)
+            text, was_cut = cut_text(raw, int(min(longest, len(raw))), cut)
+            cuts += was_cut
+            made = json.loads(json.dumps({**message, "content": text}))
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"returned a message from {what} that is neither text nor JSON: {e}") from None
+        if wrong := _wrong(made):
+            raise ValueError(f"returned a message from {what} {wrong}")
+        out.append(made)
+    return out, cuts
+
+
+def _wrong(message: dict[str, Any]) -> str:
+    """Return what is wrong with a message beside its role and content; empty if nothing is."""
+    for key in TEXTS:
+        if not isinstance(message.get(key, ""), str | None):
+            return f"whose {key} is no text: {str(message[key])[:100]!r}"
+    calls = message.get("tool_calls")
+    if calls is None:
+        return ""
+    if not isinstance(calls, list):
+        return f"whose tool_calls are no list: {str(calls)[:100]!r}"
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+            return f"with a tool call that is not {form}: {str(call)[:100]!r}"
+        if not isinstance(call.get("id", ""), str | None):
+            return f"with a tool call whose id is no text: {str(call['id'])[:100]!r}"
+        if not _fits(function.get("arguments")):
+            return f"with a tool call whose arguments are no object: {str(function['arguments'])[:100]!r}"
+    return ""
+
+
+def _fits(arguments: Any) -> bool:
+    """True for arguments that are an object, an object as JSON text, or None."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return False
+        return isinstance(arguments, dict)
+    return isinstance(arguments, dict | None)
+
+
+def said_type(value: object) -> str:
+    """Name the type of a value, of a tuple with its length."""
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
