@@ -8,7 +8,7 @@ forms.py       makes an environment from a name: a class in a file, a list of to
 trl.py         environments and tools written for TRL
 operations.py  typed functions as tools, with JSON schemas; docstrings.py reads their descriptions
 arguments.py   arguments of a call, checked by a schema
-answers.py     any result of a tool as valid text of bounded length
+answers.py     any result of a tool as valid text of bounded length; messages.py checks those of an environment
 builtin.py     built-in environments
 gyms.py        environments of other libraries by name or class: Gymnasium, skyrl-gym and TextArena in gym_envs.py,
                puzzles of reasoning-gym in attempts.py; opening.py makes the first messages of a row
