@@ -22,6 +22,7 @@ It imports nothing heavy of its own, so that a killed process is back at once.
 """
 
 import asyncio
+import atexit
 import json
 import os
 import queue
@@ -46,6 +47,8 @@ ALIVE_EVERY = 0.4
 """Seconds between two signs of life."""
 CLOSES_WITHIN = 1.5
 """Seconds in which open environments may clear up when the process ends."""
+EXITS_WITHIN = 0.3
+"""Seconds for the functions that are registered to run at the exit (sandboxes, MCP servers, user code)."""
 STACK_MB = 8
 """Memory that the stack of a thread is counted with."""
 
@@ -79,6 +82,10 @@ class Worker:
         """End this process once all lines are written."""
         self._lines.put(None)
         self._writer.join()
+        # An exit of the interpreter would run them, but wait for threads that hang as well.
+        exits = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+        exits.start()
+        exits.join(EXITS_WITHIN)
         sys.stdout.flush()
         os._exit(0)
 

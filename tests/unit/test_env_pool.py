@@ -19,7 +19,7 @@ from spmdrl.env.pool import Pool
 
 REPO = Path(__file__).resolve().parents[2]
 USER_FILE = '''
-import asyncio, ctypes, os, random, re, sys, threading, time
+import asyncio, atexit, ctypes, os, random, re, subprocess, sys, threading, time
 from spmdrl.env import Answer
 from spmdrl.env.base import BrokenError
 
@@ -79,6 +79,10 @@ class Tools:
             return self.random.random()
         if what == "pid":
             return os.getpid()
+        if what == "child":
+            return subprocess.Popen(["sleep", "1000"]).pid
+        if what == "at exit":
+            atexit.register(lambda: open(self.row["flag"], "w").close())
         if what == "stdin":
             return repr(sys.stdin.read())
         if what == "memory":
@@ -912,6 +916,16 @@ def test_shutdown_lets_environments_close(make):
     room.pool.shutdown()
     room.pool.shutdown()
     assert all(ended(pid) for pid in pids) and all(Path(mark).exists() for mark in marks)
+
+
+def test_shutdown_ends_children_and_runs_what_is_registered_for_the_exit(make):
+    room = make()
+    room.open("a", "Tools", {"flag": str(room.folder / "flag")})
+    child = int(room.told("a", "child", "at exit")[0])
+    assert not ended(child)
+    room.pool.shutdown()
+    assert wait_until(lambda: ended(child), within=2)
+    assert (room.folder / "flag").exists()
 
 
 def test_processes_die_with_their_parent(tmp_path):
