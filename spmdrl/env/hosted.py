@@ -60,15 +60,19 @@ class Hosted:
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)
-        self._seconds = settings.timeout_s if own is None else own
-        if not isinstance(self._seconds, int | float) or not 0 < self._seconds < math.inf:
-            raise FailedError(f"has the timeout_s {own!r}: give seconds above 0")
+        self._seconds, self._wrong = settings.timeout_s, ""
+        if isinstance(own, int | float) and 0 < own < math.inf:
+            self._seconds = own
+        elif own is not None:
+            self._wrong = f"has the timeout_s {own!r}: give seconds above 0"
         self._tools: dict[str, Tool] = {}
 
     # ── requests ─────────────────────────────────────────────────────────────
 
     def check(self) -> dict[str, Tool]:
         """Return the typed functions that are its tools, by name."""
+        if self._wrong:
+            raise FailedError(self._wrong)
         if hasattr(self._environment, "tool_schemas"):
             return {}
         try:
@@ -81,6 +85,7 @@ class Hosted:
 
         digests: of the answers that the turns had; those that are known must come again.
         """
+        self.check()
         result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
         if result is None:
             result = self._row.get("prompt")

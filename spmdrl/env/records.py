@@ -68,6 +68,7 @@ class Record:
             opening = self.opening
             message["open"] = {
                 "name": opening.name,
+                "key": repr(self.key),
                 "row": opening.row,
                 "seed": opening.seed,
                 "settings": opening.settings,

@@ -36,7 +36,7 @@ from typing import Any
 
 from spmdrl.config.user_code import place, said
 from spmdrl.env import limits
-from spmdrl.env.base import PoolSettings
+from spmdrl.env.base import EPISODE, PoolSettings
 from spmdrl.env.forms import Form, SettingsError, load
 from spmdrl.env.hosted import AnewError, Hosted
 from spmdrl.env.limits import LateError, Limits, RaisedError
@@ -150,10 +150,15 @@ class Worker:
 
         reply: dict[str, Any] = {}
         if opening := message.get("open"):
+            EPISODE.set(opening["key"])
             form, environment = await self._made(opening, begins)
             hosted = Hosted(environment, opening["row"], self.settings, self.limits, begins)
             if message["do"] == "check":
-                hosted.check()
+                try:
+                    hosted.check()
+                except FailedError:
+                    await _give_up(hosted, [])
+                    raise
                 await hosted.close()
                 return {"hello": form.hello}
             self._hosted[message["env"]] = hosted

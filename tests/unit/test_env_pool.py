@@ -279,6 +279,23 @@ class LateSaved(Late):
 class Slow(Tools):
     timeout_s = -1
 
+class Checked:
+    """It cannot be used, and holds something."""
+    def __init__(self, mark):
+        self.mark = mark
+
+    def reset(self, row, seed):
+        pass
+
+    def untyped(self, x):
+        """A tool without types."""
+
+    def close(self):
+        open(self.mark, "w").close()
+
+class CheckedSlow(Checked):
+    timeout_s = 0
+
 def double(x: int) -> int:
     """Double.
 
@@ -612,6 +629,12 @@ def test_check_tells_at_start(room):
     ]:
         with pytest.raises(ValueError, match=says):
             room.pool.check(name, settings)
+    assert [process.holds for process in room.pool._processes._all] == [0]
+    for name, says in [("Checked", "offers tools that cannot be used"), ("CheckedSlow", "has the timeout_s 0")]:
+        mark = room.folder / name
+        with pytest.raises(ValueError, match=says):
+            room.pool.check(f"{room.file}:{name}", {"mark": str(mark)})
+        assert mark.exists(), "it was closed"
 
 
 # ── calls that hang, processes that die ──────────────────────────────────────
