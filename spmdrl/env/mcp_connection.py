@@ -94,7 +94,7 @@ class Connection:
             from mcp import StdioServerParameters, stdio_client
 
             # A server may ignore the end of its input, and its session is its own: no kill of this process reaches it.
-            words = ["-I", in_child.__file__, str(os.getpid()), *self.words]
+            words = ["-IS", in_child.__file__, str(os.getpid()), *self.words]
             server = StdioServerParameters(command=sys.executable, args=words, env=self.env)
             yield self._watched(stdio_client(server, errlog=self.errors))
 

@@ -1,6 +1,6 @@
 """The child's side of child.py: a process that serves its parent over its first two pipes, and dies with it.
 
-`python -I in_child.py <parent pid> <command> ...` runs any command so that it dies with its parent.
+`python -IS in_child.py <parent pid> <command> ...` runs any command so that it dies with its parent.
 """
 
 import ctypes
