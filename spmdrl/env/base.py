@@ -3,8 +3,13 @@
 import hashlib
 import json
 import math
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+EPISODE: ContextVar[str] = ContextVar("episode", default="")
+"""Name of the episode whose environment is called, in its async functions. Of all that are open no other has it, and it
+is the same when the episode is opened again."""
 
 
 class BrokenError(Exception):

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,12 +16,17 @@ from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
 from spmdrl.env.forms import RESERVED
 from spmdrl.env.limits import LateError, Limits, RaisedError
-from spmdrl.env.messages import messages_of, said_type
+from spmdrl.env.messages import FailedError, messages_of, said_type, text_of_error
 from spmdrl.env.operations import Tool, by_name, checked_schema, methods_of, tool_of
 
 
-class FailedError(Exception):
-    """The environment itself failed; the text says what and why."""
+class AnewError(Exception):
+    """Calls of a turn go on beyond their limits, and may change the environment: it has to be opened anew."""
+
+    def __init__(self, late: list[int], calls: list[asyncio.Future]):
+        """late: indices of all calls of the turn that did not answer. calls: those that go on."""
+        super().__init__(late)
+        self.late, self.calls = late, calls
 
 
 @dataclass
@@ -35,6 +40,8 @@ class Turn:
     done: bool = False
     late: list[int] = field(default_factory=list)
     """Indices of the calls that did not answer."""
+    going_on: list[asyncio.Future] = field(default_factory=list)
+    """The calls among them that did not end either."""
     counts: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("calls", "failed_calls", "timeouts", "cut", "malformed", "seconds"), 0)
     )
@@ -49,21 +56,25 @@ class Hosted:
         row: dict[str, Any],
         settings: PoolSettings,
         limits: Limits,
-        begins: Callable[[str, float], None],
+        begins: Callable[..., None],
     ):
-        """begins: called when a call begins, with its name and the time at which its limit is over; may be changed."""
+        """begins: called when a call begins, as `Worker.begins`; may be changed."""
         self._environment, self._row, self._settings, self._limits = environment, row, settings, limits
         self.begins = begins
         own = getattr(environment, "timeout_s", None)
-        self._seconds = settings.timeout_s if own is None else own
-        if not isinstance(self._seconds, int | float) or not 0 < self._seconds < math.inf:
-            raise FailedError(f"has the timeout_s {own!r}: give seconds above 0")
+        self._seconds, self._wrong = settings.timeout_s, ""
+        if isinstance(own, int | float) and 0 < own < math.inf:
+            self._seconds = own
+        elif own is not None:
+            self._wrong = f"has the timeout_s {own!r}: give seconds above 0"
         self._tools: dict[str, Tool] = {}
 
     # ── requests ─────────────────────────────────────────────────────────────
 
     def typed(self) -> dict[str, Tool]:
         """Return the typed functions that are its tools, by name. Raises FailedError."""
+        if self._wrong:
+            raise FailedError(self._wrong)
         if hasattr(self._environment, "tool_schemas"):
             return {}
         try:
@@ -76,12 +87,13 @@ class Hosted:
 
         digests: of the answers that the turns had; those that are known must come again.
         """
+        self.typed()
         result = await self._own("reset", partial(self._environment.reset, row=self._row, seed=seed))
         if result is None:
             result = self._row.get("prompt")
             if not result:
                 raise FailedError("returned None from reset, and the row has no prompt: return messages or a text")
-        messages = _messages(result, "reset", math.inf, "head")[0]
+        messages = messages_of(result, "reset", math.inf, "head")[0]
         if not messages:
             raise FailedError("returned no messages from reset")
         self._tools, key = await self._offered(), await self._key()
@@ -91,7 +103,10 @@ class Hosted:
             await self._own("restore", partial(self._environment.restore, json.loads(state)))
         replayed, anew = [], []
         for i, turn in enumerate(turns):
-            answer = await self._turn(turn)
+            try:
+                answer = await self._turn(turn, again=True)
+            except AnewError:
+                raise FailedError(f"did not answer within its limit when turn {i + 1} was run again") from None
             again = answer.messages
             anew += [i] if answer.anew else []
             if i < len(digests) and digest(again) != digests[i]:
@@ -105,7 +120,11 @@ class Hosted:
         return opened | {"state_key": key, **await self._saved()}
 
     async def say(self, turn: dict) -> dict[str, Any]:
-        """Run a turn's calls, and step."""
+        """Run a turn's calls, and step.
+
+        Raises:
+            AnewError: calls did not answer and go on.
+        """
         begin = time.monotonic()
         answer = await self._turn(turn)
         answer.counts["seconds"] = time.monotonic() - begin
@@ -143,13 +162,21 @@ class Hosted:
 
     # ── one turn ─────────────────────────────────────────────────────────────
 
-    async def _turn(self, turn: dict) -> Turn:
+    async def _turn(self, turn: dict, again: bool = False) -> Turn:
         answer, calls = Turn(), turn["calls"]
-        if getattr(self._environment, "parallel_calls", True):
-            results = await asyncio.gather(*(self._call(i, call, answer) for i, call in enumerate(calls)))
+        at_once = bool(getattr(self._environment, "parallel_calls", True))
+
+        def made(i: int, call: dict) -> Coroutine[Any, Any, Told]:
+            begins = self.begins if again else partial(self.begins, call=i, alone=not at_once)
+            return self._call(i, call, answer, begins)
+
+        if at_once:
+            results = await asyncio.gather(*(made(i, call) for i, call in enumerate(calls)))
         else:
-            results = [await self._call(i, call, answer) for i, call in enumerate(calls)]
+            results = [await made(i, call) for i, call in enumerate(calls) if not answer.going_on]
         answer.late.sort()
+        if answer.going_on:
+            raise AnewError(answer.late, answer.going_on)
         for call, result in zip(calls, results, strict=True):
             message = {"role": "tool", "content": result.text, "name": valid(call["name"][:100])}
             if call["id"]:
@@ -167,7 +194,7 @@ class Hosted:
                 answer.done = not calls
         return answer
 
-    async def _call(self, index: int, call: dict, answer: Turn) -> Told:
+    async def _call(self, index: int, call: dict, answer: Turn, begins: Callable[[str, float], None]) -> Told:
         """Make a call. Whatever the model wrote or the tool does is an answer to the model."""
         late = LateError(self._seconds)
         try:
@@ -181,24 +208,26 @@ class Hosted:
                 raise ArgumentsError(f"there is no tool {call['name'][:100]!r}; the tools are: {known}")
             made = tool.bound(call["arguments"])
             what = f"tool {tool.name}"
-            result = await self._limits.run(what, self._seconds, self.begins, made)
+            result = await self._limits.run(what, self._seconds, begins, made)
             as_text = partial(told, result, self._settings.longest_answer, self._settings.cut)
             if isinstance(result, str | bytes):
                 return as_text()
             # The text of anything else may take long, and that of an object is its own code.
-            return await self._limits.run(what, self._seconds, self.begins, as_text)
+            return await self._limits.run(what, self._seconds, begins, as_text)
         except ArgumentsError as e:
             answer.counts["malformed"] += 1
             return self._told(str(e))
         except LateError as e:
             answer.counts["timeouts"] += 1
             answer.late.append(index)
+            if e.call is not None:
+                answer.going_on.append(e.call)
             return Told(f"the tool {e}", done=self._settings.on_timeout == "end")
         except RaisedError as e:
             if isinstance(e.error, BrokenError | BadRewardError):
                 raise FailedError(f"failed in tool {call['name']}: {e.error}") from None
             answer.counts["failed_calls"] += 1
-            return self._told(_text_of(e.error))
+            return self._told(text_of_error(e.error))
 
     def _told(self, text: str) -> Told:
         text, was_cut = cut_text(text, self._settings.longest_answer, self._settings.cut)
@@ -210,12 +239,12 @@ class Hosted:
             raise FailedError(f"must return (messages, reward, done) from step, and returned {said_type(result)}")
         messages, reward, done = result
         if isinstance(messages, History):
-            answer.messages, answer.anew = _messages(messages.messages, "step", math.inf, "head")[0], True
+            answer.messages, answer.anew = messages_of(messages.messages, "step", math.inf, "head")[0], True
             if not answer.messages:
                 raise FailedError("returned a History without messages from step")
         else:
             limit = self._settings.longest_answer
-            made, cuts = _messages([] if messages is None else messages, "step", limit, self._settings.cut)
+            made, cuts = messages_of([] if messages is None else messages, "step", limit, self._settings.cut)
             answer.messages += made
             answer.counts["cut"] += cuts
         try:
@@ -282,19 +311,3 @@ def functions_of(environment: Any) -> list[Callable[..., Any]]:
     """Return the typed functions that are an environment's tools: its attribute `tools`, or its methods."""
     listed = getattr(environment, "tools", None)
     return list(listed) if isinstance(listed, list | tuple) else methods_of(environment, RESERVED)
-
-
-def _text_of(error: BaseException) -> str:
-    """Return type and text of an error for the model."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:  # its text is its own code
-        return said(error)
-
-
-def _messages(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
-    """Return messages with valid text, and how many texts were cut (`messages_of`)."""
-    try:
-        return messages_of(value, what, longest, cut)
-    except ValueError as e:
-        raise FailedError(str(e)) from None

@@ -5,7 +5,7 @@ import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 THREADS = 128
@@ -17,8 +17,10 @@ GONE_WITHIN = 1.0
 class LateError(Exception):
     """A call did not answer within its limit."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, call: asyncio.Future | None = None):
+        """call: goes on and may change what it can reach; None where it has ended, or was not made."""
         super().__init__(f"did not answer within {seconds:g} s")
+        self.call = call
 
 
 class RaisedError(Exception):
@@ -48,7 +50,8 @@ class Limits:
         will be over.
 
         Raises:
-            LateError: it did not answer within `seconds`. An async function was cancelled; a thread goes on.
+            LateError: it did not answer within `seconds`. An async function was cancelled, and had `GONE_WITHIN`
+                seconds to end; a thread goes on.
             RaisedError: it raised anything.
         """
         if inspect.iscoroutinefunction(_innermost(function)):
@@ -58,30 +61,29 @@ class Limits:
         await self._free.acquire()
         end = time.monotonic() + seconds
         begins(what, end)
-        thread = self._threads.submit(_outcome, function)
-        work = asyncio.wrap_future(thread)
-        work.add_done_callback(lambda _: self._free.release())
-        result = await self._within(what, seconds, end, work, thread)
+        thread = asyncio.wrap_future(self._threads.submit(_outcome, function))
+        thread.add_done_callback(lambda _: self._free.release())  # when the thread itself ends
+        result = await self._within(what, seconds, end, thread)
         if inspect.isawaitable(result):  # a plain function that returned a coroutine
             return await self._awaited(what, seconds, end, result)
         return result
 
     async def _awaited(self, what: str, seconds: float, end: float, result: Awaitable[Any]) -> Any:
         task = asyncio.ensure_future(_outcome_of(result))
-        return await self._within(what, seconds, end, task, task)
+        return await self._within(what, seconds, end, task)
 
-    async def _within(
-        self, what: str, seconds: float, end: float, work: asyncio.Future, real: Future | asyncio.Future
-    ) -> Any:
-        """real: ends when the call itself does; `work` ends at once when it is cancelled."""
+    async def _within(self, what: str, seconds: float, end: float, work: asyncio.Future) -> Any:
         try:
             await asyncio.wait({work}, timeout=max(0.0, end - time.monotonic()))
         except asyncio.CancelledError:  # the environment is closed meanwhile
-            self._stop(what, end, work, real)
+            self._stop(what, end, work)
             raise
         if not work.done():
-            self._stop(what, end, work, real)
-            raise LateError(seconds)
+            self._stop(what, end, work)
+            if isinstance(work, asyncio.Task):
+                await asyncio.wait({work}, timeout=GONE_WITHIN)
+                raise LateError(seconds, None if work.done() else work)
+            raise LateError(seconds, work)
         if work.cancelled():
             raise RaisedError(asyncio.CancelledError())
         result, error = work.result()
@@ -89,12 +91,13 @@ class Limits:
             raise RaisedError(error)
         return result
 
-    def _stop(self, what: str, end: float, work: asyncio.Future, real: Future | asyncio.Future) -> None:
+    def _stop(self, what: str, end: float, work: asyncio.Future) -> None:
         def look() -> None:
-            if not real.done():
+            if not work.done():
                 self._hangs(what)
 
-        work.cancel()
+        if isinstance(work, asyncio.Task):
+            work.cancel()
         asyncio.get_running_loop().call_later(max(0.0, end - time.monotonic()) + GONE_WITHIN, look)
 
 

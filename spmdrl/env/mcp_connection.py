@@ -8,6 +8,7 @@ import atexit
 import json
 import logging
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Coroutine
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spmdrl.config.dump import LEAST, REDACTED, redact_text
+from spmdrl.health import in_child
 
 SHOWN = 300
 """Characters of a server's complaints that are shown."""
@@ -91,7 +93,9 @@ class Connection:
         else:
             from mcp import StdioServerParameters, stdio_client
 
-            server = StdioServerParameters(command=self.words[0], args=self.words[1:], env=self.env)
+            # A server may ignore the end of its input, and its session is its own: no kill of this process reaches it.
+            words = ["-IS", in_child.__file__, str(os.getpid()), *self.words]
+            server = StdioServerParameters(command=sys.executable, args=words, env=self.env)
             yield self._watched(stdio_client(server, errlog=self.errors))
 
     @asynccontextmanager

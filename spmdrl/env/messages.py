@@ -1,13 +1,18 @@
-"""Messages as an environment's code returns them, checked, with valid text."""
+"""Messages as an environment's code returns them, checked, and the errors of that code in words."""
 
 import json
 from typing import Any
 
+from spmdrl.config.user_code import said
 from spmdrl.env.answers import cut_text, joined, raw_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message whose values are texts, for the templates that read them."""
+
+
+class FailedError(Exception):
+    """The environment itself failed; the text says what and why, and goes on after the environment's name."""
 
 
 def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[dict[str, Any]], int]:
@@ -16,16 +21,16 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
     what: the function that returned the value. longest, cut: as in `answers.cut_text`.
 
     Raises:
-        ValueError: it is neither messages nor a text; the text goes on after the environment's name.
+        FailedError: it is neither messages nor a text.
     """
     given = [{"role": "user", "content": value}] if isinstance(value, str | bytes) else value
     given = [given] if isinstance(given, dict) else given
     if not isinstance(given, list | tuple):
-        raise ValueError(f"must return messages, a text or None from {what}, and returned {said_type(given)}")
+        raise FailedError(f"must return messages, a text or None from {what}, and returned {said_type(given)}")
     out, cuts = [], 0
     for message in given:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(
+            raise FailedError(
                 f'must return messages {{"role": ..., "content": ...}} with a role of {", ".join(ROLES)} from {what}, '
                 f"and returned {str(message)[:100]!r}"
             )
@@ -36,9 +41,9 @@ def messages_of(value: Any, what: str, longest: float, cut: str) -> tuple[list[d
             cuts += was_cut
             made = json.loads(json.dumps({**message, "content": text}))
         except (TypeError, ValueError) as e:
-            raise ValueError(f"returned a message from {what} that is neither text nor JSON: {e}") from None
+            raise FailedError(f"returned a message from {what} that is neither text nor JSON: {e}") from None
         if wrong := _wrong(made):
-            raise ValueError(f"returned a message from {what} {wrong}")
+            raise FailedError(f"returned a message from {what} {wrong}")
         out.append(made)
     return out, cuts
 
@@ -79,3 +84,11 @@ def _fits(arguments: Any) -> bool:
 def said_type(value: object) -> str:
     """Name the type of a value, of a tuple with its length."""
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
+
+
+def text_of_error(error: BaseException) -> str:
+    """Return type and text of an error for the model."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:  # its text is its own code
+        return said(error)

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict
-from itertools import takewhile
 from typing import Any
 
 from spmdrl.env.base import Opening, PoolSettings, Reply, Said
@@ -29,10 +28,11 @@ class Pool:
     Each environment works on one request at a time; `poll` gives the answers. An environment that failed answers every
     further request with its failure, and is forgotten at `close` like any other.
 
-    A process with a call that goes on beyond its limit ends one second after the limit; one may also die. Environments
-    that were in it are opened again in another process when they are next needed: by `restore` to their last state, or
-    by running their turns again from the reset, where the messages must be the same. Requests under way are run again.
-    After a death they run again one by one, and one whose process dies again has failed.
+    When a call goes on beyond its limit, its environment is opened anew: by `restore` to its last state, or by running
+    its turns again from the reset, where the messages must be the same. The turn is run again without the call. A
+    second later the process of the call ends, with the requests of others that are under way in it. The others in it
+    are opened anew when they are next needed, as are all of a process that dies; its requests run again one by one, and
+    one whose process dies again has failed.
     """
 
     def __init__(self, workers: int, settings: PoolSettings | None = None):
@@ -69,6 +69,7 @@ class Pool:
         self._ask(record, "check")
         while not hello and not record.failure:
             self._processes.turn(0.2)
+        self._leave(record)
         if record.failure:
             raise ValueError(f"the environment {name} {record.failure}")
         return hello[0]
@@ -94,8 +95,7 @@ class Pool:
     def say(self, key: Hashable, said: Said) -> None:
         """Hand over a turn of the assistant: its calls are made, side by side, and then `step`.
 
-        When the answer comes, `late` is set in those calls of `said` that did not answer in time, so that a replay does
-        not make them again.
+        `late` is set in those calls of `said` that do not answer in time, so that a replay does not make them again.
         """
         record = self._records[key]
         record.said, record.turn = said, wired(said)
@@ -123,8 +123,8 @@ class Pool:
             self._suspects.remove(record)
         self._asked.pop(record.request, None)
         if record.worker is not None:
-            record.worker.holds -= 1
             self._processes.send(record.worker, {"do": "close", "env": record.number})
+        self._leave(record)
         self._settle(record)
 
     def poll(self, wait: float = 0.0) -> list[tuple[Any, Reply]]:
@@ -154,29 +154,36 @@ class Pool:
             record.turn = None
             self._done.append((record.key, Reply(failure=record.failure)))
             return
-        record.do, record.deaths = do, 0
+        record.do, record.deaths, record.since = do, 0, time.monotonic()
         try:
             json.dumps(record.turn)
         except (TypeError, ValueError) as e:
             return self._fail(record, f"got a turn that is no JSON: {e}")
         self._run(record)
 
-    def _run(self, record: Record) -> None:
-        """Send a record's request, to the process with the fewest environments where it is in none."""
+    def _run(self, record: Record, process: Process | None = None) -> None:
+        """Send a record's request; where it is in no process, to this one, or to that with the fewest environments."""
         self._asked.pop(record.request, None)
-        record.request, record.begun = self._next, []
+        record.request, record.begun, record.run_at = self._next, [], time.monotonic()
         self._next += 1
         self._asked[record.request] = record
         message = record.message()
         if record.worker is None:
-            record.worker = self._processes.emptiest()
-            record.worker.holds += 1
+            record.worker = self._processes.enter(process)
         self._processes.send(record.worker, message)
+
+    def _leave(self, record: Record) -> None:
+        """A record's environment is not, or no longer to be used, in the process that it was in."""
+        process, record.worker = record.worker, None
+        if process is not None:
+            self._processes.leave(process)
 
     def _settle(self, record: Record) -> None:
         """A record's request is over; the next suspect may run."""
         self._asked.pop(record.request, None)
         record.request, record.turn, record.said = -1, None, None
+        if record.worker is not None and record.worker.retired:
+            self._leave(record)
         if record is self._suspect:
             self._suspect = None
         self._next_suspect()
@@ -200,13 +207,15 @@ class Pool:
     def hear(self, process: Process, message: dict[str, Any]) -> None:
         """Take a line of a process."""
         if "hangs" in message:
-            log.warning("a process of environments ends, as %s goes on beyond its limit", message["hangs"])
-            for record in self._replace(process):
-                self._run(record)
+            self._retire(process, message["hangs"])
         elif (record := self._asked.get(message["id"])) is None:
             pass  # closed meanwhile
         elif "begins" in message:
-            record.begun.append((message["begins"], message["end"]))
+            record.begin(message)
+        elif "anew" in message:
+            record.late(message["anew"])
+            self._leave(record)
+            self._run(record)
         elif "failure" in message:
             self._fail(record, message["failure"])
         else:
@@ -221,19 +230,30 @@ class Pool:
         under_way = self._replace(process)
         if not process.ready and not under_way:
             raise PoolError(f"a process for environments did not start within {START_SECONDS:.0f} s")
+        innocent = []
         for record in under_way:
-            if process.ready or record.begun:
+            if record.end < time.monotonic():
                 self._late(record)
+            elif process.ready or record.begun:
+                innocent.append(record)
             else:
                 self._fail(record, f"was not loaded within {START_SECONDS:.0f} s")
+        # In a process that takes no others, only calls of these can interrupt them, and each of those once.
+        aside = self._processes.aside() if innocent else None
+        for record in innocent:
+            self._run(record, aside)
 
     def died(self, process: Process, how: str) -> None:
         """Replace a process that ended by itself, and run its requests again one by one."""
         under_way = self._replace(process)
         if not process.ready and not under_way:
             raise PoolError(f"a process for environments ended {how} before it was ready: its output stands above")
-        log.warning("a process of environments ended %s and is replaced", how)
+        if not process.hung:
+            log.warning("a process of environments ended %s and is replaced", how)
         for record in under_way:
+            if process.hung:  # it ended as it should, before it read this request
+                self._run(record)
+                continue
             record.deaths += 1
             if record.deaths >= DEATHS:
                 self._fail(record, f"ended its process {how}, twice, in {record.do}")
@@ -242,15 +262,11 @@ class Pool:
         self._next_suspect()
 
     def _late(self, record: Record) -> None:
-        """Run a request again after its process was killed, without the calls whose limits were over."""
-        if record.end < time.monotonic():
-            last = record.begun[-1][0]
-            if record.turn is None or not last.startswith("tool "):
-                return self._fail(record, f"did not answer in {last} within its limit")
-            # Calls run side by side, and none of their answers came.
-            made = {what for what, _ in takewhile(lambda begun: begun[0].startswith("tool "), reversed(record.begun))}
-            for call in record.turn["calls"]:
-                call["late"] |= f"tool {call['name']}" in made
+        """Run a request again without the calls whose limits were over when its process was killed."""
+        what, _, call = record.begun[-1]
+        if record.turn is None or call < 0:
+            return self._fail(record, f"did not answer in {what} within its limit")
+        record.late(i for _, _, i in record.begun)  # they run side by side, and none of their answers came
         self._run(record)
 
     def _answer(self, record: Record, reply: dict[str, Any]) -> None:
@@ -261,14 +277,20 @@ class Pool:
         why = reply.pop("unsaved", "")
         if why and record.opening.name not in self._unsaved:
             self._unsaved.add(record.opening.name)
-            log.warning(
-                "the environment %s cannot be saved, and is run again from its reset instead: %s",
-                record.opening.name,
-                why,
-            )
+            text = "the environment %s cannot be saved, and is run again from its reset instead: %s"
+            log.warning(text, record.opening.name, why)
         record.keep(reply)
         self._done.append((record.key, Reply(**reply)))
         self._settle(record)
+
+    def _retire(self, process: Process, what: str) -> None:
+        """Let a process end in which a call hangs, with the requests that are under way there."""
+        if not process.hung:
+            log.warning("a process of environments takes no more of them and ends: %s goes on beyond its limit", what)
+            self._processes.retire(process)
+            for record in self._records.values():
+                if record.worker is process and record.request < 0:
+                    self._leave(record)
 
     def _replace(self, process: Process) -> list[Record]:
         """Put a fresh process in the place of one, and return the records whose requests were under way there."""

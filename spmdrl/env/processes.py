@@ -33,6 +33,10 @@ class Process(Child):
 
     holds: int = 0
     """Environments in it."""
+    retired: bool = False
+    """It ends with the requests that are under way in it, and gets no others."""
+    hung: bool = False
+    """A call in it goes on beyond its limit."""
     silent: float | None = None
     """When it was listened to in vain after its deadline; None once it said anything (time.monotonic())."""
 
@@ -72,19 +76,44 @@ class Processes:
         fixed = {"PYTHONHASHSEED": "0"}
         return spawn(Process, "spmdrl.env.worker", self._selector, self._hello, fixed, self._hello["python"])
 
-    def emptiest(self) -> Process:
-        """Return the process with the fewest environments."""
-        return min(self._all, key=lambda process: process.holds)
+    def enter(self, process: Process | None) -> Process:
+        """Count an environment in, of this process or else of that with the fewest, and return the process."""
+        process = process or min((each for each in self._all if not each.retired), key=lambda each: each.holds)
+        process.holds += 1
+        return process
+
+    def leave(self, process: Process) -> None:
+        """Count an environment out. A retired process is killed with the last."""
+        process.holds -= 1
+        if process.retired and not process.holds:
+            self.replace(process)
 
     def send(self, process: Process, message: dict[str, Any]) -> None:
         """Send a line, without waiting."""
         process.to_send += (json.dumps(message) + "\n").encode()
         process.flush()
 
+    def retire(self, process: Process) -> None:
+        """Put a fresh process in the place of one in which a call hangs. It is killed once it holds no environment."""
+        if not process.retired:
+            self._all[self._all.index(process)] = self._spawn()
+            self._all.append(process)
+        process.retired = process.hung = True
+        if not process.holds:
+            self.replace(process)
+
+    def aside(self) -> Process:
+        """Start a further process, which is retired from the beginning."""
+        process = self._spawn()
+        process.retired = True
+        self._all.append(process)
+        return process
+
     def replace(self, process: Process) -> None:
-        """Kill a process and put a fresh one in its place."""
+        """Kill a process, and put a fresh one in its place unless it is retired."""
         process.kill()
-        self._all[self._all.index(process)] = self._spawn()
+        place = self._all.index(process)
+        self._all[place : place + 1] = [] if process.retired else [self._spawn()]
 
     def turn(self, wait: float) -> None:
         """Hear what the processes say, waiting up to `wait` seconds for the first; replace those that answer nothing.
@@ -106,7 +135,7 @@ class Processes:
             return
         self._look_at = time.monotonic() + LOOK_EVERY
         for process in list(self._all):
-            if time.monotonic() >= self._due(process):
+            if process in self._all and time.monotonic() >= self._due(process):
                 if process.silent is None:
                     process.silent = time.monotonic()
                 else:
@@ -129,7 +158,7 @@ class Processes:
                 process.ready = True
             elif "loading" in message:
                 process.ready, process.spawned = not message["loading"], time.monotonic()
-            elif process in self._all:
+            elif process in self._all and "alive" not in message:
                 self._listener.hear(process, message)
         if ended and process in self._all:
             self._listener.died(process, process.end())

@@ -1,6 +1,6 @@
 """An open environment as the caller's side keeps it: whatever is needed to open it again in another process."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +35,29 @@ class Record:
     """The turn under way, as the caller gave it."""
     turn: dict | None = None
     """The same, as it travels."""
-    begun: list[tuple[str, float]] = field(default_factory=list)
-    """Names of calls that began for it, and the times at which their limits are over."""
+    since: float = 0.0
+    """When the request began, and `run_at`, when it last began to run again (time.monotonic())."""
+    run_at: float = 0.0
+    begun: list[tuple[str, float, int]] = field(default_factory=list)
+    """Calls that began for it and may not have ended: name, time at which the limit is over, index in the turn (-1: an
+    own function of the environment)."""
 
     @property
     def end(self) -> float:
-        """When the limits of all calls that began are over (time.monotonic())."""
-        return max((end for _, end in self.begun), default=float("inf"))
+        """When the limits of these calls are over (time.monotonic())."""
+        return max((end for _, end, _ in self.begun), default=float("inf"))
+
+    def begin(self, message: dict[str, Any]) -> None:
+        """Take that a call begins."""
+        if message["alone"] or (self.begun and self.begun[-1][2] < 0):  # own functions have ended when a tool is called
+            self.begun.clear()
+        self.begun.append((message["begins"], message["end"], message["call"]))
+
+    def late(self, calls: Iterable[int]) -> None:
+        """Note that calls of the turn under way did not answer. They are not made again."""
+        assert self.turn is not None
+        for i in calls:
+            self.turn["calls"][i]["late"] = self.said.calls[i].late = True
 
     def message(self) -> dict[str, Any]:
         """Return the request under way, with all that opens the environment where it is in no process."""
@@ -52,6 +68,7 @@ class Record:
             opening = self.opening
             message["open"] = {
                 "name": opening.name,
+                "key": repr(self.key),
                 "row": opening.row,
                 "seed": opening.seed,
                 "settings": opening.settings,
@@ -63,10 +80,11 @@ class Record:
 
     def keep(self, reply: dict[str, Any]) -> None:
         """Take what a reply says of the state after it, and out of the reply."""
-        done, late, told = self.turn, reply.pop("late", []), reply.pop("digest", "")
-        for i in late:
-            assert done is not None
-            done["calls"][i]["late"] = self.said.calls[i].late = True
+        done, told = self.turn, reply.pop("digest", "")
+        if late := reply.pop("late", []):
+            self.late(late)
+        if "seconds" in reply.get("counts", {}):
+            reply["counts"]["seconds"] += self.run_at - self.since
         state = reply.pop("state", None)
         if state is not None:
             self.state, self.turns, self.digests = state, [], []

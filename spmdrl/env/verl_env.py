@@ -13,22 +13,29 @@ do not, and the tools' `calc_reward` are parts of the reward beside the score 0.
 """
 
 import asyncio
+import hashlib
 import inspect
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 from spmdrl.data.scores import as_number
 from spmdrl.env.answers import Answer
-from spmdrl.env.base import BrokenError
+from spmdrl.env.base import EPISODE, BrokenError
 from spmdrl.env.opening import prompt_of
 from spmdrl.env.verl_modules import AgentData
 
 KEYWORDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 OLD_NAME = "gsm8k"
 """The interaction of a row that names none: verl's default before names were required."""
+
+
+_HELD: dict[str, asyncio.Event] = {}
+"""Ids of the episodes that are open in this process, and events for their end."""
+_OTHERS = itertools.count()
+"""Names of episodes that have none."""
 
 
 @dataclass
@@ -49,6 +56,8 @@ class VerlTools:
         self._kwargs: dict[str, dict[str, dict]] = {}
         self._made: dict[str, asyncio.Task[tuple[str, str]]] = {}
         self._agent = AgentData()
+        self._own, self._tries = "", itertools.count()
+        self._over: asyncio.Event | None = None
 
     async def reset(self, row: dict, seed: int) -> list[dict] | None:
         """Create the tools that the row names. Return messages only where a tool has a text to begin with.
@@ -62,12 +71,23 @@ class VerlTools:
         self._kwargs = _tools_kwargs(row.get("tools_kwargs") or extra.get("tools_kwargs") or {}, self._parts.tools)
         if extra.get("need_tools_kwargs") and not self._kwargs:
             raise ValueError("the row's extra_info says need_tools_kwargs, and its tools_kwargs are empty: add them")
-        self._agent = AgentData(messages=prompt_of(row), request_id=uuid4().hex, tools_kwargs=self._kwargs)
+        await self._named(seed)
+        self._agent = AgentData(messages=prompt_of(row), request_id=self._own, tools_kwargs=self._kwargs)
         made = await asyncio.gather(*map(self._instance, self._kwargs))
         texts = zip(self._kwargs, made, strict=True)
         said = [{"role": "tool", "name": name, "content": text} for name, (_, text) in texts if text]
         self._agent.messages += said
         return list(self._agent.messages) if said else None
+
+    async def _named(self, seed: int) -> None:
+        """Take an id that is the same when the episode is opened again, as tools may print it.
+
+        The tools are shared and know an episode by it, so an earlier opening of the same one must have been closed.
+        """
+        self._own = _id(seed, EPISODE.get() or next(_OTHERS))
+        while held := _HELD.get(self._own):
+            await held.wait()
+        self._over = _HELD[self._own] = asyncio.Event()
 
     def tool_schemas(self) -> list[dict]:
         """Return the tools' schemas in OpenAI's form."""
@@ -112,7 +132,16 @@ class VerlTools:
         return {**parts, "score": sum(parts.values()) if self._counts else 0.0}
 
     async def close(self) -> None:
-        """Release the tools."""
+        """Release the tools, and finalize the interaction."""
+        try:
+            await self._release()
+        finally:
+            if self._over is not None:
+                self._over.set()
+                del _HELD[self._own]
+                self._over = None
+
+    async def _release(self) -> None:
         made, self._made = self._made, {}
         for name, task in made.items():
             if _succeeded(task):
@@ -129,7 +158,8 @@ class VerlTools:
         return await asyncio.shield(task)
 
     async def _create(self, name: str) -> tuple[str, str]:
-        tool, kwargs, own = self._parts.tools[name], self._of(name, "create_kwargs"), uuid4().hex
+        tool, kwargs = self._parts.tools[name], self._of(name, "create_kwargs")
+        own = _id(self._own, name, next(self._tries))
         more = {"create_kwargs": kwargs} if _takes(tool.create, "create_kwargs") else {}
         result = await _awaited(tool.create(own, **{**more, **kwargs}))
         key, response = result if isinstance(result, tuple) else (result, "")
@@ -190,13 +220,16 @@ class VerlTalk(VerlTools):
             agent.turn_scores.append(score)
         return text, score if self._counts else None, done
 
-    async def close(self) -> None:
-        """Release the tools and finalize the interaction."""
-        await super().close()
+    async def _release(self) -> None:
+        await super()._release()
         interaction, self._interaction = self._interaction, None
         if interaction is not None:
             end = interaction.finalize_interaction
             await _awaited(end(self._id) if _takes(end, "instance_id") else end())
+
+
+def _id(*parts: str | int) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def schema_of(tool: Any) -> dict:

@@ -6,16 +6,23 @@ In:  {settings}                           first line: fields of PoolSettings
                                           request comes with `open`, the environment is opened again first
      {"id": n, "do": "check", "open": {"name": f, "settings": {...}}}      can such an environment be made?
 Out: {"ready": true}
-     {"id": n, "begins": what, "end": t}  a call of this request begins, whose limit is over at t (time.monotonic(), one
-                                          clock for all processes)
+     {"id": n, "begins": what, "end": t, "call": i, "alone": b}
+                                          a call of this request begins, whose limit is over at t (time.monotonic(), one
+                                          clock for all processes). i: the call of the turn that it makes, -1 for none.
+                                          b: those of this request that began before it have ended
+     {"id": n, "anew": [i, ...]}          calls of this turn did not answer, and some of them go on beside the
+                                          environment: it is given up, and the turn is to be run in a fresh one
+     {"alive": true}                      now and then while requests are under way: the loop runs
      {"loading": b}                       before and after a file is imported, while nothing else goes on
      {"id": n, "reply": {...}} or {"id": n, "failure": text}
-     {"hangs": text}                      a call goes on beyond its limit: this process ends, for there is no other way
+     {"hangs": text}                      a call goes on beyond its limit: this process takes no new requests, and ends
+                                          with those that are under way, for there is no other way to end the call
 
 It imports nothing heavy of its own, so that a killed process is back at once.
 """
 
 import asyncio
+import atexit
 import json
 import os
 import queue
@@ -29,14 +36,19 @@ from typing import Any
 
 from spmdrl.config.user_code import place, said
 from spmdrl.env import limits
-from spmdrl.env.base import PoolSettings
+from spmdrl.env.base import EPISODE, PoolSettings
 from spmdrl.env.forms import Form, SettingsError, load
-from spmdrl.env.hosted import FailedError, Hosted
+from spmdrl.env.hosted import AnewError, Hosted
 from spmdrl.env.limits import LateError, Limits, RaisedError
+from spmdrl.env.messages import FailedError
 from spmdrl.health.in_child import die_with, take_pipes, write_all
 
+ALIVE_EVERY = 0.4
+"""Seconds between two signs of life."""
 CLOSES_WITHIN = 1.5
 """Seconds in which open environments may clear up when the process ends."""
+EXITS_WITHIN = 0.3
+"""Seconds for the functions that are registered to run at the exit (sandboxes, MCP servers, user code)."""
 STACK_MB = 8
 """Memory that the stack of a thread is counted with."""
 
@@ -51,6 +63,7 @@ class Worker:
         self._hosted: dict[int, Hosted] = {}
         self._tasks: dict[int, asyncio.Task] = {}
         self._forms: dict[str, Form] = {}
+        self._hung = False
         self._answers = answers
         # The pipe may be full for long while the parent is busy elsewhere; clocks of calls go on.
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -69,12 +82,31 @@ class Worker:
         """End this process once all lines are written."""
         self._lines.put(None)
         self._writer.join()
+        # An exit of the interpreter would run them, but wait for threads that hang as well.
+        exits = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+        exits.start()
+        exits.join(EXITS_WITHIN)
         sys.stdout.flush()
         os._exit(0)
 
     def _hangs(self, what: str) -> None:
         self.send({"hangs": what})
-        self.leave()
+        self._hung = True
+        self._leave_if_idle()
+
+    def _leave_if_idle(self) -> None:
+        if self._hung and not self._busy():
+            self.leave()
+
+    def _busy(self) -> bool:
+        return any(not task.done() for task in self._tasks.values())
+
+    async def live(self) -> None:
+        """Tell the parent that the loop runs, while it waits for answers."""
+        while True:
+            await asyncio.sleep(ALIVE_EVERY)
+            if self._busy():
+                self.send({"alive": True})
 
     # ── requests ─────────────────────────────────────────────────────────────
 
@@ -87,8 +119,15 @@ class Worker:
         else:
             task = asyncio.ensure_future(self._answer(message))
             self._tasks[env] = task
+        self._keep(task)
+
+    def _keep(self, task: asyncio.Task) -> None:
+        def over(task: asyncio.Task) -> None:
+            _RUNNING.discard(task)
+            self._leave_if_idle()
+
         _RUNNING.add(task)
-        task.add_done_callback(_RUNNING.discard)
+        task.add_done_callback(over)
 
     async def _answer(self, message: dict[str, Any]) -> None:
         number = message["id"]
@@ -96,6 +135,9 @@ class Worker:
             reply = {"reply": await self._reply(message)}
         except FailedError as e:
             reply = {"failure": str(e)}
+        except AnewError as e:
+            reply = {"anew": e.late}
+            self._keep(asyncio.ensure_future(_give_up(self._hosted.pop(message["env"]), e.calls)))
         except asyncio.CancelledError:
             return  # closed meanwhile
         except Exception as e:  # a mistake of ours must not leave the caller waiting
@@ -103,15 +145,20 @@ class Worker:
         self.send({"id": number, **reply})
 
     async def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
-        def begins(what: str, end: float) -> None:
-            self.send({"id": message["id"], "begins": what, "end": end})
+        def begins(what: str, end: float, call: int = -1, alone: bool = True) -> None:
+            self.send({"id": message["id"], "begins": what, "end": end, "call": call, "alone": alone})
 
         reply: dict[str, Any] = {}
         if opening := message.get("open"):
+            EPISODE.set(opening["key"])
             form, environment = await self._made(opening, begins)
             hosted = Hosted(environment, opening["row"], self.settings, self.limits, begins)
             if message["do"] == "check":
-                tools = list(hosted.typed())
+                try:
+                    tools = list(hosted.typed())
+                except FailedError:
+                    await _give_up(hosted, [])
+                    raise
                 await hosted.close()
                 return {"hello": form.hello, "tools": tools}
             self._hosted[message["env"]] = hosted
@@ -149,9 +196,7 @@ class Worker:
         if task := self._tasks.pop(env, None):
             task.cancel()
         if hosted := self._hosted.pop(env, None):
-            hosted.begins = lambda what, end: None
-            with suppress(FailedError):
-                await hosted.close()
+            await _give_up(hosted, [])
 
     async def close_all(self) -> None:
         """Let all environments clear up, for `CLOSES_WITHIN` seconds."""
@@ -162,6 +207,15 @@ class Worker:
 
 _RUNNING: set[asyncio.Task] = set()
 """Tasks that run; the loop itself would forget them."""
+
+
+async def _give_up(hosted: Hosted, calls: list[asyncio.Future]) -> None:
+    """Let an environment clear up once calls of it have ended. Nobody waits for that."""
+    hosted.begins = lambda *_, **__: None
+    if calls:
+        await asyncio.wait(calls)
+    with suppress(FailedError):
+        await hosted.close()
 
 
 def _bound_memory(settings: PoolSettings) -> None:
@@ -193,6 +247,7 @@ async def serve(requests: int, answers: int) -> None:
             settings = PoolSettings(**json.loads(line))
             _bound_memory(settings)
             workers.append(Worker(settings, answers))
+            _RUNNING.add(asyncio.ensure_future(workers[0].live()))
             workers[0].send({"ready": True})
 
     loop.add_reader(requests, read)

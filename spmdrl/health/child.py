@@ -87,10 +87,17 @@ class Child:
             self.stdin.close()
 
     def leave(self, within: float = LEAVES_WITHIN) -> None:
-        """Let the process end by itself, which it does at the end of its input, and clear up behind it."""
+        """Let the process end by itself, which it does at the end of its input. `kill` then ends its children."""
         self.hang_up()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(within)
+        self._await_end(within)
+
+    def _await_end(self, within: float) -> None:
+        """Wait for the end, without reaping: the id stays that of the process and its children until `kill`."""
+        until = time.monotonic() + within
+        while self.process.returncode is None and time.monotonic() < until:
+            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+                return
+            time.sleep(0.01)
 
     def kill(self) -> None:
         """Close the pipes and kill the process with its children. May be called twice."""
@@ -106,10 +113,7 @@ class Child:
 
     def end(self) -> str:
         """Wait briefly for the end of a process that closed its pipe, and say how it ended: `by signal SIGKILL`."""
-        for _ in range(100):  # wait for the end itself, so that a kill does not hide the exit code
-            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
-                break
-            time.sleep(0.01)
+        self._await_end(1.0)  # so that a kill does not hide the exit code
         self.kill()
         code = self.process.returncode
         hint = " (often: out of memory)" if code == -signal.SIGKILL else ""

@@ -1,4 +1,7 @@
-"""The child's side of child.py: a process that serves its parent over its first two pipes, and dies with it."""
+"""The child's side of child.py: a process that serves its parent over its first two pipes, and dies with it.
+
+`python -IS in_child.py <parent pid> <command> ...` runs any command so that it dies with its parent.
+"""
 
 import ctypes
 import os
@@ -41,3 +44,11 @@ def write_all(answers: int, line: bytes) -> None:
     except BrokenPipeError:
         # The rank has ended and said why; nobody waits for this answer.
         os._exit(0)
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        sys.exit(f"{error.strerror}: {sys.argv[2]}")

@@ -21,7 +21,7 @@ from spmdrl.env.mcp_tools import Mcp
 from spmdrl.env.play import Play, PlayError
 
 SERVER = '''
-import asyncio, os, sys
+import asyncio, os, signal, sys, time
 from mcp.server import MCPServer
 
 server = MCPServer("demo", log_level="ERROR")
@@ -76,7 +76,11 @@ async def wait(seconds: float) -> str:
     return "waited"
 
 
-if sys.argv[1:]:
+if sys.argv[1:] == ["stay"]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server.run(transport="stdio")
+    time.sleep(60)
+elif sys.argv[1:]:
     server.run(transport="streamable-http", port=int(sys.argv[1]))
 else:
     server.run(transport="stdio")
@@ -259,3 +263,11 @@ def test_a_server_in_a_worker(script):
     why = "failed in reset: .*cat is no MCP server"
     with Play("spmdrl.env.mcp_tools:Mcp", {"command": "cat"}) as play, pytest.raises(PlayError, match=why):
         play.open({"prompt": "Add."})
+
+
+def test_a_server_that_ignores_the_end_of_its_input_ends_with_its_worker(script):
+    with Play("spmdrl.env.mcp_tools:Mcp", {"command": [sys.executable, script, "stay"]}) as play:
+        play.open({"prompt": "Add."})
+        pid = int(play.call("tally").messages[0]["content"].split(" of ")[1])
+        assert psutil.pid_exists(pid)
+    gone(pid)

@@ -14,11 +14,12 @@ import psutil
 import pytest
 
 from spmdrl.env.base import Call, Opening, PoolSettings, Reply, Said
+from spmdrl.env.limits import THREADS
 from spmdrl.env.pool import Pool
 
 REPO = Path(__file__).resolve().parents[2]
 USER_FILE = '''
-import asyncio, ctypes, os, random, re, sys, threading, time
+import asyncio, atexit, ctypes, os, random, re, subprocess, sys, threading, time
 from spmdrl.env import Answer
 from spmdrl.env.base import BrokenError
 
@@ -78,6 +79,10 @@ class Tools:
             return self.random.random()
         if what == "pid":
             return os.getpid()
+        if what == "child":
+            return subprocess.Popen(["sleep", "1000"]).pid
+        if what == "at exit":
+            atexit.register(lambda: open(self.row["flag"], "w").close())
         if what == "stdin":
             return repr(sys.stdin.read())
         if what == "memory":
@@ -208,8 +213,88 @@ class Own:
     async def call(self, name, arguments):
         return {"called": name, "with": arguments}
 
+class Busy(Tools):
+    """More than a second of work goes on in the turn of a call that hangs, all of it within the limits."""
+    timeout_s = 0.8
+
+    def reset(self, row, seed):
+        self.parallel_calls = not row.get("in_order")
+        return super().reset(row, seed)
+
+    def act(self, what: str) -> str:
+        """Do something."""
+        if what == "slow":
+            time.sleep(0.6)
+        return super().act(what)
+
+    def step(self, message):
+        time.sleep(0.6)
+        return str(self.log), None, False
+
+    def state(self):
+        time.sleep(0.6 if self.log else 0)
+        return {"log": self.log}
+
+    def restore(self, state):
+        self.log = state["log"]
+
+class Naps(Tools):
+    timeout_s = 20.0
+
+    def act(self, what: str) -> str:
+        """Sleep."""
+        with open(self.row["naps"], "a") as file:
+            file.write(what)
+        time.sleep(float(what))
+        return what
+
+class Late(Tools):
+    """Calls that end between their limit and a second later."""
+    parallel_calls = False
+
+    def act(self, what: str) -> str:
+        """Do something."""
+        if what == "late":
+            time.sleep(0.7)
+        return super().act(what)
+
+    async def later(self, what: str) -> str:
+        """Do something, and more when it is cancelled."""
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(0.2)
+            self.log.append("cleared up")
+
+    def step(self, message):
+        return str(self.log), None, False
+
+class LateSaved(Late):
+    def state(self):
+        return list(self.log)
+
+    def restore(self, state):
+        self.log = state
+
 class Slow(Tools):
     timeout_s = -1
+
+class Checked:
+    """It cannot be used, and holds something."""
+    def __init__(self, mark):
+        self.mark = mark
+
+    def reset(self, row, seed):
+        pass
+
+    def untyped(self, x):
+        """A tool without types."""
+
+    def close(self):
+        open(self.mark, "w").close()
+
+class CheckedSlow(Checked):
+    timeout_s = 0
 
 def double(x: int) -> int:
     """Double.
@@ -544,6 +629,12 @@ def test_check_tells_at_start(room):
     ]:
         with pytest.raises(ValueError, match=says):
             room.pool.check(name, settings)
+    assert [process.holds for process in room.pool._processes._all] == [0]
+    for name, says in [("Checked", "offers tools that cannot be used"), ("CheckedSlow", "has the timeout_s 0")]:
+        mark = room.folder / name
+        with pytest.raises(ValueError, match=says):
+            room.pool.check(f"{room.file}:{name}", {"mark": str(mark)})
+        assert mark.exists(), "it was closed"
 
 
 # ── calls that hang, processes that die ──────────────────────────────────────
@@ -574,10 +665,95 @@ def test_a_hung_call_is_told_and_its_process_is_gone_a_second_later(make):
     assert room.pids() != old and room.pool.pending == 0
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_hung_call_is_made_once_whatever_else_the_turn_does(make, in_order):
+    room = make()
+    room.open("a", "Busy", {"in_order": in_order})
+    said = Said("", acts("slow", "hang", "slow"))
+    room.pool.say("a", said)
+    reply = room.answers(within=12)["a"]
+    texts = [message["content"] for message in reply.messages]
+    assert texts == ["slow", "the tool did not answer within 0.8 s", "slow", "['slow', 'slow']"]
+    assert [call.late for call in said.calls] == [False, True, False] and reply.counts["timeouts"] == 1
+    assert reply.counts["seconds"] > 0.8 + 0.6, "the first try counts"
+
+
+@pytest.mark.parametrize(("what", "within"), [("hang", 4.5), ("gil", 8.0)])
+def test_calls_that_hang_or_block_delay_no_other_episode(make, what, within):
+    """One episode after another has a call that costs its process, while a call of `b` takes longer than each."""
+    room = make()
+    naps = room.folder / "naps"
+    room.open("b", "Naps", {"naps": str(naps)})
+    old = room.pids()
+    room.pool.say("b", Said("", acts("2.5")))
+    begin, texts, found = time.monotonic(), [], None
+    room.begin(0, "Tools")
+    while not found:
+        assert time.monotonic() - begin < within
+        for key, reply in room.pool.poll(0.1):
+            assert not reply.failure
+            if key == "b":
+                found = reply
+            elif reply.tools:
+                room.pool.say(key, Said("", acts(what)))
+            else:
+                texts.append(reply.messages[0]["content"])
+                room.begin(key + 1, "Tools")
+    assert found.messages[0]["content"] == "2.5" and found.counts["timeouts"] == 0
+    assert len(texts) >= 2 and set(texts) == {"the tool did not answer within 0.3 s"}
+    assert naps.read_text() == ("2.5" if what == "hang" else "2.52.5"), "a process that answers ends when b has"
+    for key in list(room.pool._records):
+        room.pool.close(key)
+    assert wait_until(lambda: room.pool._processes.turn(0.05) or (len(room.pids()) == 1 and ended(old[0])))
+
+
+def test_threads_of_closed_environments_take_no_time_of_new_ones(make):
+    room = make()
+    for i in range(THREADS):
+        room.begin(i, "Naps", {"naps": os.devnull})
+    room.answers(THREADS)
+    for i in range(THREADS):
+        room.pool.say(i, Said("", acts("1.5")))
+    assert wait_until(lambda: room.pool._processes.turn(0.05) or all(r.begun for r in room.pool._records.values()))
+    for i in range(THREADS):
+        room.pool.close(i)
+    room.open("new", "Steps")
+    assert room.say("new", text="x").messages[0]["content"] == "heard 1: x"
+
+
+@pytest.mark.parametrize("name", ["Late", "LateSaved"])
+def test_a_late_call_is_as_if_it_had_not_been_made(make, name):
+    room = make()
+    room.open("a", name)
+    before = room.pids()
+    turns = [Said("", acts("x", "late", "y")), Said("", acts("z"))]
+    texts = []
+    for said in turns:
+        room.pool.say("a", said)
+        texts.append([message["content"] for message in room.answers()["a"].messages])
+        time.sleep(0.6)
+    assert texts == [
+        ["x", "the tool did not answer within 0.3 s", "y", "['x', 'y']"],
+        ["z", "['x', 'y', 'z']"],
+    ]
+    assert room.pids() == before, "it ended in time"
+    room.begin("b", name, replayed=turns)
+    again = room.answers()["b"]
+    assert [[message["content"] for message in messages] for messages in again.replayed] == texts
+
+
+def test_an_async_call_that_is_cancelled_has_ended_before_anything_else_runs(room):
+    room.open("a", "Late")
+    room.pool.say("a", Said("", [*acts("hang", tool="later"), *acts("x")]))
+    texts = [message["content"] for message in room.answers()["a"].messages]
+    assert texts == ["the tool did not answer within 0.3 s", "x", "['cleared up', 'x']"]
+
+
 def test_a_text_that_hangs_is_a_call_that_hangs(room):
     room.open("a", "Tools")
+    old = room.pids()
     assert room.told("a", "never text") == ["the tool did not answer within 0.3 s"]
-    time.sleep(1.2)
+    assert wait_until(lambda: ended(old[0])), "it ends even if nobody polls"
     assert room.told("a", "x") == ["x"]
 
 
@@ -682,8 +858,8 @@ def test_a_state_or_the_turns_open_an_environment_again(make):
         room.begin("b", name, seed=7, state=state) if state else room.begin("b", name, seed=7, replayed=turns)
         reply = room.answers()["b"]
         if name == "Saved":
-            assert state == {"log": ["draw", "x", "hang", "y"]} and reply.replayed == []
-            assert room.told("b", "log") == ['["restored", "draw", "x", "hang", "y", "log"]']
+            assert state == {"log": ["restored", "draw", "x", "y"]} and reply.replayed == []
+            assert room.told("b", "log") == ['["restored", "restored", "draw", "x", "y", "log"]']
         else:
             assert state is None and reply.replayed == texts, "the call that hung was not made again"
             assert room.told("b", "log") == ['["draw", "x", "y", "log"]']
@@ -764,6 +940,16 @@ def test_shutdown_lets_environments_close(make):
     room.pool.shutdown()
     room.pool.shutdown()
     assert all(ended(pid) for pid in pids) and all(Path(mark).exists() for mark in marks)
+
+
+def test_shutdown_ends_children_and_runs_what_is_registered_for_the_exit(make):
+    room = make()
+    room.open("a", "Tools", {"flag": str(room.folder / "flag")})
+    child = int(room.told("a", "child", "at exit")[0])
+    assert not ended(child)
+    room.pool.shutdown()
+    assert wait_until(lambda: ended(child), within=2)
+    assert (room.folder / "flag").exists()
 
 
 def test_processes_die_with_their_parent(tmp_path):

@@ -6,6 +6,8 @@ The files below are users' files: they import verl's modules, which are not inst
 import asyncio
 import importlib
 import json
+import os
+import signal
 import sys
 import textwrap
 import time
@@ -20,6 +22,7 @@ from spmdrl.env.verl_gsm8k import compute_score, extract_solution
 from spmdrl.env.verl_modules import provide, provided
 
 TOOLS = '''
+import asyncio
 import json
 from typing import Any, Optional
 from verl.tools.base_tool import BaseTool
@@ -58,6 +61,24 @@ class Safe(BaseTool):
     async def release(self, instance_id: str, **kwargs) -> None:
         LOG.append(("release", instance_id, kwargs))
         del self.rooms[instance_id]
+
+
+class Shy(BaseTool):
+    """Tells its id, and takes its time to forget it."""
+
+    open = set()
+
+    async def create(self, instance_id: Optional[str] = None, **kwargs) -> tuple[str, ToolResponse]:
+        self.open.add(instance_id)
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        assert instance_id in self.open
+        return ToolResponse(text=instance_id), 0.0, {}
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        await asyncio.sleep(0.3)
+        self.open.remove(instance_id)
 
 
 class Old(BaseTool):
@@ -295,6 +316,47 @@ def test_episodes_share_a_tool_and_not_its_state(users):
     assert asyncio.run(all_of_them()) == [(1, 1.0) if code == 3 else (-0.25, 0.0) for code in range(8)]
     made = {entry[1] for entry in logs() if entry[0] == "create"}
     assert len(made) == 8 and {entry[1] for entry in logs() if entry[0] == "release"} == made
+
+
+def test_ids_belong_to_the_episode_and_come_again_with_it(users):
+    """A tool that prints its id passes its replay, after a death of its process and in another pool."""
+    opening = Opening(tools_yaml(users, tool_entry("Shy")), {"prompt": "go"}, 7)
+    said = Said("", [Call("shy", {"number": 1})])
+
+    def answers(pool: Pool, count: int) -> dict:
+        found: dict = {}
+        while len(found) < count:
+            found |= pool.poll(1.0)
+        assert not any(reply.failure for reply in found.values()), found
+        return found
+
+    def texts(pool: Pool, keys: list) -> list[str]:
+        for key in keys:
+            pool.say(key, said)
+        found = answers(pool, len(keys))
+        return [found[key].messages[0]["content"] for key in keys]
+
+    first, second = Pool(1), Pool(1)
+    try:
+        keys = [(0, 0), (0, 1)]
+        for key in keys:
+            first.open(key, opening)
+        answers(first, 2)
+        ids = texts(first, keys)
+        assert len(set(ids)) == 2, "samples of one seed share the tool"
+        os.kill(first._processes._all[0].process.pid, signal.SIGKILL)
+        assert texts(first, keys) == ids
+        # The same episode is opened while its earlier opening is still released, which takes a while.
+        first.close(keys[0])
+        first.open(keys[0], opening, [said])
+        assert answers(first, 1)[keys[0]].replayed[0][0]["content"] == ids[0]
+        assert texts(first, keys) == ids
+        second.open(keys[1], opening)
+        answers(second, 1)
+        assert texts(second, keys[1:]) == ids[1:]
+    finally:
+        first.shutdown()
+        second.shutdown()
 
 
 def test_the_older_and_the_newer_forms_of_tools(users):
