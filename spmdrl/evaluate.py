@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> None:
             run.evaluate(0)
         with run.memory.training_phase():
             run.judge()
+        run.journal.rows(run.evaluation.take_rows(1))
         if run.world.is_first:
             assert run.evaluation.prompts is not None
             prompts = len(run.evaluation.prompts)
