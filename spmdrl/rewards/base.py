@@ -32,6 +32,9 @@ class RewardInput:
     """The rewards that an environment gave the episode, added up; None without an environment (`--env`)."""
     given_parts: dict[str, float] = field(default_factory=dict)
     """Parts of its final reward."""
+    dialogue: str = ""
+    """With an environment: all that the policy read before this response, the last of its turns, with the marks of its
+    chat template."""
 
 
 @dataclass

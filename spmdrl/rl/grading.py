@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from spmdrl.data.episode import Episode
 from spmdrl.rewards.base import Grader, Reward, RewardInput, left_out
 from spmdrl.rewards.load import on_engine
@@ -60,10 +62,17 @@ class Grading:
             sum(not e.ungraded for e in group.episodes),
             episode.given,
             episode.parts,
+            "" if episode.given is None else self._dialogue(episode),
         )
         # It begins with the prompt's index, which the grader's messages name.
         for grader in self.graders:
             grader.submit((prompt.index, episode.sample, group.position), item)
+
+    def _dialogue(self, episode: Episode) -> str:
+        """Return the text before the last response, as the policy read it."""
+        path = [episode.segments[i] for i in episode.path]
+        read = [s.tokens for s in path if not (s.sampled and s.turn == episode.turns - 1)]
+        return self.tokenizer.decode(torch.cat(read).tolist(), clean_up_tokenization_spaces=False)
 
     def poll(self) -> None:
         """Take what is back."""

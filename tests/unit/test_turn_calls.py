@@ -1,11 +1,16 @@
-"""Calls, rewards and branches of conversations in rows of samples.jsonl and in the lines of a replay."""
+"""Conversations as others see them: rows of samples.jsonl, the lines of a replay, the task that a judge reads."""
 
 import pytest
 
 from spmdrl.config.schema import Config, DataConfig, ModelConfig
 from spmdrl.data.batch import from_episodes, to_episodes
 from spmdrl.data.episode import Episode, prompt_segment
+from spmdrl.data.prompts import Prompt
+from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.judge_verdict import task_of
 from spmdrl.rl.describe import sample_row
+from spmdrl.rl.grading import Grading
+from spmdrl.rl.rollout_plan import PromptGroup
 from spmdrl.rl.turn_calls import CallReader, call_reader
 from spmdrl.tools.conversation_lines import conversation_lines
 from tests.unit.dialogues import templates, tokenizer_for
@@ -113,3 +118,43 @@ def test_a_single_turn_without_an_environment_is_one_line():
     assert conversation_lines(played("4\n\x1b[2J" + "x" * 500), decode)[0].startswith("play -> 4⏎·[2Jxxx")
     assert len(conversation_lines(played("x" * 500), decode)[0]) == 160
     assert len(conversation_lines(played("a", "b", "c"), decode)) == 4
+
+
+class Notes:
+    """A grader that notes what it is to grade."""
+
+    name, wants_groups, on_engine, timeouts, ungraded, pending = "notes", False, False, 0, 0, 0
+
+    def __init__(self):
+        self.items: list[RewardInput] = []
+
+    def submit(self, key: object, item: RewardInput) -> None:
+        self.items.append(item)
+
+    def poll(self) -> list[tuple[object, Reward]]:
+        return []
+
+    def drain(self, stop=None) -> list[tuple[object, Reward]]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_judge_reads_the_conversation_up_to_the_last_turn():
+    """The messages of an environment stand in no row; of an episode that branches the path that ended is read."""
+    e = played(CALL + END, "too high", f"3{END}", finish="stop")
+    e.given = 0.0
+    forked = played(f"5{END}", finish="stop", prompt="play")
+    forked.fork(tokens("play anew"))
+    forked.add_sampled(tokens(f"6{END}"), [-0.5] * 2, 2)
+    forked.given, alone = 1.0, played(f"3{END}")
+    notes = Notes()
+    grading = Grading(notes, tokenizer_for(templates()["qwen2_5"]), True)
+    for each in (e, forked, alone):
+        grading.submit(PromptGroup(0, Prompt(3, [], "3", "", {}, "", "of the row"), 0, [each]), each)
+    assert [item.solution for item in notes.items] == ["3", "6", "3"]
+    assert [item.dialogue for item in notes.items] == [f"play{CALL}{END}too high", "play anew", ""]
+    (task, told), (_, truth) = task_of(notes.items[0])
+    assert (task, truth) == ("TASK", "3") and told == f"play{CALL}< |im_end|>too high"
+    assert task_of(notes.items[2])[0] == ("TASK", "of the row"), "without an environment it is the row's"
