@@ -214,6 +214,18 @@ def test_rewards_of_the_environment_are_weighed_among_others(tmp_path):
         assert dict(parts) == {"length": 0.125, "environment": given, "environment/odd": 1.0}
 
 
+def test_a_gate_that_takes_the_reward_takes_those_of_the_turns(tmp_path):
+    """Else the last turn would be charged for what the others earned."""
+    reward = {"function": "environment", "gate": ("odd",)}
+    settings = sections(tmp_path, "Echoes", "settings: {turns: 2, uneven: true}", reward=reward)
+    (rows,) = run_ranks(sampled, 1, str(tmp_path / "run"), settings)
+    shut = [row for row in rows if dict(row[5])["odd"] == 0]
+    held = [row for row in rows if dict(row[5])["odd"] == 1]
+    assert any(given > 0.5 for _, _, _, _, given, _, _ in shut), "turns earned something"
+    assert all(reward == 0 and not any(r for *_, r in segments) for _, _, _, reward, _, _, segments in shut)
+    assert held and all(reward == given == 1 + sum(r for *_, r in s) for _, _, _, reward, given, _, s in held)
+
+
 def opened_before_the_first_response(world, folder: str, settings: dict) -> tuple[int, int, int]:
     """Returns the engine's places, the conversations that were opened before a response ended, and all that ended."""
     run = open_demo(world, folder, settings)
