@@ -50,6 +50,8 @@ class Reward:
     ungraded: str = ""
     """Why the response could not be graded, through no fault of its own: the score is nan, and the sample is left out.
     Empty: it was graded."""
+    shut: bool = False
+    """A gate took the score, which is 0 therefore, and with it all that fell in turns."""
 
 
 class RewardError(ValueError):

@@ -1,6 +1,7 @@
 """Episodes on their way through the reward function."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -90,6 +91,11 @@ class Grading:
         with timer("reward"):
             for grader in self.graders:
                 self._take(grader.drain(plan.may_end))
+        for episode in (episode for group in groups for episode in group.episodes):
+            reward = self.rewards.get((episode.position, episode.sample))
+            if reward and reward.shut:
+                # Else the last turn would be charged for what the others earned.
+                episode.segments = [replace(s, reward=0.0) for s in episode.segments]
         return not any(grader.pending for grader in self.graders)
 
     def _take(self, graded: list[tuple[object, Reward]]) -> None:
