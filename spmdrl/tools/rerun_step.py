@@ -105,7 +105,12 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
     yield f"norm     {norm:.8g}" + (f", {verdict(norm, told['norm'])}" if same else "")
     found = [alone_loss(policy, batch, int(i), objective, shared) for i in rows if batch.begins[i]]
     tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
-    yield from table(policy, batch, found, objective, shared, top, tokenizer, call_reader(cfg, tokenizer))
+    try:
+        reader = call_reader(cfg, tokenizer)
+    except ValueError as error:
+        reader = None
+        yield f"calls    not shown: {error}"
+    yield from table(policy, batch, found, objective, shared, top, tokenizer, reader)
 
 
 def settings(file: Path) -> Config:

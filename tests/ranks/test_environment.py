@@ -199,6 +199,9 @@ def test_a_replay_shows_conversations_turn_by_turn(tmp_path):
         earned = sum(float(line[-1]) for line in words if "reward" in line)
         assert float(head.split()[5]) == pytest.approx(1.0 + earned)
     assert any("reward 0.25" in line for line in lines)
+    (tmp_path / "Echoes.yaml").unlink()
+    [again] = run_ranks(replayed, 1, str(tmp_path / "run" / "spikes" / "step_000001"))
+    assert again[begin - 1].startswith("calls    not shown: --env") and again[begin + 1 :] == lines[begin:]
 
 
 def test_rewards_of_the_environment_are_weighed_among_others(tmp_path):
