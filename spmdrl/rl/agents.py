@@ -58,7 +58,8 @@ class Agents:
         if self.format not in FORMATS:
             raise ValueError(f"calls {self.format!r} (--env): take auto or one of {', '.join(FORMATS)}")
         limits = PoolSettings(
-            found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout, found.memory_mb
+            *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
+            *(found.memory_mb, found.python),
         )
         self.pool = Pool(found.workers, limits)
         self.hello = "each row's own"
@@ -68,7 +69,7 @@ class Agents:
             except ValueError:
                 self.pool.shutdown()
                 raise
-        self.turn_tokens = found.turn_tokens
+        self.turn_tokens, self.most_open = found.turn_tokens, found.max_open
         self.talks: dict[Place, Talk] = {}
         self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
@@ -101,6 +102,10 @@ class Agents:
         self.counts["turns"] += 1
         if talk.failure:
             self._fail(place, talk.failure)
+            return
+        if talk.finish:
+            # The turn was answered before a cut, and the final reward was not.
+            self._begin(place, talk, lambda: self._score(place, talk, talk.finish))
             return
         # One that is whole is heard even if no token is left: the environment may end the episode by it.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
@@ -141,6 +146,10 @@ class Agents:
                 # It has no token, and begins anew.
                 episode.talk = None
             elif keep:
+                # An answer is not awaited: the turn is said again, and counted, when the episode goes on.
+                self.counts["turns"] -= talk.asked in ("say", "score") or talk.waits is not None
+                if talk.asked == "say":
+                    talk.said.pop()
                 episode.talk = self._kept(place, talk)
             self.pool.close(place)
 
@@ -212,6 +221,8 @@ class Agents:
         """Go on after the answer to a turn, or end the episode."""
         talk.reward = reply.reward or 0.0
         talk.given += talk.reward
+        said, before = talk.said[-1], talk.messages
+        talk.messages = [*before, said.message, *reply.messages]
         if reply.done or not reply.messages:
             self._score(place, talk, "stop")
             return
@@ -221,11 +232,9 @@ class Agents:
         if self.found.max_seconds and time.monotonic() - talk.begun > self.found.max_seconds:
             self._score(place, talk, "time")
             return
-        said, (made, ended) = talk.said[-1], talk.heard
+        made, ended = talk.heard
         try:
-            follows = self.conversation.next(
-                talk.messages, said.message, talk.tools or None, made, ended, reply.messages
-            )
+            follows = self.conversation.next(before, said.message, talk.tools or None, made, ended, reply.messages)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
@@ -235,7 +244,6 @@ class Agents:
         if talk.room <= len(tokens) - shared:
             self._score(place, talk, "length")
             return
-        talk.messages += [said.message, *reply.messages]
         self.counts["forks"] += anew
         self.ready.append((place, Observation(tokens, anew=anew, reward=self.weight * talk.reward)))
         talk.reward = 0.0

@@ -52,6 +52,8 @@ class Talk:
             "tools": self.tools,
             "said": [asdict(said) for said in self.said],
             "given": self.given,
+            "reward": self.reward,
+            "finish": self.finish,
             "state": state,
         }
 
@@ -59,7 +61,8 @@ class Talk:
         """Takes up what `kept` returned, but for the environment's state."""
         self.resumed, self.messages, self.tools = True, list(kept["messages"]), kept["tools"]
         self.said = [Said(**each | {"calls": [Call(**call) for call in each["calls"]]}) for each in kept["said"]]
-        self.given, self.replayed = kept["given"], kept["state"] is None
+        self.given, self.reward, self.finish = kept["given"], kept["reward"], kept["finish"]
+        self.replayed = kept["state"] is None
 
     def differs(self, reply: Reply) -> str:
         """Returns what is wrong where turns that were run again had other answers; empty where they had not.

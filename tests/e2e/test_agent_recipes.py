@@ -11,6 +11,7 @@ import pytest
 
 from spmdrl.env.builtin import Guess
 from spmdrl.env.calculator import value_of
+from spmdrl.env.search import Search
 from tests.e2e.runner import ROOT, metrics
 
 RECIPES = ROOT / "recipes"
@@ -43,6 +44,7 @@ def evaluated(run, name: str) -> list[str]:
     [
         ("guess", ["rl"], "eval/score"),
         ("retool", ["calculator", "none"], "eval/accuracy"),
+        ("search_r1", ["rl"], "eval/accuracy"),
     ],
 )
 def test_script_runs_its_stages_and_prints_what_their_logs_say(tmp_path, recipe, runs, name):
@@ -98,6 +100,30 @@ def test_demonstrations_of_products_call_the_tool_in_every_second_row():
             assert told == {"role": "tool", "content": answer["content"]}
             calls += 1
     assert 0.46 < calls / len(train) < 0.54
+
+
+def test_the_corpus_answers_every_search_and_demonstrations_end_early(tmp_path):
+    module = load("search_r1")
+    world = module.make_world(0)
+    train, held_out = module.questions(world)
+    children = {row["prompt"].removesuffix("=").split(":")[-1] for row in train}
+    assert not children & {row["prompt"].removesuffix("=").split(":")[-1] for row in held_out}
+    file = module.write_rows(tmp_path / "corpus.jsonl", module.corpus(world))
+    tool, ends = Search(str(file), results=1, cache=str(tmp_path / "index")), {}
+    rows = {row["prompt"]: row["answer"] for row in train}
+    shown = list(module.demonstrations(train, world, 0))
+    for row in shown:
+        asked, *between, answer = row["messages"]
+        needed = asked["content"].count(":")
+        if len(between) == 2 * needed:
+            assert answer["content"] == rows[asked["content"]]
+        ends.setdefault(needed, []).append(len(between) // 2)
+    for each in shown[:200]:
+        for call, told in zip(each["messages"][1:-1:2], each["messages"][2:-1:2], strict=True):
+            assert tool.search(call["tool_calls"][0]["function"]["arguments"]["query"]) == told["content"]
+    for needed, counts in ends.items():
+        for count in range(needed + 1):
+            assert counts.count(count) / len(counts) == pytest.approx(1 / (needed + 1), abs=0.03)
 
 
 def test_words_of_the_base_have_tokens_of_their_own(tmp_path):
