@@ -5,7 +5,7 @@
 Files of a training run are read too; what they say of training alone is passed over. All prompts of `--data.eval`,
 unless a flag or a file written by hand sets `--eval.prompts`. The last line on stdout is one JSON object: model, data,
 how many prompts and samples, and the numbers, of which those of no graded sample are null. Its log goes to a folder of
-its own, `<run folder>-eval`.
+its own, `<run folder>-eval`; with `--env` some of its conversations stand there in `samples.jsonl`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from spmdrl.config.distillation import DistillationConfig
-from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, evaluation_lines
+from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config, check_use, evaluation_lines
 from spmdrl.config.load import Loaded, load_or_exit
 from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.schema import Config
@@ -26,7 +26,7 @@ RUNS = (Config, DistillationConfig, OnlinePreferenceConfig)
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluate `--model.path` on `--data.eval`."""
-    asked = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluationConfig, check_config, also=RUNS)
+    asked = load_or_exit(argv, "python -m spmdrl.evaluate", EvaluationConfig, check_config, check_use, RUNS)
     # A run folder's config.yaml tells how many the run looked at while it trained.
     prompts = asked.config.eval.prompts if "eval.prompts" in asked.given else 0
     cfg = as_run(asked.config, prompts)
@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> None:
             run.evaluate(0)
         with run.memory.training_phase():
             run.judge()
+        run.journal.rows(run.evaluation.take_rows(1))
         if run.world.is_first:
             assert run.evaluation.prompts is not None
             prompts = len(run.evaluation.prompts)

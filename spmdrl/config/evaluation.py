@@ -11,8 +11,10 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from spmdrl.config.checks import check
+from spmdrl.config.environment import check_reward_is_chosen
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.learning import FilterConfig
+from spmdrl.config.load import Loaded
 from spmdrl.config.placement import engine_ranks, samplers
 from spmdrl.config.plan import count, ranks, scorer_lines
 from spmdrl.config.schema import (
@@ -144,6 +146,16 @@ def check_config(cfg: EvaluationConfig, world_size: int) -> None:
     if not cfg.data.eval:
         raise ConfigError("--data.eval '': name the prompts to evaluate on")
     check(as_run(cfg, cfg.eval.prompts, steps=1), world_size)
+
+
+def check_use(loaded: Loaded[EvaluationConfig]) -> list[str]:
+    """Refuse an environment without a word about the reward; there is nothing to tell of other settings.
+
+    Raises:
+        ConfigError: naming the choices.
+    """
+    check_reward_is_chosen(as_run(loaded.config, 0), loaded.given)
+    return []
 
 
 def evaluation_lines(cfg: Config, world_size: int) -> list[str]:

@@ -31,6 +31,11 @@ def judging_problems(config: Config) -> list[str]:
     on_engine = next((file for file, judge in found if judge.engine), "")
     frozen = next((file for file, judge in found if judge.engine not in ("", POLICY)), "")
     problems = _group_problems(config, compare) if compare else []
+    if compare and config.env:
+        problems.append(
+            f"--env {config.env}: {compare} compares the responses of a prompt (compare), and here each of them ends a "
+            "conversation of its own; leave compare out, so that each is graded by itself"
+        )
     if on_engine and config.parallel.placement == "split":
         problems.append(
             f"--parallel.placement split: {on_engine} judges on the run's engine (engine), which samples ahead there, "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spmdrl.data.episode import FINISH_REASONS, Episode, Segment, segments_of
-from spmdrl.data.paths import Path, add_path, parents, paths_of
+from spmdrl.data.paths import Path, add_path, add_rewards, parents, paths_of
 from spmdrl.spmd.exchange import Table, select
 
 KEYS = ("position", "sample", "path")
@@ -241,10 +241,12 @@ def all_experts(episode: Episode, width: int) -> torch.Tensor:
 def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
     """Turn the episodes with sampled tokens back, to look at them. leave_out: parts of the reward.
 
-    Turns, rewards of turns and which turn follows which are not known then.
+    A turn begins with each answer to a response. Which turn follows which is not known then, nor what rewards fell in
+    turns, unless the batch has them.
     """
     lengths, token = batch.lengths.tolist(), batch.token
     columns = [x_T.split(lengths) for x_T in (token["tokens"], batch.sampled, token["rollout_logp"], token["version"])]
+    rewards = token.get("turn_reward", torch.zeros(batch.n_tokens)).split(lengths)
     paths = list(zip(*columns, strict=True))
     names = [name for name in batch.seq if name.startswith("part/") and name.removeprefix("part/") not in leave_out]
     seq = {name: batch.seq[name].tolist() for name in ("prompt", "sample", "position", "finish", "reward", *names)}
@@ -255,8 +257,10 @@ def to_episodes(batch: Batch, leave_out: tuple[str, ...] = ()) -> list[Episode]:
         prompt, sample, position, finish = (seq[name][i] for name in ("prompt", "sample", "position", "finish"))
         segments = segments_of(tokens, mask, *rest)
         episode = Episode(prompt, sample, position, segments, FINISH_REASONS[finish], seq["reward"][i], parts)
-        for path in others:
+        add_rewards(episode, rewards[i])
+        for number, path in enumerate(others, i + 1):
             add_path(episode, *path)
+            add_rewards(episode, rewards[number])
         if any(s.sampled for s in episode.segments):
             out.append(episode)
     return out

@@ -69,6 +69,17 @@ def add_path(episode: Episode, tokens: torch.Tensor, mask: torch.Tensor, logp: t
         episode.segments.append(replace(s, turn=turn + s.turn, **({} if i else {"after": after})))
 
 
+def add_rewards(episode: Episode, rewards: torch.Tensor) -> None:
+    """Add rewards of turns, a column [L] of the path that is being continued, to the segments that they stand in."""
+    at = 0
+    for i in episode.path:
+        s = episode.segments[i]
+        earned = float(rewards[at : at + len(s)].sum())
+        if earned:
+            episode.segments[i] = replace(s, reward=s.reward + earned)
+        at += len(s)
+
+
 def parents(episode: Episode) -> list[int]:
     """Return, for each turn of an episode, the number of the turn that it follows, -1 for none."""
     out = [BY_PATH] * episode.turns

@@ -32,6 +32,9 @@ class RewardInput:
     """The rewards that an environment gave the episode, added up; None without an environment (`--env`)."""
     given_parts: dict[str, float] = field(default_factory=dict)
     """Parts of its final reward."""
+    dialogue: str = ""
+    """With an environment: all that the policy read before this response, the last of its turns, with the marks of its
+    chat template."""
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Reward:
     ungraded: str = ""
     """Why the response could not be graded, through no fault of its own: the score is nan, and the sample is left out.
     Empty: it was graded."""
+    shut: bool = False
+    """A gate took the score, which is 0 therefore, and with it all that fell in turns."""
 
 
 class RewardError(ValueError):

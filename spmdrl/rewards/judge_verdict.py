@@ -121,8 +121,8 @@ def question(item: RewardInput, model: str, temperature: float, rubric: str, sca
 
 
 def task_of(item: RewardInput) -> list[tuple[str, str]]:
-    """Return the task and its truth, where there is one, as material."""
-    material = [("TASK", clean(as_text(item.prompt)))]
+    """Return the task and its truth, where there is one, as material. The task of a last turn is all before it."""
+    material = [("TASK", clean(item.dialogue or as_text(item.prompt)))]
     if item.ground_truth not in (None, ""):
         material.append(("REFERENCE ANSWER", clean(as_text(item.ground_truth))))
     return material

@@ -125,9 +125,10 @@ class Several:
             score += term.weight * reward.score
             parts |= named | {term.name: reward.score}
         timed_out = any(reward.timed_out for reward in rewards.values())
-        if not all([self._holds(gate, parts, rewards, key) for gate in self.gates]):
-            score = min(score, 0.0)
-        return Reward(score, parts, timed_out=timed_out)
+        holds = all([self._holds(gate, parts, rewards, key) for gate in self.gates])
+        # What is below 0 stays, with the rewards of turns that it is made of.
+        shut = not holds and score >= 0.0
+        return Reward(0.0 if shut else score, parts, timed_out=timed_out, shut=shut)
 
     def _holds(self, gate: str, parts: dict[str, float], rewards: dict[str, Reward], key: object) -> bool:
         """True for a gate that holds, or whose reward does not apply to the row."""

@@ -31,6 +31,7 @@ distillation.py  what teachers say of a batch, responses of the data set
 algorithm.py     advantages on packed batches over all ranks, and the settings of the loss
 compose.py       makes an Algorithm from settings
 spikes.py        keeps the batch of an anomalous optimizer step
+turn_calls.py    calls of tools that stand in an episode's turns, for its row of samples.jsonl
 describe.py      metrics of a step, and a few of its samples as text
 run_state.py     state that is equal on all ranks, for checkpoints
 rank_state.py    state of each rank, for checkpoints

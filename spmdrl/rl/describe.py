@@ -1,5 +1,6 @@
 """Numbers that a step tells of itself, and a few of its samples as text."""
 
+import json
 import math
 
 import torch
@@ -9,7 +10,10 @@ from spmdrl.config.schema import Config
 from spmdrl.data.batch import Batch
 from spmdrl.data.episode import FINISH_REASONS, Episode
 from spmdrl.data.segment import PREVIOUS
+from spmdrl.rl.turn_calls import CallReader
+from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.peers import Peers
+from spmdrl.spmd.world import World
 from spmdrl.tracking.metrics import Metrics
 
 MODEL_PHASES = ("rollout", "logp", "update", "eval")
@@ -22,8 +26,15 @@ Columns = dict[tuple[int, int], dict[str, float]]
 """(position, sample) -> columns of that sample in samples.jsonl."""
 
 
-def sample_rows(step: int, episodes: list[Episode], tokenizer, count: int, more: Columns | None = None) -> list[dict]:
-    """A few episodes for samples.jsonl; one of several turns or weight versions also segment by segment.
+def sample_rows(
+    step: int,
+    episodes: list[Episode],
+    tokenizer,
+    count: int,
+    more: Columns | None = None,
+    reader: CallReader | None = None,
+) -> list[dict]:
+    """A few episodes for samples.jsonl, as `sample_row` shows them.
 
     step: counted from 1. count: how many; 0: none. more: further columns.
     """
@@ -32,7 +43,7 @@ def sample_rows(step: int, episodes: list[Episode], tokenizer, count: int, more:
     spread = max(1, len(episodes) // count)
     more = more or {}
     chosen = episodes[::spread][:count]
-    return [sample_row(step, e, tokenizer.decode) | more.get((e.position, e.sample), {}) for e in chosen]
+    return [sample_row(step, e, tokenizer.decode, reader) | more.get((e.position, e.sample), {}) for e in chosen]
 
 
 def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Columns:
@@ -47,8 +58,11 @@ def model_columns(batch: Batch, labels: tuple[str, ...], peers: Peers) -> Column
     return {(int(place), int(sample)): dict(zip(found, row, strict=True)) for place, sample, *row in rows}
 
 
-def sample_row(step: int, episode: Episode, decode) -> dict:
-    """An episode as text."""
+def sample_row(step: int, episode: Episode, decode, reader: CallReader | None = None) -> dict:
+    """An episode as text; one of several turns or weight versions, or with an environment, also segment by segment.
+
+    reader: reads the calls of its turns; None: there is no environment.
+    """
     begin, rest = episode.segments[: episode.opening], episode.segments[episode.opening :]
     row = {
         "step": step,
@@ -59,15 +73,24 @@ def sample_row(step: int, episode: Episode, decode) -> dict:
         "index": episode.prompt,
         "sample": episode.sample,
     } | {f"part/{name}": value for name, value in episode.parts.items()}
-    if len(episode.segments) > SINGLE:
+    if len(episode.segments) > SINGLE or reader:
+        calls = reader.of(episode) if reader else {}
         row["segments"] = [
             {"turn": s.turn, "text": decode(s.tokens.tolist())}
             | ({"version": s.version} if s.sampled else {})
+            | ({"calls": calls[i]} if i in calls else {})
             | ({"reward": s.reward} if s.reward else {})
             | ({"after": episode.before(i)} if s.after != PREVIOUS else {})
             for i, s in enumerate(episode.segments)
         ]
     return row
+
+
+def rows_of_first(rows: list[dict], world: World) -> list[dict]:
+    """Return the rows of the first rank that samples, on the first rank of all. Collective under `split`."""
+    if not world.roles.split:
+        return rows
+    return json.loads(all_gather_text(json.dumps(rows), world.host_group)[world.roles.samplers[0]])
 
 
 def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:

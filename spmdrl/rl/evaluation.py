@@ -11,6 +11,7 @@ from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
+from spmdrl.rl.describe import rows_of_first
 from spmdrl.rl.reading import AtLast
 from spmdrl.rl.rollout import collect, raise_if_abandoned
 from spmdrl.rl.rollout_plan import RolloutPlan
@@ -36,6 +37,8 @@ class Evaluation:
         self.cfg, self.world, self.prompts, self.sampler, self.models = cfg, world, prompts, sampler, models
         self.numbers: dict[str, float] = {}
         """`eval/...` of the last evaluation, alike on the ranks of a kind, until `take`."""
+        self.rows: list[dict] = []
+        """Some of its conversations, for samples.jsonl, until they are written; on the first rank."""
         self.to_judge: list[Episode] | None = None
         """Episodes of this rank that the reward model has not seen."""
 
@@ -72,6 +75,15 @@ class Evaluation:
         """The numbers, once."""
         numbers, self.numbers = self.numbers, {}
         return numbers
+
+    def show(self, rows: list[dict]) -> None:
+        """Take some conversations, as rows of the first rank that samples. Collective under `split`."""
+        self.rows = rows_of_first([row | {"evaluation": True} for row in rows], self.world)
+
+    def take_rows(self, step: int) -> list[dict]:
+        """The rows for samples.jsonl, once; none but on the first rank. step: counted from 1, that has the numbers."""
+        rows, self.rows = self.rows, []
+        return [row | {"step": step} for row in rows]
 
 
 def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str) -> RolloutPlan:

@@ -1,6 +1,9 @@
 """Episodes on their way through the reward function."""
 
 import math
+from dataclasses import replace
+
+import torch
 
 from spmdrl.data.episode import Episode
 from spmdrl.rewards.base import Grader, Reward, RewardInput, left_out
@@ -60,10 +63,17 @@ class Grading:
             sum(not e.ungraded for e in group.episodes),
             episode.given,
             episode.parts,
+            "" if episode.given is None else self._dialogue(episode),
         )
         # It begins with the prompt's index, which the grader's messages name.
         for grader in self.graders:
             grader.submit((prompt.index, episode.sample, group.position), item)
+
+    def _dialogue(self, episode: Episode) -> str:
+        """Return the text before the last response, as the policy read it."""
+        path = [episode.segments[i] for i in episode.path]
+        read = [s.tokens for s in path if not (s.sampled and s.turn == episode.turns - 1)]
+        return self.tokenizer.decode(torch.cat(read).tolist(), clean_up_tokenization_spaces=False)
 
     def poll(self) -> None:
         """Take what is back."""
@@ -81,6 +91,11 @@ class Grading:
         with timer("reward"):
             for grader in self.graders:
                 self._take(grader.drain(plan.may_end))
+        for episode in (episode for group in groups for episode in group.episodes):
+            reward = self.rewards.get((episode.position, episode.sample))
+            if reward and reward.shut:
+                # Else the last turn would be charged for what the others earned.
+                episode.segments = [replace(s, reward=0.0) for s in episode.segments]
         return not any(grader.pending for grader in self.graders)
 
     def _take(self, graded: list[tuple[object, Reward]]) -> None:

@@ -279,13 +279,19 @@ def reading_of(cfg: Config, labels: Labels | None, tokenizer: Any, prompts: Prom
     """Return how the reward model reads responses to the prompts; None without one.
 
     Raises:
-        ValueError: its tokenizer is missing, or cannot render the prompts.
+        ValueError: its tokenizer is missing, or cannot render the prompts; it reads tokens of its own, and there is an
+            environment.
     """
     trust, said = cfg.model.trust_remote_code, f"{FLAG} {cfg.reward.model}"
     if labels is None:
         return at_last(FLAG, cfg.reward.model, trust)
     told, rewriter = read_classifier(cfg.reward.model), None
     if labels.own_tokens:
+        if cfg.env:
+            raise ValueError(
+                f"{said}: it reads a prompt and a response in its own tokens, and with --env there are conversations; "
+                "name a model that reads the policy's tokens, or grade the last turn by --reward.function or a judge"
+            )
         with named(f"{said}: path"):
             rewriter = Rewriter(load_tokenizer(resolve(told.path, trust), trust), said, labels.pad)
     return Reading(told, labels, said, tokenizer, rewriter, {}).of(prompts)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -27,6 +28,7 @@ from spmdrl.rl.run_state import RunState
 from spmdrl.rl.sampler import Sampler
 from spmdrl.rl.score import serve
 from spmdrl.rl.spikes import Spikes
+from spmdrl.rl.turn_calls import CallReader, call_reader
 from spmdrl.rl.update import steer
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.device_table import Memory
@@ -84,6 +86,11 @@ class Run:
     def sampler(self) -> Sampler | None:
         """None on a rank that does not sample."""
         return self.prefetcher.sampler
+
+    @cached_property
+    def reader(self) -> CallReader | None:
+        """Reads the calls of turns; None without an environment."""
+        return call_reader(self.cfg, self.tokenizer)
 
     # ── one step ─────────────────────────────────────────────────────────────
 
@@ -157,6 +164,9 @@ class Run:
             self._unless(episodes is None, step, f"the evaluation after step {step} was abandoned")
             evaluation.numbers = merge_roles(evaluation.numbers, self.world)
             evaluation.to_judge = episodes if self.cfg.reward.model else None
+            if self.cfg.env:
+                mine = episodes if self.world.rank == self.world.roles.samplers[0] else None
+                evaluation.show(self._rows(0, mine or []))
 
     def judge(self) -> None:
         """Add the reward model's score to an evaluation that waits for it. Collective."""
@@ -226,8 +236,13 @@ class Run:
         if self.world.is_first:
             # A label stands among the model's columns.
             episodes = to_episodes(batch, labels) if self.world.roles.split else done.episodes
-            rows = sample_rows(step, episodes, self.tokenizer, self.cfg.tracking.samples, told)
+            rows = self._rows(step, episodes, told)
+        self.journal.rows(self.evaluation.take_rows(step))
         self.journal.step(step, values, rows)
+
+    def _rows(self, step: int, episodes: list[Episode], more: dict | None = None) -> list[dict]:
+        """Some of the episodes as rows of samples.jsonl. step: counted from 1. more: further columns."""
+        return sample_rows(step, episodes, self.tokenizer, self.cfg.tracking.samples, more, self.reader)
 
     def checkpoint(self, step: int) -> None:
         """Agree on the step that was done, save if it is due, and leave if that is wanted. Collective."""
@@ -255,6 +270,7 @@ class Run:
                 with self.memory.training_phase():
                     self.judge()
             numbers = self.evaluation.numbers
+            self.journal.rows(self.evaluation.take_rows(done))
             self.journal.numbers(done, numbers | {"version": self.memory.version})
             saver.know(done + 1, numbers)
             lines.append("  ".join(f"{k} {v:.3f}" for k, v in numbers.items()))

@@ -1,6 +1,8 @@
 """Commands other than training and evaluation.
 
 rerun_step.py  python -m spmdrl.replay: repeats an optimizer step on one process
+conversation_lines.py
+               episodes as lines, turn by turn, for the replay
 flight.py      python -m spmdrl.flight: finds the collective where the ranks of a failed job diverged
 doctor.py      python -m spmdrl.doctor: checks whether a run can start here
 doctor_findings.py, doctor_python.py, doctor_software.py, doctor_gpus.py, doctor_machine.py, doctor_settings.py,

@@ -19,6 +19,7 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.schema import Config, ParallelConfig
 from spmdrl.session.environ import prepare
+from spmdrl.tools.conversation_lines import conversation_lines
 
 if TYPE_CHECKING:
     from spmdrl.data.batch import Batch
@@ -71,6 +72,7 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
     from spmdrl.hub.tokenizer import load_tokenizer
     from spmdrl.rl.compose import compose
     from spmdrl.rl.spikes import read
+    from spmdrl.rl.turn_calls import call_reader
     from spmdrl.spmd.mesh import start
     from spmdrl.spmd.peers import Peers
 
@@ -103,7 +105,12 @@ def replay(folder: Path, model: str = "", top: int = 8, device: str = "auto"):
     yield f"norm     {norm:.8g}" + (f", {verdict(norm, told['norm'])}" if same else "")
     found = [alone_loss(policy, batch, int(i), objective, shared) for i in rows if batch.begins[i]]
     tokenizer = load_tokenizer(resolve(cfg.model.path, cfg.model.trust_remote_code), cfg.model.trust_remote_code)
-    yield from table(policy, batch, found, objective, shared, top, tokenizer)
+    try:
+        reader = call_reader(cfg, tokenizer)
+    except ValueError as error:
+        reader = None
+        yield f"calls    not shown: {error}"
+    yield from table(policy, batch, found, objective, shared, top, tokenizer, reader)
 
 
 def settings(file: Path) -> Config:
@@ -212,8 +219,12 @@ def whole(batch: "Batch", index: int) -> "Batch":
     return batch.select(torch.nonzero(batch.episode == batch.episode[index]).flatten())
 
 
-def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer):
-    """Yields lines of the episodes that matter most: not finite ones, then by |loss| and by |logp - old_logp|."""
+def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int, tokenizer, reader):
+    """Yields lines of the episodes that matter most: not finite ones, then by |loss| and by |logp - old_logp|.
+
+    reader: reads the calls of their turns; None: there is no environment.
+    """
+    from spmdrl.data.batch import to_episodes
 
     def size(row: dict, name: str) -> float:
         return abs(row[name]) if math.isfinite(row[name]) else math.inf
@@ -234,8 +245,6 @@ def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int
         rows = sorted(found, key=lambda row: (math.isfinite(row["loss"]) and math.isfinite(row["norm"]), -row["norm"]))
     sampled_B, lengths = batch.sampled_per_episode[batch.episode], batch.lengths.tolist()
     advantage_B = batch.sum_episodes(batch.token["advantages"]) / sampled_B.clamp(min=1)
-    tokens = batch.token["tokens"].split(lengths)
-    masks = batch.token["mask"].split(lengths)
     yield f"{'prompt':>7} {'sample':>6} {'norm':>10} {'loss':>11} {'|dlogp|':>9} {'reward':>8} {'advantage':>10} tokens"
     for row in rows[:top]:
         i = row["index"]
@@ -246,12 +255,5 @@ def table(policy, batch: "Batch", found: list[dict], objective, shared, top: int
             f"{row['loss']:>11.4g} {row['moved']:>9.4g} {reward:>8.4g} {advantage:>10.4g} "
             f"{int(sampled_B[i])} of {lengths[i]}" + ("" if finite else "  NOT FINITE")
         )
-        text = tokenizer.decode(tokens[i][~masks[i]].tolist()) + " -> " + tokenizer.decode(tokens[i][masks[i]].tolist())
-        yield f"        {shown(text)}"
-
-
-def shown(text: str, width: int = 160) -> str:
-    """Returns a model's text on one line, without control characters."""
-    from spmdrl.tracking.console import clean
-
-    return clean(text, width)
+        for episode in to_episodes(whole(batch, i)):
+            yield from (f"        {line}" for line in conversation_lines(episode, tokenizer.decode, reader))

@@ -83,6 +83,16 @@ def test_command_of_the_recipe_trains(tmp_path):
         assert row["reward"] == sum(each.get("reward", 0.0) for each in row.get("segments", ())) or row["reward"] == 1
 
 
+def test_an_evaluation_of_the_recipe_leaves_conversations(tmp_path):
+    """Another one does not add to them."""
+    flags = ["--config", "recipes/agents/demo.yaml", *argv("--rollout.engine hf --run.device cpu --eval.prompts 8")]
+    for _ in range(2):
+        ended = succeed([*flags, "--run.dir", str(tmp_path / "run")], 100, module="spmdrl.evaluate")
+    assert 1 <= json.loads(ended.out[-1])["eval/turns"] <= 3, ended.show()
+    samples = [json.loads(line) for line in (tmp_path / "run-eval" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 and all(row["evaluation"] and len(row["segments"]) >= 2 for row in samples)
+
+
 @pytest.mark.timeout(240)
 def test_tools_of_the_page_train_a_model_with_a_chat_template(tmp_path):
     """An untrained model with SmolLM2's tokenizer and Qwen2.5's template: the tools stand in its prompt."""

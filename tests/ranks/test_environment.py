@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmdrl.config.dump import to_yaml
+from spmdrl.tools.rerun_step import replay
 from spmdrl.train import train
 from tests.ranks.cases import full_weights
-from tests.ranks.demo import Interrupted, metrics, open_demo, untimed
+from tests.ranks.demo import Interrupted, demo, metrics, open_demo, untimed
 from tests.ranks.harness import run_ranks
+from tests.ranks.test_placement import split, split_demo
 
 WORLDS = Path(__file__).with_name("worlds.py")
 TALK = (
@@ -178,17 +181,65 @@ def evaluated(world, folder: str, settings: dict) -> dict:
     return {}
 
 
+SHOWN = {"eval": {"every": 1, "prompts": 8}, "tracking": {"trackers": ("jsonl",), "samples": 2}, "run": {"steps": 1}}
+
+
+def check_shown(folder: Path) -> None:
+    """Two lines of the step and two of each evaluation, before and after it, with the rewards of their turns."""
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [row.get("evaluation", False) for row in rows] == [True] * 2 + [False] * 2 + [True] * 2
+    assert all([s["turn"] for s in row["segments"]] == [0, 0, 1, 1, 2, 2] and row["step"] == 1 for row in rows)
+    for row in rows:
+        assert row["reward"] == pytest.approx(1.0 + sum(s.get("reward", 0.0) for s in row["segments"]))
+    assert any("reward" in s for row in rows for s in row["segments"])
+
+
 def test_evaluations_and_samples_show_whole_conversations(tmp_path):
-    settings = sections(
-        tmp_path, "Echoes", eval={"every": 1, "prompts": 8}, tracking={"trackers": ("jsonl",), "samples": 2}
-    )
-    settings["run"] = {"steps": 1}
-    run_ranks(evaluated, 1, str(tmp_path / "run"), settings)
+    run_ranks(evaluated, 1, str(tmp_path / "run"), sections(tmp_path, "Echoes", **SHOWN))
     told = metrics(tmp_path / "run")[-1]
     assert told["eval/score"] > 1 and told["eval/turns"] == 3
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 and all([s["turn"] for s in row["segments"]] == [0, 0, 1, 1, 2, 2] for row in rows)
-    assert any("reward" in s for row in rows for s in row["segments"])
+    check_shown(tmp_path / "run")
+
+
+def test_a_rank_that_does_not_sample_shows_whole_conversations_too(tmp_path):
+    run_ranks(split_demo, 2, str(tmp_path / "run"), split(1), sections(tmp_path, "Echoes", **SHOWN))
+    check_shown(tmp_path / "run")
+
+
+NAN = """
+import torch
+from spmdrl.algos.losses import ppo
+
+def broken(x, clip_low=None, clip_high=None, dual_clip=None):
+    per_token, stats = ppo(x)
+    return per_token * torch.nan, stats
+"""
+
+
+def replayed(world, place: str) -> list[str]:
+    return list(replay(Path(place)))
+
+
+def test_a_replay_shows_conversations_turn_by_turn(tmp_path):
+    (tmp_path / "loss.py").write_text(NAN)
+    algo = {"advantage": "turn_rloo", "updates_per_step": 1, "kl_coef": 0.0, "loss": f"{tmp_path}/loss.py:broken"}
+    settings = sections(tmp_path, "Echoes", algo=algo, run={"steps": 1})
+    run_ranks(evaluated, 1, str(tmp_path / "run"), settings)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(demo(str(tmp_path / "run"), **settings)))
+    [lines] = run_ranks(replayed, 1, str(tmp_path / "run" / "spikes" / "step_000001"))
+    begin = next(i for i, line in enumerate(lines) if "|dlogp|" in line) + 1
+    shown = [lines[at : at + 7] for at in range(begin, len(lines), 7)]
+    assert len(shown) == 8, lines
+    for head, *turns in shown:
+        words = [line.split() for line in turns]
+        kinds = ["observed", "sampled"] * 3
+        assert [line[:3] for line in words] == [["turn", str(i // 2), kinds[i]] for i in range(6)]
+        earned = sum(float(line[-1]) for line in words if "reward" in line)
+        assert float(head.split()[5]) == pytest.approx(1.0 + earned)
+    assert any("reward 0.25" in line for line in lines)
+    (tmp_path / "Echoes.yaml").unlink()
+    [again] = run_ranks(replayed, 1, str(tmp_path / "run" / "spikes" / "step_000001"))
+    assert again[begin - 1].startswith("calls    not shown: --env") and again[begin + 1 :] == lines[begin:]
 
 
 def test_rewards_of_the_environment_are_weighed_among_others(tmp_path):
@@ -202,6 +253,18 @@ def test_rewards_of_the_environment_are_weighed_among_others(tmp_path):
         turns = sum(r for *_, r in segments)
         assert given == 1.0 + 2 * turns and reward == pytest.approx(0.125 + 0.5 * given)
         assert dict(parts) == {"length": 0.125, "environment": given, "environment/odd": 1.0}
+
+
+def test_a_gate_that_takes_the_reward_takes_those_of_the_turns(tmp_path):
+    """Else the last turn would be charged for what the others earned."""
+    reward = {"function": "environment", "gate": ("odd",)}
+    settings = sections(tmp_path, "Echoes", "settings: {turns: 2, uneven: true}", reward=reward)
+    (rows,) = run_ranks(sampled, 1, str(tmp_path / "run"), settings)
+    shut = [row for row in rows if dict(row[5])["odd"] == 0]
+    held = [row for row in rows if dict(row[5])["odd"] == 1]
+    assert any(given > 0.5 for _, _, _, _, given, _, _ in shut), "turns earned something"
+    assert all(reward == 0 and not any(r for *_, r in segments) for _, _, _, reward, _, _, segments in shut)
+    assert held and all(reward == given == 1 + sum(r for *_, r in s) for _, _, _, reward, given, _, s in held)
 
 
 def opened_before_the_first_response(world, folder: str, settings: dict) -> tuple[int, int, int]:

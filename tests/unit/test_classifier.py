@@ -1,6 +1,7 @@
 """Files of reward models, the ends of steps, and responses in the tokens of another model, by independent counts."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from spmdrl.config.fields import ConfigError
 from spmdrl.config.resume import file_digests
 from spmdrl.data.batch import from_episodes
 from spmdrl.data.episode import episode_of
-from spmdrl.data.prompts import Prompt
+from spmdrl.data.prompts import Prompt, PromptSet
 from spmdrl.data.steps import step_ends, tokens_of_ends
 from spmdrl.hub.build import build_model, empty_model
 from spmdrl.hub.tokenizer import BROKEN, control_words
@@ -23,7 +24,7 @@ from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.heads import PackedScalar
 from spmdrl.policy.labels import Labels, labels_of
 from spmdrl.rl.compose import compose
-from spmdrl.rl.reading import Reading, reduced
+from spmdrl.rl.reading import Reading, reading_of, reduced
 from spmdrl.rl.rehearsal import settings_read
 from spmdrl.rl.retokenize import Rewriter
 from tests.ranks.cases import config
@@ -131,6 +132,19 @@ def test_labels_and_their_weights(folders, tmp_path):
     assert own.own_tokens and "own tokens (tokenizer own)" in own.says
     other = labels_of(written(tmp_path / "rm.yaml", path=folders["one"]), "tiny")
     assert other.own_tokens and "tokens differ" in other.says
+
+
+def test_a_model_with_tokens_of_its_own_is_refused_beside_an_environment(folders, tmp_path):
+    """It would read prompt and response as text, of which a conversation has none; the policy's tokens it reads."""
+    file, rows = tmp_path / "rm.yaml", PromptSet([], 0, "")
+    cfg = config(reward={"model": written(file, path=folders["one"], tokenizer="own")})
+    acts = replace(cfg, env="builtin:guess")
+    labels = labels_of(cfg.reward.model, folders["one"])
+    assert reading_of(cfg, labels, TOKENIZER, rows).rewriter
+    with pytest.raises(ValueError, match="in its own tokens, and with --env there are conversations"):
+        reading_of(acts, labels, TOKENIZER, rows)
+    written(file, path=folders["one"])
+    assert reading_of(acts, labels_of(cfg.reward.model, folders["one"]), TOKENIZER, rows).rewriter is None
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,19 @@ def test_judges_that_are_the_policy_are_named_before_frozen_ones(tmp_path, engin
     assert [line.split()[1] for line in problems] == ([f"{tmp_path / late}:"] if late else [])
 
 
+def test_comparisons_are_refused_beside_an_environment(tmp_path):
+    """Responses to compare end conversations of their own; a judge that grades them one by one is not in the way."""
+    file = tmp_path / "judge.yaml"
+    flags = ["--reward.function", str(file), "--env", "builtin:guess"]
+    for compare in (0, 2):
+        file.write_text(f"url: http://h:8000/v1\nmodel: m\ncompare: {compare}\n")
+        problems = judging_problems(from_command_line([*flags, "--eval.samples", "2"]).config)
+        assert [line.partition(" the")[0] for line in problems] == [f"--env builtin:guess: {file} compares"] * bool(
+            compare
+        )
+    assert judging_problems(from_command_line([*flags[:2], "--eval.samples", "2"]).config) == []
+
+
 # -- the voice --------------------------------------------------------------------------------------------------------
 
 

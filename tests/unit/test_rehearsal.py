@@ -15,6 +15,7 @@ from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS
 from spmdrl.config.schema import Config
 from spmdrl.config.watch import watch
+from spmdrl.evaluate import main as evaluation
 from spmdrl.rl.compose import compose
 from spmdrl.rl.rehearsal import ELSEWHERE, check_use, is_judged, read_after, settings_read, single_changes
 from tests.unit.test_docs_algorithms import YAMLS, job_of
@@ -95,6 +96,18 @@ def test_an_environment_without_a_word_about_the_reward_is_refused(tmp_path):
     chosen = from_command_line(["--env", "builtin:guess", "--reward.function", "exact_match"]).config
     (tmp_path / "config.yaml").write_text(to_yaml(chosen))
     assert not refusal("--config", str(tmp_path / "config.yaml"))
+
+
+def test_an_evaluation_with_an_environment_is_told_of_its_reward_too(tmp_path, capsys):
+    words = ["--env", "builtin:guess", "--data.eval", "builtin:episodes:eval", "--data.chat-template", "chatml"]
+    with pytest.raises(SystemExit) as left:
+        evaluation([*words, "--dry-run"])
+    assert left.value.code == 2 and "--reward.function environment" in capsys.readouterr().err
+    evaluation([*words, "--reward.function", "environment", "--dry-run"])
+    (tmp_path / "config.yaml").write_text(
+        to_yaml(from_command_line([*words, "--data.train", "builtin:episodes"]).config)
+    )
+    evaluation(["--config", str(tmp_path / "config.yaml"), "--dry-run"])
 
 
 def test_several_are_told_together():

@@ -242,8 +242,9 @@ def test_a_gate_that_does_not_hold_leaves_no_reward(file, start):
     held, shut = graded(grader, "<a>", "abc")
     assert held.score == pytest.approx(0.2) and shut.score == 0.0 and shut.parts["format"] == 0.0
     below = graded(start(f"{file}:tagged", more=(f"{file}:short",), gate=("format",)), "abc")[0]
-    assert below.score == 0.5 - 3, "a gate does not lift what is below 0"
-    assert graded(start(f"{file}:tagged", gate=("format",)), "abc")[0].score == 0.0
+    assert below.score == 0.5 - 3 and not below.shut, "a gate does not lift what is below 0"
+    nothing = graded(start(f"{file}:tagged", gate=("format",)), "abc")[0]
+    assert nothing.score == 0.0 and nothing.shut
     with pytest.raises(RewardError, match="--reward.gate shape: .* gave no such part .* there are format, tagged"):
         graded(start(f"{file}:tagged", gate=("shape",)), "abc")
 

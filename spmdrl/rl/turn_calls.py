@@ -1,0 +1,72 @@
+"""The calls of tools that stand in the turns of an episode, read from its tokens in the form in which its environment
+reads them.
+
+Schemas of the tools are not at hand here. Forms that write arguments as plain text (`qwen3_coder`, `glm`) therefore
+give those that are no JSON as text.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.config.environment import read_environment
+from spmdrl.config.schema import Config
+from spmdrl.data.chat import template_text
+from spmdrl.data.conversation import Conversation
+from spmdrl.data.episode import Episode
+from spmdrl.env.calls import Call, format_of, parse
+from spmdrl.hub.resolve import resolve
+from spmdrl.rollout.build import stop_tokens
+
+Calls = list[dict[str, Any]]
+"""Calls of a turn: each with `name` and `arguments`, or with `error` in the place of the latter."""
+
+
+@dataclass(frozen=True)
+class CallReader:
+    """Reads the calls of turns."""
+
+    conversation: Conversation
+    format: str
+    """A name of `env.calls.FORMATS`."""
+    ends: Collection[int]
+    """Tokens that end a turn."""
+    turn_tokens: int
+    """Most tokens of a turn, after which its environment hears it as it is; 0: no such limit."""
+
+    def of(self, episode: Episode) -> dict[int, Calls]:
+        """Return the calls of each turn that has any, by the index of the last sampled segment of the turn."""
+        places: dict[int, list[int]] = {}
+        for i, s in enumerate(episode.segments):
+            if s.sampled:
+                places.setdefault(s.turn, []).append(i)
+        out = {}
+        for turn, indices in places.items():
+            made = [token for i in indices for token in episode.segments[i].tokens.tolist()]
+            ended = bool(made) and made[-1] in self.ends
+            whole = ended or (self.turn_tokens and len(made) >= self.turn_tokens)
+            # A turn that the limit of the episode cut was not shown to the environment.
+            if turn < episode.turns - 1 or episode.finish != "length" or whole:
+                calls = parse(self.conversation.text_of(made, ended), self.format)[1]
+                if calls:
+                    out[indices[-1]] = [_row(call) for call in calls]
+        return out
+
+
+def _row(call: Call) -> dict[str, Any]:
+    return {"name": call.name} | ({"error": call.error} if call.arguments is None else {"arguments": call.arguments})
+
+
+def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
+    """Return the reader for the episodes of a run; None where it has no environment.
+
+    Raises:
+        ValueError: nobody can tell how the model writes calls.
+    """
+    if not cfg.env:
+        return None
+    found = read_environment(cfg.env)
+    conversation = Conversation(tokenizer, template_text(cfg.data.chat_template), found.history)
+    form = format_of(conversation.render.template) if found.calls == "auto" else found.calls
+    ends = stop_tokens(resolve(cfg.model.path, cfg.model.trust_remote_code), tokenizer)
+    return CallReader(conversation, form, ends, found.turn_tokens)

@@ -1,0 +1,71 @@
+"""Episodes as lines for the terminal: turn by turn, with the calls and the reward of each."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from spmdrl.tracking.console import clean
+
+if TYPE_CHECKING:
+    from spmdrl.data.episode import Episode
+    from spmdrl.rl.turn_calls import CallReader
+
+WIDTH = 160
+"""Characters that are shown of each text."""
+
+
+def conversation_lines(
+    episode: "Episode", decode: Callable[[list[int]], str], reader: "CallReader | None" = None
+) -> list[str]:
+    """Return an episode as lines without control characters, in the order in which its turns came about.
+
+    An episode of one turn is a line `prompt -> response`, if there was no environment. A turn that begins a branch
+    names the turn that it follows.
+
+    reader: reads the calls of turns; None: there was no environment.
+    """
+    calls = reader.of(episode) if reader else {}
+    pieces = _pieces(episode)
+    if episode.turns == 1 and reader is None:
+        return [clean(" -> ".join(decode(_tokens(episode, indices)) for indices in pieces), WIDTH)]
+    lines = []
+    for indices in pieces:
+        first, last = (episode.segments[i] for i in (indices[0], indices[-1]))
+        before = episode.before(indices[0])
+        name = f"turn {first.turn}{_branch(episode, before) if before != indices[0] - 1 else ''}"
+        text = clean(decode(_tokens(episode, indices)), WIDTH)
+        if not last.sampled:
+            lines.append(f"{name}  observed  {text}")
+            continue
+        reward = sum(episode.segments[i].reward for i in indices)
+        lines.append(f"{name}  sampled   {text}{f'  reward {reward:g}' if reward else ''}")
+        for call in calls.get(indices[-1], ()):
+            given = json.dumps(call["arguments"], ensure_ascii=False) if "arguments" in call else call["error"]
+            lines.append(f"{name}  call      {clean(' '.join((call['name'], given)).strip(), WIDTH)}")
+    return lines
+
+
+def _pieces(episode: "Episode") -> list[list[int]]:
+    """Return the indices of the segments that are shown together: those that follow each other in a turn.
+
+    Several versions of the weights, or a branch that begins in its middle, cut what is one to the reader.
+    """
+    out: list[list[int]] = []
+    for i, s in enumerate(episode.segments):
+        last = episode.segments[out[-1][-1]] if out else None
+        follows = last is not None and episode.before(i) == i - 1
+        if follows and last is not None and (last.turn, last.sampled) == (s.turn, s.sampled):
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out
+
+
+def _tokens(episode: "Episode", indices: list[int]) -> list[int]:
+    return [token for i in indices for token in episode.segments[i].tokens.tolist()]
+
+
+def _branch(episode: "Episode", before: int) -> str:
+    """Return the words for the place at which a branch begins. before: index of the segment that it follows, or -1."""
+    sampled = [episode.segments[i].turn for i in episode.path_to(before) if episode.segments[i].sampled]
+    return f" (branch after turn {sampled[-1]})" if sampled else " (branch from the prompt)"
