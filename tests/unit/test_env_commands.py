@@ -42,6 +42,14 @@ class Game:
 
     def reward(self):
         return {"score": 1.0, "style": 0.5}
+
+
+class Opened(Game):
+    def reset(self, row, seed):
+        self.file = open(__file__)
+
+    def close(self):
+        self.file.close()
 '''
 
 
@@ -223,9 +231,14 @@ def test_an_environment_that_does_not_exist_or_fails(game, capsys):
     assert main(["try", "builtin:gues"]) == 2
     assert "builtin:guess" in capsys.readouterr().err
     with Play(game) as play:
-        with pytest.raises(PlayError, match="no game today"):
+        with pytest.raises(PlayError, match=f"^the environment {game} of prompt 0 .*no game today"):
             play.open({"fail": True})
         assert play.open(seed=3).messages[0]["content"] == "seed 3"
+
+
+def test_close_may_need_what_reset_made(game):
+    with Play(game.replace(":Game", ":Opened")) as play:
+        assert play.open({"prompt": "?"}).messages == [{"role": "user", "content": "?"}]
 
 
 def test_tools_that_come_with_it_can_be_played():
