@@ -14,9 +14,9 @@ from spmdrl.data.scores import as_score
 from spmdrl.env.answers import BadRewardError, Told, cut_text, finite, joined, raw_text, told, valid
 from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
-from spmdrl.env.forms import RESERVED
+from spmdrl.env.forms import functions_of
 from spmdrl.env.limits import LateError, Limits, RaisedError
-from spmdrl.env.operations import Tool, by_name, checked_schema, methods_of, tool_of
+from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -61,14 +61,19 @@ class Hosted:
 
     # ── requests ─────────────────────────────────────────────────────────────
 
-    def check(self) -> dict[str, Tool]:
-        """Return the typed functions that are its tools, by name."""
+    def check(self, opened: bool = False) -> dict[str, Tool]:
+        """Return the typed functions that are its tools, by name. opened: reset was called, which may fill `tools`."""
         if hasattr(self._environment, "tool_schemas"):
             return {}
         try:
-            return by_name(map(tool_of, functions_of(self._environment)), "it")
+            tools = by_name(map(tool_of, functions_of(self._environment)), "it")
         except ValueError as e:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
+        may_come = hasattr(self._environment, "tools") and not opened
+        if not tools and not may_come and not hasattr(self._environment, "step"):
+            why = "so that nothing answers the model: write def step(self, message), or tools, which are public methods"
+            raise FailedError(f"has neither tools nor step, {why} with types and a docstring, or a list `tools`")
+        return tools
 
     async def open(self, seed: int, state: str | None, turns: list[dict], digests: list[str]) -> dict[str, Any]:
         """Reset it, restore it to a state (JSON text), and run turns again.
@@ -230,7 +235,7 @@ class Hosted:
     async def _offered(self) -> dict[str, Tool]:
         """Return its tools by name."""
         if not hasattr(self._environment, "tool_schemas"):
-            return self.check()
+            return self.check(opened=True)
         schemas = await self._own("tool_schemas", self._environment.tool_schemas)
         try:
             tools = []
@@ -255,12 +260,6 @@ class Hosted:
             return {"unsaved": f"state raised {said(e.error)}"}
         except (TypeError, ValueError, RecursionError) as e:
             return {"unsaved": f"state is no JSON value: {said(e)}"}
-
-
-def functions_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the typed functions that are an environment's tools: its attribute `tools`, or its methods."""
-    listed = getattr(environment, "tools", None)
-    return list(listed) if isinstance(listed, list | tuple) else methods_of(environment, RESERVED)
 
 
 def _text_of(error: BaseException) -> str:

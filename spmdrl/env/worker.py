@@ -22,7 +22,7 @@ import queue
 import resource
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -111,10 +111,10 @@ class Worker:
             form, environment = await self._made(opening, begins)
             hosted = Hosted(environment, opening["row"], self.settings, self.limits, begins)
             if message["do"] == "check":
-                hosted.check()
+                tools = hosted.check()
                 with suppress(FailedError):  # it was not reset, and close may need what that makes
                     await hosted.close()
-                return {"hello": form.hello}
+                return {"hello": form.hello + _offer(form, environment, tools)}
             self._hosted[message["env"]] = hosted
             reply = await hosted.open(opening["seed"], opening["state"], opening["turns"], opening["digests"])
         hosted = self._hosted[message["env"]]
@@ -159,6 +159,13 @@ class Worker:
         closing = [asyncio.ensure_future(self._close(env)) for env in list(self._hosted)]
         if closing:
             await asyncio.wait(closing, timeout=CLOSES_WITHIN)
+
+
+def _offer(form: Form, environment: Any, tools: Collection[str]) -> str:
+    """Return the tools of an environment in words, where its form does not say them."""
+    if form.kind == "tools" or hasattr(environment, "tool_schemas"):
+        return ""
+    return f", tools {', '.join(tools)}" if tools else ", no tools"
 
 
 _RUNNING: set[asyncio.Task] = set()

@@ -18,6 +18,8 @@ from spmdrl.env.tools import TOOLS, mcp_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GAME = '''
+import functools
+
 from spmdrl.env import Answer
 
 
@@ -50,6 +52,35 @@ class Opened(Game):
 
     def close(self):
         self.file.close()
+
+
+class Cached(Game):
+    @functools.lru_cache
+    def again(self, word: str) -> str:
+        """Say a word again."""
+        return word * 2
+
+
+class Idle:
+    def reset(self, row, seed):
+        return "?"
+
+    def look(self, place: str):  # no docstring
+        return place
+
+
+class Filled(Idle):
+    tools: list = []
+
+    def reset(self, row, seed):
+        if row.get("fill"):
+            self.tools = [Game().look]
+        return "?"
+
+
+class Method(Idle):
+    def tools(self):
+        return [self.look]
 '''
 
 
@@ -239,6 +270,22 @@ def test_an_environment_that_does_not_exist_or_fails(game, capsys):
 def test_close_may_need_what_reset_made(game):
     with Play(game.replace(":Game", ":Opened")) as play:
         assert play.open({"prompt": "?"}).messages == [{"role": "user", "content": "?"}]
+
+
+def test_the_start_names_the_tools_and_what_offers_none_is_refused(game):
+    file = game.removesuffix(":Game")
+    with Play(f"{file}:Cached") as play:
+        assert play.hello == "class Cached, tools look, again"
+        play.open()
+        assert play.call("again", word="x").messages[0]["content"] == "xx"
+    with pytest.raises(ValueError, match="Idle has neither tools nor step, .*docstring"):
+        Play(f"{file}:Idle")
+    with pytest.raises(ValueError, match=r"tools is a method: make it a list of functions"):
+        Play(f"{file}:Method")
+    with Play(f"{file}:Filled") as play:
+        assert [tool["function"]["name"] for tool in play.open({"fill": True}).tools] == ["look"]
+        with pytest.raises(PlayError, match="has neither tools nor step"):
+            play.open()
 
 
 def test_tools_that_come_with_it_can_be_played():
