@@ -87,8 +87,8 @@ def load(name: str) -> Form:
     if not module_name or not attribute:
         known = [*(f"builtin:{each}" for each in BUILTIN), *(f"{each}:NAME" for each in gyms.PACKAGES)]
         raise ValueError(
-            f"{name!r} names no environment: write file.py:Class, package.module:Class, a YAML file of verl's, or "
-            f"one of {', '.join(known)}"
+            f"{name!r} names no environment: write file.py:Class, package.module:Class, a YAML file of settings or of "
+            f"verl's, or one of {', '.join(known)}"
         )
     module = _module(module_name)
     found: Any = module

@@ -15,7 +15,7 @@ from spmdrl.config.environment import ROWS, EnvironmentConfig
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import shared_length
-from spmdrl.env.base import PoolSettings, Reply
+from spmdrl.env.base import Reply, limits_of
 from spmdrl.env.calls import FORMATS, format_of, hear
 from spmdrl.env.pool import Pool
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
@@ -57,11 +57,7 @@ class Agents:
         self.format = format_of(conversation.render.template) if found.calls == "auto" else found.calls
         if self.format not in FORMATS:
             raise ValueError(f"calls {self.format!r} (--env): take auto or one of {', '.join(FORMATS)}")
-        limits = PoolSettings(
-            *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
-            *(found.memory_mb, found.python),
-        )
-        self.pool = Pool(found.workers, limits)
+        self.pool = Pool(found.workers, limits_of(found))
         self.hello = "each row's own"
         if found.environment != ROWS:
             try:

@@ -1,6 +1,7 @@
 """The commands init and try: as functions where they can be, as processes where a user sees the difference."""
 
 import ast
+import io
 import json
 import os
 import subprocess
@@ -265,6 +266,25 @@ def test_an_environment_that_does_not_exist_or_fails(game, capsys):
         with pytest.raises(PlayError, match=f"^the environment {game} of prompt 0 .*no game today"):
             play.open({"fail": True})
         assert play.open(seed=3).messages[0]["content"] == "seed 3"
+
+
+def test_a_file_of_settings_is_tried_with_its_limits(game, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "game.yaml"
+    file.write_text(f"environment: {game}\nsettings: {{word: 'blue'}}\nlongest_answer: 4\ncut: head\nmax_turns: 2\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("look(place='a')\n"))
+    assert main(["try", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{file}: class Game, tools look\n") and "tool look: a Fa" in out and "the head of 19 " in out
+    monkeypatch.setattr("sys.stdin", io.StringIO("look(place='a')\n"))
+    assert main(["try", str(file), "--set", "word=green"]) == 0
+    assert "of 20 " in capsys.readouterr().out
+    file.write_text("environment: rows\n")
+    assert main(["try", str(file)]) == 2
+    assert "each row names its environment" in capsys.readouterr().err
+    file.write_text("environment: builtin:guess\nmax_turn: 2\n")
+    assert main(["try", str(file)]) == 2 and main(["try", "game.yml"]) == 2 and main(["try", "games"]) == 2
+    said = capsys.readouterr().err
+    assert "max_turn" in said and "game.yml" in said and "a YAML file of settings" in said
 
 
 def test_close_may_need_what_reset_made(game):
