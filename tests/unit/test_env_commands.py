@@ -236,6 +236,10 @@ def test_names_for_init(tmp_path, monkeypatch, capsys):
     for name in ("a-b", "class", "", "1st", "envs/a-b"):
         assert main(["init", name]) == 2
         assert "no name of a Python module" in capsys.readouterr().err
+    for name in ("json", "envs/random", "numpy"):
+        assert main(["init", name]) == 2
+        assert f"{name.rpartition('/')[2]} is a module of Python or of a package" in capsys.readouterr().err
+    assert [each.name for each in (tmp_path / "envs").iterdir() if "two_boxes" not in each.name] == []
     (tmp_path / "test_other.py").write_text("mine")
     assert main(["init", "other"]) == 2
     assert not (tmp_path / "other.py").exists() and (tmp_path / "test_other.py").read_text() == "mine"
