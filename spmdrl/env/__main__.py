@@ -4,7 +4,8 @@
     python -m spmdrl.env try ENVIRONMENT       plays it by hand: you are the assistant
     python -m spmdrl.env try ENVIRONMENT --model FOLDER [--episodes 2]      lets a model play it
 
-ENVIRONMENT is what `--env` takes: file.py:Class, package.module:Class, builtin:guess.
+ENVIRONMENT is what `--env` takes: file.py:Class, package.module:Class, builtin:guess, or a YAML file of settings, which
+hold here too. --set, --python, --turns and --format come before those of the file.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import shutil
 import sys
 from typing import Any
 
-from spmdrl.env.base import PoolSettings
+from spmdrl.config.environment import ROWS, read_environment
+from spmdrl.env.base import limits_of
 from spmdrl.env.by_hand import by_hand
 from spmdrl.env.calls import FORMATS
 from spmdrl.env.play import Play, PlayError
@@ -48,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     init = commands.add_parser("init", help="write an environment to begin with, and a test for it")
     init.add_argument("name", help="NAME or folder/NAME, without .py")
     trial = commands.add_parser("try", help="play an environment, by hand or with a model")
-    trial.add_argument("name", metavar="ENVIRONMENT", help="file.py:Class, package.module:Class, builtin:guess")
+    trial.add_argument(
+        "name", metavar="ENVIRONMENT", help="file.py:Class, package.module:Class, builtin:guess, or a YAML file"
+    )
     trial.add_argument("--row", default="{}", help="row of the dataset, as JSON; its `prompt` is a text or messages")
     trial.add_argument("--seed", type=int, default=0, help="of the first episode; the others have the next ones")
     trial.add_argument(
@@ -57,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     trial.add_argument("--python", default="", help="interpreter that has what the environment needs, and PyYAML")
     trial.add_argument("--model", default="", help="folder or name of a Hugging Face model that plays")
     trial.add_argument("--episodes", type=int, default=1, help="of the model")
-    trial.add_argument("--turns", type=int, default=8, help="of an episode of the model, at most")
+    trial.add_argument("--turns", type=int, help="of an episode of the model, at most (default: max_turns, 16)")
     trial.add_argument("--format", default="", help="form of tool calls, if not the one that the chat template shows")
     trial.add_argument("--max-new-tokens", type=int, default=256, help="tokens of a turn of the model")
     trial.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0 takes the likeliest token")
@@ -65,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _try(asked: argparse.Namespace) -> int:
-    row, settings = _row(asked.row), _settings(asked.set)
+    row, found = _row(asked.row), read_environment(asked.name)
+    if found.environment == ROWS:
+        raise ValueError(f"{asked.name}: each row names its environment; name the one of a row")
+    settings = found.settings | _settings(asked.set)
+    asked.turns = found.max_turns if asked.turns is None else asked.turns
+    asked.format = asked.format or ("" if found.calls == "auto" else found.calls)
     for flag in ("episodes", "turns", "max_new_tokens"):
         if getattr(asked, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} must be 1 or more")
@@ -75,7 +84,7 @@ def _try(asked: argparse.Namespace) -> int:
         raise ValueError(f"--format {asked.format!r}: take one of {', '.join(FORMATS)}")
     if asked.python and not shutil.which(asked.python):
         raise ValueError(f"--python {asked.python}: there is no such interpreter")
-    with Play(asked.name, settings, PoolSettings(python=asked.python)) as play:
+    with Play(found.environment, settings, limits_of(found, asked.python)) as play:
         print(f"{asked.name}: {play.hello}")
         if not asked.model:
             by_hand(play, row, asked.seed)

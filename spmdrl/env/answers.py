@@ -13,6 +13,8 @@ _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """Sequences that steer a terminal (ECMA-48, CSI): colours and the like."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters but tab and newline."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""An address in memory, which is another one in every process, as Python's own texts of objects have it."""
 
 
 class BadRewardError(ValueError):
@@ -92,7 +94,7 @@ def raw_text(value: object) -> str | bytes:
         try:
             return json.dumps(value, ensure_ascii=False, default=_plain)
         except (TypeError, ValueError):  # keys that are no text, a list inside itself, a number of too many digits
-            return str(value)
+            return _ADDRESS.sub("", str(value))
     plain = _plain(value)
     return plain if isinstance(plain, str) else raw_text(plain)
 
@@ -150,6 +152,8 @@ def _plain(value: Any) -> Any:
         return sorted(value, key=str)
     if isinstance(value, bytes | bytearray):
         return valid(bytes(value))
-    if type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__:
+    if type(value).__str__ is not object.__str__:
+        return str(value)
+    if type(value).__repr__ is object.__repr__:
         return f"a {type(value).__name__} object"  # its own text is an address in memory
-    return str(value)
+    return _ADDRESS.sub("", repr(value))

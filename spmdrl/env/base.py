@@ -5,7 +5,10 @@ import json
 import math
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmdrl.config.environment import EnvironmentConfig
 
 EPISODE: ContextVar[str] = ContextVar("episode", default="")
 """Name of the episode whose environment is called, in its async functions. Of all that are open no other has it, and it
@@ -120,6 +123,14 @@ class PoolSettings:
             raise ValueError(f"cut is {self.cut!r}: take head, tail or middle")
         if self.on_timeout not in ("tell", "end"):
             raise ValueError(f"on_timeout is {self.on_timeout!r}: take tell or end")
+
+
+def limits_of(found: "EnvironmentConfig", python: str = "") -> PoolSettings:
+    """Return the limits of an environment's settings. python: an interpreter in place of theirs."""
+    return PoolSettings(
+        *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
+        *(found.memory_mb, python or found.python),
+    )
 
 
 def digest(value: Any) -> str:

@@ -34,7 +34,7 @@ class Corpus:
 
     def __init__(self, path: Path, folder: Path):
         """path: a .jsonl file of rows with `text` (or `contents`) and perhaps `title`, or a .txt file with a passage
-        in each paragraph. folder: of the index, which is built if it is not there.
+        in each paragraph, which empty lines divide. folder: of the index, which is built if it is not there.
 
         Raises:
             ValueError: the file cannot be read, or bm25s is not installed.

@@ -6,7 +6,7 @@ reset(row, seed)             messages, the user's text, or None for the row's ow
 step(message)                (messages | text | History | None, reward | None, done); a History takes the place of
                              all messages so far
 any other public method      a tool, where it has a docstring; its arguments have types
-tools                        a list of typed functions, instead of methods
+tools                        a list of typed functions, instead of methods; one that reset makes is empty or None before
 tool_schemas(), call(name, arguments)     OpenAI function schemas, and what makes the calls, instead of both
 reward()                     a number, {"score": number, name: number}, or None
 state(), restore(state)      a JSON value, from which an environment goes on that was reset with the same row and seed
@@ -31,7 +31,7 @@ from typing import Any
 from spmdrl.config.fields import nearest
 from spmdrl.config.user_code import import_file, place, said
 from spmdrl.env import gyms, verl_form
-from spmdrl.env.operations import by_name, tool_of
+from spmdrl.env.operations import by_name, methods_of, tool_of
 from spmdrl.env.tools import TOOLS, mcp_settings
 from spmdrl.env.trl import FromTRL, Functions, is_trl
 from spmdrl.env.verl_modules import provide
@@ -90,8 +90,8 @@ def load(name: str) -> Form:
     if not module_name or not attribute:
         known = [*(f"builtin:{each}" for each in BUILTIN), *(f"{each}:NAME" for each in gyms.PACKAGES)]
         raise ValueError(
-            f"{name!r} names no environment: write file.py:Class, package.module:Class, a YAML file of verl's, or "
-            f"one of {', '.join(known)}"
+            f"{name!r} names no environment: write file.py:Class, package.module:Class, a YAML file of settings or of "
+            f"verl's, or one of {', '.join(known)}"
         )
     module = _module(module_name)
     found: Any = module
@@ -232,6 +232,22 @@ def made(kind: Callable[..., Any], settings: dict[str, Any], *first: Any) -> Any
     except ValueError:
         pass  # some classes show no signature
     return kind(*first, **settings)
+
+
+def functions_of(environment: Any) -> list[Callable[..., Any]]:
+    """Return the typed functions that are an environment's tools: its attribute `tools`, or its methods.
+
+    Raises:
+        ValueError: `tools` is no list.
+    """
+    listed = getattr(environment, "tools", None)
+    if listed is None:
+        return methods_of(environment, RESERVED)
+    if not isinstance(listed, list | tuple):
+        raise ValueError(
+            f"tools is a {type(listed).__name__}: make it a list of functions, as self.tools = [look, take]"
+        )
+    return list(listed)
 
 
 OF_NAMES: list[Callable[[str], Form | None]] = [_builtin, _mcp, _library]

@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,37 +13,11 @@ from spmdrl.data.scores import as_score
 from spmdrl.env.answers import BadRewardError, History, Told, cut_text, finite, told, valid
 from spmdrl.env.arguments import ArgumentsError
 from spmdrl.env.base import BrokenError, PoolSettings, digest
-from spmdrl.env.forms import RESERVED
+from spmdrl.env.forms import functions_of
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.env.messages import FailedError, messages_of, said_type, text_of_error
-from spmdrl.env.operations import Tool, by_name, checked_schema, methods_of, tool_of
-
-
-class AnewError(Exception):
-    """Calls of a turn go on beyond their limits, and may change the environment: it has to be opened anew."""
-
-    def __init__(self, late: list[int], calls: list[asyncio.Future]):
-        """late: indices of all calls of the turn that did not answer. calls: those that go on."""
-        super().__init__(late)
-        self.late, self.calls = late, calls
-
-
-@dataclass
-class Turn:
-    """The answer to one turn of the assistant, while it is made."""
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    anew: bool = False
-    """The messages take the place of the whole conversation."""
-    done: bool = False
-    late: list[int] = field(default_factory=list)
-    """Indices of the calls that did not answer."""
-    going_on: list[asyncio.Future] = field(default_factory=list)
-    """The calls among them that did not end either."""
-    counts: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("calls", "failed_calls", "timeouts", "cut", "malformed", "seconds"), 0)
-    )
+from spmdrl.env.operations import Tool, by_name, checked_schema, tool_of
+from spmdrl.env.turn import AnewError, Turn
 
 
 class Hosted:
@@ -71,16 +44,25 @@ class Hosted:
 
     # ── requests ─────────────────────────────────────────────────────────────
 
-    def typed(self) -> dict[str, Tool]:
-        """Return the typed functions that are its tools, by name. Raises FailedError."""
+    def typed(self, opened: bool = False) -> dict[str, Tool]:
+        """Return the typed functions that are its tools, by name. opened: reset was called, which may fill `tools`.
+
+        Raises:
+            FailedError: they cannot be used, or nothing answers the model.
+        """
         if self._wrong:
             raise FailedError(self._wrong)
         if hasattr(self._environment, "tool_schemas"):
             return {}
         try:
-            return by_name(map(tool_of, functions_of(self._environment)), "it")
+            tools = by_name(map(tool_of, functions_of(self._environment)), "it")
         except ValueError as e:
             raise FailedError(f"offers tools that cannot be used: {e}") from None
+        may_come = hasattr(self._environment, "tools") and not opened
+        if not tools and not may_come and not hasattr(self._environment, "step"):
+            why = "so that nothing answers the model: write def step(self, message), or tools, which are public methods"
+            raise FailedError(f"has neither tools nor step, {why} with types and a docstring, or a list `tools`")
+        return tools
 
     async def open(self, seed: int, state: str | None, turns: list[dict], digests: list[str]) -> dict[str, Any]:
         """Reset it, restore it to a state (JSON text), and run turns again.
@@ -270,7 +252,7 @@ class Hosted:
     async def _offered(self) -> dict[str, Tool]:
         """Return its tools by name."""
         if not hasattr(self._environment, "tool_schemas"):
-            return self.typed()
+            return self.typed(opened=True)
         schemas = await self._own("tool_schemas", self._environment.tool_schemas)
         try:
             tools = []
@@ -305,9 +287,3 @@ class Hosted:
             return {"unsaved": f"state raised {said(e.error)}"}
         except (TypeError, ValueError, RecursionError) as e:
             return {"unsaved": f"state is no JSON value: {said(e)}"}
-
-
-def functions_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the typed functions that are an environment's tools: its attribute `tools`, or its methods."""
-    listed = getattr(environment, "tools", None)
-    return list(listed) if isinstance(listed, list | tuple) else methods_of(environment, RESERVED)

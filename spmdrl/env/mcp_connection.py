@@ -8,6 +8,7 @@ import atexit
 import json
 import logging
 import os
+import shlex
 import sys
 import tempfile
 import threading
@@ -17,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from spmdrl.config.dump import LEAST, REDACTED, redact_text
+from spmdrl.config.dump import LEAST, REDACTED, redact, redact_text
 from spmdrl.health import in_child
 
 SHOWN = 300
@@ -45,7 +46,7 @@ class Connection:
     def __init__(self, words: list[str], url: str, env: dict[str, str], headers: dict[str, str], only: tuple[str, ...]):
         """See `Mcp`."""
         self.words, self.url, self.env, self.headers, self.only = words, url, env, headers, only
-        self.name = redact_text(url) if url else words[0]
+        self.name = redact_text(url) if url else _shown(words)
         self.schemas: list[dict[str, Any]] = []
         self.client: Any = None
         self.ended = False
@@ -203,6 +204,17 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _shown(words: list[str]) -> str:
+    """Return a command of bounded length, without values that look like secrets or whose option is called so."""
+    shown, before = [], ""
+    for word in words:
+        option, equals, value = word.partition("=")
+        name = option.strip("-").replace("-", ".")
+        shown.append(f"{option}={redact(f'mcp.{name}', value)}" if equals else redact(f"mcp.{before}", word))
+        before = name
+    return redact_text(shlex.join(shown))[:SHOWN]
 
 
 def schema_of(tool: Any) -> dict[str, Any]:

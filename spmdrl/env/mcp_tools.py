@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shlex
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as LateError
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,8 +15,13 @@ from spmdrl.config.dump import redact_text
 from spmdrl.env.base import BrokenError
 from spmdrl.env.mcp_connection import Connection, Line, McpError, on_loop, text_of
 
-CONNECT_SECONDS = 9.0
+CONNECT_SECONDS = 30.0
 """Longest that a server may take to speak the protocol and to list its tools."""
+AT_ONCE = 4
+"""Servers that a process starts side by side; a further one waits, and its `connect` does not run."""
+QUEUE_SECONDS = 3600.0
+"""Longest wait for the servers before, far beyond what their own limits leave to it."""
+_starting = threading.BoundedSemaphore(AT_ONCE)
 _lines: dict[str, Line] = {}
 """Connections that are shared, by their settings."""
 
@@ -45,7 +52,7 @@ class Mcp:
             shared: all episodes of this process use one connection, for servers that keep nothing about a
                 conversation.
             timeout: seconds of a call.
-            connect: seconds in which the server has to list its tools.
+            connect: seconds in which the server has to list its tools, from its start; `AT_ONCE` start side by side.
 
         Raises:
             ValueError: settings that make no sense, or the package mcp is missing.
@@ -60,7 +67,8 @@ class Mcp:
         self.words, self.url, self.only = words, url, tuple(only)
         self.env, self.headers = _filled(env or {}, "env"), _filled(headers or {}, "headers")
         self.timeout, self.connect = timeout, connect
-        self.timeout_s = timeout + connect + 5.0
+        # Calls and starts have limits of their own; that of the worker also has to hold the wait before a start.
+        self.timeout_s = QUEUE_SECONDS + timeout + connect
         key = json.dumps([words, url, self.env, self.headers, self.only])
         self.shared = shared
         self.line = _lines.setdefault(key, Line()) if shared else Line()
@@ -112,11 +120,13 @@ class Mcp:
                 return held
             connection = Connection(self.words, self.url, self.env, self.headers, self.only)
             try:
-                on_loop(connection.enter(), self.connect)
+                with _starting if self.words else nullcontext():
+                    on_loop(connection.enter(), self.connect)
             except Exception as error:
                 on_loop(connection.leave(), None)
                 late = isinstance(error, LateError)
-                why = f"it did not list its tools within {self.connect:g} s" if late else connection.told(error)
+                slow = f"it did not list its tools within {self.connect:g} s, which its setting `connect` changes"
+                why = slow if late else connection.told(error)
                 if said := connection.complaints():
                     why += f" (it said: {said})"
                 raise BrokenError(f"{connection.name} is no MCP server that can be used: {why}") from None

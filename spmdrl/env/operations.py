@@ -107,8 +107,10 @@ def methods_of(environment: object, reserved: Iterable[str]) -> list[Callable[..
     for name in names:
         if name.startswith("_") or name in reserved:
             continue
-        # A property is not evaluated.
-        if isinstance(inspect.getattr_static(environment, name), types.FunctionType | staticmethod | classmethod):
+        # A property is not evaluated. What functools.lru_cache and other wrappers make holds the function.
+        static = inspect.getattr_static(environment, name)
+        wraps = callable(static) and isinstance(getattr(static, "__wrapped__", None), types.FunctionType)
+        if wraps or isinstance(static, types.FunctionType | staticmethod | classmethod):
             method = getattr(environment, name)
             if inspect.getdoc(method):
                 found.append(method)

@@ -64,7 +64,7 @@ class Play:
         while True:
             for _, reply in self.pool.poll(1.0):
                 if reply.failure:
-                    raise PlayError(f"the environment {self.name} {reply.failure}")
+                    raise PlayError(reply.failure)
                 return reply
 
     def _close(self) -> None:

@@ -1,6 +1,8 @@
 """Writes an environment to begin with, and a test for it."""
 
 import keyword
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 ENVIRONMENT = '''"""Boxes: one of them holds a coin. Try it: python -m spmdrl.env try {file}:{kind}"""
@@ -74,7 +76,7 @@ def scaffold(name: str) -> tuple[Path, Path]:
     """Write `NAME.py` and `test_NAME.py`, and return both. name: may begin with folders, which are made.
 
     Raises:
-        ValueError: it is no name of a Python module, or one of the files is there.
+        ValueError: it is no name of a Python module, that of an installed one, or one of the files is there.
     """
     path = Path(name.removesuffix(".py"))
     stem = path.name
@@ -84,6 +86,8 @@ def scaffold(name: str) -> tuple[Path, Path]:
     for each in (file, test):
         if each.exists():
             raise ValueError(f"{each} is there already: take another name, or remove it")
+    if stem in sys.stdlib_module_names or _is_installed(stem):
+        raise ValueError(f"{stem} is a module of Python or of a package, which {file} would hide: take another name")
     kind = "".join(part[:1].upper() + part[1:] for part in stem.split("_")) or stem
     words = {"file": file.name, "test": test.name, "kind": kind if kind.isidentifier() else f"E{kind}"}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -92,3 +96,9 @@ def scaffold(name: str) -> tuple[Path, Path]:
         with each.open("x", encoding="utf-8") as out:
             out.write(text.format(**words))
     return file, test
+
+
+def _is_installed(name: str) -> bool:
+    """True if the name is that of a module beyond the folder in which Python was started."""
+    spec = PathFinder.find_spec(name, [each for each in sys.path if each and Path(each).resolve() != Path.cwd()])
+    return spec is not None and spec.loader is not None

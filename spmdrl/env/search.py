@@ -35,7 +35,8 @@ class Search:
         """Open a corpus, or take the address of a server.
 
         Args:
-            corpus: a .jsonl or .txt file (`Corpus`).
+            corpus: a .jsonl file with a passage in each row, or a .txt file with one in each paragraph, which empty
+                lines divide: lines that follow each other are one passage (`Corpus`).
             url: of a server instead, which answers as that of Search-R1 does.
             results: passages of an answer.
             longest: characters of a passage that are shown.

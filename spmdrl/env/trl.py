@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.env.answers import joined
+from spmdrl.env.base import BrokenError
 from spmdrl.env.opening import prompt_of
 from spmdrl.env.operations import methods_of
 
@@ -38,9 +39,16 @@ def is_trl(kind: type) -> bool:
     reset = inspect.getattr_static(kind, "reset", None)
     if not inspect.isfunction(reset) or "row" in inspect.signature(reset).parameters:
         return False
+    if list(inspect.signature(reset).parameters)[2:] == ["seed"] and inspect.isfunction(getattr(kind, "reward", None)):
+        return False  # TRL's reward is no method: this is reset(row, seed) with another name for the row
     step = getattr(kind, "step", None)
     takes_message = step is not None and "message" in inspect.signature(step).parameters
     return not takes_message and not hasattr(kind, "restore")
+
+
+def _is_lacking(parameter: inspect.Parameter, row: dict[str, Any]) -> bool:
+    wanted = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    return wanted and parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in row
 
 
 class FromTRL:
@@ -58,6 +66,12 @@ class FromTRL:
         parameters = inspect.signature(self.environment.reset).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         columns = {key: value for key, value in row.items() if takes_all or key in parameters}
+        if lacking := [key for key, each in parameters.items() if _is_lacking(each, row)]:
+            raise BrokenError(
+                f"its reset({', '.join(parameters)}) is read as TRL's, whose arguments are columns of the row, and the "
+                f"row has no column {lacking[0]} (it has {', '.join(row)}); an environment that is not TRL's has "
+                "reset(self, row, seed)"
+            )
         observation = self.environment.reset(**columns)
         if isinstance(observation, list):
             observation = joined(observation)

@@ -29,7 +29,7 @@ import queue
 import resource
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -156,11 +156,9 @@ class Worker:
             if message["do"] == "check":
                 try:
                     tools = list(hosted.typed())
-                except FailedError:
+                finally:
                     await _give_up(hosted, [])
-                    raise
-                await hosted.close()
-                return {"hello": form.hello, "tools": tools}
+                return {"hello": form.hello + _offer(form, environment, tools), "tools": tools}
             self._hosted[message["env"]] = hosted
             reply = await hosted.open(opening["seed"], opening["state"], opening["turns"], opening["digests"])
         hosted = self._hosted[message["env"]]
@@ -203,6 +201,13 @@ class Worker:
         closing = [asyncio.ensure_future(self._close(env)) for env in list(self._hosted)]
         if closing:
             await asyncio.wait(closing, timeout=CLOSES_WITHIN)
+
+
+def _offer(form: Form, environment: Any, tools: Collection[str]) -> str:
+    """Return the tools of an environment in words, where its form does not say them."""
+    if form.kind == "tools" or hasattr(environment, "tool_schemas"):
+        return ""
+    return f", tools {', '.join(tools)}" if tools else ", no tools"
 
 
 _RUNNING: set[asyncio.Task] = set()

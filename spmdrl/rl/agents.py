@@ -15,7 +15,7 @@ from spmdrl.config.environment import ROWS, EnvironmentConfig
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
 from spmdrl.data.segment import shared_length
-from spmdrl.env.base import PoolSettings, Reply
+from spmdrl.env.base import Reply, limits_of
 from spmdrl.env.calls import hear
 from spmdrl.env.pool import Pool
 from spmdrl.rl.environment import COUNTS, Observation, Place, place_of
@@ -56,8 +56,7 @@ class Agents:
         self.found, self.conversation, self.ends = found, conversation, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
         self.format, self.hidden = form_of(found, conversation), found.calls != "auto"
-        given = (found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout)
-        self.pool = Pool(found.workers, PoolSettings(*given, found.memory_mb, found.python))
+        self.pool = Pool(found.workers, limits_of(found))
         self.hello = "each row's own"
         if found.environment != ROWS:
             try:

@@ -1,7 +1,7 @@
 """Builds a run on every rank: prompts, models, checkpoints, engine, in an order for which memory suffices."""
 
 from spmdrl.algos.filters import FILTERS
-from spmdrl.config.environment import read_environment, weight_of
+from spmdrl.config.environment import COLUMN, ROWS, read_environment, weight_of
 from spmdrl.config.judge import judges as judge_files
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.rewards import runs_programs
@@ -142,9 +142,20 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
     return own if world.engine_group is None else Shared(own, world, found.turn_tokens, found.max_open)
 
 
+def check_named(env: str, prompts: PromptSet) -> None:
+    """Refuse `--env rows` for rows of which none names an environment. Raises ValueError."""
+    if read_environment(env).environment == ROWS and not any(prompt.extra.get(COLUMN) for prompt in prompts.prompts):
+        raise ValueError(
+            f"{prompts.source}: no row names its environment in a column {COLUMN!r}, as --env {env} wants it; add the "
+            "column, or name one environment for all rows by --env"
+        )
+
+
 def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:
     """Prompts of a source, which every rank must read alike. Collective."""
     prompts = load_prompts(spec, session.cfg.data, tokenizer, room, limit, bool(session.cfg.env))
+    if session.cfg.env:
+        check_named(session.cfg.env, prompts)
     seen = all_gather_text(prompts.digest(), session.world.host_group)
     if len(set(seen)) > 1:
         odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]

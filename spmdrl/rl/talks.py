@@ -11,6 +11,9 @@ from spmdrl.data.prompts import Prompt
 from spmdrl.data.segment import STATES
 from spmdrl.env.base import Call, Opening, Reply, Said
 
+KEYS = ("name", "settings")
+"""Keys of a row's environment that is an object."""
+
 
 @dataclass
 class Talk:
@@ -140,13 +143,19 @@ def opening_of(found: EnvironmentConfig, prompt: Prompt, answer_column: str, see
     answer_column: name under which an environment finds the truth of its row, beside `ground_truth`.
 
     Raises:
-        ValueError: rows name their environments, and this one does not.
+        ValueError: rows name their environments, and this one does not, or has a key that means nothing.
     """
     row = prompt.extra | {"extra_info": prompt.extra, "data_source": prompt.data_source}
     row |= {"prompt": prompt.asked, answer_column: prompt.ground_truth, "ground_truth": prompt.ground_truth}
     name, settings = found.environment, found.settings
     if name == ROWS:
         named = prompt.extra.get(COLUMN)
+        # A table gives every row the keys of all, with None in them.
+        if isinstance(named, dict) and (odd := [k for k, v in named.items() if k not in KEYS and v is not None]):
+            raise ValueError(
+                f"row {prompt.index}: the environment in its column {COLUMN!r} has the key {odd[0]!r}, and takes only "
+                f"{' and '.join(KEYS)}"
+            )
         name, settings = _named(named) if isinstance(named, dict) else (named, {})
         if not isinstance(name, str) or not name or not isinstance(settings, dict):
             raise ValueError(

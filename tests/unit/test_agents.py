@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import sys
 from importlib.util import find_spec
 
@@ -19,6 +20,7 @@ from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import STATES, Episode
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.rl.agents import Agents
+from spmdrl.rl.build import check_named
 from spmdrl.rl.evaluation import EVALUATION
 from spmdrl.rl.rollout import add
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
@@ -932,13 +934,25 @@ def test_each_row_names_its_environment(make, file):
     for env, why in (
         (None, "row 7 has no environment in the column 'env'"),
         ({"settings": {}}, "row 7 has no environment in the column 'env'"),
+        ({"name": f"{file}:Does", "setings": {"most": 2}}, "row 7: .* column 'env' has the key 'setings', and takes"),
         (f"{file}:Nobody", "has no Nobody"),
         ({"name": f"{file}:Does", "settings": {"size": 2}}, "do not fit"),
     ):
         played = Played(agents, [], row={"env": env} if env else {})
         (episode,) = played.play()
-        assert episode.finish == "abort" and why in played.why[0], played.why
-    assert agents.take_counts()["failures"] == 4 and not agents.talks
+        assert episode.finish == "abort" and re.search(why, played.why[0]), played.why
+    assert agents.take_counts()["failures"] == 5 and not agents.talks
+
+
+def test_rows_without_the_column_are_refused_before_a_model_is_built(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"prompt": "go", "answer": "", "envs": "builtin:guess"}) + "\n")
+    prompts = load_prompts(str(source), DataConfig(), None, 10, begun=True)
+    with pytest.raises(ValueError, match=r"rows.jsonl: no row names its environment in a column 'env', as --env rows"):
+        check_named("rows", prompts)
+    check_named("builtin:guess", prompts)
+    source.write_text(json.dumps({"prompt": "go", "answer": "", "env": {"name": "builtin:guess"}}) + "\n")
+    check_named("rows", load_prompts(str(source), DataConfig(), None, 10, begun=True))
 
 
 def test_a_row_in_verls_layout_names_its_environment(make, file, tmp_path):

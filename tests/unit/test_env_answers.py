@@ -33,9 +33,14 @@ class NotText:
         return 5
 
 
+class Fault:
+    def __str__(self):
+        return "fault at 0x10"
+
+
 @dataclasses.dataclass
 class Point:
-    x: int
+    x: object
 
 
 ITSELF: list = []
@@ -65,6 +70,11 @@ def text(result, longest=1000, cut="middle"):
         (Mute(), "a Mute object"),
         (Loud(), "loud\ufffd"),
         (Point(1), "Point(x=1)"),
+        ((each for each in ()), "<generator object <genexpr>>"),
+        ([Mute().__eq__], "[\"<method-wrapper '__eq__' of Mute object>\"]"),
+        ({(1, 2): Mute()}, "{(1, 2): <tests.unit.test_env_answers.Mute object>}"),
+        (Point(Mute()), "Point(x=<tests.unit.test_env_answers.Mute object>)"),
+        (Fault(), "fault at 0x10"),
         (np.float32(0.5), "0.5"),
         (b"bytes \xff\xc3\xa4", "bytes \ufffdä"),
         (bytearray(b"x"), "x"),

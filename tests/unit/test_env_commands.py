@@ -1,6 +1,7 @@
 """The commands init and try: as functions where they can be, as processes where a user sees the difference."""
 
 import ast
+import io
 import json
 import os
 import subprocess
@@ -18,6 +19,8 @@ from spmdrl.env.tools import TOOLS, mcp_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GAME = '''
+import functools
+
 from spmdrl.env import Answer
 
 
@@ -42,6 +45,43 @@ class Game:
 
     def reward(self):
         return {"score": 1.0, "style": 0.5}
+
+
+class Opened(Game):
+    def reset(self, row, seed):
+        self.file = open(__file__)
+
+    def close(self):
+        self.file.close()
+
+
+class Cached(Game):
+    @functools.lru_cache
+    def again(self, word: str) -> str:
+        """Say a word again."""
+        return word * 2
+
+
+class Idle:
+    def reset(self, row, seed):
+        return "?"
+
+    def look(self, place: str):  # no docstring
+        return place
+
+
+class Filled(Idle):
+    tools: list = []
+
+    def reset(self, row, seed):
+        if row.get("fill"):
+            self.tools = [Game().look]
+        return "?"
+
+
+class Method(Idle):
+    def tools(self):
+        return [self.look]
 '''
 
 
@@ -215,6 +255,10 @@ def test_names_for_init(tmp_path, monkeypatch, capsys):
     for name in ("a-b", "class", "", "1st", "envs/a-b"):
         assert main(["init", name]) == 2
         assert "no name of a Python module" in capsys.readouterr().err
+    for name in ("json", "envs/random", "numpy"):
+        assert main(["init", name]) == 2
+        assert f"{name.rpartition('/')[2]} is a module of Python or of a package" in capsys.readouterr().err
+    assert [each.name for each in (tmp_path / "envs").iterdir() if "two_boxes" not in each.name] == []
     (tmp_path / "test_other.py").write_text("mine")
     assert main(["init", "other"]) == 2
     assert not (tmp_path / "other.py").exists() and (tmp_path / "test_other.py").read_text() == "mine"
@@ -242,9 +286,49 @@ def test_an_environment_that_does_not_exist_or_fails(game, capsys):
     assert main(["try", "builtin:gues"]) == 2
     assert "builtin:guess" in capsys.readouterr().err
     with Play(game) as play:
-        with pytest.raises(PlayError, match="no game today"):
+        with pytest.raises(PlayError, match=f"^the environment {game} of prompt 0 .*no game today"):
             play.open({"fail": True})
         assert play.open(seed=3).messages[0]["content"] == "seed 3"
+
+
+def test_a_file_of_settings_is_tried_with_its_limits(game, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "game.yaml"
+    file.write_text(f"environment: {game}\nsettings: {{word: 'blue'}}\nlongest_answer: 4\ncut: head\nmax_turns: 2\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("look(place='a')\n"))
+    assert main(["try", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{file}: class Game, tools look\n") and "tool look: a Fa" in out and "the head of 19 " in out
+    monkeypatch.setattr("sys.stdin", io.StringIO("look(place='a')\n"))
+    assert main(["try", str(file), "--set", "word=green"]) == 0
+    assert "of 20 " in capsys.readouterr().out
+    file.write_text("environment: rows\n")
+    assert main(["try", str(file)]) == 2
+    assert "each row names its environment" in capsys.readouterr().err
+    file.write_text("environment: builtin:guess\nmax_turn: 2\n")
+    assert main(["try", str(file)]) == 2 and main(["try", "game.yml"]) == 2 and main(["try", "games"]) == 2
+    said = capsys.readouterr().err
+    assert "max_turn" in said and "game.yml" in said and "a YAML file of settings" in said
+
+
+def test_close_may_need_what_reset_made(game):
+    with Play(game.replace(":Game", ":Opened")) as play:
+        assert play.open({"prompt": "?"}).messages == [{"role": "user", "content": "?"}]
+
+
+def test_the_start_names_the_tools_and_what_offers_none_is_refused(game):
+    file = game.removesuffix(":Game")
+    with Play(f"{file}:Cached") as play:
+        assert play.hello == "class Cached, tools look, again"
+        play.open()
+        assert play.call("again", word="x").messages[0]["content"] == "xx"
+    with pytest.raises(ValueError, match="Idle has neither tools nor step, .*docstring"):
+        Play(f"{file}:Idle")
+    with pytest.raises(ValueError, match=r"tools is a method: make it a list of functions"):
+        Play(f"{file}:Method")
+    with Play(f"{file}:Filled") as play:
+        assert [tool["function"]["name"] for tool in play.open({"fill": True}).tools] == ["look"]
+        with pytest.raises(PlayError, match="has neither tools nor step"):
+            play.open()
 
 
 def test_tools_that_come_with_it_can_be_played():

@@ -8,8 +8,7 @@ import pytest
 
 import spmdrl
 from spmdrl.env.builtin import Guess
-from spmdrl.env.forms import BUILTIN, load
-from spmdrl.env.hosted import functions_of
+from spmdrl.env.forms import BUILTIN, functions_of, load
 from spmdrl.env.operations import tool_of
 from spmdrl.env.tools import TOOLS
 

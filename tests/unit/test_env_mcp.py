@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -216,9 +217,16 @@ def test_a_server_over_http_that_is_killed_and_comes_back(script):
     "settings, why",
     [
         ({"command": "cat"}, "cat is no MCP server that can be used"),
-        ({"command": "sleep 30", "connect": 0.5}, "did not list its tools within 0.5 s"),
+        (
+            {"command": "sleep 30", "connect": 0.5},
+            "^sleep 30 is no .*: it did not list its tools within 0.5 s, which its setting `connect` changes",
+        ),
+        (
+            {"command": f"cat --api-key {SECRET} --token={SECRET}"},
+            "^cat --api-key '<redacted>' '--token=<redacted>' is no MCP server",
+        ),
         ({"command": "yes", "connect": 0.5}, "yes is no MCP server"),
-        ({"command": "echo hello"}, "echo is no MCP server"),
+        ({"command": "echo hello"}, "echo hello is no MCP server"),
         ({"command": "no-such-command-here"}, "No such file"),
         ({"command": ["sh", "-c", "echo bad token $KEY >&2"], "env": {"KEY": SECRET}}, "it said: bad token <redacted>"),
         ({"url": "http://127.0.0.1:9/mcp"}, "http://127.0.0.1:9/mcp is no MCP server"),
@@ -231,6 +239,24 @@ def test_a_server_that_speaks_no_protocol_is_refused(settings, why):
         Mcp(**settings).reset({}, 0)
     assert time.monotonic() - begun < 10
     assert SECRET not in str(error.value)
+
+
+def test_servers_start_a_few_at_once_and_the_wait_before_counts_for_none(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("import time; time.sleep(0.6)")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    monkeypatch.setattr(mcp_tools, "_starting", threading.BoundedSemaphore(2))
+
+    def begin(_: int) -> str:
+        with pytest.raises(BrokenError) as error:
+            Mcp(command=command, connect=0.3).reset({}, 0)
+        return str(error.value)
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(6) as threads:
+        said = list(threads.map(begin, range(6)))
+    assert all("script.py is no MCP server" in each and "within 0.3 s" in each for each in said)
+    assert time.monotonic() - begun >= 0.9
+    assert Mcp(command=command).timeout_s > mcp_tools.QUEUE_SECONDS
 
 
 def test_settings_that_make_no_sense():

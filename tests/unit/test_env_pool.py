@@ -620,7 +620,8 @@ def test_rows_and_states_that_are_no_json_are_failures(room):
 
 
 def test_check_tells_at_start(room):
-    assert room.pool.check("builtin:guess", {"numbers": 4}) == "class Guess"
+    assert room.pool.check("builtin:guess", {"numbers": 4}) == "class Guess, no tools"
+    assert room.pool.check(f"{room.file}:Tools") == "class Tools, tools act, later"
     for name, settings, says in [
         ("nowhere.py:Own", {}, "the environment nowhere.py:Own cannot be loaded: there is no file nowhere.py"),
         ("builtin:guess", {"numbers": 0}, "builtin:guess cannot be made: ValueError: numbers and turns must be 1"),

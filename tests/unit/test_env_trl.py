@@ -191,6 +191,20 @@ class Text(OfRows):
         return "all of it"
 
 
+class Data:
+    def reset(self, data, seed):
+        self.data = data
+
+    def look(self) -> str:
+        """Look."""
+        return self.data["x"]
+
+
+class Scored(Data):
+    def reward(self):
+        return 1.0
+
+
 short_words = functools.partial(Words)
 nothing = []
 '''
@@ -335,6 +349,16 @@ def test_observations_that_fail(pool, file, name, message):
     pool.open("bad", Opening(f"{file}:{name}", {"prompt": "?", "target": 1}, 7))
     assert message in reply(pool).failure
     pool.close("bad")
+
+
+def test_a_reset_with_another_name_for_the_row_is_named(pool, file):
+    pool.open("data", Opening(f"{file}:Data", {"prompt": "?", "x": "1"}, 7))
+    failure = reply(pool).failure
+    assert r"its reset(data, seed) is read as TRL's" in failure
+    assert "has no column data (it has prompt, x)" in failure and failure.endswith("reset(self, row, seed)")
+    pool.close("data")
+    with pytest.raises(ValueError, match=r"Scored is called as def reset\(self, row, seed\): missing .*'data'"):
+        load(f"{file}:Scored")
 
 
 @pytest.mark.parametrize("name, message", [("Nan", "not finite"), ("Text", "it returned str where a number")])
