@@ -87,7 +87,7 @@ class Barrier:
     def __init__(self, inner, episodes: int, serial: bool):
         """serial: tools run one after another."""
         self.inner, self.live, self.serial = inner, episodes, serial
-        self.turn_tokens = inner.turn_tokens
+        self.turn_tokens, self.most_open = inner.turn_tokens, 0
         self.opening = self.owed = 0
         self.responses: list[tuple] = []
         self.waiting: list[tuple] = []

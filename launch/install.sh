@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository and installs what a run needs. Run it as often as you like: with nothing changed it ends at once.
 #
-#   ./launch/install.sh [--cpu|--gpu] [--dev] [--sglang] [--extra]
+#   ./launch/install.sh [--cpu|--gpu] [--dev] [--sglang] [--gyms] [--extra]
 #
 #   --cpu, --gpu   which side; without either: what .venv already holds, else --gpu where `nvidia-smi -L` works
 #   --dev          also what tests and linting need
 #   --sglang       also SGLang (--rollout.engine sglang), in .venv-sglang: on a CPU that sees all of .venv and adds 250 MB
+#   --gyms         also skyrl-gym and TextArena for `--env`, in .venv-gyms: 300 MB
 #   --extra        on a GPU also flash-attn and TransformerEngine, built here by nvcc (launch/locks/gpu-extra.txt: what each buys)
 #   PYTHON=...     the interpreter to use (3.11 or later); PIP_* variables reach pip as always
 set -euo pipefail
@@ -14,21 +15,22 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { echo "[install] $*"; }
 die() { echo "[install] error: $*" >&2; exit 1; }
 
-side="" dev=0 sglang=0 extra=0
+side="" dev=0 sglang=0 gyms=0 extra=0
 for arg in "$@"; do
     case "$arg" in
         --cpu) side=cpu ;;
         --gpu) side=gpu ;;
         --dev) dev=1 ;;
         --sglang) sglang=1 ;;
+        --gyms) gyms=1 ;;
         --extra) extra=1 ;;
-        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        *) die "unknown argument '$arg' (known: --cpu, --gpu, --dev, --sglang, --extra)" ;;
+        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        *) die "unknown argument '$arg' (known: --cpu, --gpu, --dev, --sglang, --gyms, --extra)" ;;
     esac
 done
 
 # What .venv holds is in three stamps, each written when its stage is done: side, run and dev (hashes of what they came from);
-# .venv-sglang has one.
+# .venv-sglang and .venv-gyms have one each.
 stamps=.venv/.spmdrl
 held=$(cat $stamps/side 2>/dev/null || true)
 if [[ -z $side ]]; then
@@ -43,9 +45,11 @@ run_hash=$( (pwd; cat launch/install.sh launch/locks/$side.txt launch/locks/mode
 dev_hash=$( (echo "$run_hash"; cat launch/locks/dev.txt) | sha256sum | cut -d' ' -f1)
 extra_hash=$( (echo "$run_hash"; cat launch/locks/gpu-extra.txt) | sha256sum | cut -d' ' -f1)
 sglang_hash=$( (echo "$run_hash"; cat launch/stubs/*.py launch/stubs/*/*.py launch/locks/sglang.txt) | sha256sum | cut -d' ' -f1)
+gyms_hash=$( (pwd; cat launch/install.sh launch/locks/gyms.txt) | sha256sum | cut -d' ' -f1)
 fresh() { [[ -x .venv/bin/python && $(cat "$stamps/$1" 2>/dev/null) == "$2" ]]; }
 sglang_fresh() { [[ -x .venv-sglang/bin/python && $(cat .venv-sglang/.spmdrl/sglang 2>/dev/null) == "$sglang_hash" ]]; }
-if fresh run "$run_hash" && { ((!dev)) || fresh dev "$dev_hash"; } && { ((!sglang)) || sglang_fresh; } && { ((!extra)) || fresh extra "$extra_hash"; }; then
+gyms_fresh() { [[ -x .venv-gyms/bin/python && $(cat .venv-gyms/.spmdrl/gyms 2>/dev/null) == "$gyms_hash" ]]; }
+if fresh run "$run_hash" && { ((!dev)) || fresh dev "$dev_hash"; } && { ((!sglang)) || sglang_fresh; } && { ((!gyms)) || gyms_fresh; } && { ((!extra)) || fresh extra "$extra_hash"; }; then
     exit 0
 fi
 
@@ -97,6 +101,13 @@ make_sglang() { # every step by && : called from `stage`, a failed one would not
         mkdir .venv-sglang/.spmdrl && echo "$sglang_hash" >.venv-sglang/.spmdrl/sglang
 }
 
+make_gyms() {
+    rm -rf .venv-gyms
+    .venv/bin/python -m venv --without-pip .venv-gyms &&
+        PIP_PYTHON=.venv-gyms/bin/python add --no-deps -r launch/locks/gyms.txt &&
+        mkdir .venv-gyms/.spmdrl && echo "$gyms_hash" >.venv-gyms/.spmdrl/gyms
+}
+
 if ! fresh run "$run_hash"; then
     rm -f $stamps/run $stamps/dev
     if [[ $side == cpu ]]; then
@@ -123,4 +134,7 @@ if ((extra)) && ! fresh extra "$extra_hash"; then
 fi
 if ((sglang)) && ! sglang_fresh; then
     stage "SGLang" make_sglang
+fi
+if ((gyms)) && ! gyms_fresh; then
+    stage "skyrl-gym and TextArena" make_gyms
 fi

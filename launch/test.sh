@@ -58,6 +58,7 @@ if [[ ! $quick || ! -x .venv/bin/pytest ]]; then
     ./launch/install.sh --dev
     # SGLang's tests say why they are skipped where it cannot be had.
     [[ $quick ]] || ./launch/install.sh --dev --sglang || echo "[test] without SGLang"
+    [[ $quick ]] || ./launch/install.sh --dev --gyms || echo "[test] without skyrl-gym and TextArena"
 fi
 if [[ $quick ]]; then
     which=("${spread[@]}" -m "not slow" tests/unit)

@@ -1,6 +1,7 @@
 """The environments that a run's policy acts in, as `--env` names them: one environment, or a file of settings."""
 
 import hashlib
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -49,10 +50,15 @@ class EnvironmentConfig:
     history: Literal["keep", "branch"] = "keep"
     """For a chat template that renders earlier turns otherwise later on: `keep` goes on with what was sampled, `branch`
     begins a branch of the episode with what the template makes of it."""
+    max_open: int = 0
+    """Episodes of an engine that are open at once, in whole groups; 0: up to the engine's share of all."""
     workers: int = 1
     """Processes of each engine that run environments."""
     memory_mb: int = 0
     """MiB of memory that a process may have; 0: no limit."""
+    python: str = ""
+    """Interpreter of these processes, for an environment whose packages conflict with the run's: it needs PyYAML and
+    what the environment needs. Empty: that of the run."""
 
 
 _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -62,6 +68,7 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
     "reward_timeout": (lambda x: 0 < x < float("inf"), "must be above 0"),
     "longest_answer": (lambda x: x >= 1, "must be at least 1"),
+    "max_open": (lambda x: x >= 0, "must be 0 or more"),
     "workers": (lambda x: x >= 1, "must be at least 1"),
     "memory_mb": (lambda x: x >= 0, "must be 0 or more"),
 }
@@ -104,6 +111,8 @@ def problems_of(found: EnvironmentConfig) -> list[str]:
             problems.append(f"{name} {getattr(found, name)!r}: must be one of {', '.join(choices)}")
     if not found.environment:
         problems.append("environment '': name it, as file.py:Class or builtin:guess")
+    if found.python and not shutil.which(found.python):
+        problems.append(f"python {found.python!r}: there is no such interpreter")
     if not isinstance(found.settings, dict):
         problems.append(f"settings {found.settings!r}: must be names with values, such as {{numbers: 8}}")
     elif found.settings and found.environment == ROWS:
@@ -114,11 +123,12 @@ def problems_of(found: EnvironmentConfig) -> list[str]:
 def environment_problems(cfg: Config) -> list[str]:
     """One line for each setting that does not go with `--env`, or with its absence."""
     if not cfg.env:
-        if cfg.reward.function == OWN_REWARD:
-            return [f"--reward.function {OWN_REWARD}: the reward of an environment needs one; name it by --env"]
+        if any(function == OWN_REWARD for function, _ in _weights(cfg.reward)):
+            flag = "--reward.function" if cfg.reward.function == OWN_REWARD else "--reward.more"
+            return [f"{flag} {OWN_REWARD}: the reward of an environment needs one; name it by --env"]
         return []
     try:
-        read_environment(cfg.env)
+        found = read_environment(cfg.env)
     except ValueError as error:
         return [line if line.startswith("--env") else f"--env {line}" for line in str(error).splitlines()]
     problems = []
@@ -134,13 +144,28 @@ def environment_problems(cfg: Config) -> list[str]:
         )
     if cfg.rollout.routing_replay:
         problems.append("--rollout.routing-replay True: not with --env; leave one of the two out")
+    policy, rollout = cfg.policy, cfg.rollout
+    if found.history == "branch" and not (policy.share_prompts and policy.backend == "fsdp"):
+        # Each of the branches may repeat all that is before it, and an episode is not divided.
+        longest = found.max_turns * (rollout.max_prompt_tokens + rollout.max_new_tokens)
+        if policy.max_tokens_per_microbatch < longest:
+            problems.append(
+                f"--env {cfg.env}: history branch repeats what branches have in common where "
+                f"{'--policy.share-prompts is off' if policy.backend == 'fsdp' else f'{policy.backend} trains'}, so "
+                f"--policy.max-tokens-per-microbatch {policy.max_tokens_per_microbatch} must be {longest} at least "
+                f"(max_turns {found.max_turns} x max_prompt_tokens {rollout.max_prompt_tokens} + max_new_tokens "
+                f"{rollout.max_new_tokens}); share prompts, or take history keep"
+            )
     return problems
 
 
 def weight_of(reward: RewardConfig) -> float:
     """Return the weight of the environment's own rewards among those of the settings, 0 where they do not count."""
-    named = [(reward.function, 1.0), *(weighted(each) for each in reward.more)]
-    return next((weight for function, weight in named if function == OWN_REWARD), 0.0)
+    return next((weight for function, weight in _weights(reward) if function == OWN_REWARD), 0.0)
+
+
+def _weights(reward: RewardConfig) -> list[tuple[str, float]]:
+    return [(reward.function, 1.0), *(weighted(each) for each in reward.more)]
 
 
 def check_reward_is_chosen(cfg: Config, given: Collection[str]) -> None:
@@ -167,9 +192,16 @@ def acts_by(env: str) -> str:
     """
     found = read_environment(env)
     name, _, attribute = found.environment.rpartition(":")
-    path = Path(name if name.endswith(".py") else found.environment if env == found.environment else "").expanduser()
-    own = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-    return repr(([getattr(found, each) for each in DECIDE if each != "environment"], attribute or name, own))
+    file, told = (name, attribute) if name.endswith(".py") else (found.environment, found.environment)
+    files = [_digest(file), _digest(str(found.settings.get("interaction_config_path") or ""))]
+    # A file that was moved is the same one.
+    names = "" if files[0] and told == file else told
+    return repr(([getattr(found, each) for each in DECIDE if each != "environment"], names, files))
+
+
+def _digest(file: str) -> str:
+    path = Path(file).expanduser()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if file and path.is_file() else ""
 
 
 def _text(file: str) -> str:

@@ -1,13 +1,11 @@
 """An episode, the unit of experience: one sample of one prompt, made by an engine and an environment.
 
-An episode is a list of segments. The first is the prompt; each turn adds the tokens that the policy sampled and, if the
-environment answers, those that it then observed. A response that several versions of the weights sampled, because it
-was cut short and continued a step later, has a segment for each version.
+An episode is a list of segments: the prompt, and for each turn the tokens that the policy sampled and those that it
+then observed. A response that was cut short and continued a step later has a segment for each version of the weights.
 
-The segments form a tree that only grows: each follows another one, by default the one before it. A turn may begin a
-branch, because the history that the policy sees was rewritten or shortened, or because it goes on from an earlier
-place; tokens that branches have in common are held once. A path leads from the first segment to one that nothing
-follows; an episode that never branches is its only path.
+The segments form a tree that only grows: each follows another one, by default the one before it. A turn begins a branch
+where the history that the policy sees was rewritten or shortened; tokens that branches have in common are held once. A
+path leads from the first segment to one that nothing follows; an episode that never branches is its only path.
 """
 
 import hashlib
@@ -57,6 +55,8 @@ class Episode:
     """Reward of the greedy response to the same prompt, if one was sampled."""
     given: float | None = None
     """All that an environment gave, turn by turn and at the end. None: there is none, or it has not ended."""
+    unanswered: str = ""
+    """How the engine ended a response that the environment has not answered; empty if there is none."""
     talk: dict | None = None
     """JSON values by which an environment goes on with an episode that was cut short."""
     experts: torch.Tensor | None = None

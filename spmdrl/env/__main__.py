@@ -9,9 +9,11 @@ ENVIRONMENT is what `--env` takes: file.py:Class, package.module:Class, builtin:
 
 import argparse
 import json
+import shutil
 import sys
 from typing import Any
 
+from spmdrl.env.base import PoolSettings
 from spmdrl.env.by_hand import by_hand
 from spmdrl.env.calls import FORMATS
 from spmdrl.env.play import Play, PlayError
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     trial.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="argument of the class; JSON or text"
     )
+    trial.add_argument("--python", default="", help="interpreter that has what the environment needs, and PyYAML")
     trial.add_argument("--model", default="", help="folder or name of a Hugging Face model that plays")
     trial.add_argument("--episodes", type=int, default=1, help="of the model")
     trial.add_argument("--turns", type=int, default=8, help="of an episode of the model, at most")
@@ -70,7 +73,9 @@ def _try(asked: argparse.Namespace) -> int:
         raise ValueError("--temperature must be 0 or more")
     if asked.format not in ("", *FORMATS):
         raise ValueError(f"--format {asked.format!r}: take one of {', '.join(FORMATS)}")
-    with Play(asked.name, settings) as play:
+    if asked.python and not shutil.which(asked.python):
+        raise ValueError(f"--python {asked.python}: there is no such interpreter")
+    with Play(asked.name, settings, PoolSettings(python=asked.python)) as play:
         print(f"{asked.name}: {play.hello}")
         if not asked.model:
             by_hand(play, row, asked.seed)

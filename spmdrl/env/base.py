@@ -101,6 +101,8 @@ class PoolSettings:
     """After a call that ran out of time the model is told (`tell`), or the episode ends as well (`end`)."""
     memory_mb: int = 0
     """Memory that a worker may have, in MiB; 0: no bound."""
+    python: str = ""
+    """Interpreter of the workers, which has what the environments need, and PyYAML; empty: this process's."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""

@@ -78,7 +78,10 @@ def _imported(kind: str, name: str) -> Any:
     try:
         return importlib.import_module(kind)
     except ImportError as e:
-        raise ValueError(f"{name} needs the package: pip install {PACKAGES[kind]} ({e})") from e
+        raise ValueError(
+            f"{name} needs the package: pip install {PACKAGES[kind]} ({e}); one whose requirements conflict with the "
+            "run's goes into an environment of its own, which `python` in the file for --env names"
+        ) from e
 
 
 def _kind(target: type) -> str:

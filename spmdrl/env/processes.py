@@ -69,7 +69,8 @@ class Processes:
 
     def _spawn(self) -> Process:
         # Sets of texts have one order in all processes, and a replay meets the order that it met before.
-        return spawn(Process, "spmdrl.env.worker", self._selector, self._hello, {"PYTHONHASHSEED": "0"})
+        fixed = {"PYTHONHASHSEED": "0"}
+        return spawn(Process, "spmdrl.env.worker", self._selector, self._hello, fixed, self._hello["python"])
 
     def emptiest(self) -> Process:
         """Return the process with the fewest environments."""

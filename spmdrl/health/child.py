@@ -120,14 +120,20 @@ C = TypeVar("C", bound=Child)
 
 
 def spawn(
-    kind: type[C], module: str, selector: selectors.BaseSelector, hello: dict[str, Any], variables: dict[str, str]
+    kind: type[C],
+    module: str,
+    selector: selectors.BaseSelector,
+    hello: dict[str, Any],
+    variables: dict[str, str],
+    python: str = "",
 ) -> C:
     """Start `python -m module <pid of this process>` and send it its first line.
 
-    kind: the class of what is returned. variables: further variables of the environment of the process.
+    kind: the class of what is returned. variables: further variables of the environment of the process. python: another
+    interpreter than this process's.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(os.getpid())],
+        [python or sys.executable, "-m", module, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=_environment() | variables,

@@ -56,9 +56,10 @@ class Agents:
         """
         self.found, self.conversation, self.ends = found, conversation, ends
         self.longest_prompt, self.answer_column, self.weight = longest_prompt, answer_column, weight
-        self.format = form_of(found, conversation)
+        self.format, self.hidden = form_of(found, conversation), found.calls != "auto"
         limits = PoolSettings(
-            found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout, found.memory_mb
+            *(found.timeout, found.reward_timeout, found.longest_answer, found.cut, found.on_timeout),
+            *(found.memory_mb, found.python),
         )
         self.pool = Pool(found.workers, limits)
         self.hello = "each row's own"
@@ -70,7 +71,7 @@ class Agents:
             except ValueError:
                 self.pool.shutdown()
                 raise
-        self.turn_tokens = found.turn_tokens
+        self.turn_tokens, self.most_open = found.turn_tokens, found.max_open
         self.talks: dict[Place, Talk] = {}
         self.ready: list[tuple[Place, Observation]] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
@@ -104,6 +105,10 @@ class Agents:
         self.counts["turns"] += 1
         if talk.failure:
             self._fail(place, talk.failure)
+            return
+        if talk.finish:
+            # The turn was answered before a cut, and the final reward was not.
+            self._begin(place, talk, lambda: self._score(place, talk, talk.finish))
             return
         # One that is whole is heard even if no token is left: the environment may end the episode by it.
         whole = finish == "stop" or (self.turn_tokens and len(made) >= self.turn_tokens)
@@ -144,6 +149,10 @@ class Agents:
                 # It has no token, and begins anew.
                 episode.talk = None
             elif keep:
+                # An answer is not awaited: the turn is said again, and counted, when the episode goes on.
+                self.counts["turns"] -= talk.asked in ("say", "score") or talk.waits is not None
+                if talk.asked == "say":
+                    talk.said.pop()
                 episode.talk = self._kept(place, talk)
             self.pool.close(place)
 
@@ -205,7 +214,7 @@ class Agents:
             self._too_long(place, f"{size} characters")
             return
         try:
-            tokens = self._prompt(talk)
+            tokens = self.conversation.begin(talk.messages, talk.tools or None, self.hidden)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
@@ -214,28 +223,12 @@ class Agents:
             return
         self.ready.append((place, Observation(tokens)))
 
-    def _prompt(self, talk: Talk) -> list[int]:
-        """Return the tokens of all messages of a conversation. Raises ValueError."""
-        return self.conversation.begin(talk.messages, talk.tools or None, self.found.calls != "auto")
-
-    def _follows(self, talk: Talk, reply: Reply) -> tuple[list[int], bool]:
-        """Add a turn and the answer to it to a conversation; returns its next tokens, and whether they are all of it.
-
-        Raises:
-            ValueError: the template does not go on so.
-        """
-        if reply.anew:
-            talk.messages = list(reply.messages)
-            return self._prompt(talk), True
-        before, said, (made, ended) = list(talk.messages), talk.said[-1], talk.heard
-        talk.messages += [said.message, *reply.messages]
-        follows = self.conversation.next(before, said.message, talk.tools or None, made, ended, reply.messages)
-        return (follows.tokens, False) if follows.fork is None else (follows.fork, True)
-
     def _said(self, place: Place, talk: Talk, reply: Reply) -> None:
         """Go on after the answer to a turn, or end the episode."""
         talk.reward = reply.reward or 0.0
         talk.given += talk.reward
+        before = talk.messages
+        talk.messages = [*([] if reply.anew else [*before, talk.said[-1].message]), *reply.messages]
         if reply.done or not reply.messages:
             self._score(place, talk, "stop")
             return
@@ -249,7 +242,7 @@ class Agents:
             self._score(place, talk, "length")
             return
         try:
-            tokens, anew = self._follows(talk, reply)
+            tokens, anew = talk.follows(self.conversation, before, reply, self.hidden)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return

@@ -139,7 +139,7 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
         if talk.rewrites:
             way = "goes on with what was sampled" if found.history == "keep" else "branches there"
             session.note(f"the chat template renders earlier turns otherwise later on; history {found.history} {way}")
-    return own if world.engine_group is None else Shared(own, world.engine_group, found.turn_tokens)
+    return own if world.engine_group is None else Shared(own, world, found.turn_tokens, found.max_open)
 
 
 def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, flag: str) -> PromptSet:

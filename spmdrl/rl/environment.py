@@ -47,6 +47,8 @@ class Environment(Protocol):
 
     turn_tokens: int
     """Most tokens of a response; 0: all that the episode has left."""
+    most_open: int
+    """Most episodes that are open at once, though one group of samples always is; 0: no limit."""
     opens_later: bool
     """True where the observation with which an episode begins takes a while."""
 
@@ -98,7 +100,7 @@ class SingleTurn:
 class AtOnce:
     """An `Environment` of one that replies at once."""
 
-    turn_tokens = 0
+    turn_tokens = most_open = 0
     opens_later = False
 
     def __init__(self, replies: Replies):

@@ -71,6 +71,7 @@ class Rollout:
         self.groups: dict[int, PromptGroup] = {}
         self.waiting = list(plan.carried)
         self.running = self.begun = self.polls = 0
+        self.abandoned = False
         self.asked = self.opening = 0
         """Observations that the environment owes, and those of them with which an episode begins."""
         self.ended = 0
@@ -85,20 +86,18 @@ class Rollout:
 
     def run(self, timer: Timer) -> RolloutResult:
         """Sample until all is done or enough is there, then wait for the rewards."""
-        plan, abandoned = self.plan, False
+        plan = self.plan
         with timer("rollout"):
             while self.admit():
                 self.advance()
-                self.polls += 1
                 owed = any(g.born <= plan.must_end and not g.done for g in [*self.groups.values(), *self.waiting])
-                abandoned = is_abandoned(plan, self.world, self.polls)
                 ended, self.ended = self.ended, 0
-                if abandoned or (self.tally.reached(ended) and not owed):
+                if self.leaves() or (self.tally.reached(ended) and not owed):
                     break
-            self.cut_short(plan.keeps_cut and not abandoned)
+            self.cut_short(plan.keeps_cut and not self.abandoned)
         unfinished = [g for g in self.groups.values() if not g.done]
         done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
-        if abandoned or not self.grading.finish(done, plan, timer):
+        if self.abandoned or not self.grading.finish(done, plan, timer):
             # Of a grading that was abandoned the engine's other ranks hear in `raise_if_abandoned`.
             return RolloutResult([], [], self.begun, True)
         episodes = [e for group in done for e in finished(plan, group, self.grading.rewards)] if self.leads else []
@@ -107,29 +106,57 @@ class Rollout:
             counts["idle"] = self.idle
         return RolloutResult(episodes, unfinished + self.waiting, self.begun, counts=counts)
 
+    def leaves(self) -> bool:
+        """Tell whether the rollout is to be left as it is. Collective over the ranks of an engine."""
+        self.polls += 1
+        self.abandoned = self.abandoned or is_abandoned(self.plan, self.world, self.polls)
+        return self.abandoned
+
     def admit(self) -> bool:
-        """Begin groups while there is room; False where nothing is under way any more."""
+        """Begin groups while there is room; False where nothing is under way and nothing is left to begin."""
+        taken = self.take()
+        while taken:
+            for group in taken:
+                self.groups[group.position] = group
+                for episode in group.open:
+                    self.begin(group, episode)
+            self.observe()
+            self.catch_up()
+            # All that just began may have failed at once.
+            taken = [] if self.running + self.asked else self.take()
+        return self.running + self.asked > 0
+
+    def take(self) -> list[PromptGroup]:
+        """Return the groups that there is room for, those of earlier steps first."""
         # An episode that waits for an answer of its environment leaves its place in the engine to others.
-        free = min(self.places - self.running - self.opening, self.fair - self.running - self.asked)
-        room = max(-(-free // self.plan.requests_per_prompt), 0)
+        under_way, each = self.running + self.asked, self.plan.requests_per_prompt
+        free = min(self.places - self.running - self.opening, self.fair - under_way)
+        room = max(-(-free // each), 0)
+        if self.environment.most_open:
+            room = min(room, max((self.environment.most_open - under_way) // each, not under_way))
         taken, self.waiting = self.waiting[:room], self.waiting[room:]
         # Every rank of the engine asks the queue, also for nothing.
         for place in self.queue.take(room - len(taken)):
             taken.append(self.plan.group(place))
             self.begun = place + 1
-        for group in taken:
-            self.groups[group.position] = group
-            for episode in group.open:
-                self.environment.open(self.plan, group, episode)
-                if episode.segments:
-                    self.submit(group, episode)
-                else:
-                    self.asked += 1
-                    self.opening += 1
-        if taken:
-            self.observe()
-            self.catch_up()
-        return self.running + self.asked > 0
+        return taken
+
+    def begin(self, group: PromptGroup, episode: Episode) -> None:
+        """Begin an episode, or go on with one that was cut short."""
+        self.environment.open(self.plan, group, episode)
+        if not episode.segments:
+            self.asked += 1
+            self.opening += 1
+        elif episode.unanswered:
+            self.ask(group, episode, episode.unanswered)
+        else:
+            self.submit(group, episode)
+
+    def ask(self, group: PromptGroup, episode: Episode, finish: str) -> None:
+        """Have the environment answer an episode's last response. finish: as the engine ended it."""
+        episode.unanswered = finish
+        self.environment.answer(self.plan, group, episode, finish)
+        self.asked += 1
 
     def submit(self, group: PromptGroup, episode: Episode) -> None:
         """Have the engine go on with an episode."""
@@ -145,8 +172,7 @@ class Rollout:
                 group = self.groups[completion.key[0]]
                 episode = group.episodes[completion.key[1]]
                 extend(episode, completion, self.plan)
-                self.environment.answer(self.plan, group, episode, completion.finish)
-                self.asked += 1
+                self.ask(group, episode, completion.finish)
             self.observe()
             self.catch_up()
         else:
@@ -158,50 +184,29 @@ class Rollout:
     def catch_up(self) -> None:
         """Wait for all that environments owe, where the plan asks for that."""
         began = time.monotonic()
-        while self.plan.in_order and self.asked:
+        while self.plan.in_order and self.asked and not self.leaves():
             tick()
             self.observe(PATIENCE)
         self.idle += time.monotonic() - began
 
-    def observe(self, wait: float = 0.0, goes_on: bool = True) -> None:
-        """Take what environments said, waiting up to `wait` seconds.
-
-        goes_on: False where the engine is to take up no episode.
-        """
+    def observe(self, wait: float = 0.0) -> None:
+        """Take what environments said, waiting up to `wait` seconds."""
         for (position, sample), seen in self.environment.poll(wait):
             self.asked -= 1
             group = self.groups[position]
             episode = group.episodes[sample]
             self.opening -= not episode.segments
             try:
-                self.take(episode, seen)
+                add(seen, episode)
             except ValueError as error:
                 raise ValueError(f"{type(self.environment).__name__}: {error}") from error
             if not episode.finish:
-                if goes_on:
-                    self.submit(group, episode)
+                self.submit(group, episode)
                 continue
             self.ended += group.done
             if seen.failure:
                 self.grading.failed(group, episode, seen.failure)
             self.grading.ended(group, episode)
-
-    def take(self, episode: Episode, seen: Observation) -> None:
-        """Add an observation to an episode. Raises ValueError where it does not fit."""
-        if seen.reward:
-            episode.add_reward(seen.reward)
-        if seen.over:
-            episode.finish, episode.given = seen.over, seen.given
-            episode.parts, episode.talk = seen.parts, None
-            if not episode.segments:
-                # It failed before it began; a batch never sees it.
-                episode.segments.append(prompt_segment([]))
-        elif not episode.segments:
-            episode.segments.append(prompt_segment(seen.tokens))
-        elif seen.anew:
-            episode.fork(seen.tokens, seen.state)
-        else:
-            episode.add_observed(seen.tokens, seen.state)
 
     def cut_short(self, keep: bool) -> None:
         """Stop what still runs and keep its tokens. keep: another step goes on with it."""
@@ -209,11 +214,7 @@ class Rollout:
         keys = [request_key(e) for e in unfinished if e.segments]
         for completion in self.engine.abort(keys):
             extend(self.groups[completion.key[0]].episodes[completion.key[1]], completion, self.plan)
-        # What an environment was asked belongs to a response that the episode has.
-        while keep and self.asked:
-            tick()
-            self.observe(PATIENCE, goes_on=False)
-        self.environment.leave([e for e in unfinished if not e.finish], keep)
+        self.environment.leave(unfinished, keep)
 
 
 def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
@@ -226,6 +227,25 @@ def extend(episode: Episode, completion: Completion, plan: RolloutPlan) -> None:
     if completion.experts is not None:
         # An earlier part's tokens ran again, by later weights: what counts is how their logp came about.
         episode.add_experts(completion.experts)
+
+
+def add(seen: Observation, episode: Episode) -> None:
+    """Add an observation to an episode. Raises ValueError where it does not fit."""
+    episode.unanswered = ""
+    if seen.reward:
+        episode.add_reward(seen.reward)
+    if seen.over:
+        episode.finish, episode.given = seen.over, seen.given
+        episode.parts, episode.talk = seen.parts, None
+        if not episode.segments:
+            # It failed before it began; a batch never sees it.
+            episode.segments.append(prompt_segment([]))
+    elif not episode.segments:
+        episode.segments.append(prompt_segment(seen.tokens))
+    elif seen.anew:
+        episode.fork(seen.tokens, seen.state)
+    else:
+        episode.add_observed(seen.tokens, seen.state)
 
 
 def finished(plan: RolloutPlan, group: PromptGroup, rewards: dict[tuple[int, int], Reward]) -> list[Episode]:

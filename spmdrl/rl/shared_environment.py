@@ -8,6 +8,7 @@ import torch.distributed as dist
 from spmdrl.data.episode import FINISH_REASONS, Episode
 from spmdrl.rl.environment import Environment, Observation, Place
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
+from spmdrl.spmd.world import World
 
 HEAD = 7
 """Numbers of an observation before its tokens: position, sample, finish, state, anew, failed, count of tokens."""
@@ -18,9 +19,12 @@ class Shared:
 
     opens_later = True
 
-    def __init__(self, own: Environment | None, group: dist.ProcessGroup, turn_tokens: int):
-        """own: on the first rank. group: host-side group of the engine's ranks. turn_tokens: as in the contract."""
-        self.own, self.group, self.turn_tokens = own, group, turn_tokens
+    def __init__(self, own: Environment | None, world: World, turn_tokens: int, most_open: int):
+        """own: on the first rank. world: its engine has several ranks. The others are as in the contract."""
+        assert world.engine_group is not None, "an engine of one rank has nobody to share with"
+        self.own, self.turn_tokens, self.most_open = own, turn_tokens, most_open
+        # NCCL carries tensors of the device alone.
+        self.group, self.device = world.engine_group, world.device
 
     def open(self, plan: RolloutPlan, group: PromptGroup, episode: Episode) -> None:
         """See the contract."""
@@ -35,14 +39,15 @@ class Shared:
     def poll(self, wait: float = 0.0) -> list[tuple[Place, Observation]]:
         """See the contract; on other ranks parts of rewards and texts of failures are missing."""
         seen = self.own.poll(wait) if self.own else []
-        numbers, rewards = packed(seen)
-        sizes = torch.tensor([len(numbers), len(rewards)])
+        numbers, rewards = (column.to(self.device) for column in packed(seen))
+        sizes = torch.tensor([len(numbers), len(rewards)], device=self.device)
         dist.broadcast(sizes, group=self.group, group_src=0)
-        if not int(sizes[0]):
+        of_numbers, of_rewards = sizes.tolist()
+        if not of_numbers:
             return []
         if not self.own:
-            numbers = torch.empty(int(sizes[0]), dtype=torch.int64)
-            rewards = torch.empty(int(sizes[1]), dtype=torch.float64)
+            numbers = torch.empty(of_numbers, dtype=torch.int64, device=self.device)
+            rewards = torch.empty(of_rewards, dtype=torch.float64, device=self.device)
         dist.broadcast(numbers, group=self.group, group_src=0)
         dist.broadcast(rewards, group=self.group, group_src=0)
         return seen if self.own else unpacked(numbers, rewards)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from spmdrl.config.environment import COLUMN, ROWS, EnvironmentConfig
+from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.segment import STATES
 from spmdrl.env.base import Call, Opening, Reply, Said
@@ -59,6 +60,8 @@ class Talk:
             "said": [asdict(said) for said in self.said],
             "given": self.given,
             "first": self.first,
+            "reward": self.reward,
+            "finish": self.finish,
             "state": state,
             "seconds": seconds,
         }
@@ -67,7 +70,8 @@ class Talk:
         """Takes up what `kept` returned, but for the environment's state."""
         self.resumed, self.messages, self.tools = True, list(kept["messages"]), kept["tools"]
         self.said = [Said(**each | {"calls": [Call(**call) for call in each["calls"]]}) for each in kept["said"]]
-        self.given, self.first, self.replayed = kept["given"], kept["first"], kept["state"] is None
+        self.given, self.reward, self.finish = kept["given"], kept["reward"], kept["finish"]
+        self.first, self.replayed = kept["first"], kept["state"] is None
         self.begun -= kept["seconds"]
 
     def state_of(self, key: str) -> int | None:
@@ -78,6 +82,22 @@ class Talk:
         if not key:
             return None
         return 0 if key == self.first else 1 + int(key, 16) % (STATES - 1)
+
+    def follows(
+        self, conversation: Conversation, before: list[dict], reply: Reply, hidden: bool
+    ) -> tuple[list[int], bool]:
+        """Returns the tokens after the last turn's answer, and whether they are a whole prompt.
+
+        before: messages before the turn. hidden: as in `Conversation.begin`.
+
+        Raises:
+            ValueError: the template does not go on so.
+        """
+        tools, (made, ended) = self.tools or None, self.heard
+        if reply.anew:
+            return conversation.begin(self.messages, tools, hidden), True
+        found = conversation.next(before, self.said[-1].message, tools, made, ended, reply.messages)
+        return (found.tokens, False) if found.fork is None else (found.fork, True)
 
     def differs(self, reply: Reply) -> str:
         """Returns what is wrong where turns that were run again had other answers; empty where they had not.

@@ -19,6 +19,7 @@ from tests.contract.fake_cuda import FakeCuda
 from tests.contract.fake_labels import CUDA
 from tests.ranks.demo import metrics, open_demo, untimed
 from tests.ranks.harness import RankError, run_ranks
+from tests.ranks.test_environment import TALK
 
 STEPS = 2
 BASE = dict(
@@ -38,7 +39,9 @@ def hasty(world, *args):
 def demo_on(world, device, folder, sections, parallel):
     """Runs a short run on the CPU or on the fake GPU; returns also the calls and collectives of the second."""
     os.environ["SPMDRL_KERNELS"] = "torch"
-    values = {name: BASE.get(name, {}) | sections.get(name, {}) for name in BASE.keys() | sections.keys()}
+    names = (BASE.keys() | sections.keys()) - {"env"}
+    values = {name: BASE.get(name, {}) | sections.get(name, {}) for name in names}
+    values |= {"env": sections["env"]} if "env" in sections else {}
     with FakeCuda() if device == "cuda" else nullcontext() as gpu:
         if gpu:
             tp, wait = values["rollout"].get("tp", 1), timedelta(seconds=100)
@@ -89,6 +92,16 @@ CASES = {
         {},
     ),
     "tokens divided, engine divided": (2, dict(rollout={"tp": 2}), {"sp": 2}),
+    "an environment, engine divided": (
+        2,
+        dict(
+            env="builtin:guess",
+            data={"train": "builtin:episodes", "eval": "builtin:episodes:eval", "chat_template": TALK},
+            reward={"function": "environment"},
+            rollout={"tp": 2, "max_new_tokens": 40, "max_prompt_tokens": 32},
+        ),
+        {},
+    ),
     "split": (2, dict(rollout={"staleness": 1}), {"placement": "split", "rollout_ranks": 1}),
 }
 

@@ -20,7 +20,7 @@ from spmdrl.data.episode import STATES, Episode
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.rl.agents import Agents
 from spmdrl.rl.evaluation import EVALUATION
-from spmdrl.rl.rollout import Rollout
+from spmdrl.rl.rollout import add
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
 from tests.unit.dialogues import templates, tokenizer_for
 
@@ -195,6 +195,20 @@ class Random(Saved):
         return None
 
 
+class Graded(Saved):
+    """Its final reward takes a while."""
+
+    def reward(self):
+        time.sleep(0.5)
+        return 3.0
+
+
+class Regraded(Does):
+    """The same, and it cannot be saved."""
+
+    reward = Graded.reward
+
+
 class Unsaved(Does):
     """Its state is no JSON."""
 
@@ -280,13 +294,15 @@ class Played:
         if any(episode.segments for episode in self.group.open):
             assert self.agents.poll(wait) == [], "an episode that goes on has no observation"
         for episode in self.group.open:
-            if episode.segments:
+            if episode.unanswered:
+                self.agents.answer(self.plan, self.group, episode, episode.unanswered)
+            elif episode.segments:
                 self.respond(episode)
         while owed:
             for (_, sample), seen in self.agents.poll(30.0):
                 owed -= 1
                 episode = self.group.episodes[sample]
-                Rollout.take(None, episode, seen)  # type: ignore[arg-type]
+                add(seen, episode)
                 said[sample] += 1
                 if episode.finish:
                     self.why[sample] = seen.failure
@@ -302,7 +318,8 @@ class Played:
         assert room > 0, "an engine is never asked for nothing"
         made = tokenizer(text, add_special_tokens=False).input_ids[:room]
         episode.add_sampled(made, [-0.5] * len(made), 0)
-        self.agents.answer(self.plan, self.group, episode, "stop" if made[-1] in self.agents.ends else "length")
+        episode.unanswered = "stop" if made[-1] in self.agents.ends else "length"
+        self.agents.answer(self.plan, self.group, episode, episode.unanswered)
 
     def leave(self) -> None:
         """Cuts the episodes short, and takes them up as another process does."""
@@ -626,6 +643,50 @@ def test_a_conversation_goes_on_elsewhere_from_its_state_or_its_turns(make, name
     assert episode.given == whole.group.episodes[0].given
 
 
+@pytest.mark.parametrize("name", ["Saved", "Unsaved"])
+def test_a_turn_that_is_not_answered_at_a_cut_is_said_again(make, name):
+    script = [said("one"), call("plain") if name == "Unsaved" else said("two"), said("three"), said("four")]
+    whole = Played(make(name), list(script))
+    whole.play()
+    parts = Played(make(name), list(script))
+    parts.play(turns=1)
+    (episode,) = parts.group.episodes
+    parts.respond(episode)
+    parts.leave()
+    assert parts.agents.take_counts()["turns"] == 1
+    # It may be cut short again before its environment is there, and before it is said again.
+    for asks in (False, True):
+        parts.agents = make(name)
+        parts.agents.open(parts.plan, parts.group, episode)
+        if asks:
+            parts.agents.answer(parts.plan, parts.group, episode, episode.unanswered)
+        parts.leave()
+        assert parts.agents.take_counts()["turns"] == 0
+    parts.agents = make(name)
+    parts.play()
+    assert parts.agents.take_counts()["turns"] == len(script) - 1
+    assert told(parts) == told(whole) and episode.finish == "stop" and parts.why[0] == ""
+    assert episode.given == whole.group.episodes[0].given and not episode.unanswered
+
+
+@pytest.mark.parametrize("name", ["Graded", "Regraded"])
+def test_a_final_reward_that_is_not_there_at_a_cut_is_asked_for_again(make, name):
+    script = [said("one"), said("two"), said("three"), said("four")][: 4 if name == "Graded" else 1]
+    whole = Played(make(name), list(script))
+    whole.play()
+    parts = Played(make(name), list(script))
+    parts.play(turns=len(script) - 1)
+    (episode,) = parts.group.episodes
+    parts.respond(episode)
+    while parts.agents.talks[0, 0].asked != "score":
+        assert parts.agents.poll(0.02) == []
+    parts.leave()
+    parts.agents = make(name)
+    parts.play()
+    assert told(parts) == told(whole) and parts.why[0] == ""
+    assert (episode.finish, episode.given) == ("stop", whole.group.episodes[0].given)
+
+
 @pytest.mark.parametrize("wait", [0.0, 20.0])
 def test_an_environment_that_cannot_be_run_again_fails_alone(make, wait):
     """The engine goes on with the episode while the turns are run again; it ends when its response is there.
@@ -733,7 +794,7 @@ def test_a_history_of_the_environment_takes_the_place_of_the_conversation(make, 
         )
     played.respond(episode)
     ((_, seen),) = agents.poll(30.0)
-    Rollout.take(None, episode, seen)  # type: ignore[arg-type]
+    add(seen, episode)
     made = [tokenizer(text, add_special_tokens=False).input_ids for text in SUMS]
     between = [tokenizer(f"\n<|im_start|>user\nmore {i}<|im_end|>\n<|im_start|>assistant\n").input_ids for i in (1, 3)]
     first = episode.segments[0].tokens.tolist()

@@ -3,7 +3,9 @@
 import functools
 import random
 import re
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ from spmdrl.data.sources import read_source
 from spmdrl.env.base import Opening, PoolSettings, Reply, Said
 from spmdrl.env.gyms import is_mine, wrap
 from spmdrl.env.opening import opening, seed_of
+from spmdrl.env.play import Play
 from spmdrl.env.pool import Pool
 
+GYMS = Path(__file__).resolve().parents[2] / ".venv-gyms" / "bin" / "python"
+APART = pytest.mark.skipif(not GYMS.exists(), reason="./launch/install.sh --gyms has not run")
 START = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Ready?"}]
 
 
@@ -512,3 +517,34 @@ def test_a_missing_package_is_named(name, package, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ValueError, match=f"{name} needs the package: pip install .*{package}"):
         wrap(name, {})
+
+
+# an interpreter of their own
+
+
+@APART
+def test_gyms_with_requirements_of_their_own_pass_there():
+    """The tests above that are skipped where the two packages are not installed."""
+    chosen = ["-k", "skyrl or textarena or invalid_move", __file__]
+    ended = subprocess.run(
+        [GYMS, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0 and "8 passed" in ended.stdout and "skipped" not in ended.stdout, ended.stdout
+
+
+@APART
+def test_a_pool_runs_environments_by_another_interpreter():
+    name, settings = "textarena:GuessTheNumber-v0", {"max_number": 9}
+    with Play(name, settings, PoolSettings(python=str(GYMS))) as play:
+        assert "Player 0" in play.open(seed=5).messages[-1]["content"]
+        for guess in range(1, 10):
+            reply = play.say(f"[{guess}]")
+            if reply.done:
+                break
+        assert reply.reward == 1 and "Congratulations" in reply.messages[0]["content"]
+    with pytest.raises(ValueError, match="textarena"):
+        Play(name, settings)

@@ -1,0 +1,157 @@
+"""The loop of a rollout with an engine and environments that do as they are told: what is begun, cut and left.
+
+Both are fakes, as failures at a chosen moment are what is tested; real ones are in tests/ranks/test_environment.py.
+"""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from spmdrl.data.prompts import Prompt
+from spmdrl.rewards.base import Reward
+from spmdrl.rl.environment import AtOnce, Observation, SingleTurn, place_of
+from spmdrl.rl.grading import Grading
+from spmdrl.rl.rollout import Rollout
+from spmdrl.rl.rollout_plan import RolloutPlan, RolloutResult
+from spmdrl.rollout.engine import Completion
+from spmdrl.tracking.metrics import Timer
+
+WORLD = SimpleNamespace(engine_count=1, engine_index=0, engine_tp_rank=0, engine_group=None, store=None, device="cpu")
+
+
+class Engine:
+    """Answers every request at the next poll with one token."""
+
+    capacity, version = 8, 0
+
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, request):
+        self.asked.append(request)
+
+    def poll(self):
+        done, self.asked = self.asked, []
+        return [Completion(request.key, [5], [0.0], "stop", 0) for request in done]
+
+    def abort(self, keys):
+        return []
+
+
+class Ones:
+    """A grader whose reward is always 1."""
+
+    name, wants_groups, on_engine, pending = "ones", False, False, 0
+
+    def __init__(self):
+        self.done = []
+
+    def submit(self, key, graded):
+        self.done.append((key, Reward(1.0)))
+
+    def poll(self):
+        done, self.done = self.done, []
+        return done
+
+    def drain(self, stop):
+        return self.poll()
+
+
+def rollout(environment, prompts: int = 6, **settings) -> RolloutResult:
+    """Runs a rollout of a few prompts."""
+    plan = RolloutPlan(
+        "test",
+        [Prompt(i, [1, 2], "b", "", {}, "a") for i in range(prompts)],
+        4,
+        (0, 0),
+        0,
+        8,
+        1.0,
+        assignment="static",
+        **settings,
+    )
+    tokenizer = SimpleNamespace(decode=lambda *words, **more: "x")
+    return Rollout(plan, Engine(), Grading(Ones(), tokenizer, True), WORLD, environment).run(Timer())
+
+
+class Fails(AtOnce):
+    """Some prompts cannot be opened."""
+
+    def __init__(self, bad: set[int]):
+        super().__init__(SingleTurn())
+        self.bad = bad
+
+    def open(self, plan, group, episode):
+        if group.prompt.index in self.bad:
+            self.ready.append((place_of(episode), Observation(over="abort", failure="reset raised")))
+        else:
+            super().open(plan, group, episode)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("bad", [set(), {0}, {0, 1, 2}, {2, 3}, {0, 1, 2, 3, 4, 5}])
+def test_prompts_after_those_that_fail_at_once_are_begun(bad, in_order):
+    done = rollout(Fails(bad), in_order=in_order)
+    assert done.begun == 6
+    assert {e.prompt for e in done.episodes if e.finish == "stop"} == set(range(6)) - bad
+
+
+class Counted(AtOnce):
+    """Notes how many episodes are open at most."""
+
+    def __init__(self, most_open: int):
+        super().__init__(SingleTurn())
+        self.most_open, self.open_now, self.most = most_open, 0, 0
+
+    def open(self, plan, group, episode):
+        self.open_now += 1
+        self.most = max(self.most, self.open_now)
+        super().open(plan, group, episode)
+
+    def answer(self, plan, group, episode, finish):
+        self.open_now -= 1
+        super().answer(plan, group, episode, finish)
+
+
+@pytest.mark.parametrize("most_open, seen", [(0, 8), (7, 4), (4, 4), (1, 4), (100, 8)])
+def test_no_more_environments_are_open_than_allowed_but_one_group(most_open, seen):
+    counted = Counted(most_open)
+    assert len(rollout(counted).episodes) == 24 and counted.most == seen
+
+
+class Slow(AtOnce):
+    """The last prompt's responses are answered after an hour."""
+
+    def __init__(self):
+        super().__init__(SingleTurn())
+        self.left = []
+
+    def answer(self, plan, group, episode, finish):
+        if group.prompt.index < 5:
+            super().answer(plan, group, episode, finish)
+
+    def poll(self, wait=0.0):
+        time.sleep(0 if self.ready else wait)
+        return super().poll()
+
+    def leave(self, episodes, keep):
+        self.left.append(([place_of(e) for e in episodes], keep))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_cut_does_not_wait_for_the_environment(keep):
+    slow = Slow()
+    began = time.monotonic()
+    done = rollout(slow, enough=5, keeps_cut=keep)
+    assert time.monotonic() - began < 20 and len(done.episodes) == 20
+    (group,) = done.cut
+    assert [e.unanswered for e in group.episodes] == ["stop"] * 4
+    assert slow.left == [([(5, sample) for sample in range(4)], keep)]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_rollout_that_waits_for_environments_may_be_abandoned(in_order):
+    began = time.monotonic()
+    done = rollout(Slow(), in_order=in_order, may_end=lambda: time.monotonic() - began > 0.5)
+    assert done.abandoned and time.monotonic() - began < 20
