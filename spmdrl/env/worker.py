@@ -38,7 +38,7 @@ from spmdrl.config.user_code import place, said
 from spmdrl.env import limits
 from spmdrl.env.base import EPISODE, PoolSettings
 from spmdrl.env.forms import Form, SettingsError, load
-from spmdrl.env.hosted import AnewError, Hosted
+from spmdrl.env.hosted import Hosted
 from spmdrl.env.limits import LateError, Limits, RaisedError
 from spmdrl.env.messages import FailedError
 from spmdrl.health.in_child import die_with, take_pipes, write_all

@@ -64,9 +64,9 @@ class Breaks(Echoes):
     """Its second turn fails for one seed of four, by an error or by the end of its process."""
 
     def step(self, message):
-        if self.turn == 1 and self.seed % 8 == 0:
+        if self.turn == 1 and self.seed % 8 == 3:
             raise RuntimeError("it is broken")
-        if self.turn == 1 and self.seed % 8 == 4:
+        if self.turn == 1 and self.seed % 8 == 1:
             os._exit(3)
         return super().step(message)
 
@@ -77,5 +77,5 @@ class Slow(Echoes):
     timeout_s = 0.5
 
     def step(self, message):
-        time.sleep(60 if self.turn == 1 and self.seed % 8 == 0 else 0.02 * (self.seed % 3))
+        time.sleep(60 if self.turn == 1 and self.seed % 8 == 3 else 0.02 * (self.seed % 3))
         return super().step(message)
