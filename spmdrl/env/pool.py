@@ -28,11 +28,9 @@ class Pool:
     Each environment works on one request at a time; `poll` gives the answers. An environment that failed answers every
     further request with its failure, and is forgotten at `close` like any other.
 
-    When a call goes on beyond its limit, its environment is opened anew: by `restore` to its last state, or by running
-    its turns again from the reset, where the messages must be the same. The turn is run again without the call. A
-    second later the process of the call ends, with the requests of others that are under way in it. The others in it
-    are opened anew when they are next needed, as are all of a process that dies; its requests run again one by one, and
-    one whose process dies again has failed.
+    When a call goes on beyond its limit, its environment is opened anew, by `restore` or by running its turns again,
+    and the turn is run again without the call. A second later the process of the call ends, after the requests under
+    way in it. Where a process dies or stands still, its requests run again one by one, to find the one at fault.
     """
 
     def __init__(self, workers: int, settings: PoolSettings | None = None):
@@ -40,22 +38,22 @@ class Pool:
         if workers < 1:
             raise ValueError(f"{workers} processes for environments: there must be 1 at least")
         self.tools: dict[str, list[str]] = {}
-        """Names of the tools of each environment that was checked, of those that are known before a reset."""
+        """Environment that was checked -> names of those of its tools that are known before a reset."""
         self._next = 0
-        self._records: dict[Hashable, Record] = {}
+        self._records: dict[Hashable, Record] = {}  # by key
         self._asked: dict[int, Record] = {}  # by number of the request: all that are under way
-        self._suspects: deque[Record] = deque()  # requests whose process died, which wait to run one by one
+        self._suspects: deque[Record] = deque()  # whose process died or stood still, which wait to run one by one
         self._suspect: Record | None = None  # the one that runs
         self._done: list[tuple[Any, Reply]] = []
         self._unsaved: set[str] = set()  # names of environments whose state could not be saved
         self._processes = Processes(workers, asdict(settings or PoolSettings()), self)
 
+    # ── requests ─────────────────────────────────────────────────────────────
+
     @property
     def pending(self) -> int:
         """Answers that `poll` has not given yet."""
         return len(self._asked) + len(self._done)
-
-    # ── requests ─────────────────────────────────────────────────────────────
 
     def check(self, name: str, settings: dict[str, Any] | None = None) -> str:
         """Return what an environment's name stands for, in words, after making one. Waits for it.
@@ -63,9 +61,8 @@ class Pool:
         Raises:
             ValueError: there is none, or it cannot be made with these settings.
         """
-        record = Record(object(), -1, Opening(name, {}, 0, settings or {}))
-        hello: list[str] = []
-        record.said = hello  # where the answer goes
+        hello: list[str] = []  # where the answer goes
+        record = Record(object(), -1, Opening(name, {}, 0, settings or {}), said=hello)
         self._ask(record, "check")
         while not hello and not record.failure:
             self._processes.turn(0.2)
@@ -230,14 +227,18 @@ class Pool:
         under_way = self._replace(process)
         if not process.ready and not under_way:
             raise PoolError(f"a process for environments did not start within {START_SECONDS:.0f} s")
-        innocent = []
+        innocent, late = [], [record for record in under_way if record.end < time.monotonic()]
         for record in under_way:
-            if record.end < time.monotonic():
+            if record in late and (record is self._suspect or len(late) == 1):
                 self._late(record)
+            elif record in late:
+                # One call stopped the clocks of all: the request that does so when it runs alone is at fault.
+                self._suspects.append(record)
             elif process.ready or record.begun:
                 innocent.append(record)
             else:
                 self._fail(record, f"was not loaded within {START_SECONDS:.0f} s")
+        self._next_suspect()
         # In a process that takes no others, only calls of these can interrupt them, and each of those once.
         aside = self._processes.aside() if innocent else None
         for record in innocent:
@@ -251,11 +252,10 @@ class Pool:
         if not process.hung:
             log.warning("a process of environments ended %s and is replaced", how)
         for record in under_way:
+            record.deaths += not process.hung
             if process.hung:  # it ended as it should, before it read this request
                 self._run(record)
-                continue
-            record.deaths += 1
-            if record.deaths >= DEATHS:
+            elif record.deaths >= DEATHS:
                 self._fail(record, f"ended its process {how}, twice, in {record.do}")
             else:
                 self._suspects.append(record)
@@ -274,11 +274,10 @@ class Pool:
             record.said.append(reply["hello"])
             self.tools[record.opening.name] = reply["tools"]
             return self._settle(record)
-        why = reply.pop("unsaved", "")
-        if why and record.opening.name not in self._unsaved:
-            self._unsaved.add(record.opening.name)
-            text = "the environment %s cannot be saved, and is run again from its reset instead: %s"
-            log.warning(text, record.opening.name, why)
+        why, name = reply.pop("unsaved", ""), record.opening.name
+        if why and name not in self._unsaved:
+            self._unsaved.add(name)
+            log.warning("the environment %s cannot be saved, and is run again from its reset instead: %s", name, why)
         record.keep(reply)
         self._done.append((record.key, Reply(**reply)))
         self._settle(record)

@@ -238,6 +238,19 @@ class Busy(Tools):
     def restore(self, state):
         self.log = state["log"]
 
+class Blocks:
+    """An async step that stops the loop where the row says so, and waits otherwise."""
+    timeout_s = 0.8
+
+    def reset(self, row, seed):
+        self.row = row
+
+    async def step(self, message):
+        if self.row.get("blocks"):
+            time.sleep(1000)
+        await asyncio.sleep(0.2)
+        return "on", None, False
+
 class Naps(Tools):
     timeout_s = 20.0
 
@@ -785,6 +798,18 @@ def test_calls_that_nothing_stops(make, what, tool):
     assert wait_until(lambda: room.pool._processes.turn(0.05) or ended(old[0]))
     assert room.told("b", "log") == ['["first", "log"]']
     assert room.told("a", "log") == ['["log"]']
+
+
+def test_a_step_that_stops_the_loop_fails_its_own_episode_alone(make):
+    room = make()
+    for key in range(6):
+        room.open(key, "Blocks", {"blocks": key == 2})
+    for _ in range(2):
+        for key in range(6):
+            room.pool.say(key, Said("x"))
+        replies = room.answers(6)
+        assert "did not answer in step within its limit" in replies.pop(2).failure
+        assert [reply.messages[0]["content"] for reply in replies.values()] == ["on"] * 5
 
 
 def test_a_hung_step_or_reset_is_a_failure(make):
