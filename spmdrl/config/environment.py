@@ -46,7 +46,7 @@ class EnvironmentConfig:
     cut: Literal["head", "tail", "middle"] = "middle"
     """The part of a longer answer that is kept; `middle`: its beginning and its end."""
     calls: str = "auto"
-    """The form in which the model writes tool calls (docs/agents.md). `auto`: the one that the chat template shows."""
+    """The form in which the model writes tool calls (docs/conversations.md). `auto`: that of the chat template."""
     history: Literal["keep", "branch"] = "keep"
     """For a chat template that renders earlier turns otherwise later on: `keep` goes on with what was sampled, `branch`
     begins a branch of the episode with what the template makes of it."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from spmdrl.data.chat import CHATML
 from spmdrl.data.controls import Controls
-from spmdrl.data.rendering import PROBE, THOUGHTS, Dialogue, Renderer, TemplateError
+from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
 from spmdrl.data.turn_tail import SHAPES, STANDINS, Tail, linked, tail_of
 
 ASKED = {"role": "user", "content": "Xk" + PROBE}
@@ -163,10 +164,13 @@ class Conversation:
         return Next(self._appended(tail, told.mark, made, ended))
 
     def _refused(self, what: str, error: TemplateError | None) -> ValueError:
-        way = "; choose another with --data.chat-template (for example chatml)"
-        if self.history == "keep":
-            way = "; choose another with --data.chat-template (for example chatml), or the history branch"
-        return ValueError(f"{self.name} cannot {what}: {error}{way}")
+        tokens = self.tokenizer.get_added_vocab()
+        example = " (for example chatml)" if "<|im_end|>" in tokens and self.render.template != CHATML else ""
+        branch = ", or the history branch" if self.history == "keep" else ""
+        return ValueError(
+            f"{self.name} cannot {what}: {error}; choose another with --data.chat-template{example}, in which a token "
+            f"of the tokenizer ends the turns{branch}"
+        )
 
     def _told(self, messages: list[dict], tools: list | None) -> _Told:
         messages, tools, mark = self.controls.marked(linked(messages), tools)
@@ -229,7 +233,9 @@ class Conversation:
         if said is not None:
             if text[len(before) :].replace(told.mark, "").startswith(said):
                 return None
-            thought = next((dialogue.messages[turn][key] for key in THOUGHTS if dialogue.messages[turn].get(key)), "")
+            thought = next(
+                (dialogue.messages[turn][key] for key in THOUGHT_KEYS if dialogue.messages[turn].get(key)), ""
+            )
             if thought.strip() not in text[len(before) :]:
                 return text
         alone = self.render(dialogue.upto(turn + 1))

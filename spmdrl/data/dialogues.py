@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdrl.data.rendering import THOUGHTS, Dialogue
+from spmdrl.data.rendering import THOUGHT_KEYS, Dialogue
 
 MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 PROMPTS = ("prompt", "instruction", "question", "query")
@@ -27,7 +27,7 @@ ROLES = {
 """Role in a file -> role in a template."""
 TRAINED = ("loss", "weight", "train", "trainable")
 """Fields of a message that say whether it is trained: 1 or 0, true or false."""
-KEPT = ("tool_calls", "name", "tool_call_id", *THOUGHTS)
+KEPT = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS)
 """Further fields of a message that templates read."""
 
 

@@ -14,7 +14,7 @@ from spmdrl.data.chat import CHATML
 
 PROBE = "Zq7probe"
 """Text that no template holds."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which templates look for the thought of an assistant message."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -120,9 +120,9 @@ class Renderer:
         out = {k: v for k, v in message.items() if v is not None}
         content = out.get("content", "")
         out["content"] = [{"type": "text", "text": content}] if self.parts and isinstance(content, str) else content
-        thought = next((out[k] for k in THOUGHTS if out.get(k)), None)
+        thought = next((out[k] for k in THOUGHT_KEYS if out.get(k)), None)
         if thought:
-            out |= dict.fromkeys(THOUGHTS, thought)
+            out |= dict.fromkeys(THOUGHT_KEYS, thought)
         if calls := out.get("tool_calls"):
             out["tool_calls"] = [self._call(call) for call in calls]
         return out

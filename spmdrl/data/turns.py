@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from os.path import commonprefix
 
-from spmdrl.data.rendering import PROBE, THOUGHTS, Dialogue, Renderer, TemplateError
+from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
 
 OTHERS = ("Xk" + PROBE, "9w" + PROBE)
 """Texts that stand for that of a message; they differ in the first character and not in the last."""
@@ -159,18 +159,18 @@ def _check_shown(render: Renderer, dialogue: Dialogue, i: int, count: int, text:
     for call in message.get("tool_calls") or []:
         if str(call.get("function", call).get("name")) not in text:
             raise TemplateError("the chat template does not show its tool calls")
-    content, thought = message.get("content"), next((message[k] for k in THOUGHTS if message.get(k)), "")
+    content, thought = message.get("content"), next((message[k] for k in THOUGHT_KEYS if message.get(k)), "")
     for what, shown in (("content", content), ("thought (reasoning_content)", thought)):
         if not isinstance(shown, str) or not shown.strip() or shown.strip() in text:
             continue
-        key = "content" if what == "content" else next(k for k in THOUGHTS if message.get(k))
+        key = "content" if what == "content" else next(k for k in THOUGHT_KEYS if message.get(k))
         if render(_changed(dialogue.upto(count), i, OTHERS[0], key)) == text:
             raise TemplateError(f"the chat template does not show its {what}")
 
 
 def _with_text(message: dict, text: str) -> dict:
     """Return a message of the same role that begins with another text."""
-    return {"role": message["role"], "content": text} | ({k: text for k in THOUGHTS if message.get(k)})
+    return {"role": message["role"], "content": text} | ({k: text for k in THOUGHT_KEYS if message.get(k)})
 
 
 def _changed(dialogue: Dialogue, i: int, text: str, key: str = "content") -> Dialogue:

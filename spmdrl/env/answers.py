@@ -11,7 +11,8 @@ from spmdrl.data.scores import as_number
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """Sequences that steer a terminal (ECMA-48, CSI): colours and the like."""
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that would steer a terminal."""
 """Control characters but tab and newline."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """An address in memory, which is another one in every process, as Python's own texts of objects have it."""
@@ -126,7 +127,7 @@ def valid(raw: str | bytes) -> str:
     else:  # pairs of surrogates become the character that they stand for
         text = raw.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     text = _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return _CONTROLS.sub("\ufffd", text)
+    return CONTROLS.sub("\ufffd", text)
 
 
 def joined(blocks: list[Any]) -> str:

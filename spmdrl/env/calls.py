@@ -14,7 +14,7 @@ from spmdrl.env.call_reading import Tools
 
 __all__ = ["FORMATS", "Call", "Said", "as_message", "format_of", "hear", "parse"]
 
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Marks around a thought."""
 CALLS = {
     "hermes": "<tool_call>",
@@ -66,7 +66,7 @@ def _apart(text: str, mark: str) -> tuple[str, str]:
 
     mark: begins the calls. A call before the end of a thought that was not begun here is a call.
     """
-    for begin, end in THOUGHTS:
+    for begin, end in THOUGHT_MARKS:
         start = text.find(begin)
         if start >= 0 and not text[:start].strip():
             start += len(begin)

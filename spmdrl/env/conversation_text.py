@@ -1,13 +1,11 @@
 """Conversations as lines for the terminal."""
 
 import json
-import re
 from typing import Any
 
+from spmdrl.env.answers import CONTROLS
 from spmdrl.env.base import Call, Reply
 
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that would steer a terminal."""
 ANEW = "the conversation goes on from these messages alone:"
 
 

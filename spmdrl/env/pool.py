@@ -1,5 +1,4 @@
-"""Environments in processes that can be killed: whatever their code or the model does, a conversation goes on or fails
-alone.
+"""Environments in processes that can be killed: whatever their code does, a conversation goes on or fails alone.
 
 No threads and no pickle on the caller's side: each process is spoken to in JSON lines over pipes that never block. Time
 limits are kept by the processes themselves; a process that does not even do that is killed by the pool's clock.
@@ -67,9 +66,9 @@ class Pool:
         while not hello and not record.failure:
             self._processes.turn(0.2)
         self._leave(record)
-        if record.failure:
-            raise ValueError(f"the environment {name} {record.failure}")
-        return hello[0]
+        if hello:
+            return hello[0]
+        raise ValueError(f"the environment {name} {record.failure}")
 
     def open(self, key: Hashable, opening: Opening, replayed: Sequence[Said] = (), state: Any = None) -> None:
         """Reset an environment. Then restore it to a state, if there is one, or run the turns `replayed` again.
@@ -239,7 +238,7 @@ class Pool:
             else:
                 self._fail(record, f"was not loaded within {START_SECONDS:.0f} s")
         self._next_suspect()
-        # In a process that takes no others, only calls of these can interrupt them, and each of those once.
+        # In a process that takes no others, only calls of these can interrupt them, each of those once.
         aside = self._processes.aside() if innocent else None
         for record in innocent:
             self._run(record, aside)
