@@ -239,7 +239,7 @@ class TritonRows:
                 FP64=self.fp64,
                 LANES=lanes,
                 STEPS=min(most[1], triton.next_power_of_2(triton.cdiv(columns, lanes))),
-                num_warps=STATS_WARPS,
+                num_warps=STATS_WARPS,  # pyright: ignore[reportCallIssue] (of the launch)
             )
 
     def logit_gradient(
@@ -269,7 +269,7 @@ class TritonRows:
                 SOFTCAP=softcap,
                 FP64=self.fp64,
                 BLOCK=block,
-                num_warps=8,
+                num_warps=8,  # pyright: ignore[reportCallIssue] (of the launch)
             )
         return out_CV
 

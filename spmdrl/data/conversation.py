@@ -60,7 +60,7 @@ class Conversation:
         """
         if history not in ("keep", "branch"):
             raise ValueError(f"the history of a conversation is {history!r}: choose keep or branch")
-        self.tokenizer, self.history, self.more = tokenizer, history, more or {}
+        self.tokenizer, self.template, self.history, self.more = tokenizer, template, history, more or {}
         self.name = "the given chat template" if template else f"the chat template of {tokenizer.name_or_path}"
         self._shapes: dict[tuple, str] = {}
         self._ends: dict[tuple, str] = {}
@@ -164,8 +164,8 @@ class Conversation:
         return Next(self._appended(tail, told.mark, made, ended))
 
     def _refused(self, what: str, error: TemplateError | None) -> ValueError:
-        tokens = self.tokenizer.get_added_vocab()
-        example = " (for example chatml)" if "<|im_end|>" in tokens and self.render.template != CHATML else ""
+        helps = "<|im_end|>" in self.tokenizer.get_added_vocab() and self.template != CHATML
+        example = " (for example chatml)" if helps else ""
         branch = ", or the history branch" if self.history == "keep" else ""
         return ValueError(
             f"{self.name} cannot {what}: {error}; choose another with --data.chat-template{example}, in which a token "

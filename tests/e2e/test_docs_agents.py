@@ -75,7 +75,8 @@ def test_command_of_the_recipe_trains(tmp_path):
     succeed(flags, 200, ranks=2)
     told = metrics(tmp_path / "run")
     assert len(told) == 2 and all(row["env/failures"] == 0 and 1 <= row["env/turns"] <= 3 for row in told)
-    assert {f"env/{name}" for name in COUNTS} - set(told[0]) == {"env/episodes", "env/seconds", "env/idle"}
+    sums = {f"env/{name}" for name in ("episodes", "whole_turns", "whole_calls", "seconds", "idle")}
+    assert {f"env/{name}" for name in COUNTS} - set(told[0]) == sums
     assert 1 <= told[-1]["reward/part/tries"] <= 3 and 0 < told[0]["eval/score"] <= 1
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     for row in samples:
