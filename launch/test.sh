@@ -18,12 +18,10 @@ by_file=(--dist loadfile --no-loadscope-reorder)
 spread=(-n auto --maxprocesses 8 "${by_file[@]}")
 first=(tests/contract tests/plans tests/unit)
 workers=$(($(nproc) < 4 ? 2 : $(nproc) < 16 ? $(nproc) / 2 : 8))
-# Jobs that have to end within seconds of a fault, programs with limits of time and memory, measurements.
+# Jobs that have to end within seconds of a fault, programs with limits of time and memory, measured times.
 alone=(
-    tests/sandbox tests/gpu
-    tests/e2e/test_{bad_input,engine_faults,faults,job_kills,kills,preemption,run_lock,slurm,soak}.py
-    tests/engines/test_{sglang,vllm,vllm_tp}.py
-    tests/ranks/test_{benchmarks,checkpoints,first_gpu_run,guards,harness,longtail,memory,rehearsal,ulysses}.py
+    tests/sandbox tests/gpu tests/ranks/test_checkpoints.py
+    tests/e2e/test_{engine_faults,faults,job_kills,kills,preemption,slurm}.py
 )
 which=(--ignore=tests/long)
 quick= one= stop= value=

@@ -14,8 +14,9 @@ from spmdrl.config.schema import Config
 from spmdrl.data.chat import template_text
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
-from spmdrl.env.calls import Call, format_of, parse
+from spmdrl.env.calls import Call, parse
 from spmdrl.hub.resolve import resolve
+from spmdrl.rl.tool_forms import form_of
 from spmdrl.rollout.build import stop_tokens
 
 Calls = list[dict[str, Any]]
@@ -67,6 +68,5 @@ def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
         return None
     found = read_environment(cfg.env)
     conversation = Conversation(tokenizer, template_text(cfg.data.chat_template), found.history)
-    form = format_of(conversation.render.template) if found.calls == "auto" else found.calls
     ends = stop_tokens(resolve(cfg.model.path, cfg.model.trust_remote_code), tokenizer)
-    return CallReader(conversation, form, ends, found.turn_tokens)
+    return CallReader(conversation, form_of(found, conversation), ends, found.turn_tokens)
