@@ -117,7 +117,7 @@ def formula(name: str, folders: dict) -> dict[str, Learnt]:
         model, critic = load(folders["policy"]), load(folders["critic"], True)
         seqs = []
         for e in everyone:
-            turn = e.spread([s.turn for s in e.segments])
+            turn = e.along(lambda s: torch.full((len(s),), s.turn))
             rewards = torch.zeros(len(e), dtype=torch.float64)
             for k, place in last_tokens(e).items():
                 rewards[place] = fell(e, k)
@@ -125,7 +125,7 @@ def formula(name: str, folders: dict) -> dict[str, Learnt]:
             values = torch.zeros(len(e), dtype=torch.float64)
             values[e.mask] = value_of(critic, e).detach()
             columns = {"turn": turn, "parent": torch.tensor([parent(e, k) for k in turn.tolist()])}
-            columns |= {"state": e.spread([s.state for s in e.segments]), "mask": e.mask}
+            columns |= {"state": e.along(lambda s: torch.full((len(s),), s.state)), "mask": e.mask}
             seqs.append(columns | {"rewards": rewards, "values": values, "group": e.position, "baseline": e.baseline})
         both = TREE_REFERENCES[name](seqs, [Tree(s) for s in seqs], **METHODS[name])
         advantages, returns = ([torch.tensor(row, dtype=torch.float64) for row in rows] for rows in both)
