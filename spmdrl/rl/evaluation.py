@@ -81,7 +81,7 @@ class Evaluation:
         self.rows = rows_of_first([row | {"evaluation": True} for row in rows], self.world)
 
     def take_rows(self, step: int) -> list[dict]:
-        """The rows for samples.jsonl, once; none but on the first rank. step: counted from 1, that has the numbers."""
+        """The rows for samples.jsonl, once; none but on the first rank. step: of the evaluation, counted from 1."""
         rows, self.rows = self.rows, []
         return [row | {"step": step} for row in rows]
 

@@ -107,10 +107,10 @@ class Talk:
         if reply.anew:
             return self.prompt(conversation, hidden), True
         made, ended = self.heard
-        next = conversation.next(before, self.said[-1].message, self.tools or None, made, ended, reply.messages)
-        if next.fork is None and not next.tokens:
+        seen = conversation.next(before, self.said[-1].message, self.tools or None, made, ended, reply.messages)
+        if seen.fork is None and not seen.tokens:
             raise ValueError(f"{conversation.name} writes nothing for the answer to a turn")
-        return (next.tokens, False) if next.fork is None else (next.fork, True)
+        return (seen.tokens, False) if seen.fork is None else (seen.fork, True)
 
     def state_of(self, key: str) -> int | None:
         """Returns the number of a state, which for the one in which the episode began is that of the prompt.
