@@ -23,9 +23,13 @@ class Given:
     origin: str
 
 
-def read_flags(argv: list[str], problems: list[str]) -> tuple[list[tuple[str, Given]], list[str]]:
+Entries = list[tuple[str, Given]]
+"""Names of settings with the text given for them, in the order of a file or of the command line."""
+
+
+def read_flags(argv: list[str], problems: list[str]) -> tuple[Entries, list[str]]:
     """Flags with the words that follow them, and apart from them the `--config` files."""
-    found: list[tuple[str, Given]] = []
+    found: Entries = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
@@ -45,7 +49,7 @@ def read_flags(argv: list[str], problems: list[str]) -> tuple[list[tuple[str, Gi
     return [(name, given) for name, given in found if name != "config"], files
 
 
-def read_yaml(path: str, problems: list[str]) -> list[tuple[str, Given]]:
+def read_yaml(path: str, problems: list[str]) -> Entries:
     """Dotted names and raw text of a YAML file. Composed and not constructed, to keep the text and the line numbers."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -56,7 +60,7 @@ def read_yaml(path: str, problems: list[str]) -> list[tuple[str, Given]]:
     except RecursionError:
         problems.append(f"--config {path}: nested too deeply; settings are sections with values in them")
         return []
-    found: list[tuple[str, Given]] = []
+    found: Entries = []
     if root is not None:
         try:
             _flatten(root, "", path, found, problems, itertools.count())
@@ -78,7 +82,7 @@ def _flatten(
     node: yaml.Node,
     prefix: str,
     path: str,
-    found: list[tuple[str, Given]],
+    found: Entries,
     problems: list[str],
     nodes: Iterator[int],
 ) -> None:

@@ -3,11 +3,14 @@
 from typing import Any
 
 from spmdrl.config.fields import flag, get, leaves, nearest
-from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Given
+from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS, settings_of_preset
 
 
-def preset_layer(given: list[tuple[str, Given]], schema: type, problems: list[str]) -> list[tuple[str, Given]]:
+Entry = tuple[str, Given]
+
+
+def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
     """The settings of the preset that was named last, as text."""
     named = [found for name, found in given if name == "algo.preset" and found.values]
     name = named[-1].values[0] if named and named[-1].values else "grpo"
@@ -28,7 +31,46 @@ METHOD = ("algo.preset", "algo.loss", "algo.advantage")
 """Settings that decide which others a preset sets."""
 
 
-def implied_by_preset(found: list[tuple[str, Given]], every: list[tuple[str, Given]], schema: type) -> list:
+def replaced_by_preset(layers: list[Entries], schema: type) -> list[tuple[Entry, str]]:
+    """Entries of a layer that the preset of a later layer replaces, each with a line about it or "" where none is due.
+
+    A preset replaces the loss, the advantage and every setting of its own that earlier layers name, and what only the
+    functions read that it replaces. In its own layer it stands below the other entries.
+
+    layers: the entries of each file, then those of the command line.
+    """
+    if "algo.preset" not in leaves(schema):
+        return []
+    out: list[tuple[Entry, str]] = []
+    for place, layer in enumerate(layers):
+        found = [given for name, given in layer if name == "algo.preset" and given.values]
+        name = found[-1].values[0] if found and found[-1].values else ""
+        if name not in PRESETS:
+            continue
+        earlier = [entry for left in without(layers[:place], [entry for entry, _ in out]) for entry in left]
+        own = PRESETS[name].settings
+        gone = {"algo.loss", "algo.advantage", *own}
+        before = PRESETS.get("".join(_words(earlier, "algo.preset")[-1:]) or "grpo")
+        for leaf, read in (("algo.loss", OF_LOSS), ("algo.advantage", OF_ADVANTAGE)):
+            theirs = _words(earlier, leaf) or ([before.settings[leaf]] if before else [])
+            ours = _words(layer, leaf) or [own[leaf]]
+            if theirs[-1:] != ours[-1:]:
+                gone |= {f"algo.{setting}" for setting in read}
+        for entry in earlier:
+            leaf, given = entry
+            if leaf in gone:
+                value = " ".join(given.values or ["null"])
+                line = f"--algo.preset {name} ({found[-1].origin}) replaces {leaf} {value} of {given.origin}"
+                out.append((entry, "" if _says(given, own.get(leaf)) else line))
+    return out
+
+
+def without(layers: list[Entries], dropped: Entries) -> list[Entries]:
+    """The layers without some of their entries."""
+    return [[entry for entry in layer if not any(entry is other for other in dropped)] for layer in layers]
+
+
+def implied_by_preset(found: Entries, every: Entries, schema: type) -> Entries:
     """Entries of a resolved file that repeat its preset's values, where another method is chosen over the file's.
 
     found: the file's entries; every: those of all files and flags.
@@ -66,12 +108,12 @@ def _says(given: Given, value: Any) -> bool:
         return word == value
 
 
-def _words(given: list[tuple[str, Given]], name: str) -> list[str]:
+def _words(given: Entries, name: str) -> list[str]:
     """The single words given for a setting, in their order."""
     return [found.values[0] for leaf, found in given if leaf == name and found.values]
 
 
-def implied_layer(given: list[tuple[str, Given]], schema: type) -> list[tuple[str, Given]]:
+def implied_layer(given: Entries, schema: type) -> Entries:
     """Settings that `--run.deterministic` implies. Files and flags beat them, which `checks.py` refuses."""
     on = False
     for name, found in given:

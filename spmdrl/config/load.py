@@ -4,7 +4,8 @@ YAML is flattened to flags and goes through the same tyro parse as the command l
 wrong in the same way as a flag. The type of a field, never YAML's guess, says how its text is read: `lr: 1e-5` is a
 float (YAML 1.1 calls it a string) and `enabled: off` is the word `off` (YAML 1.1 calls it false).
 
-Order: the preset, files in the order given, then flags. Later wins, so a flag beats every file wherever it stands.
+Order: files in the order given, then flags. Later wins, so a flag beats every file wherever it stands. A preset stands
+below the other entries of the file or command line that names it, and above those of earlier files.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ import tyro
 from spmdrl.config import checks
 from spmdrl.config.dump import redact_text
 from spmdrl.config.fields import ConfigError, flag, leaves
-from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Given, is_resolved, read_flags, read_yaml
-from spmdrl.config.layers import implied_by_preset, implied_layer, preset_layer
+from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given, is_resolved, read_flags, read_yaml
+from spmdrl.config.layers import implied_by_preset, implied_layer, preset_layer, replaced_by_preset, without
 from spmdrl.config.parse import parse, tokens_of, unknown_name
 from spmdrl.config.schema import Config
 
@@ -45,6 +46,8 @@ class Loaded(Generic[C]):
     """The `--config` files, in the order they were read."""
     given: frozenset[str] = frozenset()
     """Settings named by a flag or by a file written by hand; not those of a preset or of a run folder's config.yaml."""
+    notes: tuple[str, ...] = ()
+    """Lines about settings of files that a preset named later replaces."""
 
 
 # The settings that belong to the command line and not to a run.
@@ -82,25 +85,14 @@ def from_command_line(
 
     problems: list[str] = []
     from_flags, files = read_flags(argv, problems)
-    from_files: list[tuple[str, Given]] = []
-    by_hand, resolved = {COMMAND_LINE}, []
-    for path in files:
-        found = read_yaml(path, problems)
-        from_files += found
-        if is_resolved(path):
-            resolved.append(found)
-        else:
-            by_hand |= {given.origin for _, given in found}
-    for found in resolved:
-        implied = implied_by_preset(found, from_files + from_flags, schema)
-        from_files = [entry for entry in from_files if not any(entry is other for other in implied)]
+    layers, by_hand, notes = _layers(files, from_flags, schema, problems)
 
     hints = leaves(schema) | {"dry_run": bool}
     passed_over = {name for other in also for name in leaves(other)} - hints.keys()
     tokens: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
     named: set[str] = set()
-    asked = [(ALIASES.get(name, name), given) for name, given in from_files + from_flags]
+    asked = [(ALIASES.get(name, name), given) for layer in layers for name, given in layer]
     for name, given in preset_layer(asked, schema, problems) + implied_layer(asked, schema) + asked:
         positive = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name)
         if name not in hints and hints.get(positive) is bool and given.origin == COMMAND_LINE:
@@ -125,7 +117,28 @@ def from_command_line(
 
     parsed: Any = parse(command, [token for group in tokens.values() for token in group], prog, origins)
     values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    return Loaded(schema(**values), parsed.dry_run, tuple(files), frozenset(named))
+    return Loaded(schema(**values), parsed.dry_run, tuple(files), frozenset(named), notes)
+
+
+def _layers(
+    files: list[str], from_flags: Entries, schema: type, problems: list[str]
+) -> tuple[list[Entries], set[str], tuple[str, ...]]:
+    """Entries of each file and of the flags without those that a method chosen later replaces.
+
+    Returns:
+        The layers; the origins that a person wrote, which are not those of a run's own file; lines about what a preset
+        replaces.
+    """
+    read = [read_yaml(path, problems) for path in files]
+    resolved = [is_resolved(path) for path in files]
+    layers = [*read, from_flags]
+    by_hand = {given.origin for own, found in zip(resolved, read, strict=True) if not own for _, given in found}
+    for own, found in zip(resolved, read, strict=True):
+        if own:
+            layers = without(layers, implied_by_preset(found, [entry for layer in layers for entry in layer], schema))
+    replaced = replaced_by_preset(layers, schema)
+    layers = without(layers, [entry for entry, _ in replaced])
+    return layers, by_hand | {COMMAND_LINE}, tuple(line for _, line in replaced if line)
 
 
 def load_or_exit(
@@ -145,7 +158,7 @@ def load_or_exit(
         loaded = from_command_line(argv, prog, schema, also)
         if check is not None:
             check(loaded.config, int(os.environ.get("WORLD_SIZE", "1")))
-        for line in check_use(loaded) if check_use is not None else ():
+        for line in (*loaded.notes, *(check_use(loaded) if check_use is not None else ())):
             if _rank() == 0:
                 print(redact_text(f"{prog}: {line}"), file=sys.stderr, flush=True)
     except ConfigError as error:

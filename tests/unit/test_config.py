@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -591,6 +592,47 @@ def test_a_preset_stands_below_files_and_flags(yaml_file):
     # The last preset named counts, and what a run wrote down reads back the same.
     assert load("--config", file, "--algo.preset", "dapo").filter.keep == "mixed"
     assert load("--config", yaml_file(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "algo", "noted"),
+    [
+        ("advantage: turn_rloo", "--algo.preset gigpo", {"advantage": "gigpo", "loss": "ppo"}, ["advantage"]),
+        ("{advantage: a.py:f, loss: b.py:f}", "--algo.preset rloo", {"loss": "reinforce"}, ["advantage", "loss"]),
+        ("{preset: remax, loss: ppo}", "--algo.preset gspo", {"loss": "gspo", "advantage": "grpo"}, ["loss"]),
+        ("aggregation: token-sum", "--algo.preset dr_grpo", {"aggregation": "seq-mean-token-sum-norm"}, ["aggregation"]),
+        # What only the replaced functions read goes with them, and what the method does not decide stays.
+        ("{preset: ppo, gamma: 0.9, clip_low: 0.1, kl_coef: 0.5}", "--algo.preset gspo", {"gamma": None}, []),
+        ("{preset: ppo, kl_coef: 0.5}", "--algo.preset gspo", {"kl_coef": 0.5}, []),
+        ("{preset: dapo, clip_low: 0.1}", "--algo.preset grpo", {"clip_low": 0.1}, []),
+        # In the layer of a preset, and in a later one, the other entries win.
+        ("{preset: gigpo, advantage: turn_rloo}", "", {"advantage": "turn_rloo"}, []),
+        ("advantage: grpo", "--algo.preset gigpo --algo.advantage turn_rloo", {"advantage": "turn_rloo"}, ["advantage"]),
+        ("preset: gigpo", "--algo.advantage turn_rloo", {"advantage": "turn_rloo", "preset": "gigpo"}, []),
+        ("advantage: gigpo", "--algo.preset gigpo", {"advantage": "gigpo"}, []),
+    ],
+)
+def test_a_preset_beats_the_method_of_earlier_files(file, flags, algo, noted, yaml_file):
+    loaded = from_command_line(["--config", yaml_file("algo: {" + file.strip("{}") + "}\n"), *flags.split()])
+    got, default = loaded.config.algo, Config().algo
+    assert {name: getattr(got, name) for name in algo} == {
+        name: getattr(default, name) if value is None else value for name, value in algo.items()
+    }
+    for name in noted:
+        assert any(f"replaces algo.{name} " in line and ".yaml:1" in line for line in loaded.notes), loaded.notes
+    assert noted or not [line for line in loaded.notes if "algo.loss " in line or "algo.advantage " in line]
+
+
+def test_a_preset_beats_the_method_of_every_shipped_file():
+    for path in sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("recipes/**/*.yaml")]):
+        if not re.search(r"\b(advantage|loss):", path.read_text()):
+            continue
+        try:
+            config = load("--config", str(path), "--algo.preset", "gspo")
+        except ConfigError:
+            continue  # the file of another entry point
+        want = with_preset(Config(), "gspo").algo
+        assert (config.algo.loss, config.algo.advantage) == (want.loss, want.advantage), path
 
 
 def test_every_preset_is_made_of_settings_and_passes():

@@ -259,7 +259,6 @@ def test_advantage_over_a_preset_takes_its_own_papers_values():
         ("", "--algo.preset dapo"),
         ("--algo.preset gspo --optimizer.lr 1e-5", "--algo.preset ppo"),
         ("--algo.preset dapo", "--algo.clip-low 0.1"),
-        ("--algo.loss cispo", "--algo.preset dapo"),
     ],
 )
 def test_resolved_settings_follow_a_method_that_is_chosen_over_them(first, then, tmp_path):
