@@ -6,7 +6,6 @@ from spmdrl.config.fields import flag, get, leaves, nearest
 from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS, settings_of_preset
 
-
 Entry = tuple[str, Given]
 
 

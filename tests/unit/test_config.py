@@ -600,14 +600,24 @@ def test_a_preset_stands_below_files_and_flags(yaml_file):
         ("advantage: turn_rloo", "--algo.preset gigpo", {"advantage": "gigpo", "loss": "ppo"}, ["advantage"]),
         ("{advantage: a.py:f, loss: b.py:f}", "--algo.preset rloo", {"loss": "reinforce"}, ["advantage", "loss"]),
         ("{preset: remax, loss: ppo}", "--algo.preset gspo", {"loss": "gspo", "advantage": "grpo"}, ["loss"]),
-        ("aggregation: token-sum", "--algo.preset dr_grpo", {"aggregation": "seq-mean-token-sum-norm"}, ["aggregation"]),
+        (
+            "aggregation: token-sum",
+            "--algo.preset dr_grpo",
+            {"aggregation": "seq-mean-token-sum-norm"},
+            ["aggregation"],
+        ),
         # What only the replaced functions read goes with them, and what the method does not decide stays.
         ("{preset: ppo, gamma: 0.9, clip_low: 0.1, kl_coef: 0.5}", "--algo.preset gspo", {"gamma": None}, []),
         ("{preset: ppo, kl_coef: 0.5}", "--algo.preset gspo", {"kl_coef": 0.5}, []),
         ("{preset: dapo, clip_low: 0.1}", "--algo.preset grpo", {"clip_low": 0.1}, []),
         # In the layer of a preset, and in a later one, the other entries win.
         ("{preset: gigpo, advantage: turn_rloo}", "", {"advantage": "turn_rloo"}, []),
-        ("advantage: grpo", "--algo.preset gigpo --algo.advantage turn_rloo", {"advantage": "turn_rloo"}, ["advantage"]),
+        (
+            "advantage: grpo",
+            "--algo.preset gigpo --algo.advantage turn_rloo",
+            {"advantage": "turn_rloo"},
+            ["advantage"],
+        ),
         ("preset: gigpo", "--algo.advantage turn_rloo", {"advantage": "turn_rloo", "preset": "gigpo"}, []),
         ("advantage: gigpo", "--algo.preset gigpo", {"advantage": "gigpo"}, []),
     ],
