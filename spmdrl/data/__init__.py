@@ -10,6 +10,9 @@ step_rows.py   reads rows of responses whose steps have labels
 steps.py       where the steps of a response end
 rendering.py   renders dialogues by a chat template
 turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it
+turn_end.py    finds what ends a turn
+turn_shown.py  checks that a turn is shown whole
+marked_turns.py finds turns by the marks of a template
 tokens.py      tokens of a rendered dialogue with a loss mask
 conversation.py tokens of a conversation between those that a policy samples
 turn_tail.py   finds and proves the text between an assistant's turn and the next prompt

@@ -85,6 +85,29 @@ class Renderer:
         words = sorted(map(str, self.tokenizer.get_added_vocab()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
+    @cached_property
+    def call_ends(self) -> frozenset[str]:
+        """Control tokens that stand between two calls of one turn, of which none ends a turn of text.
+
+        A model may go on with another call after one of these, so none of them ends a turn. Empty where the template
+        shows one call alone.
+        """
+        names = [PROBE + letter for letter in "ab"]
+        calls = [
+            {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": {"a": "1" + name}}}
+            for i, name in enumerate(names)
+        ]
+        asked = {"role": "user", "content": "a"}
+        try:
+            text = self(Dialogue([asked, {"role": "assistant", "content": "", "tool_calls": calls}]))
+            plain = self(Dialogue([asked, {"role": "assistant", "content": PROBE}]))
+        except TemplateError:
+            return frozenset()
+        start, end = text.rfind("1" + names[0]), text.find(names[1])
+        between = text[start:end] if 0 <= start < end else ""
+        ends = set(self.controls.findall(plain.rpartition(PROBE)[2]))
+        return frozenset(self.controls.findall(between)) - ends
+
     def __call__(self, dialogue: Dialogue, ask: bool = False) -> str:
         """Return the text of a dialogue.
 

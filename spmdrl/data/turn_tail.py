@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 
 from spmdrl.data.rendering import PROBE, Dialogue, Renderer, TemplateError
+from spmdrl.data.turn_end import end_of_turn
 
 STANDINS = ("Xk" + PROBE + "a", "9wm" + PROBE + "b")
 """Texts that stand for what an assistant said; they differ in the first and the last character and in length."""
@@ -105,7 +106,7 @@ def tail_of(
     first = min(other.index(probe, len(before)) for probe in probes) - len(before)
     if after[:first] != other[len(before) :][:first]:
         raise TemplateError("it renders the end of a turn otherwise when the answer to it changes")
-    return _cut(controls, after, first, alone, with_call)
+    return _cut(controls, render.call_ends, after, first, alone, with_call)
 
 
 def _and(dialogue: Dialogue, new: Sequence[dict]) -> Dialogue:
@@ -147,24 +148,24 @@ def _after_standins(texts: list[str]) -> str:
     return shared
 
 
-def _cut(controls: re.Pattern[str], after: str, first: int, alone: str, with_call: bool) -> Tail:
+def _cut(
+    controls: re.Pattern[str], call_ends: frozenset[str], after: str, first: int, alone: str, with_call: bool
+) -> Tail:
     """Return the tail, which begins with the first control token of the turn's end, or else of the next message.
 
-    after, alone: text that follows the stand-in with answers and without. first: place of the first answer's text in
-    `after`. with_call: a call ends the turn.
+    call_ends: as `end_of_turn` takes them. after, alone: text that follows the stand-in with answers and without.
+    first: place of the first answer's text in `after`. with_call: a call ends the turn.
     """
+    kind, end = end_of_turn(controls, call_ends, alone, after[:first])
     found, other = list(controls.finditer(after, 0, first)), list(controls.finditer(alone))
     if not found:
         raise TemplateError("it writes no control token between an assistant's turn and the next message")
-    same = 0
-    while same < min(len(found), len(other)) and after[: found[same].end()] == alone[: other[same].end()]:
-        same += 1
-    if same:
-        end = found[same - 1].end()
-        whole = not with_call and not controls.sub("", after[:end]).strip()
-        start = found[0 if whole else same - 1].start()
-        return Tail(after[start:], end - start, alone[start:])
+    if kind == "own" and end:
+        whole = not with_call and not controls.sub("", after[: end.end()]).strip()
+        start = found[0].start() if whole else end.start()
+        return Tail(after[start:], end.end() - start, alone[start:])
     # gpt-oss ends the last turn with another token than those before. A token alone before the answer belongs to that.
-    if other and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
+    if kind == "last" and len(found) > 1 and after[: found[0].start()] == alone[: other[0].start()]:
         return Tail(after[found[0].start() :], len(found[0].group()), alone[other[0].start() :])
-    return Tail(after[found[0].start() :], 0, "")
+    begins = end if kind == "next" and end else found[0]
+    return Tail(after[begins.start() :], 0, "")

@@ -10,18 +10,23 @@ rendering of the messages before it with the generation prompt, and E that of th
   generation prompt and the end of the message before it, and is trained after P, which is what a model would see.
 
 A turn ends with the last control token before anything that depends on the next message; in a template that ends no
-turns, with the control token by which the next message begins.
+turns, with the control token by which the next message begins (`turn_end.py`).
+
+A turn that is trained must be shown whole: a thought that the template drops would be trained away (`turn_shown.py`).
 
 Turns of one dialogue share a sequence only if its text begins with the context and the text of each. A template that
 rewrites earlier turns (Qwen3 drops their thoughts) breaks this, and such a turn has a sequence of its own. So every
 token is trained after exactly those that it would be generated after.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from os.path import commonprefix
 
 from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
+from spmdrl.data.turn_end import end_of_turn
+from spmdrl.data.turn_shown import check_turn_shown, without_thought
 
 OTHERS = ("Xk" + PROBE, "9w" + PROBE)
 """Texts that stand for that of a message; they differ in the first character and not in the last."""
@@ -50,10 +55,11 @@ class Sequence:
     turns: list[Turn]
 
 
-def sequences_of(render: Renderer, dialogue: Dialogue) -> list[Sequence]:
+def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] | None = None) -> list[Sequence]:
     """Return the sequences in which every turn of an assistant follows the context in which it is generated.
 
-    There is one where the template keeps what it rendered. Messages after the last turn are left out.
+    There is one where the template keeps what it rendered. Messages after the last turn are left out. trained: indices
+    of the turns that are trained, which must be shown whole; None: all.
 
     Raises:
         TemplateError: the template refuses the dialogue or does not show one of its messages, or a turn cannot be
@@ -71,11 +77,13 @@ def sequences_of(render: Renderer, dialogue: Dialogue) -> list[Sequence]:
     for i in range(turns[-1], -1, -1):
         try:
             # A message of others is asked for in the longest rendering: what counts is what the turns after it see.
-            count = i + 1 if i in turns else turns[-1] + 1
-            _check_shown(render, dialogue, i, count, upto(count))
             if i not in turns:
+                check_message_shown(render, dialogue, i, turns[-1] + 1, upto(turns[-1] + 1))
                 continue
             text, turn = _turn(render, dialogue, i, upto)
+            if trained is None or i in trained:
+                shown, before = text[turn.start : turn.end], text[: turn.start]
+                check_turn_shown(render.controls, dialogue.messages[i], shown, before)
         except TemplateError as e:
             raise TemplateError(f"message {i + 1} ({dialogue.messages[i]['role']}): {e}") from e
         home = next((s for s in out if s.text.startswith(text)), None)
@@ -123,29 +131,39 @@ def _after_rewriting(render: Renderer, dialogue: Dialogue, i: int, prompt: str, 
 
 def _ended(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, bool]:
     """Return the rendering up to message i, cut after the control token that ends it, and whether there is one."""
-    written = upto(i + 1)
-    ends = [m.end() for m in render.controls.finditer(written)]
-    tail = len(written)
-    while ends and not written[ends[-1] : tail].strip():
-        tail = ends.pop()
-        tail = next((m.start() for m in render.controls.finditer(written) if m.end() == tail), tail)
-    if i + 1 < len(dialogue.messages):
-        longer = lambda: upto(i + 2)  # noqa: E731
-    else:
-        role = "tool" if dialogue.messages[i].get("tool_calls") else "user"
-        longer = lambda: render(dialogue.then({"role": role, "content": PROBE}))  # noqa: E731
+    after = dialogue.messages[i + 1 : i + 2]
+    if not after:
+        after = [{"role": "tool" if dialogue.messages[i].get("tool_calls") else "user", "content": PROBE}]
+    written, tail = upto(i + 1), _tail(render, upto(i + 1))
+    kind, end, follows = _end_before(render, dialogue.upto(i + 1), after[0], written, tail)
+    if end is None and (brief := without_thought(dialogue.messages[i])):
+        # The template may drop the thought as soon as a message follows; what begins that message stays the same.
+        told = dialogue.upto(i).then(brief)
+        kind, end, _ = _end_before(render, told, after[0], text := render(told), _tail(render, text))
+        return (written + end.group(), True) if kind == "next" and end else (written, False)
+    if end is None:
+        return written, False
+    return (written if kind == "last" else follows)[: tail + end.end()], True
+
+
+def _tail(render: Renderer, text: str) -> int:
+    """Return the place where the control tokens at the end of a text begin."""
+    tail = len(text)
+    for found in reversed(list(render.controls.finditer(text))):
+        if text[found.end() : tail].strip():
+            break
+        tail = found.start()
+    return tail
+
+
+def _end_before(render: Renderer, told: Dialogue, after: dict, written: str, tail: int):
+    """Return what `end_of_turn` says of the last turn of a dialogue, and the rendering with the message after it."""
     try:
-        follows = longer()
+        follows = render(told.then(after))
     except TemplateError:
         follows = written
-    common = _whole(render, written, len(commonprefix([written, follows])))
-    kept = [m.end() for m in render.controls.finditer(written) if tail < m.end() <= common]
-    if kept:
-        return written[: kept[-1]], True
-    if tail < len(written.rstrip()):
-        return written.rstrip(), True
-    begins = render.controls.match(follows, len(written)) if follows.startswith(written) else None
-    return (written + begins.group(), True) if begins else (written, False)
+    followed = follows[tail:] if follows.startswith(written[:tail]) else ""
+    return *end_of_turn(render.controls, render.call_ends, written[tail:], followed), follows
 
 
 def _whole(render: Renderer, text: str, at: int) -> int:
@@ -153,19 +171,13 @@ def _whole(render: Renderer, text: str, at: int) -> int:
     return next((m.start() for m in render.controls.finditer(text) if m.start() < at < m.end()), at)
 
 
-def _check_shown(render: Renderer, dialogue: Dialogue, i: int, count: int, text: str) -> None:
-    """Raise TemplateError if `text`, the rendering of the first `count` messages, leaves out a part of message i."""
-    message = dialogue.messages[i]
-    for call in message.get("tool_calls") or []:
-        if str(call.get("function", call).get("name")) not in text:
-            raise TemplateError("the chat template does not show its tool calls")
-    content, thought = message.get("content"), next((message[k] for k in THOUGHT_KEYS if message.get(k)), "")
-    for what, shown in (("content", content), ("thought (reasoning_content)", thought)):
-        if not isinstance(shown, str) or not shown.strip() or shown.strip() in text:
-            continue
-        key = "content" if what == "content" else next(k for k in THOUGHT_KEYS if message.get(k))
-        if render(_changed(dialogue.upto(count), i, OTHERS[0], key)) == text:
-            raise TemplateError(f"the chat template does not show its {what}")
+def check_message_shown(render: Renderer, dialogue: Dialogue, i: int, count: int, text: str) -> None:
+    """Raise TemplateError if `text`, the rendering of the first `count` messages, leaves out message i of others."""
+    content = dialogue.messages[i].get("content")
+    if not isinstance(content, str) or not content.strip() or content.strip() in text:
+        return
+    if render(_changed(dialogue.upto(count), i, OTHERS[0])) == text:
+        raise TemplateError("the chat template does not show its content")
 
 
 def _with_text(message: dict, text: str) -> dict:
@@ -173,8 +185,8 @@ def _with_text(message: dict, text: str) -> dict:
     return {"role": message["role"], "content": text} | ({k: text for k in THOUGHT_KEYS if message.get(k)})
 
 
-def _changed(dialogue: Dialogue, i: int, text: str, key: str = "content") -> Dialogue:
+def _changed(dialogue: Dialogue, i: int, text: str) -> Dialogue:
     """Return the dialogue with another text in message i."""
     messages = list(dialogue.messages)
-    messages[i] = messages[i] | {key: text}
+    messages[i] = messages[i] | {"content": text}
     return Dialogue(messages, dialogue.tools, dialogue.more)

@@ -9,9 +9,10 @@ import torch
 from spmdrl.config.supervised import SupervisedDataConfig
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.dialogues import Columns, Example, RowError, as_dialogue, example_of
+from spmdrl.data.marked_turns import marked_sequences
 from spmdrl.data.rendering import Renderer
 from spmdrl.data.tokens import Masked, masked
-from spmdrl.data.turns import Sequence, Turn, sequences_of
+from spmdrl.data.turns import sequences_of
 
 
 @dataclass
@@ -86,11 +87,10 @@ class Encoder:
 
     def _dialogue(self, example: Example) -> Encoded:
         assert example.dialogue
-        out = Encoded()
-        found = self._marked(example) if self.renderer.marked else sequences_of(self.renderer, example.dialogue)
-        last = max(turn.message for sequence in found for turn in sequence.turns)
-        for sequence in found:
-            turns = [turn for turn in sequence.turns if self._trained(turn, example, last)]
+        out, trained = Encoded(), self._trained(example)
+        find = marked_sequences if self.renderer.marked else sequences_of
+        for sequence in find(self.renderer, example.dialogue, trained):
+            turns = [turn for turn in sequence.turns if turn.message in trained]
             places = [(turn.start, turn.end) for turn in turns]
             if self.train_on == "all":
                 places = [(0, len(sequence.text))] if turns else []
@@ -104,37 +104,12 @@ class Encoder:
         out.notes["unanswered"] += example.dialogue.messages[-1]["role"] != "assistant"
         return out
 
-    def _marked(self, example: Example) -> list[Sequence]:
-        """The one sequence of a template that marks what an assistant generates.
-
-        Raises:
-            RowError: there are not as many marked parts as turns.
-        """
+    def _trained(self, example: Example) -> set[int]:
+        """Indices of the turns that are trained: a message's own field goes before `--sft.train-on`."""
         assert example.dialogue
-        text, places = self.renderer.marks(example.dialogue)
-        parts: list[tuple[int, int]] = []
-        for start, end in places:
-            if parts and parts[-1][1] == start:
-                parts[-1] = (parts[-1][0], end)
-            elif text[start:end].strip():
-                parts.append((start, end))
         turns = [i for i, message in enumerate(example.dialogue.messages) if message["role"] == "assistant"]
-        if len(parts) != len(turns):
-            raise RowError(
-                f"the chat template marks {len(parts)} parts as generated, and the dialogue has {len(turns)} turns of "
-                "an assistant: mend the template, or give one without marks (--data.chat-template)"
-            )
-        controls = {m.end() for m in self.renderer.controls.finditer(text)}
-        ended = [
-            (i, start, start + len(text[start:end].rstrip())) for i, (start, end) in zip(turns, parts, strict=True)
-        ]
-        return [Sequence(text, [Turn(i, start, end, end in controls, False) for i, start, end in ended])]
-
-    def _trained(self, turn: Turn, example: Example, last: int) -> bool:
-        said = example.trained[turn.message]
-        if said is not None:
-            return said
-        return self.train_on != "last" or turn.message == last
+        said = {i: example.trained[i] for i in turns}
+        return {i for i in turns if said[i] or (said[i] is None and (self.train_on != "last" or i == turns[-1]))}
 
     def fitted(self, out: Encoded) -> Encoded:
         """Shorten or drop what is too long.

@@ -5,6 +5,8 @@ from os.path import commonprefix
 
 import pytest
 
+from spmdrl.data.conversation import Conversation
+from spmdrl.data.marked_turns import marked_sequences
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.tokens import masked
 from spmdrl.data.turns import sequences_of
@@ -20,7 +22,7 @@ PLAIN = (
     "Cannot pass both content and thinking",
 )
 """Refusals that a template makes itself."""
-LOST = ("does not show its tool calls", "does not show its thought", "does not show its content")
+LOST = ("drops the thought", "does not show its tool calls", "does not show its thought", "does not show its content")
 """Parts of a message that a template leaves out."""
 REORDERS = {"diffusion_gemma", "gemma4_v5"}
 """Templates that put the text of a turn with a call behind the tool's answer."""
@@ -81,6 +83,95 @@ def test_turns_are_proved_in_the_templates_of_trl(name):
     messages = [{"role": role, "content": f"{role} says {i}."} for i, role in enumerate(["user", "assistant"] * 2)]
     sequences = sequences_of(Renderer(tokenizer_for(template), template), Dialogue(messages))
     assert sum(len(s.turns) for s in sequences) == 2
+
+
+def talk(first: dict, second: dict) -> list[dict]:
+    """Two questions, each with an answer."""
+    return [{"role": "user", "content": "q"}, first, {"role": "user", "content": "r"}, second]
+
+
+def said(text: str, **more) -> dict:
+    """A turn of the assistant."""
+    return {"role": "assistant", "content": text} | more
+
+
+CALL = [{"id": "call12345", "type": "function", "function": {"name": "add", "arguments": {"a": 31, "b": "wörd\nx"}}}]
+TURNS = {
+    "thoughts in the content": (
+        talk(said("<think>\nponder one\n</think>\n\nanswer one"), said("<think>ponder two</think>answer two")),
+        ("ponder one", "answer one", "ponder two", "answer two"),
+    ),
+    "thoughts beside it": (
+        talk(said("answer one", reasoning_content="ponder one"), said("answer two", reasoning_content="ponder two")),
+        ("ponder one", "answer one", "ponder two", "answer two"),
+    ),
+    "a thought that the answer repeats": (
+        talk(said("answer one"), said("it is forty", reasoning_content="forty")),
+        ("answer one", "it is forty"),
+    ),
+    "calls": (
+        [
+            {"role": "user", "content": "q"},
+            said("", tool_calls=CALL),
+            {"role": "tool", "name": "add", "tool_call_id": "call12345", "content": "seven"},
+            said("answer two"),
+        ],
+        ("add", "31", "answer two"),
+    ),
+}
+"""Dialogues, and words of which each must be trained."""
+
+
+def trained_text(name: str, messages: list[dict], trained: set[int] | None = None) -> str:
+    """The trained text of a dialogue, by the marks of the template where it has them, or why it is refused."""
+    render = Renderer(tokenizer_for(TEMPLATES[name]), TEMPLATES[name])
+    turns = trained or {i for i, message in enumerate(messages) if message["role"] == "assistant"}
+    find = marked_sequences if render.marked else sequences_of
+    found = find(render, Dialogue(messages, TOOLS if "calls" in str(messages) else None), turns)
+    return "\n".join(s.text[turn.start : turn.end] for s in found for turn in s.turns if turn.message in turns)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_is_trained_whole_or_refused_in_the_templates_of_trl(name):
+    for kind, (messages, words) in TURNS.items():
+        try:
+            text = trained_text(name, messages)
+        except TemplateError as error:
+            assert excused(name, str(error)) or "must alternate" in str(error), (kind, error)
+            continue
+        assert [word for word in words if word not in text] == [], kind
+        if kind == "a thought that the answer repeats":
+            assert text.count("forty") == 2
+
+
+DROPPED = {
+    **dict.fromkeys(["deepseek_r1_distill", "deepseekv3", "deepseekv3_training"], "thoughts in the content"),
+    **dict.fromkeys(["lfm2", "lfm2_training", "deepseekv3", "qwen2_5_training"], "thoughts beside it"),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_thought_that_the_template_drops_is_refused_unless_its_turn_is_not_trained(name):
+    with pytest.raises(TemplateError, match=r"message [24] \(assistant\): .*(drops|does not show its) .*thought"):
+        trained_text(name, TURNS[DROPPED[name]][0])
+    first, last = TURNS[DROPPED[name]][0][1], said("answer two")
+    assert "answer two" in trained_text(name, talk(first, last), {3})
+
+
+@pytest.mark.parametrize("name", ["glm4moe_training", "nemotron_3_nano_training"])
+def test_marks_that_leave_out_an_earlier_thought_give_its_turn_a_sequence_of_its_own(name):
+    text = trained_text(name, TURNS["thoughts beside it"][0])
+    assert text.count("ponder one") == text.count("answer one") == text.count("ponder two") == 1
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "glm4moe_training"])
+def test_a_turn_of_glm_ends_with_the_token_by_which_the_next_message_begins(name):
+    assert trained_text(name, TURNS["calls"][0]).count("</tool_call><|observation|>\n") == 1
+    assert trained_text(name, TURNS["thoughts in the content"][0]).count("<|user|>") == 2
+    tokenizer, (asked, called, answer, _) = tokenizer_for(TEMPLATES[name]), TURNS["calls"][0]
+    made = tokenizer("</tool_call><|observation|>", add_special_tokens=False).input_ids
+    after = Conversation(tokenizer).next([asked], called, TOOLS, made, True, [answer]).tokens
+    assert tokenizer.decode(after).startswith("\n<tool_response>\nseven")
 
 
 HEADERS = {

@@ -1,0 +1,115 @@
+"""Checks that a template shows everything that an assistant said in a turn: its text, its thought and its calls."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from spmdrl.data.rendering import THOUGHT_KEYS, TemplateError
+
+END_OF_THOUGHT = "</think>"
+HELPS = (
+    'take another template with --data.chat-template, or leave this turn untrained ("loss": 0 in the message, or '
+    "--sft.train-on last)"
+)
+
+
+def check_turn_shown(controls: re.Pattern[str], message: dict, turn: str, before: str = "") -> None:
+    """Raise TemplateError if the text of a turn leaves out a part of its message.
+
+    controls: finds control tokens. turn: the rendered text that is trained. before: the text in front of it, which may
+    hold the marks of a thought.
+
+    White space at the ends of a part may be missing, because templates strip it. Each stretch of the turn stands for
+    one part only, so that a thought is not taken for shown because the answer repeats it.
+    """
+    marks = re.compile(f"{controls.pattern}|</?think>")
+    rest = marks.sub("\0", turn)
+    parts = sorted(_parts(marks, message), key=lambda part: -len(part[1][0]))
+    for what, forms in parts:
+        found = next((form for form in forms if form in rest), None)
+        if found is None:
+            raise TemplateError(_refusal(what))
+        rest = rest.replace(found, "\0", 1)
+    content = message.get("content")
+    if isinstance(content, str) and END_OF_THOUGHT in content and END_OF_THOUGHT not in before + turn:
+        raise TemplateError(_refusal("thought"))
+
+
+def without_thought(message: dict) -> dict | None:
+    """Return a message without its thought; None where it has none."""
+    content = message.get("content")
+    inline = isinstance(content, str) and END_OF_THOUGHT in content
+    if not inline and not any(message.get(key) for key in THOUGHT_KEYS):
+        return None
+    brief = {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
+    return brief | ({"content": str(content).rpartition(END_OF_THOUGHT)[2]} if inline else {})
+
+
+def _refusal(what: str) -> str:
+    if what == "tool calls":
+        return "the chat template does not show its tool calls whole: take another one with --data.chat-template"
+    if what == "thought":
+        return (
+            "the chat template drops the thought before </think> in its content: put the thought into "
+            f"`reasoning_content`, {HELPS}"
+        )
+    if what == "reasoning_content":
+        return f"the chat template does not show its thought (reasoning_content): {HELPS}"
+    return f"the chat template does not show its content whole: {HELPS}"
+
+
+def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[str]]]:
+    """Yield each part of a message that must be shown: its name, and the forms of text that count as it."""
+    content = message.get("content")
+    for text in _texts(content):
+        thought, mark, answer = text.rpartition(END_OF_THOUGHT)
+        for what, words in (("thought", thought if mark else ""), ("content", answer)):
+            yield from ((what, [piece]) for piece in _pieces(marks, words))
+    thought = next((message[key] for key in THOUGHT_KEYS if message.get(key)), None)
+    for text in _texts(thought):
+        yield from (("reasoning_content", [piece]) for piece in _pieces(marks, text))
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or call
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = {}
+        for value in (str(function.get("name")), *_leaves(arguments)):
+            if forms := _forms(value):
+                yield "tool calls", forms
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, list):
+        return [str(part.get("text") or "") for part in content if isinstance(part, dict)]
+    return [content] if isinstance(content, str) else []
+
+
+def _pieces(marks: re.Pattern[str], text: str) -> list[str]:
+    return [piece.strip() for piece in marks.split(text) if piece.strip()]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the keys and values of arguments; a key without a value may be left out."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if inner is not None:
+                yield key
+                yield from _leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    elif value is not None:
+        yield value
+
+
+def _forms(value: Any) -> list[str]:
+    """Return the texts under which templates show a key or value of a call: plain, as JSON, or as Python writes it."""
+    plain = str(value).strip()
+    written = [json.dumps(value, ensure_ascii=ascii) for ascii in (False, True)]
+    quoted = [text.strip('"').strip() if isinstance(value, str) else text for text in written]
+    forms = dict.fromkeys([plain, *quoted, repr(value).strip("'\"").strip()])
+    return sorted((form for form in forms if form), key=lambda form: -len(form))
