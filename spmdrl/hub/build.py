@@ -196,7 +196,7 @@ def _train_padding(model: Any) -> None:
     model.get_input_embeddings().padding_idx = None
 
 
-def decoder_layers(hf: Any) -> list[torch.nn.Module]:
+def decoder_layers(hf: Any) -> torch.nn.ModuleList:
     """Return the repeated blocks of a HF model: its longest ModuleList.
 
     Raises:
@@ -207,4 +207,4 @@ def decoder_layers(hf: Any) -> list[torch.nn.Module]:
     lists = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(hf).__name__} has no list of layers to shard; --policy.backend fsdp needs one")
-    return list(max(lists, key=len))
+    return max(lists, key=len)

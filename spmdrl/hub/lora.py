@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA) in a Hugging Face model: their names, attaching them, and running without them."""
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from spmdrl.spmd.seeds import seed_for
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."
 """Prefix of every name in PEFT's files."""
+FUSED_MIXERS = {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2"}
+"""Families whose fused state-space kernels multiply by the weight of `out_proj` themselves."""
 
 
 def is_adapter(name: str) -> bool:
@@ -34,24 +37,29 @@ def partner(name: str) -> tuple[str, str]:
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
-def target_modules(layers: list[nn.Module], targets: tuple[str, ...]) -> list[str]:
+def target_modules(hf: Any, targets: tuple[str, ...]) -> list[str]:
     """Return the last name components of the decoder layers' linear layers to adapt.
 
     Only linear layers can have adapters; experts that transformers packs into one parameter cannot.
 
     Raises:
-        ValueError: a target is none of the linear layers.
+        ValueError: a target is none of the linear layers, or one whose adapter the model's forward would pass by.
     """
-    linear = {
-        name.rpartition(".")[2]: True for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear
-    }
+    passed_by = ("out_proj",) if hf.config.model_type in FUSED_MIXERS else ()
+    linear = {name.rpartition(".")[2]: True for name, m in decoder_layers(hf).named_modules() if type(m) is nn.Linear}
+    wrong = [name for name in targets if name in passed_by]
+    if wrong:
+        raise ValueError(
+            f"--lora.targets {' '.join(wrong)}: the fused kernels of {hf.config.model_type} read this layer's weight "
+            "alone, without an adapter; leave it out"
+        )
     unknown = [name for name in targets if name != ALL_LINEAR and name not in linear]
     if unknown or not linear:
         raise ValueError(
             f"--lora.targets {' '.join(unknown or targets)}: no linear layer of the decoder has that name; this model "
             f"has {', '.join(linear) or 'none'} (experts packed into one parameter take no adapter), or {ALL_LINEAR}"
         )
-    return sorted(linear) if ALL_LINEAR in targets else sorted(set(targets))
+    return sorted(linear.keys() - set(passed_by) if ALL_LINEAR in targets else set(targets))
 
 
 def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]) -> list[str]:
@@ -61,11 +69,11 @@ def linear_names(folder: Path, trust_remote_code: bool, targets: tuple[str, ...]
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return target_modules(decoder_layers(hf), targets)
+    return target_modules(hf, targets)
 
 
 def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool = False):
-    """Put adapters of `dtype` into a HF model, in place; returns PEFT's LoraConfig.
+    """Put adapters of `dtype` into a HF model, in place; returns PEFT's LoraConfig, with which PEFT opens their file.
 
     They start at `initial_values`, except in a model on the meta device, where they are there as well.
 
@@ -82,14 +90,17 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
     config = PeftConfig(
         r=cfg.rank,
         lora_alpha=cfg.rank if scaled else cfg.alpha,
-        target_modules=target_modules(decoder_layers(hf), cfg.targets),
+        target_modules=target_modules(hf, cfg.targets),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
+    told = config_for_peft(config, hf)
     frozen = {name: p.dtype for name, p in hf.named_parameters()}
     empty = next(hf.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
-        inject_adapter_in_model(config, hf, low_cpu_mem_usage=empty)
+        # Into the layers and not into the model: for a model with experts PEFT would take `down_proj` and the like for
+        # the packed experts of older checkpoints, and adapt those parameters in place of the linear layers.
+        inject_adapter_in_model(config, decoder_layers(hf), low_cpu_mem_usage=empty)
     for name, p in hf.named_parameters():
         name = plain_name(name)
         if not is_adapter(name):
@@ -98,7 +109,37 @@ def attach(hf: Any, cfg: LoraConfig, seed: int, dtype: torch.dtype, scaled: bool
         p.data = p.data.to(dtype)
         if not empty:
             p.data.copy_(initial_values(name, tuple(p.shape), seed))
-    return config
+    return told
+
+
+def config_for_peft(config: Any, hf: Any) -> Any:
+    """Return the settings with which PEFT adapts the linear layers of `config` when it opens the model.
+
+    PEFT takes some names (`down_proj`) for the packed experts of a model; linear layers of these names are named one by
+    one, by their weights.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def taken(name: str) -> bool:
+        alone = copy.deepcopy(config)
+        alone.target_modules = {name}
+        try:
+            convert_peft_config_for_transformers(alone, model=hf, conversions=None)
+        except ValueError:
+            return True  # one of two names that make one parameter of the experts
+        return name not in alone.target_modules
+
+    named = {name for name in config.target_modules if taken(name)}
+    out = copy.deepcopy(config)
+    if named:
+        inside = {id(m) for m in decoder_layers(hf).modules()}
+        out.target_modules = set(config.target_modules) - named
+        out.target_parameters = [
+            f"{name}.weight"
+            for name, m in hf.named_modules()
+            if id(m) in inside and type(m) is nn.Linear and name.rpartition(".")[2] in named
+        ]
+    return out
 
 
 def initial_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -97,7 +97,17 @@ def gathered(named: Named, world: World) -> dict[str, torch.Tensor]:
 
 
 def merged_pieces(base: Named, adapters: Named, scale: float, layout: Layout, world: World) -> list[Piece]:
-    """Return the pieces of the full model: of each weight the rows that this rank holds. Collective."""
+    """Return the pieces of the full model: of each weight the rows that this rank holds. Collective.
+
+    Raises:
+        ValueError: an adapter of a parameter that is no linear layer's weight, which would be left out.
+    """
+    apart = {name for name, _ in adapters} - {n for name, _ in base if name.endswith(".weight") for n in partner(name)}
+    if apart:
+        raise ValueError(
+            f"{min(apart)} belongs to no linear layer's weight, so the model cannot be saved or pushed with it: choose "
+            "other --lora.targets"
+        )
     whole, out = gathered(adapters, world), []
     for name, param in base:
         a, b = (whole.get(n) for n in partner(name))
@@ -161,10 +171,10 @@ def read_adapter(adapters: Named, folder: Path, config: Any) -> None:
             "start from its model with --model.path"
         )
     told = json.loads((folder / "adapter_config.json").read_text())
-    flags = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+    flags = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "target_parameters": "targets"}
     for key, name in flags.items():
         ours, theirs = getattr(config, key), told.get(key)
-        if sorted(ours) != sorted(theirs) if key == "target_modules" else ours != theirs:
+        if sorted(ours or ()) != sorted(theirs or ()) if name == "targets" else ours != theirs:
             raise ValueError(f"{folder} was made with --lora.{name} {theirs}, this run asks for {ours}; take that")
     with safe_open(folder / FILE, framework="pt") as file:
         for piece, (_, p) in zip(file_pieces(adapters), [x for x in adapters if local(x[1]).numel()], strict=True):
