@@ -13,6 +13,7 @@ turns.py       finds the text that an assistant generates in a rendered dialogue
 turn_end.py    finds what ends a turn
 turn_shown.py  checks that a turn is shown whole
 marked_turns.py finds turns by the marks of a template
+template_ends.py the tokens by which a chat template ends an assistant's turn
 tokens.py      tokens of a rendered dialogue with a loss mask
 conversation.py tokens of a conversation between those that a policy samples
 turn_tail.py   finds and proves the text between an assistant's turn and the next prompt

@@ -86,6 +86,7 @@ def load_speaker(model: str, format: str = "", most: int = 256, temperature: flo
     import torch
 
     from spmdrl.data.rendering import Dialogue, Renderer
+    from spmdrl.data.template_ends import end_of_turn_tokens
     from spmdrl.hub.build import build_model
     from spmdrl.hub.resolve import named, resolve
     from spmdrl.hub.tokenizer import load_tokenizer
@@ -106,6 +107,7 @@ def load_speaker(model: str, format: str = "", most: int = 256, temperature: flo
             why = str(error)
     ends = policy.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    ends |= set(end_of_turn_tokens(tokenizer, render.template))
     torch.manual_seed(seed)
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
 

@@ -5,6 +5,7 @@ shipped.py    configurations of published models beside the package, for plans
 folder.py     checks a folder; explains errors of libraries in plain words
 gguf.py       converts a GGUF file into a folder, once
 grown.py      a folder with tokens added, once
+ends.py       the end tokens that a folder names
 tokenizer.py  the tokenizer of a folder
 build.py      the model of a folder, with its weights or without values
 quantized.py  the quantised folders that are read: fp8 by blocks

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import TrainingConfig
-from spmdrl.data.chat import template_text
+from spmdrl.data.template_ends import end_of_turn_tokens, job_template
+from spmdrl.hub.ends import GENERATION, generation_config
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import has_tokenizer, load_tokenizer
 
-COPIED = ("generation_config.json", "*processor_config.json")
+COPIED = "*processor_config.json"
 """Files of a language model that are copied byte for byte: transformers may refuse to write what it could read."""
 
 
 def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConfig, head: str) -> dict[str, bytes]:
     """Return name -> content of the configuration, the tokenizer and the files copied from the model's folder.
 
-    The tokenizer has the chat template that `--data.chat-template` gives. A critic or reward model without a tokenizer
-    of its own reads the policy's tokens and gets that one.
+    The tokenizer has the chat template that the job renders dialogues by, and the generation config names the tokens by
+    which that ends a turn, so that whatever samples from the folder stops where the model was taught to. A critic or
+    reward model without a tokenizer of its own reads the policy's tokens and gets that one.
 
     Args:
         source: the folder.
@@ -38,8 +40,9 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     # transformers notes the source's path to its weights there.
     vars(config).pop("transformers_weights", None)
     tokenizer = load_tokenizer(source if has_tokenizer(source) else resolve(cfg.model.path, trust), trust)
-    if cfg.data.chat_template and cfg.data.chat != "off":
-        tokenizer.chat_template = template_text(cfg.data.chat_template)
+    template = job_template(cfg, tokenizer)
+    if template:
+        tokenizer.chat_template = template
     with TemporaryDirectory() as name:
         away = Path(name)
         try:
@@ -53,5 +56,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
                 f"or tokenizer ({type(error).__name__}: {reason}); mend the files of that folder or take another model"
             ) from error
         files = {p.relative_to(away).as_posix(): p.read_bytes() for p in sorted(away.rglob("*")) if p.is_file()}
-    patterns = [*(COPIED if head == "lm" else ()), *(["*.py"] if trust else [])]
-    return files | {p.name: p.read_bytes() for pattern in patterns for p in sorted(source.glob(pattern))}
+    patterns = [*([COPIED] if head == "lm" else []), *(["*.py"] if trust else [])]
+    files |= {p.name: p.read_bytes() for pattern in patterns for p in sorted(source.glob(pattern))}
+    told = generation_config(source, end_of_turn_tokens(tokenizer, template)) if head == "lm" else None
+    return files | ({GENERATION: told} if told is not None else {})

@@ -9,6 +9,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.chat import template_text
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.data.template_ends import job_template
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
 from spmdrl.hub.tokenizer import load_tokenizer
@@ -52,7 +53,7 @@ def build_run(session: Session[Config]) -> Run:
     if "disk" in (cfg.policy.offload, cfg.reference.offload):
         scratch_folder()
     tokenizer = load_tokenizer(model_folder, trust)
-    room, stop = prompt_room(cfg, model_folder), stop_tokens(model_folder, tokenizer)
+    room, stop = prompt_room(cfg, model_folder), stop_tokens(model_folder, tokenizer, job_template(cfg, tokenizer))
     prompts = same_prompts(session, tokenizer, cfg.data.train, room, cfg.data.limit, "--data.limit")
     asked = None
     if is_evaluated(cfg):

@@ -4,6 +4,7 @@ The teacher is the run's frozen `reference`. It may read another prompt than the
 student does not see; the response is the same.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from spmdrl.data.batch import Batch
 from spmdrl.data.episode import Episode, episode_of
 from spmdrl.data.order import drawn_indices
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.template_ends import end_of_turn_tokens, job_template
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.policy.distillation import DistillObjective, reader_of, share_name
 from spmdrl.rl.alignment import Alignment
@@ -80,16 +82,24 @@ class Distillation:
         first = self.cfg.rollout.prompts_per_step
         for place in range(world.engine_index, count, world.engine_count):
             prompt = prompts[drawn[place]]
-            tokens = self._response(answer(prompt, self.cfg))
+            tokens = self._response(answer(prompt, self.cfg), prompt.chat)
             whole = torch.tensor(prompt.tokens + tokens, dtype=torch.int64)
             mask = torch.arange(len(whole)) >= len(prompt.tokens)
             columns = whole, mask, torch.zeros(len(whole)), run.memory.version
             out.append(episode_of(prompt.index, 0, first + place, *columns, reward=float("nan")))
         return out
 
-    def _response(self, text: str) -> list[int]:
+    @cached_property
+    def _turn_end(self) -> int:
+        """The token by which the chat template ends an answer."""
         tokenizer: Any = self.run.tokenizer
-        tokens = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        return next(iter(end_of_turn_tokens(tokenizer, job_template(self.cfg, tokenizer))), tokenizer.eos_token_id)
+
+    def _response(self, text: str, chat: bool) -> list[int]:
+        """The tokens of a response with its end. chat: its prompt was rendered by the chat template."""
+        tokenizer: Any = self.run.tokenizer
+        end = self._turn_end if chat else tokenizer.eos_token_id
+        tokens = [*tokenizer(text, add_special_tokens=False).input_ids, end]
         return tokens[: self.cfg.rollout.max_new_tokens]
 
     def teach(self, batch: Batch) -> Metrics:

@@ -64,7 +64,7 @@ class Voice:
                 check_same_tokens(judge.engine, cfg.model.path, f"{file}: engine", trust)
                 if has_tokenizer(self.folder):
                     self.tokenizer = load_tokenizer(self.folder, trust)
-        self.stop = stop_tokens(self.folder, self.tokenizer)
+        self.stop = stop_tokens(self.folder, self.tokenizer, getattr(self.tokenizer, "chat_template", None) or "")
         self.control = control_words(self.tokenizer)
         self.joined = False
         """True where the template takes no system message, which the first user message then begins with."""

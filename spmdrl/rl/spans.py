@@ -1,7 +1,6 @@
 """Spans of text that whole tokens of two tokenizers cover, for a teacher that reads other tokens than its student."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from spmdrl.data.steps import MARK, progress
+from spmdrl.data.template_ends import end_of_turn_tokens
 
 CUT = -1
 """In place of a number of characters behind a token: the token ends within a character."""
@@ -72,29 +72,26 @@ class Aligned:
     """The teacher's tokens."""
 
 
-def end_of_turn(tokenizer: Any, ends: set[int]) -> int:
-    """Return the token that ends a response: of several, that which the chat template puts behind one.
+def end_of_turn(tokenizer: Any, ends: set[int], template: str = "") -> int:
+    """Return the token that ends a response: of several, that by which the chat template ends an answer.
 
-    ends: all that may. Without a template, or one that puts none of them there, it is the tokenizer's end token.
+    ends: all that may. template: instead of the tokenizer's own. Without one, or where it ends an answer by none of
+    them, it is the tokenizer's end token.
     """
-    said = "An answer."
-    if len(ends) > 1 and getattr(tokenizer, "chat_template", None):
-        turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": said}]
-        # A template may refuse any dialogue, by whatever error it raises.
-        with suppress(Exception):
-            behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(said)[2]
-            found = tokenizer(behind, add_special_tokens=False).input_ids
-            return next(token for token in found if token in ends)
-    return tokenizer.eos_token_id
+    proved = end_of_turn_tokens(tokenizer, template or getattr(tokenizer, "chat_template", None) or "")
+    return next((token for token in proved if token in ends), tokenizer.eos_token_id)
 
 
 class Pair:
     """Two tokenizers: reads a student's responses with its teacher's."""
 
-    def __init__(self, student: Any, teacher: Any, ends: set[int], teacher_ends: set[int]):
-        """ends, teacher_ends: the tokens of each that end a response."""
+    def __init__(self, student: Any, teacher: Any, ends: set[int], teacher_ends: set[int], template: str = ""):
+        """Find the tokens by which both end a response.
+
+        ends, teacher_ends: those of each that may. template: the student's, if not its tokenizer's.
+        """
         self.student, self.teacher, self.ends = student, teacher, ends
-        self.last = end_of_turn(student, ends), end_of_turn(teacher, teacher_ends)
+        self.last = end_of_turn(student, ends, template), end_of_turn(teacher, teacher_ends)
         """The two tokens by which student and teacher end a response."""
         self.control = set(student.all_special_ids) | ends, set(teacher.all_special_ids) | teacher_ends
 

@@ -14,6 +14,7 @@ from spmdrl.config.schema import Config
 from spmdrl.data.chat import template_text
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
+from spmdrl.data.template_ends import job_template
 from spmdrl.env.calls import Call, parse
 from spmdrl.hub.resolve import resolve
 from spmdrl.rl.tool_forms import form_of
@@ -68,5 +69,6 @@ def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
         return None
     found = read_environment(cfg.env)
     conversation = Conversation(tokenizer, template_text(cfg.data.chat_template), found.history)
-    ends = stop_tokens(resolve(cfg.model.path, cfg.model.trust_remote_code), tokenizer)
+    folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
+    ends = stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
     return CallReader(conversation, form_of(found, conversation), ends, found.turn_tokens)

@@ -1,7 +1,6 @@
 """Builds a run's engine by name, and checks that an engine fits the model and the settings."""
 
 import importlib.util
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from spmdrl.config.engines import engine_name, vllm_wants_gpu
 from spmdrl.config.fields import flag
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.schema import Config
+from spmdrl.data.template_ends import end_of_turn_tokens
+from spmdrl.hub.ends import named_ends
 from spmdrl.rollout.engine import Engine, kv_bytes_per_token, longest_sequence
 from spmdrl.spmd.world import World
 
@@ -198,28 +199,13 @@ def check_kv_cache(cfg: Config, engine: str, on_cpu: bool) -> None:
         raise ValueError(f"--rollout.kv-cache-gib {gib:g}: of the machine's memory {free:.1f} GiB are free; give less")
 
 
-def stop_tokens(folder: Path, tokenizer) -> set[int]:
-    """Return the token ids that end a response: the tokenizer's end of sequence and the generation config's.
+def stop_tokens(folder: Path, tokenizer, template: str = "") -> set[int]:
+    """Return the token ids that end a response.
 
-    If there is no generation config, or it names no end tokens, those of config.json count.
+    They are the tokenizer's end of sequence, those that the folder names (`hub/ends.py`), and those by which the chat
+    template ends a turn. template: of the job, as `data/template_ends.py` finds it; empty: it renders no dialogues.
     """
-    from transformers import GenerationConfig
-
-    from spmdrl.hub.folder import plain_errors
-
-    file, eos = "generation_config.json", None
-    if (folder / file).exists():
-        with plain_errors(folder):
-            eos = GenerationConfig.from_pretrained(folder).eos_token_id
-    if eos is None:
-        file = "config.json"
-        with plain_errors(folder):
-            own = json.loads((folder / file).read_text(encoding="utf-8"))
-            eos = own.get("eos_token_id", own.get("text_config", {}).get("eos_token_id"))
-    ids = eos if isinstance(eos, list) else [eos]
-    if not all(i is None or (isinstance(i, int) and not isinstance(i, bool)) for i in ids):
-        raise ValueError(f"{folder}: its {file} names {ids} as end tokens, which are numbers")
-    return {i for i in [tokenizer.eos_token_id, *ids] if i is not None}
+    return {tokenizer.eos_token_id, *named_ends(folder), *end_of_turn_tokens(tokenizer, template)} - {None}
 
 
 def prompt_room(cfg: Config, folder: Path, setting: str = "rollout.max_new_tokens") -> int:

@@ -18,5 +18,6 @@ scores.py        the loss of a reward model
 steps.py         turns a row of labelled steps into a sequence
 step_scores.py   the loss of a process reward model
 generations.py   answers of the model during the job
+template.py      the chat template of a job whose tokenizer has none
 preview.py       a look at the first rows, for a dry run
 """

@@ -32,6 +32,7 @@ from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
 from spmdrl.supervised.rows import NAMED, Encode, Precomputed, Rows, encoded, open_mixture
 from spmdrl.supervised.run import SupervisedRun
+from spmdrl.supervised.template import say_template
 
 C = TypeVar("C", bound=SupervisedConfig)
 Placed = list[tuple[int, int, Any]]
@@ -154,10 +155,7 @@ def assemble(
         session.warn(
             f"--data.rows-per-step {cfg.data.rows_per_step}: a step takes some of the {mixture.rows} rows twice"
         )
-    if not cfg.data.chat_template and not getattr(begun.tokenizer, "chat_template", None):
-        session.note(
-            "the tokenizer has no chat template: rows of messages are rendered as ChatML (--data.chat-template)"
-        )
+    say_template(session, begun.tokenizer)
     data = Rows(cfg, world, mixture, begun.encode, known)
     held_out = evaluation_rows(session, begun.encode)
     if known:

@@ -69,7 +69,14 @@ class Encoder:
         wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
         if not example.dialogue and example.prompt and wanted:
             example = as_dialogue(example, data.system)
-        return self._dialogue(example) if example.dialogue else self._plain(example)
+        if not example.dialogue:
+            return self._plain(example)
+        if not self.has_template:
+            raise RowError(
+                "it holds messages, and the tokenizer has no chat template that would render them: give one with "
+                "--data.chat-template (for example chatml)"
+            )
+        return self._dialogue(example)
 
     def _plain(self, example: Example) -> Encoded:
         """A text that ends with the end token; its prompt, if it has one, is not trained."""

@@ -12,6 +12,7 @@ from spmdrl.session.session import Session
 from spmdrl.supervised.build import Start, with_steps
 from spmdrl.supervised.preview import preview
 from spmdrl.supervised.rows import open_mixture
+from spmdrl.supervised.template import with_template
 from spmdrl.tracking.console import Columns
 
 
@@ -35,8 +36,9 @@ def launch(loaded: Loaded[Any], kind: Kind, train: Callable[[Any], None]) -> Non
     """Open the job and train, or show what it would do; any failure ends the whole job by name."""
     try:
         mixture = open_mixture(loaded.config)
-        loaded = dataclasses.replace(loaded, config=with_steps(loaded.config, mixture))
-        seen = preview(kind.begin(loaded.config), mixture) if loaded.dry_run else []
+        config = with_steps(loaded.config, mixture)
+        loaded = dataclasses.replace(loaded, config=with_template(config, kind.begin, mixture))
+        seen = preview(kind.begin(loaded.config), open_mixture(config)) if loaded.dry_run else []
     except ValueError as error:
         exit_with(f"{kind.prog}: {error}")
     plan = lambda cfg, size: kind.lines(cfg, size) + seen  # noqa: E731

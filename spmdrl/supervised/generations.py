@@ -7,6 +7,7 @@ from typing import Any
 
 from spmdrl.config.engines import engine_name
 from spmdrl.config.supervised import SupervisedConfig, sampling_run
+from spmdrl.data.template_ends import job_template
 from spmdrl.data.tokens import Masked
 from spmdrl.policy.models import Models
 from spmdrl.rollout.build import check_engine, prompt_room, stop_tokens
@@ -32,8 +33,9 @@ class Generations:
         run = sampling_run(cfg, str(folder))
         check_engine(run, world.device.type == "cpu")
         session.note(f"starting engine {engine_name(run)}, which samples every {cfg.generate.every} steps")
+        stop = stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
         named = replace(session, cfg=run)  # type: ignore[type-var]
-        self.engine = sleeping_engine(named, models, stop_tokens(folder, tokenizer))  # type: ignore[arg-type]
+        self.engine = sleeping_engine(named, models, stop)  # type: ignore[arg-type]
         self.memory = Memory(run, models, self.engine, session.timer, world)
         with self.memory.training_phase():
             pass

@@ -3,12 +3,14 @@
 import sys
 from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmdrl.data.mixture import Mixture
 from spmdrl.data.tokens import Masked
-from spmdrl.supervised.build import Start
 from spmdrl.tracking.console import clean
+
+if TYPE_CHECKING:
+    from spmdrl.supervised.build import Start
 
 ROWS = 200
 """Rows that are looked at."""
@@ -19,7 +21,7 @@ LONGEST = 1500
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-def preview(begun: Start, mixture: Mixture, colour: bool | None = None) -> list[str]:
+def preview(begun: "Start", mixture: Mixture, colour: bool | None = None) -> list[str]:
     """Lines on the first rows: counts, and one row whose trained text is green, or in [[ ]] where there is no colour.
 
     colour: None: if stdout is a terminal.

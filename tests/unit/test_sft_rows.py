@@ -19,7 +19,9 @@ from spmdrl.data.rendering import TemplateError
 from spmdrl.supervised.build import evaluation_rows
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import shown
-from spmdrl.supervised.rows import encoded
+from spmdrl.supervised.rows import encoded, open_mixture
+from spmdrl.supervised.sft import begin_sft
+from spmdrl.supervised.template import with_template
 from tests.unit.dialogues import tokenizer_for
 
 CHATML = (
@@ -202,3 +204,25 @@ def test_every_setting_may_change_at_a_resume_or_not():
 )
 def test_weights_of_sources(spec, want):
     assert split_weight(spec) == want
+
+
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        ([{"messages": TALK}], "chatml"),
+        ([{"prompt": "ab=", "answer": "ba"}, {"text": "abc"}], ""),
+        ([{"prompt": "ab=", "answer": "ba"}, {"messages": TALK}], "chatml"),
+    ],
+)
+def test_a_template_that_the_tokenizer_lacks_is_a_setting_of_the_job(rows, want, tmp_path):
+    """Rows of messages want one, and it is recorded and saved; without any such rows all text stays plain."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    cfg = SFTConfig()
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, train=(str(file),)))
+    assert with_template(cfg, begin_sft, open_mixture(cfg)).data.chat_template == want
+    if any("messages" in row for row in rows):
+        with pytest.raises(
+            RowError, match="no chat template that would render them: give one with --data.chat-template"
+        ):
+            begin_sft(cfg).encode({"messages": TALK})

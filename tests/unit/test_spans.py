@@ -150,7 +150,8 @@ def test_what_cannot_be_aligned_says_why(pair):
 
 
 TURNS = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{{ '<|turn|>' }}\n{% endfor %}{{ eos_token }}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{{ '<|turn|>' }}\n{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
 )
 
 

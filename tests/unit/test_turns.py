@@ -8,6 +8,7 @@ import pytest
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.marked_turns import marked_sequences
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
+from spmdrl.data.template_ends import end_of_turn_tokens
 from spmdrl.data.tokens import masked
 from spmdrl.data.turns import sequences_of
 from tests.unit.dialogues import TOOLS, dialogue, templates, tokenizer_for
@@ -213,3 +214,32 @@ def test_parity_turns_are_the_parts_that_trl_marks(name):
             assert extra in (header, "<think>", "<think>\n", "<think>\n\n</think>\n\n"), extra
         agreed += 1
     assert agreed >= 3
+
+
+ENDS = {
+    "gemma3": ["<end_of_turn>"],
+    "gemma4_v5": ["<turn|>", "<|tool_response>"],
+    "diffusion_gemma_training": ["<turn|>"],
+    "glm4moe_training": ["<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "gptoss_training": ["<|return|>", "<|call|>"],
+    "llama3_1": ["<|eot_id|>"],
+    "deepseekv3": ["<｜end▁of▁sentence｜>"],
+    "qwen3": ["<|im_end|>"],
+    "nemotron_3_nano": ["<|im_end|>"],
+}
+"""Tokens that end turns, as model cards name them. None stands within a turn, as gpt-oss's `<|end|>` does."""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_tokens_that_end_turns_are_those_that_are_trained_last(name):
+    template = TEMPLATES[name]
+    tokenizer = tokenizer_for(template)
+    assert tokenizer.convert_ids_to_tokens(end_of_turn_tokens(tokenizer, template)) == ENDS[name]
+
+
+def test_a_template_that_ends_no_turns_names_no_token():
+    tokenizer = tokenizer_for(TEMPLATES["qwen3"])
+    assert end_of_turn_tokens(tokenizer, "") == ()
+    assert end_of_turn_tokens(tokenizer, "{{ raise_exception('no') }}") == ()
+    assert end_of_turn_tokens(tokenizer, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}") == ()

@@ -1,0 +1,78 @@
+"""Finds the tokens by which a chat template ends an assistant's turn: training teaches them, and engines stop at them.
+
+They are read from the turns that `turns.py` and `marked_turns.py` find in stand-in dialogues, so that a model stops where
+it was taught to.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from spmdrl.config.schema import TrainingConfig
+from spmdrl.config.supervised import SupervisedDataConfig
+from spmdrl.data.chat import CHATML, template_text
+from spmdrl.data.marked_turns import marked_sequences
+from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
+from spmdrl.data.turns import sequences_of
+
+ASKED = {"role": "user", "content": "Xk" + PROBE}
+SAID = {"role": "assistant", "content": "9w" + PROBE}
+
+
+def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
+    """Return the jinja text of the template by which a job renders dialogues; empty where it renders none.
+
+    Raises:
+        ValueError: `--data.chat-template` names a file that cannot be read.
+    """
+    found = template_text(cfg.data.chat_template) or getattr(tokenizer, "chat_template", None) or ""
+    if getattr(cfg, "env", ""):
+        return found or CHATML
+    # Given rows of messages are rendered whatever --data.chat says.
+    return found if cfg.data.chat != "off" or isinstance(cfg.data, SupervisedDataConfig) else ""
+
+
+def end_of_turn_tokens(tokenizer: Any, template: str) -> tuple[int, ...]:
+    """Return the ids of the control tokens by which a template ends turns, first that of an answer in plain text.
+
+    A turn with calls of tools may end with another one. A token that stands within a turn, too, such as that behind a
+    thought or a call, ends none. Empty: there is no template, or it proves no end.
+    """
+    if not template:
+        return ()
+    ends, inner = list[str](), set[str]()
+    try:
+        render = Renderer(tokenizer, template)
+    except TemplateError:
+        return ()
+    for dialogue in _probes():
+        try:
+            turns = _turns(render, dialogue)
+        except ValueError:
+            continue
+        for turn in turns:
+            found = list(render.controls.finditer(turn))
+            stops = bool(found) and found[-1].end() == len(turn)
+            ends += [found[-1].group()] if stops else []
+            inner |= {m.group() for m in (found[:-1] if stops else found)}
+    kept = [end for end in dict.fromkeys(ends) if end.strip() and end not in inner]
+    return tuple(tokenizer.convert_tokens_to_ids(kept))
+
+
+def _probes() -> Iterator[Dialogue]:
+    """Yield an answer, one that a question follows, a thought, and calls of tools, of which some templates take one."""
+    yield Dialogue([ASKED, SAID])
+    yield Dialogue([ASKED, SAID, ASKED, SAID])
+    yield Dialogue([ASKED, SAID | dict.fromkeys(THOUGHT_KEYS, PROBE)])
+    for count in (2, 1):
+        calls = [
+            {"id": f"call0000{i}", "type": "function", "function": {"name": PROBE, "arguments": {"a": PROBE}}}
+            for i in range(count)
+        ]
+        answers = [{"role": "tool", "name": PROBE, "tool_call_id": call["id"], "content": PROBE} for call in calls]
+        yield Dialogue([ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *answers, SAID])
+
+
+def _turns(render: Renderer, dialogue: Dialogue) -> list[str]:
+    """Return the texts of a dialogue's turns as they are trained. Raises ValueError where they are not to be had."""
+    find = marked_sequences if render.marked else sequences_of
+    return [s.text[t.start : t.end] for s in find(render, dialogue, ()) for t in s.turns]

@@ -1,0 +1,53 @@
+"""The end tokens that a model's folder names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spmdrl.hub.folder import plain_errors
+
+GENERATION = "generation_config.json"
+
+
+def named_ends(folder: Path) -> list[int]:
+    """Return the end tokens of a folder's generation config, or those of config.json where it names none.
+
+    Raises:
+        ValueError: they are not numbers.
+    """
+    from transformers import GenerationConfig
+
+    file, eos = GENERATION, None
+    if (folder / file).exists():
+        with plain_errors(folder):
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    if eos is None:
+        file = "config.json"
+        with plain_errors(folder):
+            own = json.loads((folder / file).read_text(encoding="utf-8"))
+            eos = own.get("eos_token_id", own.get("text_config", {}).get("eos_token_id"))
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(i is None or (isinstance(i, int) and not isinstance(i, bool)) for i in ids):
+        raise ValueError(f"{folder}: its {file} names {ids} as end tokens, which are numbers")
+    return [i for i in ids if i is not None]
+
+
+def generation_config(folder: Path, ends: tuple[int, ...]) -> bytes | None:
+    """Return the generation config of a model that ends its turns with `ends`, too; None: there is none, and none is due.
+
+    It is the folder's own, byte for byte, where that names them all. transformers stops at the tokens that it names and
+    at no others, the tokenizer's included.
+    """
+    file = folder / GENERATION
+    named = named_ends(folder)
+    if set(ends) <= set(named):
+        return file.read_bytes() if file.exists() else None
+    told: dict[str, Any] = {}
+    if file.exists():
+        told = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        own = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = own.get("text_config") or own
+        told = {key: text[key] for key in ("bos_token_id", "pad_token_id") if text.get(key) is not None}
+    told["eos_token_id"] = [*named, *(end for end in ends if end not in named)]
+    return (json.dumps(told, indent=2) + "\n").encode()
