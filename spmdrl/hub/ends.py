@@ -33,7 +33,7 @@ def named_ends(folder: Path) -> list[int]:
 
 
 def generation_config(folder: Path, ends: tuple[int, ...]) -> bytes | None:
-    """Return the generation config of a model that ends its turns with `ends`, too; None: there is none, and none is due.
+    """Return the generation config of a model that ends its turns with `ends`, too; None: it needs none.
 
     It is the folder's own, byte for byte, where that names them all. transformers stops at the tokens that it names and
     at no others, the tokenizer's included.
