@@ -1,7 +1,7 @@
 """Finds the tokens by which a chat template ends an assistant's turn: training teaches them, and engines stop at them.
 
-They are read from the turns that `turns.py` and `marked_turns.py` find in stand-in dialogues, so that a model stops where
-it was taught to.
+They are read from the turns that `turns.py` and `marked_turns.py` find in stand-in dialogues, so that a model stops
+where it was taught to.
 """
 
 from collections.abc import Iterator
