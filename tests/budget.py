@@ -1,5 +1,7 @@
 """Adds up the seconds of each level of tests, prints them at the end of a run, and holds them to a budget in CI.
 
+It also prints the files that took most, with the CPU seconds that the test process and its descendants spent on them.
+
 SPMDRL_TEST_BUDGET=1 pytest ...     fails if a level takes longer than its budget
 
 The seconds of a level are those of its tests, added up. Where workers of pytest-xdist run tests at the same time, a
@@ -7,15 +9,26 @@ test's seconds include its waits for a core, so the sum is at least that of a se
 tighter there. It is not the time that passes, which the printed line gives as well for a run of several workers.
 """
 
+import contextlib
 import os
 import time
 from collections import defaultdict
 from pathlib import Path
 
+import psutil
+import pytest
+
 BUDGET = {"unit": 900, "ranks": 2700, "engines": 1500, "e2e": 3600, "contract": 700, "plans": 2000}
 """Level -> seconds: about three times the time on two idle cores with AVX-512, and twice the time with AVX2."""
 
+SLOWEST = 15
+"""Files that are printed."""
+
 seconds: dict[str, float] = defaultdict(float)
+files: dict[str, float] = defaultdict(float)
+"""File -> seconds."""
+cpu: dict[str, float] = defaultdict(float)
+"""File -> CPU seconds."""
 began = time.monotonic()
 
 
@@ -34,19 +47,55 @@ def over() -> list[str]:
     ]
 
 
+def cpu_seconds() -> float:
+    """CPU seconds of this process, of its living descendants, and of those that they waited for."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Counts the CPU seconds of a file from its first test to its last: a count takes too long for every test."""
+    name = item.nodeid.split("::")[0]
+    if name not in cpu:
+        cpu[name] = -cpu_seconds()
+    result = yield
+    if nextitem is None or nextitem.nodeid.split("::")[0] != name:
+        # Tests of one file that do not follow each other count from their first on.
+        cpu[name] = cpu[name] + cpu_seconds() if cpu[name] < 0 else cpu[name]
+    return result
+
+
 def pytest_runtest_logreport(report):
     """Adds the time of a test's setup, call or teardown to its level; with workers, their controller adds up all."""
     seconds[level_of(report.nodeid)] += report.duration
+    files[report.nodeid.split("::")[0]] += report.duration
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Takes over the CPU seconds of a worker of pytest-xdist."""
+    for name, taken in getattr(node, "workeroutput", {}).get("cpu", {}).items():
+        cpu[name] += taken
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Fails a run that passed but took too long."""
+    """Fails a run that passed but took too long; a worker hands its CPU seconds to the controller."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cpu"] = dict(cpu)
     if os.environ.get("SPMDRL_TEST_BUDGET") and over() and not exitstatus:
         session.exitstatus = 1
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints one line for all levels, and one for each level above its budget."""
+    """Prints the slowest files, one line for all levels, and one for each level above its budget."""
+    slowest = sorted(files, key=lambda name: -files[name])[:SLOWEST] if len(files) > 1 else []
+    for name in slowest:
+        terminalreporter.write_line(f"{files[name]:7.1f} s, CPU {cpu[name]:7.1f} s  {name}")
     told = ", ".join(f"{level} {taken:.0f} s" for level, taken in sorted(seconds.items()))
     workers = getattr(terminalreporter.config.option, "numprocesses", None)
     beside = f" of {workers} workers, in {time.monotonic() - began:.0f} s" if workers else ""

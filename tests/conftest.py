@@ -4,7 +4,13 @@ import json
 import os
 from pathlib import Path
 
-from tests.budget import pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401 (hooks)
+from tests.budget import (  # noqa: F401 (hooks)
+    pytest_runtest_logreport,
+    pytest_runtest_protocol,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = ROOT / "tests" / "gpu"

@@ -1,7 +1,7 @@
 """Mutations of published layouts are refused for the reason that a sum by hand gives.
 
-Settings that break rules are refused before a plan (tests/unit/test_plan_anchors.py); plans that take more than half a
-minute are in tests/long/test_plan_mutations.py.
+One of each kind: memory of training (optimizer, activations), of sampling and of a push, and the KV cache. The others
+are in tests/long/test_plans.py. Settings that break rules are refused before a plan (tests/unit/test_plan_anchors.py).
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Published layouts are planned as fitting (their mutations: test_mutations.py)."""
+"""Published layouts are planned as fitting (mutations: test_mutations.py; more layouts: tests/long/test_plans.py)."""
 
 from unittest.mock import patch
 
@@ -32,8 +32,8 @@ def verdict(plan: run.Plan) -> str:
     return verdict_lines(plan)[-1]
 
 
-@pytest.mark.parametrize("anchor", ANCHORS.values(), ids=ANCHORS)
-def test_a_published_layout_fits(anchor):
+def fits(anchor: dict) -> None:
+    """Plans an anchor, and compares its numbers with those of its source and of the model's config."""
     plan = plan_of(anchor, [], anchor["gpus"], GPUS[anchor["gpu"]])
     assert plan.fits and "fits with" in verdict(plan), verdict(plan)
     assert sum(p.kind.ranks for p in plan.kinds) == anchor["gpus"]
@@ -55,6 +55,11 @@ def test_a_published_layout_fits(anchor):
     assert all(e["ranks"] == anchor["engine"]["ranks"] for e in samples)
     if seconds := anchor["reported"].get("seconds_per_step"):
         assert 0 < plan.seconds < seconds
+
+
+@pytest.mark.parametrize("name", [name for name, anchor in ANCHORS.items() if not anchor.get("long")])
+def test_a_published_layout_fits(name):
+    fits(ANCHORS[name])
 
 
 def test_an_engine_that_does_not_divide_the_heads_is_refused():

@@ -454,6 +454,12 @@ def test_check_says_what_to_change(world_size, words, parts):
         assert part in line
 
 
+def test_an_engine_that_is_not_installed_is_refused_with_its_command(monkeypatch):
+    monkeypatch.setattr("spmdrl.config.engines.sglang_python", lambda: None)
+    (line,) = problems(2, "--rollout.engine", "sglang")
+    assert "SGLang is not installed; run ./launch/install.sh --sglang" in line
+
+
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [

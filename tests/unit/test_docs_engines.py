@@ -122,8 +122,6 @@ def test_named_settings_exist(page):
 @pytest.mark.parametrize(("ranks", "flags"), COMMANDS)
 def test_commands_pass_the_checks_on_their_number_of_ranks(ranks, flags, monkeypatch):
     monkeypatch.chdir(ROOT)
-    # The page holds with and without SGLang installed.
-    monkeypatch.setattr("spmdrl.config.engines.sglang_python", lambda: Path("python"))
     check(load(*flags), ranks)
     check_use(from_command_line(flags))
 

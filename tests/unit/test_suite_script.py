@@ -7,6 +7,7 @@ the real one would run the suite inside the suite.
 import os
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,7 @@ def test_quick_and_long(tmp_path):
 def test_seconds_of_workers_count_in_full(monkeypatch):
     """Tests that two workers ran at the same time are 2 x 500 s of their level, which is above its budget."""
     monkeypatch.setattr(budget, "seconds", {"unit": 0.0})
+    monkeypatch.setattr(budget, "files", defaultdict(float))
     assert budget.BUDGET["unit"] == 900
     for _ in range(2):
         report = type("Report", (), {"nodeid": "tests/unit/test_x.py::test_y", "duration": 500.0})
