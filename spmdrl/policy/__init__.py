@@ -16,6 +16,7 @@ remote.py       a frozen model on ranks of its own
 model_files.py  files beside the weights in a checkpoint: configuration, tokenizer
 safe_pickle.py  checks an optimizer's pickles before anything loads them
 attention/      attention over packed sequences
+mixers/         recurrent layers and short convolutions over packed sequences
 fsdp/           any HF transformer under FSDP2
 megatron/       the model families of docs/megatron.md on Megatron-core
 """

@@ -15,6 +15,8 @@ from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.packing import plan_packing, plan_tree_packing
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
+from spmdrl.policy.mixers import layers
+from spmdrl.policy.mixers.active import over
 from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
 
@@ -38,6 +40,7 @@ class Trunk:
     def __init__(self, hf: Any, attention: str, group: dist.ProcessGroup | None, share: bool):
         """group: ranks that divide a pack's tokens (`attention/ulysses.py`); share: prompts once (`data/tree.py`)."""
         self.hf, self.attention, self.group, self.share = hf, attention, group, share
+        layers.install(hf)
 
     def __call__(
         self,
@@ -79,12 +82,13 @@ class Trunk:
             assert tree is None, "noise belongs to a token of one sequence"
             embedded = self.hf.get_input_embeddings()(ids)
             given = {"inputs_embeds": embedded + noise_of(noise, part, embedded)}
-        states = self.hf.base_model(
-            **given,
-            position_ids=part.mine(positions.to(device))[None],
-            use_cache=False,
-            packing=packing,
-        ).last_hidden_state[0]
+        with over(packing):
+            states = self.hf.base_model(
+                **given,
+                position_ids=part.mine(positions.to(device))[None],
+                use_cache=False,
+                packing=packing,
+            ).last_hidden_state[0]
         here, at = part.within(inside)
         return rows[here].to(device), states.index_select(0, at.to(device)), part
 

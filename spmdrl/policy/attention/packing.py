@@ -7,6 +7,7 @@ pads nothing; and sequences of similar length side by side, padded, for everythi
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,8 @@ class Packing:
     """The tokens that this rank's layers hold; attention itself sees all tokens."""
     experts: torch.Tensor | None = field(default=None)
     """[S, L, K] for the tokens of `part`: the experts that routers must choose (`hub/routing.py`)."""
+    rows: dict[bool, Any] = field(default_factory=dict)
+    """The layouts for layers that carry a state (`mixers/rows.py`), by whether they hand it over."""
 
     @cached_property
     def runs(self) -> Runs:
@@ -68,7 +71,7 @@ class Packing:
 
     @cached_property
     def classes(self) -> list[LengthClass]:
-        """The layout for attention over padded rows, of similar lengths (`_alike`)."""
+        """The layout for attention over padded rows, of similar lengths (`alike`)."""
         classes = _whole_classes(self.lengths[: self.roots], self.device)
         if self.roots < len(self.lengths):
             # On a GPU, causality aligned to the end then needs no mask.
@@ -123,14 +126,14 @@ def _starts(lengths: list[int]) -> list[int]:
     return [0, *accumulate(lengths)][:-1]
 
 
-def _alike(lengths: list[int]) -> list[list[int]]:
+def alike(lengths: list[int]) -> list[list[int]]:
     """Group the indices of similar lengths: one if at most a fifth of it is padding, else two per power of two."""
     uneven = sum(lengths) * 5 < max(lengths) * len(lengths) * 4
     # Short sequences cost less padded than in a call for each of their lengths.
-    return _grouped([(max(n, SHORT) ** 2).bit_length() if uneven else 0 for n in lengths])
+    return grouped([(max(n, SHORT) ** 2).bit_length() if uneven else 0 for n in lengths])
 
 
-def _grouped(marks: list[int]) -> list[list[int]]:
+def grouped(marks: list[int]) -> list[list[int]]:
     """Group the indices whose marks are equal."""
     groups: dict[int, list[int]] = {}
     for i, mark in enumerate(marks):
@@ -138,7 +141,7 @@ def _grouped(marks: list[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+def padded(starts: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return (token of each slot [B, L], bool [B, L] that is False on padding, L)."""
     width = max(lengths)
     begin, size = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
@@ -151,8 +154,8 @@ def _whole_classes(lengths: list[int], device: torch.device) -> list[LengthClass
     """Length classes of sequences that lie end to end from the first token."""
     starts = _starts(lengths)
     out = []
-    for members in _alike(lengths):
-        gather, real, width = _padded([starts[i] for i in members], [lengths[i] for i in members])
+    for members in alike(lengths):
+        gather, real, width = padded([starts[i] for i in members], [lengths[i] for i in members])
         scatter = torch.nonzero(real.flatten()).flatten().to(device)
         out.append(LengthClass(gather.flatten().to(device), scatter, gather[real].to(device), len(members), width))
     return out
@@ -166,13 +169,13 @@ def _branch_classes(
     below: the runs of tokens of each node's trunk (first one, number), at least one. starts, lengths: first token and
     length of each node. exact: all trunks of a class have the same length.
     """
-    alike_trunks = _grouped if exact else _alike
+    alike_trunks = grouped if exact else alike
     trunks = [sum(n for _, n in spans) for spans in below]
     out = []
-    for alike in _alike(lengths):
-        for same in alike_trunks([trunks[i] for i in alike]):
-            members = [alike[i] for i in same]
-            gather, real, width = _padded([starts[i] for i in members], [lengths[i] for i in members])
+    for like in alike(lengths):
+        for same in alike_trunks([trunks[i] for i in like]):
+            members = [like[i] for i in same]
+            gather, real, width = padded([starts[i] for i in members], [lengths[i] for i in members])
             sizes = torch.tensor([trunks[i] for i in members])
             trunk = int(sizes.max())
             # Slot j of the trunk, counted from the right, so that its last token stands before every node.

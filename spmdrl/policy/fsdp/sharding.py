@@ -13,6 +13,7 @@ from spmdrl.config.schema import TrainingConfig
 from spmdrl.hub.build import decoder_layers
 from spmdrl.policy.contract import SCORES, Head
 from spmdrl.policy.heads import PackedLM, PackedScalar
+from spmdrl.policy.mixers.active import again
 from spmdrl.spmd.devices import kind_of
 from spmdrl.spmd.gloo import DirectAllGather, DirectReduceScatter
 from spmdrl.spmd.world import World
@@ -57,7 +58,9 @@ def recompute(hf: Any) -> None:
     """
     for layer in decoder_layers(hf):
         # The state of random generators need not be kept: in eval mode nothing draws.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=again
+        )
 
 
 def sharded(

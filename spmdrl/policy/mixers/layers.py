@@ -1,0 +1,142 @@
+"""Layers that mix tokens without attention: recurrent ones and short convolutions, family by family of transformers.
+
+A layer runs transformers' own forward, on rows (`rows.py`) instead of the pack: on a GPU with the kernels of
+flash-linear-attention, causal-conv1d and mamba-ssm where transformers finds them, else in plain torch. A state is
+handed over by what transformers passes as a cache.
+"""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmdrl.policy.attention.packing import Packing
+from spmdrl.policy.mixers.active import active
+from spmdrl.policy.mixers.rows import RowClass, rows_of
+
+CARRIERS = (
+    *("GatedDeltaNet", "DeltaAttention"),
+    *("Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Zamba2MambaMixer"),
+    "ShortConv",
+)
+"""Ends of the names of layers that can start from a state: gated delta rules, Mamba-2, short convolutions.
+
+transformers' Mamba-1 reads a state for a single token only."""
+
+OTHERS = ("LightningAttention", "MambaMixer", "RecurrentBlock")
+"""Ends of the names of further layers: MiniMax, Mamba-1, Griffin."""
+
+
+UNUSED = ("attention_mask", "cache_params", "past_key_values")
+"""Arguments that are None in a call over rows."""
+OF_PACKS = (*UNUSED, "packing", "seq_idx", "cu_seq_lens_q")
+
+
+class State:
+    """A cache of transformers for one layer and one call, which keeps the gradient of what it hands over."""
+
+    record_past = False
+
+    def __init__(self, start: "dict[str, torch.Tensor] | None"):
+        """start: `conv` [B, C, k - 1] and, of layers that have one, `recurrent`; None for zeros."""
+        self.start, self.last = start, {}
+
+    @property
+    def layers(self) -> Any:
+        """The layers by index; whichever it is asked for is this one."""
+        return _Anything(self)
+
+    @property
+    def conv_states(self) -> list[torch.Tensor]:
+        """As transformers' cache of a layer."""
+        return [self.start["conv"]] if self.start else []
+
+    @property
+    def recurrent_states(self) -> list[torch.Tensor | None]:
+        """As transformers' cache of a layer."""
+        return [self.start.get("recurrent")] if self.start else [None]
+
+    def has_previous_state(self, *_, **__) -> bool:
+        """As transformers' cache."""
+        return self.start is not None
+
+    def update_conv_state(self, x_BCL: torch.Tensor, *_, conv_kernel_size: int, **__) -> torch.Tensor:
+        """Return the inputs of a convolution with the k - 1 before them; keep the last k - 1."""
+        k = conv_kernel_size
+        before = self.start["conv"] if self.start else x_BCL.new_zeros(*x_BCL.shape[:2], k - 1)
+        whole = torch.cat([before, x_BCL], -1)
+        self.last["conv"] = whole[..., whole.shape[-1] - k + 1 :]
+        return whole
+
+    def update_recurrent_state(self, state: torch.Tensor, *_, **__) -> torch.Tensor:
+        """Keep the state behind the last token."""
+        self.last["recurrent"] = state
+        return state
+
+
+class _Anything:
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __getitem__(self, _: int) -> Any:
+        return self.value
+
+
+def install(hf: nn.Module) -> None:
+    """Let the layers of a HF model run over packs, where one is `active`; otherwise they run as they were."""
+    for module in hf.modules():
+        if _is_mixer(module) and getattr(module.forward, "func", None) is not _forward:
+            module.forward = partial(_forward, module, module.forward)
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    return type(module).__name__.endswith((*CARRIERS, *OTHERS))
+
+
+def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
+    packing = active()
+    if packing is None or len(packing.lengths) == 1:
+        return forward(*args, **kwargs)
+    if packing.part.ranks > 1:
+        raise ValueError(
+            f"--parallel.sp {packing.part.ranks}: {type(module).__name__} carries a state from token to token and "
+            "needs whole sequences; set --parallel.sp 1"
+        )
+    given = inspect.signature(forward).bind(*args, **kwargs).arguments
+    given = {**given, **given.pop("kwargs", {})}
+    cache = next((name for name in ("cache_params", "past_key_values") if name in given), None)
+    carries = cache is not None and type(module).__name__.endswith(CARRIERS)
+    rows = rows_of(packing, carries)
+    states: list[dict[str, torch.Tensor]] = []
+    outputs, other = [], None
+    for row_class in rows.classes:
+        call = {name: _lay_out(value, row_class, packing) for name, value in given.items() if name not in OF_PACKS}
+        # Right padding needs no mask.
+        call |= {name: None for name in UNUSED if name in given}
+        state = State(_start(states, row_class)) if row_class.hands or row_class.starts is not None else None
+        if state is not None:
+            call[cache] = state
+        out = forward(**call)
+        out, *other = out if isinstance(out, tuple) else (out,)
+        outputs.append(out.flatten(0, 1).index_select(0, row_class.read))
+        if row_class.hands:
+            states.append(state.last)
+    whole = torch.cat(outputs).index_select(0, rows.order)[None]
+    return (whole, *(None for _ in other)) if other else whole
+
+
+def _lay_out(value: Any, rows: RowClass, packing: Packing) -> Any:
+    """Lay out what belongs to tokens, [1, T, ...] -> [B, L, ...]."""
+    if isinstance(value, tuple):
+        return tuple(_lay_out(part, rows, packing) for part in value)
+    if torch.is_tensor(value) and value.dim() > 1 and value.shape[:2] == (1, packing.part.tokens):
+        return value[0].index_select(0, rows.gather).unflatten(0, (rows.sequences, -1))
+    return value
+
+
+def _start(states: list[dict[str, torch.Tensor]], rows: RowClass) -> dict[str, torch.Tensor] | None:
+    if rows.starts is None:
+        return None
+    return {name: torch.cat([state[name] for state in states]).index_select(0, rows.starts) for name in states[0]}
