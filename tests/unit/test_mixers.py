@@ -229,6 +229,7 @@ def test_rows_of_a_tree_read_each_token_once_and_hand_states_over():
         assert rows is rows_of(packing, hand)
     handing, behind, leaves, last = rows_of(packing, True).classes
     assert handing.hands and handing.gather.tolist() == [0, 1, 2, 3] and handing.starts is None
+    assert behind.starts is not None and leaves.starts is not None and last.starts is not None
     assert behind.hands and behind.gather.tolist() == [5, 6, 7] and behind.starts.tolist() == [0]
     # A single token is no trunk: it stands before both of its leaves, and is read once.
     assert leaves.sequences == 2 and leaves.gather.view(2, -1)[:, 0].tolist() == [4, 4]

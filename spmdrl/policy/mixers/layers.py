@@ -115,8 +115,8 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
         call = {name: _lay_out(value, row_class, packing) for name, value in given.items() if name not in OF_PACKS}
         # Right padding needs no mask.
         call |= {name: None for name in UNUSED if name in given}
-        state = State(_start(states, row_class)) if row_class.hands or row_class.starts is not None else None
-        if state is not None:
+        state = State(_start(states, row_class))
+        if row_class.hands or row_class.starts is not None:
             call[cache] = state
         out = forward(**call)
         out, *other = out if isinstance(out, tuple) else (out,)
