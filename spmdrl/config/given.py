@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import yaml
 
@@ -13,6 +14,10 @@ TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
 MOST_NODES, MOST_LEVELS = 10_000, 8
 """Most entries and levels of a file of settings, aliases followed."""
+CONTROLLER, TARGET, AIM = "algo.kl_controller", "algo.kl_target", "0.1"
+"""A name that files of other versions have, the setting that says the same, and the value where they lack it."""
+
+E = TypeVar("E")
 
 
 @dataclass
@@ -66,7 +71,21 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
             _flatten(root, "", path, found, problems, itertools.count())
         except OverflowError as error:
             problems.append(f"--config {path}: {error}")
+    controller = next((given.values for name, given in found if name == CONTROLLER), None)
+    if controller in (["fixed"], ["adaptive"]):
+        where = next(given.origin for name, given in found if name == CONTROLLER)
+        found = list(with_target(dict(found), controller == ["adaptive"], Given([AIM], where)).items())
     return found
+
+
+def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, E]:
+    """Entries of a file that names a controller of the KL coefficient, in terms of its target alone."""
+    rest = {name: value for name, value in entries.items() if name != CONTROLLER}
+    if not adaptive:
+        rest.pop(TARGET, None)
+    elif TARGET not in rest:
+        rest[TARGET] = default
+    return rest
 
 
 def is_resolved(path: str) -> bool:

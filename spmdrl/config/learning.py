@@ -68,12 +68,10 @@ class AlgoConfig:
     """Term that this KL is part of: the loss, or the reward."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
     """Estimator of KL from sampled tokens (a trailing + is the straight-through form)."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive` steers the coefficient towards kl_target."""
-    kl_target: float = 0.1
-    """KL a token (nats) that the adaptive controller aims at."""
+    kl_target: float | None = None
+    """KL a token (nats) towards which a controller steers the coefficient, such as 0.1. None: it stays."""
     kl_horizon: float = 10000.0
-    """Samples over which the adaptive controller moves the coefficient."""
+    """Samples over which the controller moves the coefficient."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_logp: Literal["auto", "policy", "rollout"] = "auto"

@@ -64,9 +64,9 @@ def _loss_problems(config: Config, sequence_losses: Collection[str]) -> list[str
             f"--reference.enabled off: KL needs the reference while --algo.kl-coef is {algo.kl_coef}; "
             "take auto, or kl-coef 0"
         )
-    if algo.kl_controller == "adaptive" and not algo.kl_coef:
+    if algo.kl_target is not None and not algo.kl_coef:
         problems.append(
-            "--algo.kl-controller adaptive: steers the KL coefficient, so --algo.kl-coef must start above 0"
+            f"--algo.kl-target {algo.kl_target}: steers the KL coefficient, so --algo.kl-coef must start above 0"
         )
     if algo.preset == "distill" and not config.reference.path:
         problems.append("--reference.path '': distill learns from a teacher; name its model")
@@ -188,7 +188,7 @@ def _range_problems(config: Config) -> list[str]:
         bound = "low" if correction.low is not None else "high"
         problems.append(f"--correction.{bound} {getattr(correction, bound)}: name the --correction.kind that it bounds")
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    if algo.kl_controller == "adaptive" and algo.kl_horizon < samples / 5:
+    if algo.kl_target is not None and algo.kl_horizon < samples / 5:
         problems.append(
             f"--algo.kl-horizon {algo.kl_horizon}: must be at least a fifth of the {samples} samples of a step"
         )

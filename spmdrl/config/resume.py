@@ -17,6 +17,7 @@ from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.environment import acts_by
 from spmdrl.config.fields import flag, leaves, shown
+from spmdrl.config.given import AIM, CONTROLLER, with_target
 from spmdrl.config.judge import graded_by
 from spmdrl.config.presets import with_preset
 from spmdrl.config.rewards import weighted
@@ -33,7 +34,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "law 2: how a rank computes the same": (
         *("policy.max_tokens_per_microbatch", "policy.activation_checkpointing"),
         *("policy.host_optimizer", "policy.reshard_after_forward", "policy.attention", "policy.share_prompts"),
-        "policy.reduce_gradients",
+        *("policy.reduce_gradients", "model.self_check"),
         *("policy.chunked_loss", "policy.liger", "policy.offload", "reference.offload", "lora.push"),
     ),
     "law 3: draws of an engine belong to the data, wherever and beside whatever it makes them": (
@@ -179,6 +180,8 @@ def differences(path: Path, cfg: TrainingConfig) -> Differences:
         if not isinstance(nested, dict):
             raise TypeError("it holds no settings")
         there = flat(nested)
+        if there.get(CONTROLLER) in ("fixed", "adaptive"):
+            there = with_target(there, there[CONTROLLER] == "adaptive", float(AIM))
         wrote = entry_point(nested)
         out.other = wrote if wrote != entry_point(each.name for each in fields(cfg)) else ""
         unknown = sorted(set(there) - set(leaves(type(cfg))))

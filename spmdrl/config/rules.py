@@ -91,7 +91,7 @@ RULES: dict[str, _Rule] = {
     "algo.eta": _maybe(*_positive),
     "algo.positive_coef": _at_least_0,
     "algo.kl_coef": _at_least_0,
-    "algo.kl_target": _positive,
+    "algo.kl_target": _maybe(*_positive),
     "algo.kl_horizon": _positive,
     "algo.entropy_coef": _finite,
     "correction.low": _maybe(*_at_least_0),

@@ -62,6 +62,8 @@ class ModelConfig:
     """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (or float64)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: models that need it are refused."""
+    self_check: bool = True
+    """At start, compare packed sequences with each one alone in plain transformers (docs/policy.md)."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Builds the model of a Hugging Face folder: with its weights, or without values, to be sharded before it is filled."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def empty_model(
     Parameters and the buffers that checkpoints hold have no values; tied parameters are one. The other buffers (rotary
     tables and the like) are on the CPU and hold the values that transformers' `from_pretrained` gives them.
 
-    Arguments and errors are those of `build_model`; a quantised folder gives a plain model.
+    Arguments and errors are those of `build_model`; a quantised folder gives a plain model. A family that knows its own
+    attention alone is built with that.
     """
     from transformers import AutoConfig
     from transformers.initialization import meta_device_safe_creation_ops
@@ -92,14 +94,14 @@ def empty_model(
         )
         kind = _kind(config, head)
         drop_quantization(config, folder)
+        make = partial(kind.from_config, config, dtype=dtype, trust_remote_code=trust_remote_code, **kernels)
         with torch.device("meta"), meta_device_safe_creation_ops():
-            model: Any = kind.from_config(
-                config,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                attn_implementation=attn_implementation,
-                **kernels,
-            )
+            try:
+                model: Any = make(attn_implementation=attn_implementation)
+            except KeyError as error:
+                if error.args != (attn_implementation,):
+                    raise
+                model = make(attn_implementation=None)
         if head == "steps":
             _check_steps_head(model)
         _keep_types(model, dtype)

@@ -4,7 +4,7 @@
 reads before the token and a reward model after it; a reward model may give several numbers, one for each label.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,11 @@ from spmdrl.policy.mixers import layers
 from spmdrl.policy.mixers.active import over
 from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
+
+Form = Literal["tree", "packed", "apart"]
+"""The way the sequences of a pack run: in one forward, shared tokens once; in one forward, each whole; each in a
+forward of its own, by the model's own attention. The result is the same: `self_check.py` finds which ones a model can.
+"""
 
 Noise = tuple[torch.Tensor, torch.Tensor]
 """Of each token: a seed (int64), and the largest number that is added to its embedding, times the root of the width."""
@@ -39,7 +44,8 @@ class Trunk:
 
     def __init__(self, hf: Any, attention: str, group: dist.ProcessGroup | None, share: bool):
         """group: ranks that divide a pack's tokens (`attention/ulysses.py`); share: prompts once (`data/tree.py`)."""
-        self.hf, self.attention, self.group, self.share = hf, attention, group, share
+        self.hf, self.attention, self.group = hf, attention, group
+        self.form: Form = "tree" if share else "packed"
         layers.install(hf)
 
     def __call__(
@@ -51,19 +57,27 @@ class Trunk:
         experts_TLK: torch.Tensor | None = None,
         noise: Noise | None = None,
         begins_B: torch.Tensor | None = None,
+        runs: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, TokenSlice]:
         """Return the tokens under the mask that this rank answers for, int64 [n]; the state of each [n, D]; the slice.
 
         tokens_T: int64 [T]; lengths_B: int64 [B]; mask_T: bool [T]. before: give the state before a token, which
         predicts it, instead of the one after it. experts_TLK: experts that routers must choose, FREE where they are
         free to choose (`hub/routing.py`). noise: added to the embeddings; not with prompts that run once. begins_B:
-        bool [B], False for a further path of the episode before (`data/tree.py`); None: there are none.
+        bool [B], False for a further path of the episode before (`data/tree.py`); None: there are none. runs: forwards
+        of the form `apart`, at least B: ranks that share weights gather them in each, so they need as many.
         """
         device = next(self.hf.parameters()).device
         tokens_T, lengths_B, mask_T = tokens_T.cpu(), lengths_B.cpu(), mask_T.cpu()
         begins_B = None if begins_B is None else begins_B.cpu()
-        tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK) if self.share else None
         rows = torch.nonzero(mask_T).flatten()
+        if self.form == "apart":
+            assert experts_TLK is None, "self_check.py refuses routing replay in this form"
+            states = self._apart(tokens_T.to(device), lengths_B.tolist(), noise, runs)
+            inside = (rows - int(before)).to(device)
+            return rows.to(device), states.index_select(0, inside), TokenSlice(len(tokens_T))
+        shares = self.form == "tree"
+        tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK) if shares else None
         if tree is None:
             packing = plan_packing(lengths_B, device, self.attention, self.group)
             positions = torch.cat([torch.arange(n) for n in lengths_B.tolist()])
@@ -92,6 +106,47 @@ class Trunk:
         here, at = part.within(inside)
         return rows[here].to(device), states.index_select(0, at.to(device)), part
 
+    def _apart(self, tokens_T: torch.Tensor, lengths: list[int], noise: Noise | None, runs: int) -> torch.Tensor:
+        """Return the states [T, D] of sequences that each run in a plain forward of the HF model."""
+        given: list[dict[str, torch.Tensor]] = [{"input_ids": ids[None]} for ids in tokens_T.split(lengths)]
+        if noise is not None:
+            embedded = self.hf.get_input_embeddings()(tokens_T)[None]
+            embedded = embedded + noise_of(noise, TokenSlice(len(tokens_T)), embedded)
+            given = [{"inputs_embeds": part} for part in embedded.split(lengths, 1)]
+        states = [self.hf.base_model(**each, use_cache=False).last_hidden_state[0] for each in given]
+        for _ in range(runs - len(lengths)):
+            # No rows of it are taken, and yet its backward runs, as on the ranks that have a sequence here.
+            states.append(self.hf.base_model(input_ids=tokens_T[None, :2], use_cache=False).last_hidden_state[0, :0])
+        return torch.cat(states)
+
+
+class Probed(nn.Module):
+    """Two further forwards of a packed model, for `self_check.py`."""
+
+    hf: Any
+    trunk: Trunk
+
+    def states(self, tokens_T: torch.Tensor, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+        """Return the states [T, D] after the tokens of a pack, zeros where mask_T is False."""
+        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, before=False)
+        return part.total(at_rows(rows, states, len(tokens_T)))[0]
+
+    def plain(self, ids_n: torch.Tensor) -> torch.Tensor:
+        """Return the states [1, n, D] of one sequence in the HF model's own forward."""
+        return self.hf.base_model(input_ids=ids_n[None], use_cache=False).last_hidden_state
+
+    def off(self, ids_n: torch.Tensor) -> torch.Tensor:
+        """Return how far this module's head is from the HF model's own on one sequence: float64 [m].
+
+        Differences between the numbers that both give for a token, as shares of the numbers' spread.
+        """
+        states, logits = self.plain(ids_n)[0], self.hf(input_ids=ids_n[None], use_cache=False).logits
+        return self.apart_from(states, logits[0] if logits.dim() == 3 else logits, ids_n)
+
+    def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
+        """Compare the head's numbers from these states with the HF model's logits, of all tokens or of the last."""
+        raise NotImplementedError
+
 
 def at_rows(rows: torch.Tensor, values: torch.Tensor, tokens: int) -> torch.Tensor:
     """Put the values [n, ...] of some tokens into zeros [T, ...]."""
@@ -113,7 +168,7 @@ def divisor_of(config: Any) -> float:
     )
 
 
-class PackedLM(nn.Module):
+class PackedLM(Probed):
     """HF causal LM whose forward gives logp and entropy of the sampled tokens, never logits [T, V].
 
     The HF model is the attribute `hf`, so parameter names are its own behind the prefix `hf.`.
@@ -141,17 +196,18 @@ class PackedLM(nn.Module):
         token_loss: TokenLoss | HeadFunction | None = None,
         noise: Noise | None = None,
         begins_B: torch.Tensor | None = None,
+        runs: int = 0,
     ) -> tuple[torch.Tensor, ...]:
         """logp and entropy [T] (float32, float64 for float64 models), 0 where mask_T is False.
 
         tokens_T: int64 [T] packed. lengths_B: int64 [B]. mask_T: bool [T]; False on first tokens. second: what the
         second tensor holds. experts_TLK: [T, L, K], experts that routers must choose, FREE (-1) where they are free to
         choose. token_loss: see the contract; logp and entropy then have no gradient, and a third element is added: the
-        loss of this rank's rows (a scalar), which has one. A `HeadFunction` gives all of them itself. noise, begins_B:
-        see `Trunk`.
+        loss of this rank's rows (a scalar), which has one. A `HeadFunction` gives all of them itself. noise, begins_B,
+        runs: see `Trunk`.
         """
         # The state before a token predicts it. Rows outside the loss mask never reach the head.
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise, begins_B)
+        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise, begins_B, runs)
         targets = tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
         if callable(token_loss):
@@ -177,8 +233,16 @@ class PackedLM(nn.Module):
         logp_T, other_T = part.total(at_rows(rows, logp, len(tokens_T)), at_rows(rows, other, len(tokens_T)))
         return logp_T, other_T
 
+    def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
+        """See `Probed`: of the logp of each token but the first, shares of the logits' standard deviation."""
+        theirs_nV, targets = logits_mV[:-1].double(), ids_n[1:]
+        weight = self.hf.get_output_embeddings().weight
+        ours = linear_logprob(states_nD[:-1], weight, targets, self.logit_divisor, softcap=self.softcap)[0]
+        theirs = theirs_nV.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        return (ours - theirs).abs() / theirs_nV.std(-1)
 
-class PackedScalar(nn.Module):
+
+class PackedScalar(Probed):
     """HF classifier of sequences or tokens, read at tokens: a critic or a reward model.
 
     The HF model is the attribute `hf`; its head is a linear layer named `score`, as reward models are published.
@@ -206,15 +270,21 @@ class PackedScalar(nn.Module):
         temperature: float,
         second: Second = "entropy",
         begins_B: torch.Tensor | None = None,
+        runs: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The number of each token under the mask, [T] (float32, float64 for float64 models), and zeros alike.
 
-        [T, L] where the head has L labels, two or more. temperature and second have no meaning here. begins_B: see
-        `Trunk`.
+        [T, L] where the head has L labels, two or more. temperature and second have no meaning here. begins_B, runs:
+        see `Trunk`.
         """
-        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, before=not self.after, begins_B=begins_B)
+        rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, not self.after, begins_B=begins_B, runs=runs)
         value = self.hf.score(states)
         value = value[:, 0] if value.shape[1] == 1 else value
         value = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
         (value_T,) = part.total(at_rows(rows, value, len(tokens_T)))
         return value_T, value_T.detach() * 0
+
+    def apart_from(self, states_nD: torch.Tensor, logits_mV: torch.Tensor, ids_n: torch.Tensor) -> torch.Tensor:
+        """See `Probed`: a classifier of sequences has numbers for the last token alone."""
+        ours = self.hf.score(states_nD)
+        return (ours[-len(logits_mV) :] - logits_mV).abs().amax(1).double() / (ours.abs().max() + 1e-6)

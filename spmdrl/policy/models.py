@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -24,6 +24,7 @@ from spmdrl.policy.backends import backend, shares_prompts
 from spmdrl.policy.contract import Head, Policy
 from spmdrl.policy.labels import Labels, check_alone, labels_of
 from spmdrl.policy.remote import RemotePolicy
+from spmdrl.policy.self_check import settle
 from spmdrl.spmd.mesh import scoring_world
 from spmdrl.spmd.world import World
 
@@ -204,6 +205,24 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     if models.keep_reference and models.policy and models.reference:
         check_alike(models.policy, models.reference)
     return models
+
+
+def check_models(models: Models, cfg: Config, needs: frozenset[str], say: Callable[[str], None]) -> None:
+    """Check the models on this rank that have weights of their own (`self_check.py`). Collective over their ranks.
+
+    say: takes a line for each.
+
+    Raises:
+        ValueError: one of them gives wrong numbers here.
+    """
+    from spmdrl.policy.fsdp.lora import BaseOf
+
+    wanted = wanted_models(cfg, needs)
+    for name, each in models.named():
+        model = each.model if isinstance(each, RemotePolicy) else each
+        if model is not None and not isinstance(model, BaseOf):
+            flag, path = (wanted[name].flag, wanted[name].path) if name in wanted else ("", "")
+            settle(model, name.replace("_", " "), f"{flag} {path}" if path else f"--model.path {cfg.model.path}", say)
 
 
 def _same(cfg: Config, path: str) -> bool:

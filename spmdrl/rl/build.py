@@ -14,7 +14,7 @@ from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.attention.packed import check_attention
-from spmdrl.policy.models import build_models
+from spmdrl.policy.models import build_models, check_models
 from spmdrl.rewards.load import check_cost, load_reward, scores_timeouts
 from spmdrl.rl.compose import compose, load_function
 from spmdrl.rl.engine_judges import EngineJudges
@@ -80,6 +80,7 @@ def build_run(session: Session[Config]) -> Run:
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     environment = open_environment(session, tokenizer, stop, room) if cfg.env and world.samples else None
     models = build_models(cfg, world, algo.needs)
+    check_models(models, cfg, algo.needs, session.note)
     models.reading = reading_of(cfg, models.labels, tokenizer, prompts)
     models.cost_reading = at_last("--safety.cost-model", cfg.safety.cost_model, trust)
     if models.labels:

@@ -144,7 +144,8 @@ def single_changes(config: Config) -> Iterator[tuple[str, Any]]:
         elif hint is str:
             choices = ["..."] if value == "" else [default]
         else:
-            choices = [None] if is_optional(hint) else []
+            given = [1] if value is None and float in get_args(hint) else []
+            choices = [*given, None] if is_optional(hint) else []
         yield from ((name, choice) for choice in choices if choice != value)
 
 

@@ -48,7 +48,7 @@ def refresh_reference(models: Models, every: int, step: int, mix: float = 1.0) -
 
 def steer(algo: Algorithm, cfg: Config, values: dict[str, float], samples: int) -> None:
     """Move the KL coefficient and the Lagrange multiplier by a step's reduced metrics, alike on every rank."""
-    if cfg.algo.kl_controller == "adaptive" and "kl/mean" in values:
+    if cfg.algo.kl_target is not None and "kl/mean" in values:
         algo.state["kl_coef"] = adaptive_coef(
             algo.state["kl_coef"], values["kl/mean"], cfg.algo.kl_target, cfg.algo.kl_horizon, samples
         )

@@ -23,6 +23,7 @@ from spmdrl.policy.backends import backend
 from spmdrl.policy.contract import MEASURE, Objective
 from spmdrl.policy.fsdp.lora import BaseOf
 from spmdrl.policy.models import Models
+from spmdrl.policy.self_check import settle
 from spmdrl.rollout.build import context_length
 from spmdrl.session.checkpoints import Checkpoints
 from spmdrl.session.generators import generator_states, set_generator_states
@@ -79,7 +80,9 @@ def policy(session: Session[SupervisedConfig], folder: Path, share: bool) -> Any
     cfg = session.cfg
     session.note(f"building policy {cfg.model.path} ({cfg.model.dtype})")
     built = replace(cfg, policy=replace(cfg.policy, share_prompts=share), model=replace(cfg.model, path=str(folder)))
-    return backend(cfg.policy.backend)(built, session.world, cfg.run.steps, trainable=True, adapt=True)
+    model = backend(cfg.policy.backend)(built, session.world, cfg.run.steps, trainable=True, adapt=True)
+    settle(model, "policy", f"--model.path {cfg.model.path}", session.note)
+    return model
 
 
 def frozen(
@@ -99,9 +102,12 @@ def frozen(
     if path:
         with named(flag):
             check_same_tokens(path, cfg.model.path, flag, cfg.model.trust_remote_code)
-    session.note(f"building {flag.split('.')[0].strip('-')} {path or cfg.model.path}")
+    role = flag.split(".")[0].strip("-")
+    session.note(f"building {role} {path or cfg.model.path}")
     more = {"average": True} if average else {}
-    return backend(cfg.policy.backend)(cfg, session.world, 0, trainable=False, path=path, **more)
+    model = backend(cfg.policy.backend)(cfg, session.world, 0, trainable=False, path=path, **more)
+    settle(model, role, f"{flag} {path}" if path else f"--model.path {cfg.model.path}", session.note)
+    return model
 
 
 def last_of_rows(held_out: Placed) -> list[Any]:

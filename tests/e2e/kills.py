@@ -25,7 +25,7 @@ PHASES = ("rollout", "push", "update", "checkpoint")
 FLAGS = argv(
     "--rollout.engine hf --deterministic --rollout.prompts_per_step 4 --rollout.samples_per_prompt 4 --eval.every 5 "
     "--eval.prompts 8 --checkpoint.every 1 --checkpoint.keep 2 --tracking.trackers jsonl --run.timeout 30 "
-    "--algo.updates_per_step 2 --algo.kl_coef 0.05 --algo.kl_controller adaptive"
+    "--algo.updates_per_step 2 --algo.kl_coef 0.05 --algo.kl_target 0.1"
 )
 UNTIMED = ("time/", "memory/", "tokens/s")
 

@@ -28,7 +28,7 @@ RUNS = {
     "replay": "--algo.preset pf_ppo --filter.replay-steps 1 --algo.updates-per-step 2",
     "critic that warms up": "--algo.preset vapo --critic.warmup-steps 1 --algo.updates-per-step 2",
     "process rewards": "--algo.preset prime --filter.low 0 --filter.high 1",
-    "KL in the reward": "--algo.preset reinforce_pp --algo.kl-controller adaptive --reference.refresh-every 1",
+    "KL in the reward": "--algo.preset reinforce_pp --algo.kl-target 0.1 --reference.refresh-every 1",
     "adapters, correction, shaping": "--lora.rank 2 --correction.kind icepop --shaping.length-penalty linear "
     "--shaping.overlong-buffer 2 --shaping.clip-high 0.5 --shaping.mask-cut --optimizer.schedule cosine",
     "evaluation off": "--eval.every 0",

@@ -253,7 +253,6 @@ SAFE = {
         "kl_coef": 0.05,
         "kl_in": "reward",
         "kl_estimator": "k1",
-        "kl_controller": "adaptive",
         "kl_target": 0.01,
         "kl_horizon": 200.0,
         "updates_per_step": 2,

@@ -52,7 +52,7 @@ CASES = {
     "generators": {"algo": {"loss": "FOLDER/loss.py:drawing"}},
     "partial rollouts": {"rollout": CUT},
     "replay": {"filter": {"resample": "pow", "replay_steps": 2}},
-    "ppo": {"algo": {"preset": "ppo", "kl_coef": 0.05, "kl_controller": "adaptive", "kl_horizon": 200.0}},
+    "ppo": {"algo": {"preset": "ppo", "kl_coef": 0.05, "kl_target": 0.1, "kl_horizon": 200.0}},
     "filter": {"filter": {"keep": "accuracy_range", "low": 0.05, "high": 0.95}},
     "filter, partial": {
         "rollout": CUT | {"temperature": 2.0},
@@ -339,7 +339,7 @@ def set_anew(world, folder):
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n")
     sections = {"checkpoint": {"every": 1}, "run": {"steps": 2}, "eval": {"every": 0}}
     sections["reward"] = {"function": str(reward), "workers": 1}
-    adaptive = {"kl_controller": "adaptive", "kl_coef": 0.05}
+    adaptive = {"kl_target": 0.1, "kl_coef": 0.05}
     train_demo(world, folder, sections | {"algo": adaptive})
     told = {}
     for name, algo in {"as it was": adaptive, "set anew": adaptive | {"kl_coef": 0.5}}.items():

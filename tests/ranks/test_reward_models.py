@@ -206,7 +206,7 @@ def test_a_reference_is_refreshed_every_second_step(folders):
 
 def test_what_steers_moves_by_the_papers_formulas():
     cfg = config(
-        algo={"kl_coef": 0.2, "kl_controller": "adaptive", "kl_target": 0.1, "kl_horizon": 1000.0},
+        algo={"kl_coef": 0.2, "kl_target": 0.1, "kl_horizon": 1000.0},
         safety={"cost": "cost", "limit": 0.5, "lr": 0.1, "multiplier": 2.0},
     )
     algo = compose(cfg)

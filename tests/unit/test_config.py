@@ -20,6 +20,7 @@ from spmdrl.config.fields import ConfigError, get, leaves, nearest
 from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.plan import plan_lines
 from spmdrl.config.presets import PRESETS, with_preset
+from spmdrl.config.resume import differences
 from spmdrl.config.schema import Config
 from spmdrl.evaluate import RUNS
 from spmdrl.rl.evaluation import evaluation_plan
@@ -211,7 +212,8 @@ def test_unknown_names_are_one_message_with_the_nearest_and_the_file(yaml_file):
     assert lines == [
         f"{path}:2: unknown key run.stepz; did you mean run.steps?",
         f"{path}:4: unknown key rollout.temperatur; did you mean rollout.temperature?",
-        f"{path}:5: model is a section, not a setting; it holds model.path, model.dtype, model.trust_remote_code",
+        f"{path}:5: model is a section, not a setting; it holds model.path, model.dtype, model.trust_remote_code, "
+        "model.self_check",
         f"{path}:6: unknown key rolout.tp; did you mean rollout.tp?",
         "unknown flag --steps; did you mean --run.steps?",
         "unknown flag --polic.offload; did you mean --policy.offload?",
@@ -404,7 +406,7 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (1, "--rollout.samples-per-prompt 1 --algo.preset rloo", ["at least 2", "rloo"]),
         (1, "--algo.preset distill", ["--reference.path", "teacher"]),
         (1, "--algo.preset sppo --algo.aggregation token-mean", ["--algo.aggregation token-mean", "sppo"]),
-        (1, "--algo.kl-controller adaptive", ["--algo.kl-controller adaptive", "--algo.kl-coef"]),
+        (1, "--algo.kl-target 0.1", ["--algo.kl-target 0.1", "--algo.kl-coef"]),
         (1, "--algo.preset vapo --algo.lam 0.9", ["--algo.lam 0.9", "length-adaptive"]),
         (1, "--correction.kind tis_token --algo.old-logp rollout", ["--correction.kind tis_token", "old-logp policy"]),
         (1, "--filter.replay-steps 2 --algo.old-logp policy", ["--filter.replay-steps 2", "rollout or auto"]),
@@ -681,3 +683,24 @@ def test_deterministic_has_a_short_name_and_implies_the_static_assignment(tmp_pa
     assert not load("--config", str(file), "--no-deterministic").run.deterministic
     with pytest.raises(ConfigError, match="--rollout.assignment queue: goes by the clock"):
         check(load("--deterministic", "--rollout.assignment", "queue"), 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "target"),
+    [
+        ("{kl_controller: fixed, kl_target: 0.3}", None),
+        ("{kl_controller: adaptive, kl_coef: 0.1}", 0.1),
+        ("{kl_controller: adaptive, kl_target: 0.3, kl_coef: 0.1}", 0.3),
+    ],
+)
+def test_resume_files_that_name_a_kl_controller_are_read(tmp_path, written, target):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"algo: {written}")
+    loaded = from_command_line(["--config", str(path)]).config
+    assert loaded.algo.kl_target == target
+    assert not differences(path, loaded).lines and not differences(path, loaded).notes
+
+
+def test_a_flag_that_names_a_kl_controller_is_told_the_target():
+    with pytest.raises(ConfigError, match="--algo.kl-controller; did you mean --algo.kl-target"):
+        from_command_line(["--algo.kl-controller", "adaptive"])

@@ -70,7 +70,7 @@ def test_an_estimator_that_needs_what_samples_do_not_have_is_refused(needs, tmp_
         ("--shaping.overlong-factor 2", "--shaping.overlong-factor 2.0", "--shaping.overlong-buffer above 0"),
         ("--shaping.length-coef 2", "--shaping.length-coef 2.0", "--shaping.length-penalty linear"),
         ("--algo.kl-estimator k1", "--algo.kl-estimator k1", "--algo.kl-coef above 0"),
-        ("--algo.kl-coef 0.1 --algo.kl-target 1", "--algo.kl-target 1.0", "--algo.kl-controller adaptive"),
+        ("--algo.kl-coef 0.1 --algo.kl-horizon 50", "--algo.kl-horizon 50.0", "--algo.kl-target"),
         ("--algo.skip-zero-advantage --algo.entropy-coef 0.1", "--algo.skip-zero-advantage", "--algo.entropy-coef 0.0"),
         ("--algo.loss gspo --algo.skip-zero-advantage", "--algo.skip-zero-advantage", "--algo.loss ppo"),
         ("--reward.model-coef 2", "--reward.model-coef 2.0", "--reward.model"),

@@ -343,14 +343,14 @@ def test_secrets_reach_neither_dump_nor_banner_nor_log(tmp_path, capsys, monkeyp
 
 
 def test_text_without_secrets_stays_as_it_is(monkeypatch):
-    monkeypatch.setenv("MONKEY", "kl_controller")
-    monkeypatch.setenv("KEYBOARD", "kl_controller")
+    monkeypatch.setenv("MONKEY", "kl_horizon")
+    monkeypatch.setenv("KEYBOARD", "kl_horizon")
     for text in (
         "https://host.example/data.jsonl?limit=3&split=train",
         "--rollout.max-new-tokens 8: 512 tokens, key=3",
         "runs/demo/spikes/step_000012/rank_00000.safetensors",
         "0123456789abcdef0123456789abcdef01234567 is a commit",
-        "--algo.kl_controller adaptive",
+        "--algo.kl_estimator k1",
         "xoxo-and-so-on-and-so-on, AIza, nvapi-x",
     ):
         assert redact_text(text) == text

@@ -108,8 +108,7 @@ def packed_attention(
     """
     if packing is None:
         raise ValueError(
-            f"{type(module).__name__} gets no packing: this architecture does not pass keyword arguments "
-            "to its attention and cannot train packed; report the model's config.json"
+            f"{type(module).__name__} gets no packing: the family does not hand keyword arguments to its attention"
         )
     if not getattr(module, "is_causal", True) or (dropout and module.training):
         raise ValueError(f"{type(module).__name__}: packed attention is causal and without dropout")

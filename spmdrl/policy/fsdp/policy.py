@@ -26,6 +26,7 @@ from spmdrl.hub.quantized import fp8_blocks
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import Routers
 from spmdrl.policy.attention import packed
+from spmdrl.policy.attention.own import own_attention, use_attention
 from spmdrl.policy.attention.ulysses import check_model
 from spmdrl.policy.contract import SCORES, Head, HeadFunction, Objective, OutputHead, Second, Shared, TokenLoss, Write
 from spmdrl.policy.fsdp import lora
@@ -33,6 +34,7 @@ from spmdrl.policy.fsdp.checkpoint import load, saving
 from spmdrl.policy.fsdp.liger import use_liger
 from spmdrl.policy.fsdp.loading import fill_model
 from spmdrl.policy.fsdp.sharding import recompute, sharded
+from spmdrl.policy.heads import Form
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.exchange import all_reduce
@@ -120,6 +122,8 @@ class FsdpPolicy(Learner):
         trained = is_adapter if adapt and trainable else (lambda name: trainable)
         # Any: fully_shard adds methods, and the parameters become DTensors.
         self.model: Any = sharded(hf, cfg, world, head, self.compute, self.share, trained)
+        if hf.config.get_text_config()._attn_implementation != packed.NAME:
+            self.run_as("apart")
         self.fill()
         # Routing biases and the like: every rank holds them whole.
         kept = self.model.hf.state_dict().keys()
@@ -140,6 +144,20 @@ class FsdpPolicy(Learner):
 
     # ── forward ──────────────────────────────────────────────────────────────
 
+    @property
+    def form(self) -> Form:
+        """The way the sequences of a micro-batch run."""
+        return self.model.trunk.form
+
+    def run_as(self, form: Form, attention: str = "") -> None:
+        """Run the sequences of micro-batches this way from the next forward on.
+
+        attention: transformers' implementation for `apart`; empty takes that of `own_attention`.
+        """
+        self.model.trunk.form, self.share = form, form == "tree"
+        apart = attention or own_attention(self.model.hf)
+        use_attention(self.model.hf, apart if form == "apart" else packed.NAME)
+
     def _forward(
         self,
         batch: Batch,
@@ -157,6 +175,10 @@ class FsdpPolicy(Learner):
         more: dict[str, Any] = {} if token_loss is None else {"token_loss": token_loss}
         if self.share and batch.branches:
             more["begins_B"] = batch.begins
+        if self.form == "apart":
+            # Each of them is a forward, in which ranks gather each other's shards.
+            count = torch.tensor([len(lengths_B)], device=device)
+            more["runs"] = int(all_reduce(count, "max", self.world.data_group))
         if self.routers and real:
             more["experts_TLK"] = batch.token["experts"].unflatten(1, (-1, self.routers.experts.top_k))
         if real and "noise" in batch.token:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.config.schema import TrainingConfig
@@ -40,6 +40,8 @@ def shard(model: PackedLM | PackedScalar, world: World, compute: torch.dtype, re
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     # The root is also given the columns of a loss (old_logp, advantages, ...), which keep their type.
     fully_shard(model, mesh=mesh, mp_policy=replace(mixed, cast_forward_inputs=False), reshard_after_forward=False)
+    for further in ("states", "plain", "off"):
+        register_fsdp_forward_method(model, further)
     module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):

@@ -1,0 +1,182 @@
+"""The self-check finds the form in which a model is right; one sequence a forward is the same step as packs of them."""
+
+import pytest
+import torch
+import transformers
+
+from spmdrl.policy.fsdp import sharding
+from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.self_check import settle
+from tests.ranks.cases import build_policy, config, full_weights, relative, small_model, synthetic_batch, update_once
+from tests.ranks.harness import run_ranks
+
+SMALL = {
+    "vocab_size": 47,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": ("tree", {}),
+    "gemma2": ("tree", {"num_key_value_heads": 2, "head_dim": 8}),
+    # Neither calls the attention that is registered: their keys have no borders.
+    "bloom": ("apart", {}),
+    "xglm": ("apart", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
+    # Its class of attention is looked up when it is built; the next one hands its attention no keywords.
+    "falcon": ("apart", {}),
+    "stablelm": ("apart", {"num_key_value_heads": 4}),
+}
+"""Family -> the form in which it runs, and settings of a small one."""
+
+
+def family(folder, name: str) -> str:
+    """Makes a small model with weights large enough for mistakes to show."""
+    settings = transformers.AutoConfig.for_model(name, **SMALL | FAMILIES[name][1])
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(settings)
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=0.2)
+    model.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    return {name: family(folder, name) for name in FAMILIES} | {"policy": small_model(folder / "policy", 1)}
+
+
+def checked(world, path: str, dtype: str = "float32", **policy) -> tuple[FsdpPolicy, str]:
+    """Builds a model and settles its form; returns it with the line."""
+    said = []
+    cfg = config(model={"path": path, "dtype": dtype}, policy={"share_prompts": True} | policy)
+    built = build_policy(cfg, world)
+    settle(built, "policy", f"--model.path {path}", said.append)
+    return built, said[0]
+
+
+def forms(world, paths: dict[str, str]):
+    """Settles every family, and holds its log p and gradient against plain transformers."""
+    out = {}
+    for name, path in paths.items():
+        state = torch.get_rng_state()
+        built, line = checked(world, path)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(p.grad is None for p in built.model.parameters())
+        plain = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+        lengths = [7, 3, 12]
+        tokens = torch.randint(3, 47, (22,), generator=torch.Generator().manual_seed(2))
+        mask = torch.tensor([i not in (0, 7, 10) for i in range(22)])
+        want = []
+        for ids in tokens.split(lengths):
+            logp = plain(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+            want.append(logp.gather(1, ids[1:, None])[:, 0])
+        got = built.model(tokens, torch.tensor(lengths), mask, 1.0, runs=3)[0]
+        weight = torch.linspace(-1, 1, 22)[mask]
+        (got[mask] * weight).sum().backward()
+        (torch.cat(want) * weight).sum().backward()
+        theirs = dict(plain.named_parameters())
+        mine = {n.removeprefix("hf."): p.grad.full_tensor() for n, p in built.model.named_parameters()}
+        scale = max(float(p.grad.abs().max()) for p in theirs.values())
+        off = max(float((g - theirs[n].grad).abs().max()) for n, g in mine.items()) / scale
+        out[name] = (built.form, line, float((got[mask] - torch.cat(want)).abs().max()), off)
+    return out
+
+
+def test_each_family_runs_in_a_form_that_is_right(folders):
+    paths = {name: folders[name] for name in FAMILIES}
+    for name, (form, line, logp, gradient) in run_ranks(forms, 1, paths)[0].items():
+        assert form == FAMILIES[name][0], (name, line)
+        assert logp < 1e-5 and gradient < 1e-4, (name, logp, gradient)
+        assert f", {name}, float32): packed" in line
+        assert ("one sequence a forward" in line) == (form == "apart"), line
+
+
+def step(world, path: str, form: str, budget: int):
+    """Takes an update in one form, with weights that are gathered by layer."""
+    sharding.GATHERED_WHOLE = {"cpu": 0}
+    cfg = config(
+        model={"path": path, "dtype": "float64"},
+        policy={"max_tokens_per_microbatch": budget, "activation_checkpointing": "full"},
+    )
+    policy = build_policy(cfg, world)
+    policy.run_as(form)
+    update_once(cfg, world, policy, None, synthetic_batch())
+    return full_weights(policy)
+
+
+def test_layout_one_sequence_a_forward_is_the_same_step(folders):
+    want = run_ranks(step, 1, folders["policy"], "packed", 4096)[0]
+    for n, budget, copies in ((1, 64, 1), (2, 128, 1), (2, 64, 2)):
+        for got in run_ranks(step, n, folders["policy"], "apart", budget, dp_replicate=copies):
+            assert relative(got, want) < 1e-10, (n, budget)
+
+
+def on_two(world, paths: dict[str, str]):
+    """Settles families on ranks that shard or divide tokens; returns form and line, or the refusal."""
+    out = {}
+    for name, path in paths.items():
+        try:
+            built, line = checked(world, path)
+            out[name] = built.form, line
+        except ValueError as error:
+            out[name] = "refused", str(error)
+    return out
+
+
+def test_ranks_agree_on_the_form_and_refuse_what_cannot_be_divided(folders):
+    paths = {name: folders[name] for name in ("llama", "bloom", "stablelm")}
+    first, second = run_ranks(on_two, 2, paths)
+    assert first == second and [form for form, _ in first.values()] == ["tree", "apart", "apart"]
+    first, second = run_ranks(on_two, 2, paths, sp=2)
+    assert first == second and first["llama"][0] == "tree" and "sp 2" in first["llama"][1]
+    for name in ("bloom", "stablelm"):
+        form, message = first[name]
+        assert form == "refused" and "--parallel.sp 2" in message and "set --parallel.sp 1" in message
+
+
+def broken(world, path: str):
+    """Spoils a model in several ways; returns what the check says of each."""
+    said = {}
+
+    def head(built):
+        lm_head = built.model.hf.lm_head
+        lm_head.forward = lambda x, plain=lm_head.forward: 2 * plain(x)
+
+    def later(built):
+        base = built.model.hf.base_model
+
+        def forward(*args, plain=base.forward, **kwargs):
+            out = plain(*args, **kwargs)
+            out.last_hidden_state = out.last_hidden_state + out.last_hidden_state.mean(1, keepdim=True)
+            return out
+
+        base.forward = forward
+
+    def raises(built):
+        def forward(*args, **kwargs):
+            raise RuntimeError("no such kernel")
+
+        built.model.hf.base_model.forward = forward
+
+    for spoil in (head, later, raises):
+        built = build_policy(config(model={"path": path}), world)
+        spoil(built)
+        with pytest.raises(ValueError) as error:
+            settle(built, "reference", "--reference.path mine", lambda line: None)
+        said[spoil.__name__] = str(error.value)
+    off = build_policy(config(model={"path": path, "self_check": False}), world)
+    settle(off, "policy", "--model.path mine", lambda line: said.update(off=line))
+    return said
+
+
+def test_what_is_right_in_no_form_is_refused_by_name(folders):
+    said = run_ranks(broken, 1, folders["llama"])[0]
+    for name, why in {"head": "the head's numbers", "later": "later tokens", "raises": "no such kernel"}.items():
+        assert said[name].startswith("--reference.path mine: llama cannot be trained here: ") and why in said[name]
+    assert said["off"] == "no self-check of the policy: --model.no-self-check"
