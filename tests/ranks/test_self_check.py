@@ -6,6 +6,7 @@ import transformers
 
 from spmdrl.policy.fsdp import sharding
 from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.mixers import layers
 from spmdrl.policy.self_check import settle
 from tests.ranks.cases import build_policy, config, full_weights, relative, small_model, synthetic_batch, update_once
 from tests.ranks.harness import run_ranks
@@ -22,7 +23,7 @@ SMALL = {
 }
 FAMILIES = {
     "llama": ("tree", {}),
-    "gemma2": ("tree", {"num_key_value_heads": 2, "head_dim": 8}),
+    "lfm2": ("tree", {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}),
     # Neither calls the attention that is registered: their keys have no borders.
     "bloom": ("apart", {}),
     "xglm": ("apart", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
@@ -60,8 +61,13 @@ def checked(world, path: str, dtype: str = "float32", **policy) -> tuple[FsdpPol
     return built, said[0]
 
 
-def forms(world, paths: dict[str, str]):
-    """Settles every family, and holds its log p and gradient against plain transformers."""
+def forms(world, paths: dict[str, str], hybrids: bool = True):
+    """Settles every family, and holds its log p and gradient against plain transformers.
+
+    hybrids: False takes the support of layers without attention away.
+    """
+    if not hybrids:
+        layers.install = lambda hf: None
     out = {}
     for name, path in paths.items():
         state = torch.get_rng_state()
@@ -95,6 +101,11 @@ def test_each_family_runs_in_a_form_that_is_right(folders):
         assert logp < 1e-5 and gradient < 1e-4, (name, logp, gradient)
         assert f", {name}, float32): packed" in line
         assert ("one sequence a forward" in line) == (form == "apart"), line
+
+
+def test_a_hybrid_without_support_runs_one_sequence_a_forward(folders):
+    ((form, line, logp, gradient),) = run_ranks(forms, 1, {"lfm2": folders["lfm2"]}, False)[0].values()
+    assert form == "apart" and "sequences reach each other" in line and logp < 1e-5 and gradient < 1e-4
 
 
 def step(world, path: str, form: str, budget: int):
