@@ -8,7 +8,7 @@ Nothing is computed: `2/4` is not `\frac{1}{2}`, and `1,000` is not `1000`. The 
 import re
 
 from spmdrl.rewards.base import Reward, RewardInput
-from spmdrl.rewards.text import truth_text
+from spmdrl.rewards.text import SIGNS, truth_text
 
 LONGEST = 4096
 """Characters of the longest box that is read."""
@@ -69,6 +69,7 @@ def _fractions(text: str) -> str:
 
 def normal_form(text: str) -> str:
     """The form in which answers are compared. Raises ValueError for a text that has none."""
+    text = text.translate(SIGNS)
     for each in _REMOVED[0]:
         text = text.replace(each, "")
     text = text.replace(r"\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
@@ -79,8 +80,7 @@ def normal_form(text: str) -> str:
         raise _MalformedError("two units")
     text = text.replace(r"\\%", "").replace(r"\%", "")
     text = text.replace(" .", " 0.").replace("{.", "{0.")
-    if text.startswith("."):
-        text = "0" + text
+    text = re.sub(r"^(\s*-?)\.", r"\g<1>0.", text)
     name, *sides = text.split("=")
     if len(sides) == 1 and len(name) <= 2:  # `x = 5`
         text = sides[0]

@@ -8,6 +8,7 @@ import re
 
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.boxed import last_box
+from spmdrl.rewards.text import truth_text
 
 TAIL = 2000
 """Characters at the end of a response that are read."""
@@ -15,18 +16,35 @@ _WRAPPING = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|it)?|mbox|left|righ
 _MARK = re.compile(r"(?i)\b(?:answer|option|choice)[*_`]{0,4}\s{0,3}(?:is[*_`]{0,4}\s{0,3}(?::|(?=\W*\w))|:)\s{0,9}")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
 _FIRST = re.compile(r"\W{0,9}(?:(?:option|choice)\s{1,3})?\(?([A-Za-z])(?![A-Za-z0-9'])")
-_LONE = re.compile(r"(?<![A-Za-z0-9'])[A-Z](?![A-Za-z0-9'])")
-_WORD = re.compile(r"(?<![A-Za-z])(?<!or )(?<!and )(?<!, )(?<!/ )[AI](?= [a-z])(?! (?:or|and)\b)")
-"""The article and the pronoun, which are no choices."""
+_GOES_ON = (
+    "because|since|as|for|so|if|when|where|which|who|that|due|given|based|according|while|whereas|although|though|but|not"
+    "|is|was|has|with|without|in|on|at|from|by|to|the|this|these|it|we|they|there"
+)
+"""Words that may follow a chosen letter: behind any other the letter may be the article A or the pronoun I, and so that
+no letter is graded harder than another, all are held to that."""
+_OTHER = re.compile(
+    r"(?:(?<![A-Za-z0-9' ])|(?<![A-Za-z0-9'] )(?<= )|(?<=\b[A-Za-z] )|(?<=\bor )|(?<=\band )|(?<=option )|(?<=choice ))"
+    r"[A-Z](?![A-Za-z0-9'])"
+)
+"""A letter that stands alone, and behind no word: `Vitamin C` names none."""
+_WORD = re.compile(r"(?<![A-Za-z])(?<!or )(?<!and )(?<!, )(?<!/ )[A-Z](?= [a-z])(?! (?:or|and)\b)")
+"""A letter of which something is said, as in `because B is wrong`, the article and the pronoun."""
 _LISTED = re.compile(r"(?:[,/&|+;]|\b(?:or|and)\b)\s{0,3}\(?(?!a [a-z]|I [a-z])([A-Za-z])(?![A-Za-z0-9'])")
+_LABELLED = re.compile(r"(?:[,/&|+;]|\b(?:or|and)\b)\s{0,3}\(?([A-Za-z])\s?[):]")
 _PARENTHESISED = re.compile(r"\(([A-Za-z])\)")
 _TRUTH = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 
 
 def _others(text: str, letter: str) -> bool:
-    """Tells whether a text names another choice than the letter."""
-    named = _LONE.findall(_WORD.sub("", text)) + _PARENTHESISED.findall(text) + _LISTED.findall(text)
-    return any(found.upper() != letter for found in named)
+    """Tells whether a text behind a letter names another choice than it."""
+    if re.match(r" (?:because|since|as|for|given|due)\b", text):
+        named = []  # `because A and C are wrong`
+    elif re.match(r"\)?[.:)]?\s*(?:[-\u2013\u2014]\s+)?[A-Za-z][a-z]+\b(?<!\bor)(?<!\band)", text) and text[:1] != " ":
+        # The text of the choice, as in `B: Vitamins A, C and D`: only what is written as a label names a choice.
+        named = _LABELLED.findall(text)
+    else:
+        named = _OTHER.findall(_WORD.sub("", text)) + _LISTED.findall(text)
+    return any(found.upper() != letter for found in named + _PARENTHESISED.findall(text))
 
 
 def _begins(text: str) -> bool:
@@ -45,7 +63,7 @@ def _letter(text: str) -> str | None:
     parenthesised = head[: first.end()].rstrip().endswith("(" + first[1]) and after.startswith(")")
     if first[1].islower() and not (bare or parenthesised):  # `a cat`
         return None
-    if first[1] in "AI" and not parenthesised and re.match(r" (?!or\b|and\b)[a-z]", after):  # `A cat`
+    if not parenthesised and re.match(rf" (?!(?:or|and|{_GOES_ON})\b)[a-z]", after):  # `A cat`
         return None
     if _others(after, letter):
         return None
@@ -76,10 +94,11 @@ def chosen(solution: str) -> tuple[str | None, bool]:
 
 def choice(item: RewardInput) -> Reward:
     """1 when the response gives the letter of the truth, in either case. Part `format`: an answer was marked."""
-    truth = _TRUTH.fullmatch(str(item.ground_truth).strip())
+    text = truth_text(item.ground_truth).strip()
+    truth = _TRUTH.fullmatch(text)
     if truth is None:
         raise ValueError(
-            f"choice compares with one letter and the truth is {str(item.ground_truth)[:60]!r}: "
+            f"choice compares with one letter and the truth is {text[:60]!r}: "
             "change --data.answer-column or --reward.function"
         )
     letter, marked = chosen(item.solution)

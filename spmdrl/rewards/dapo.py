@@ -9,7 +9,7 @@ import re
 
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.boxed import last_box
-from spmdrl.rewards.text import truth_text
+from spmdrl.rewards.text import SIGNS, truth_text
 
 TAIL, BOX_TAIL = 300, 100
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
@@ -45,7 +45,7 @@ def _line(text: str) -> str:
 
 def normal_form(text: str) -> str:
     """The form in which answers are compared: what follows the last `=`, without units, articles and spaces."""
-    text = text.rpartition("=")[2]
+    text = text.translate(SIGNS).rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)
     for each in _REMOVED:
@@ -54,7 +54,7 @@ def normal_form(text: str) -> str:
     text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
     text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
     digits = text.replace(",", "")
-    return digits if digits.isdigit() else text.strip()
+    return digits if digits.isdigit() else re.sub(r"^(-?)\.(?=\d)", r"\g<1>0.", text.strip())
 
 
 def math_dapo(item: RewardInput) -> Reward:

@@ -7,14 +7,14 @@ import re
 from decimal import Decimal
 
 from spmdrl.rewards.base import Reward, RewardInput
-from spmdrl.rewards.text import NUMBER, to_decimal
+from spmdrl.rewards.text import NUMBER, SIGNS, to_decimal, truth_text
 
 _MARKED = re.compile(rf"####\s*({NUMBER.pattern})")
 
 
 def truth_of(ground_truth: object) -> Decimal:
     """The number of a truth, `...#### 72` or plain `72`. Raises ValueError when there is none."""
-    value = to_decimal(str(ground_truth).rsplit("####", 1)[-1].strip().rstrip("."))
+    value = to_decimal(truth_text(ground_truth).rsplit("####", 1)[-1].strip().rstrip("."))
     if value is None:
         raise ValueError(
             f"no number to compare with in the truth {str(ground_truth)[-60:]!r}: "
@@ -26,8 +26,9 @@ def truth_of(ground_truth: object) -> Decimal:
 def _grade(item: RewardInput) -> tuple[float, float, float]:
     """(strict, flexible, format), each 0 or 1."""
     truth = truth_of(item.ground_truth)
-    marked = _MARKED.findall(item.solution)
-    numbers = [m.group() for m in NUMBER.finditer(item.solution)]
+    solution = item.solution.translate(SIGNS)
+    marked = _MARKED.findall(solution)
+    numbers = [m.group() for m in NUMBER.finditer(solution)]
     strict = bool(marked) and to_decimal(marked[-1]) == truth
     flexible = bool(numbers) and to_decimal(numbers[-1]) == truth
     return float(strict), float(flexible), float(bool(marked))

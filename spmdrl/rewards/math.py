@@ -9,19 +9,24 @@ import logging
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from spmdrl.rewards import symbolic
 from spmdrl.rewards.base import Reward, RewardInput
+from spmdrl.rewards.text import SIGNS, truth_text
 
 _ANSWER_LINE = re.compile(r"(?i)answer[*_]*\s*(?:is)?\s*[*_]*:([*_`\s]*)([^\n]+)")
 _BOLD_END = re.compile(r"(?<=[^\s^*_`])(?:\*\*|__|`)[*_`]*(?=[\s.,;:!)]|$)")
 _ITALIC_END = re.compile(r"(?<=[^\s^*_`])[*_](?=[\s.,;:!)]|$)")
 _DELIMITED = re.compile(r"\\\[(.*)\\\]|\\\((.*)\\\)|\$+([^$]*)\$+", re.DOTALL)
 _COMMAND = re.compile(r"\\(?:[dt]?frac|sqrt|cdot|times|div|pi|left|right|,|!|;|:)")
-_NUMBER = re.compile(r"(-?)(\d{1,100}|\d{1,3}(?:,\d{3}){1,30})(\.\d{1,100})?")
-_FRACTION = re.compile(r"(-?)(?:\\frac\{(\d{1,100})\}\{(\d{1,100})\}|(\d{1,100})/(\d{1,100}))")
+_NUMBER = re.compile(r"(-?)(\d{1,100}|\d{1,3}(?:,\d{3}){1,30})?(\.\d{1,100})?")
+_FRACTION = re.compile(
+    r"(?P<sign>-?)(?:(?P<whole>\d{1,100})(?: |(?=\\)))?"
+    r"(?:\\frac\{(?P<above>\d{1,100})\}\{(?P<below>\d{1,100})\}|(?P<over>\d{1,100})/(?P<under>\d{1,100}))"
+)
+_LOOKS = re.compile(r"\\(?:text|math|operatorname|mbox|bold|bm)[a-z]{0,6}\*?\s*\{([^{}]*)\}")
 _TAIL = 1000
 """Characters at the end of a response without a marked answer in which math-verify looks for one."""
 
@@ -43,15 +48,15 @@ def last_boxed(text: str) -> str | None:
         end = start
 
 
-def extract(solution: str) -> tuple[str, bool]:
-    r"""The answer in a response, and whether it was marked: last `\boxed{}`, last `Answer: ...` line, or the tail."""
+def extract(solution: str) -> tuple[str, str]:
+    r"""The answer in a response, and where it stood: in the last `box`, the last answer `line`, or in `prose`."""
     boxed = last_boxed(solution)
     if boxed is not None:
-        return boxed, True
+        return boxed, "box"
     lines = _ANSWER_LINE.findall(solution)
     if lines:
-        return plain(*lines[-1]), True
-    return solution[-_TAIL:].strip(), False
+        return plain(*lines[-1]), "line"
+    return solution[-_TAIL:].strip(), "prose"
 
 
 def plain(opened: str, text: str) -> str:
@@ -89,83 +94,86 @@ def contradicts(text: str) -> bool:
     values = []
     for side in sides(text):
         if side and not re.search(r"[A-Za-z%$\\_]", _COMMAND.sub("", side)):
-            parsed = _parse(side, True)
+            value = symbolic.read(side)
+            if value is None:
+                continue
             digits = re.fullmatch(r"-?\d+\.(\d+)", side)
             try:
-                values.append((float(parsed[0]), 0.5 * 10.0 ** -len(digits[1]) if digits else 0.0))
-            except (TypeError, ValueError, OverflowError, IndexError):
+                values.append((float(value.expression), 0.5 * 10.0 ** -len(digits[1]) if digits else 0.0))
+            except (TypeError, ValueError, OverflowError):
                 continue
     return any(abs(a - b) > 1e-9 * max(abs(a), abs(b)) + max(r, s) for (a, r), (b, s) in pairwise(values))
 
 
 def simplify(text: str) -> str:
     r"""Normal form of an answer with several spellings: no spaces, `$`, `\left`, `\dfrac`, `\text{}`, final dot."""
-    text = text.strip().strip("$").strip()
-    text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:|\s)", "", text)
+    text = text.translate(SIGNS).strip().strip("$").strip()
+    text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", "", text)
+    text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
-    text = text.replace(r"\$", "").replace("$", "").replace(r"\%", "%")
-    return re.sub(r"\s+", "", text).rstrip(".")
+    for _ in range(2):
+        text = _LOOKS.sub(r"\1", text)
+    text = text.replace(r"\$", "").replace("$", "").replace(r"\%", "%").strip()
+    # Space between two digits stays, but for that between thousands: `3 1/2` is not 31/2.
+    text = re.sub(r"(?<=\d)\s+(?=\d{3}(?!\d))|(?<!\d)\s+|\s+(?!\d)", "", text)
+    return re.sub(r"\s+", " ", text).rstrip(".")
 
 
 def to_number(text: str) -> Fraction | None:
-    """Exact value of a plain number or fraction (in simplified text), else None."""
-    if m := _NUMBER.fullmatch(text):
-        return Fraction(m[1] + m[2].replace(",", "") + (m[3] or ""))
+    """Exact value of a plain number, fraction or mixed number (in simplified text), else None."""
+    if (m := _NUMBER.fullmatch(text)) and (m[2] or m[3]):
+        return Fraction(m[1] + (m[2] or "0").replace(",", "") + (m[3] or ""))
     if m := _FRACTION.fullmatch(text):
-        below = int(m[3] or m[5])
-        return Fraction(int(m[1] + (m[2] or m[4])), below) if below else None
+        below = int(m["below"] or m["under"])
+        if not below:
+            return None
+        value = int(m["whole"] or 0) + Fraction(int(m["above"] or m["over"]), below)
+        return -value if m["sign"] else value
     return None
 
 
-@lru_cache(maxsize=1024)  # the samples of a prompt share their truth, and often their answers
-def _parse(text: str, bare: bool) -> list:
-    """Expressions in a text. bare: the text is one expression alone, not prose that holds some."""
-    from math_verify import parse
-
-    # math-verify finds LaTeX by its delimiters: with them a bare `\frac{1}{2}` is read too
-    found = parse("$" + text.strip("$ ") + "$", parsing_timeout=0) if bare else []
-    return found or parse(text, parsing_timeout=0)
+def _alike(answer: str, truth: str) -> bool:
+    """Tells whether two simplified texts are the same: words in either case, letters of algebra in theirs."""
+    return answer == truth or (len(truth) > 3 and truth.isalpha() and answer.lower() == truth.lower())
 
 
-def _symbolically_equal(truth: str, answer: str, bare: bool) -> bool:
-    from math_verify import verify
-
-    try:
-        gold, found = _parse(truth, True), _parse(answer, bare)
-        return bool(gold and found and verify(gold, found, timeout_seconds=None))
-    except Exception:  # sympy on an odd answer may raise anything (RecursionError too): then it is not equal
-        return False
+def _equal(truth: str, answer: str, form: str) -> bool:
+    """Tells whether an answer has the value of a truth. form: `box`, `line` (some prose may be in it) or `prose`."""
+    gold = symbolic.read(truth) or symbolic.read(symbolic.mentioned(truth, True, True))
+    found = symbolic.read(answer) if form != "prose" else None
+    if found is None and form != "box":
+        numbers = to_number(simplify(truth)) is not None
+        answer = symbolic.mentioned(answer, numbers, form == "line")
+        found = symbolic.read(answer)
+    return symbolic.same(gold, found) or _alike(simplify(answer), simplify(truth))
 
 
 def math_reward(item: RewardInput) -> Reward:
     r"""1 when the answer equals the truth. Part `format`: the answer was marked (`\boxed{}` or `Answer:`)."""
-    truth_text = str(item.ground_truth)
-    boxed = last_boxed(truth_text)
-    raw_truth = truth_text if boxed is None else boxed
-    truth = simplify(raw_truth)
-    if not truth:
-        raise ValueError("the truth is empty: change --data.answer-column")
-    raw, marked = extract(item.solution)
-    answer, parts = simplify(raw), {"format": float(marked)}
-    if answer == truth:
+    whole = truth_text(item.ground_truth)
+    boxed = last_boxed(whole)
+    raw_truth = whole if boxed is None else boxed
+    truth = simplify(truth_text(raw_truth))
+    raw, form = extract(item.solution)
+    answer, parts = simplify(raw), {"format": float(form != "prose")}
+    if _alike(answer, truth):
         return Reward(1.0, parts)
     if not answer:
         return Reward(0.0, parts)
-    if marked and contradicts(raw):
+    if form != "prose" and contradicts(raw):
         return Reward(0.0, parts)
     a, b = to_number(answer), to_number(truth)
     if a is not None and b is not None:
         return Reward(float(a == b), parts)
-    equal = _symbolically_equal(raw_truth, raw, marked)
-    if marked and not equal and "=" not in truth and len(chain := sides(raw)) > 1:
+    equal = _equal(raw_truth, raw, form)
+    if form != "prose" and not equal and "=" not in truth and len(chain := sides(raw)) > 1:
         # `45 \text{ ft} = 540 \text{ in}`
-        equal = _symbolically_equal(raw_truth, chain[-1], marked)
+        equal = _equal(raw_truth, chain[-1], form)
     return Reward(float(equal), parts)
 
 
 def load(name: str, settings: dict[str, Any]) -> Callable[[RewardInput], Reward]:
     """Give the reward after its imports and first parse, which must not count as time of the first grading."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one warning a call that its limits are off
-    _symbolically_equal(r"\frac{1}{2}", "x+1", bare=True)
+    _equal(r"\frac{1}{2}", "x+1", "line")
     return math_reward

@@ -10,6 +10,7 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 
 from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.boxed import last_box
+from spmdrl.rewards.text import SIGNS, truth_text
 
 TOLERANCE = 1e-6
 """Relative tolerance of rows that give none."""
@@ -19,10 +20,10 @@ MOST_DIGITS = 9
 """Digits of the longest exponent that is read."""
 _PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
-    rf"(?P<sign>(?:(?<![\d)}}\w])[-+−]\s?)?)(?:"
-    rf"\\[dt]?frac\s?\{{(?P<over>[-+−]?{_PLAIN})\}}\s?\{{(?P<under>[-+−]?{_PLAIN})\}}"
+    rf"(?P<sign>(?:(?<![\d)}}\w])[-+]\s?)?)(?:"
+    rf"\\[dt]?frac\s?\{{(?P<over>[-+]?{_PLAIN})\}}\s?\{{(?P<under>[-+]?{_PLAIN})\}}"
     rf"|\$?(?P<value>{_PLAIN})"
-    rf"(?:[eE](?P<e>[-+−]?\d+)(?!\w)|\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{{?(?P<power>[-+−]?\d+)\}}?"
+    rf"(?:[eE](?P<e>[-+]?\d+)(?!\w)|\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{{?(?P<power>[-+]?\d+)\}}?"
     rf"|/(?P<below>{_PLAIN}))?)"
 )
 _SPACED = re.compile(r"\\[,!;: ]|(?<=\d)\{,\}(?=\d)")
@@ -32,11 +33,11 @@ _EXACT = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 
 def _clean(text: str) -> str:
     text = _SPACED.sub(lambda m: "," if m.group() == "{,}" else "", text[-TAIL:])
-    return text.replace(r"\$", "$")
+    return text.replace(r"\$", "$").translate(SIGNS)
 
 
 def _decimal(text: str) -> Decimal:
-    return Decimal(text.replace(",", "").replace("−", "-"))
+    return Decimal(text.replace(",", ""))
 
 
 def _value(m: re.Match) -> Decimal:
@@ -45,12 +46,12 @@ def _value(m: re.Match) -> Decimal:
         value = _decimal(m["over"]) / _decimal(m["under"])
     else:
         exponent = m["e"] or m["power"] or "0"
-        if len(exponent.lstrip("+-−0")) > MOST_DIGITS:
+        if len(exponent.lstrip("+-0")) > MOST_DIGITS:
             return Decimal("nan")
-        value = _decimal(m["value"]).scaleb(int(exponent.replace("−", "-")))
+        value = _decimal(m["value"]).scaleb(int(exponent))
         if m["below"]:
             value /= _decimal(m["below"])
-    return -value if m["sign"].strip() in ("-", "−") else value
+    return -value if m["sign"].strip() == "-" else value
 
 
 def last_number(solution: str) -> Decimal | None:
@@ -65,9 +66,9 @@ def last_number(solution: str) -> Decimal | None:
 
 def truth_of(ground_truth: object) -> Decimal:
     """Value of a truth, which is a number alone, in a box or behind `####`. Raises ValueError when there is none."""
-    text = str(ground_truth)
+    text = truth_text(ground_truth)
     box = last_box(text)
-    m = _NUMBER.fullmatch(_clean(text.rpartition("####")[2] if box is None else box).strip(" $."))
+    m = _NUMBER.fullmatch(_clean(text.rpartition("####")[2] if box is None else box).strip(" $").rstrip(" $."))
     value = _value(m) if m else Decimal("nan")
     if not value.is_finite():
         raise ValueError(

@@ -2,7 +2,11 @@
 
 import re
 
-_FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]{0,20})")
+_FENCE = re.compile(
+    r"(?P<indent>[ \t]*)(?P<item>(?:(?:[-*+]|\d{1,9}[.)])[ \t]{1,9}){0,9})(?P<mark>`{3,}|~{3,})"
+    r"[ \t]*(?P<language>[\w+-]{0,20})"
+)
+"""A line that opens or closes a block, of a list's item too."""
 BEGINNINGS = ("def ", "async def ", "class ", "import ", "from ", "@", "#", '"""')
 """Ways in which a program begins that brings its own function."""
 _PYTHON = ("python", "python3", "py")
@@ -22,19 +26,25 @@ def program_of(text: str) -> tuple[str, bool]:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Return language and content of each fenced block; the last one may lack its end."""
+    """Return language and content of each fenced block; the last one may lack its end.
+
+    As in CommonMark (https://spec.commonmark.org, fenced code blocks), a block opened by tildes is not closed by
+    backticks or by fewer tildes, and its lines lose the indentation of the line that opened it.
+    """
     blocks: list[tuple[str, list[str]]] = []
-    inside = False
+    mark, indent = "", 0
     for line in text.splitlines(keepends=True):
         fence = _FENCE.match(line)
+        if mark and fence and (fence["item"] or not fence["mark"].startswith(mark)):
+            fence = None
         if fence is None:
-            if inside:
-                blocks[-1][1].append(line)
-        elif inside and not fence.group(1):
-            inside = False
+            if mark:
+                blocks[-1][1].append(re.sub(rf"^[ \t]{{0,{indent}}}", "", line))
+        elif mark and not fence["language"]:
+            mark = ""
         elif line.endswith("\n"):
-            blocks.append((fence.group(1).lower(), []))
-            inside = True
+            blocks.append((fence["language"].lower(), []))
+            mark, indent = fence["mark"], len(fence["indent"] + fence["item"])
     return [(language, "".join(lines)) for language, lines in blocks]
 
 
@@ -53,7 +63,7 @@ def completed(prompt: str, name: str, text: str) -> str:
     source, fenced = program_of(text)
     if defines(source, name) and (fenced or source.lstrip().startswith(BEGINNINGS)):
         return f"{before_function(prompt, name)}\n{source}"
-    before, fence, _ = text.partition("```")
+    before, *fence = re.split(r"```|~~~", text, maxsplit=1)
     lines = (source if fence and not before.strip() else before).splitlines(keepends=True)
     ends = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
     return prompt + "".join(lines[:ends])

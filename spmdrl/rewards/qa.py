@@ -36,7 +36,9 @@ def tagged(text: str) -> str | None:
 def truths_of(ground_truth: object) -> list[str]:
     """All answers that are right: a text, a list of them, or a dict with them in `target`, as Search-R1's rows have."""
     found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
-    texts = [str(each) for each in (found if isinstance(found, list) else [found]) if each is not None]
+    if not isinstance(found, list):
+        return [truth_text(found)]
+    texts = [truth_text(each, may_be_empty=True) for each in found if each is not None]
     return [text for text in texts if text.strip()] or [truth_text(None)]
 
 

@@ -1,27 +1,41 @@
 """Rewards that compare text: quick and certain to end, so they are called in the process itself."""
 
+import math
 import re
 from decimal import Decimal, InvalidOperation
 
 from spmdrl.rewards.base import Reward, RewardInput
 
-NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+SIGNS = str.maketrans(dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\ufe63\uff0d", "-"))
+"""Characters that stand for a minus, such as U+2212 and the en dash -> `-`, for `str.translate`."""
+NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)")
 """A decimal number, with an optional minus, dollar sign and thousands commas. `10-3` holds 10 and 3, not -3."""
 
 
 def to_decimal(text: str) -> Decimal | None:
     """Value of a number as written (`$1,080.50`), or None."""
     try:
-        return Decimal(re.sub(r"[\s$,]", "", text))
+        value = Decimal(re.sub(r"[\s$,]", "", text.translate(SIGNS)))
     except InvalidOperation:
         return None
+    return value if value.is_finite() else None
 
 
-def truth_text(ground_truth: object) -> str:
-    """A truth as text. Raises ValueError for an empty one, which some response would equal without an answer."""
-    text = "" if ground_truth is None else str(ground_truth)
-    if not text.strip():
-        raise ValueError("the truth is empty: change --data.answer-column")
+def truth_text(ground_truth: object, may_be_empty: bool = False) -> str:
+    """A truth as text, as every grader compares it: a whole number in a column of floats (3.0) is written as one (3).
+
+    Raises ValueError for what is no truth: null, NaN, an infinite number, a list, an object, and, unless
+    `may_be_empty`, an empty text, which some response would equal without an answer.
+    """
+    if isinstance(ground_truth, float) and math.isfinite(ground_truth):
+        text = format(Decimal(repr(ground_truth)), "f")
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    if ground_truth is None or isinstance(ground_truth, float | list | dict):
+        kind = "empty (null)" if ground_truth is None else f"{str(ground_truth)[:60]}, which is no answer"
+        raise ValueError(f"the truth is {kind}: change --data.answer-column, or drop such rows")
+    text = str(ground_truth)
+    if not text.strip() and not may_be_empty:
+        raise ValueError("the truth is empty: change --data.answer-column, or drop such rows")
     return text
 
 
@@ -42,17 +56,17 @@ def environment(item: RewardInput) -> Reward:
 
 def exact_match(item: RewardInput) -> Reward:
     """1 when the response, stripped, is the truth, stripped."""
-    return Reward(float(item.solution.strip() == str(item.ground_truth).strip()))
+    return Reward(float(item.solution.strip() == truth_text(item.ground_truth, may_be_empty=True).strip()))
 
 
 def first_integer(item: RewardInput) -> Reward:
     """1 when the first number in the response is the truth, an integer. Part `format`: there is a number."""
-    truth = to_decimal(str(item.ground_truth))
+    truth = to_decimal(truth_text(item.ground_truth))
     if truth is None or truth != truth.to_integral_value():
         raise ValueError(
             f"first_integer compares with an integer and the truth is {str(item.ground_truth)[:60]!r}: "
             "change --data.answer-column or --reward.function"
         )
-    found = NUMBER.search(item.solution)
+    found = NUMBER.search(item.solution.translate(SIGNS))
     value = to_decimal(found.group()) if found else None
     return Reward(float(value == truth), {"format": float(found is not None)})

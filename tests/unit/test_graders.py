@@ -187,7 +187,7 @@ def test_choice_parts_and_truth():
     assert QUICK["choice"](RewardInput("", "Answer: B", "B")).parts == {"format": 1.0}
     assert QUICK["choice"](RewardInput("", "(B)", "B")) == Reward(1.0, {"format": 0.0})
     for truth in ("AB", "", 2, "B or C"):
-        with pytest.raises(ValueError, match="one letter .*--data.answer-column"):
+        with pytest.raises(ValueError, match="truth is .*--data.answer-column"):
             score("choice", "Answer: B", truth)
 
 

@@ -1,0 +1,282 @@
+r"""Reads a mathematical answer as one expression and compares two of them, by math-verify and latex2sympy2-extended.
+
+An answer is read whole or not at all: what is left out of a reading, as the end of `1-\mathrm{e}^{-2}` would be, could
+make two answers alike. So commands that only change the looks of a name are taken off first, a unit and a number base
+are read apart, and what the grammar then refuses has no value.
+
+math-verify (https://github.com/huggingface/Math-Verify) compares absolutely, by which all that is small is equal. Here
+what it holds to be equal must be near in value too, relative to its size.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from spmdrl.rewards.text import SIGNS
+from spmdrl.rewards.units import split_unit
+
+LONGEST = 2000
+"""Characters of the longest answer that is read."""
+EXACT, DECIMAL = 1e-9, 2e-6
+"""Relative differences up to which values are equal: of exact ones, and where one is written as a decimal."""
+NOTHING = 1e-25
+"""Absolute difference up to which a value is 0, as rounding leaves some."""
+_LOOKS = re.compile(
+    r"\\(?P<name>math(?:rm|bf|it|sf|tt|normal|bfit)|text(?:rm|bf|it|sf|tt|normal|up)?|mbox|hbox|operatorname\*?"
+    r"|bold(?:symbol)?|bm|emph)\s*\{(?P<inside>[^{}]*)\}"
+)
+_FUNCTIONS = re.compile(r"(?:a|ar|arc)?(?:sin|cos|tan|csc|sec|cot)h?|log|ln|lg|exp|gcd|lcm|det|max|min")
+_UNIT_LETTERS = frozenset("mgshlLJNWVKC")
+_PLACED = (
+    (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?|\\displaystyle|\\!"), ""),
+    (re.compile(r",?\s*\\(?:text|mbox|mathrm)\s*\{[\s~]*(?:and|or)[\s~]*\}"), ", "),
+    (re.compile(r"\\f?boxed\s*(?=[^\s{])"), ""),
+    (re.compile(r"\\langle(?![A-Za-z])"), "("),
+    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
+    (re.compile(r"\\q?quad(?![A-Za-z])|~|(?<!\\)\\ "), " "),
+    (re.compile(r"\\([dtc]?)frac\s*(\d)\s+(\d)(?!\d)"), r"\\frac{\2}{\3}"),
+    (re.compile(r"(?<![\d^_}])(-?)(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?!\d)"), r"\1\2\\frac{\3}{\4}"),
+    (re.compile(r"(?<![\d\w.])\.(?=\d)"), "0."),
+)
+_SPOKEN = str.maketrans(
+    {
+        "\u00d7": r"\times ",
+        "\u00f7": r"\div ",
+        "\u00b7": r"\cdot ",
+        "\u03c0": r"\pi ",
+        "\u221e": r"\infty ",
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
+    }
+)
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,;:]|\{,\}|\s)\d{3}){1,30})(?!\d)")
+_REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{(\d{1,20})\}")
+_MARKED = re.compile(r"\$[^$\n]{1,2000}\$|\\\([^\n]{1,2000}?\\\)|\\\[[^\n]{1,2000}?\\\]")
+_NUMBERS = re.compile(r"(?<![\w.])\.?\d[\d,.]*")
+_BASED = re.compile(r"\(?(-?[0-9]+)\)?_\s*\{?\s*(?:(\d+)|\\text\{ ?([a-z]+)\})\s*\}?")
+_BASES = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "twelve": 12,
+}
+_PROSE = re.compile(r"(?<!\\)\b[A-Za-z]+\s+(?:[A-Za-z]|\d+\s+[A-Za-z])")
+_UNREADABLE = re.compile(
+    r"\d\s*_"  # a base within an expression
+    r"|(?<![_\d.])\d[\d.]*\s+\.?\d"  # two numbers side by side
+    r"|\\text\{[^{}]*\}\s*[A-Za-z0-9({\\]"  # words between other things
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """An answer that was read whole."""
+
+    expression: Any
+    """Of sympy."""
+    unit: str | None
+    """Normal form of its unit; None: it has none, or an unknown one."""
+    base: str | None
+    """Base of the number system that stands behind it; None: there is none."""
+    words: frozenset[str]
+    """Words of four letters and more, in lower case, which sympy takes for products of their letters."""
+
+
+def plain_names(text: str) -> str:
+    r"""A text with plain names: `\mathrm{e}` is e, `\operatorname{arctan}` is `\arctan`, words are `\text{...}`."""
+
+    def plain(m: re.Match) -> str:
+        inside = m["inside"].replace("~", " ")
+        name = inside.strip()
+        if _FUNCTIONS.fullmatch(name):
+            return rf"\{name} "
+        if not re.search(r"[A-Za-z]", name):
+            return f" {name} "
+        ahead = re.sub(r"(?:\s|\\[,;: ])+$", "", text[max(0, m.start() - 20) : m.start()])
+        unit = name in _UNIT_LETTERS and m["name"] in ("text", "mathrm") and re.search(r"[\d}/]$", ahead)
+        if len(name) == 1 and not unit and inside == name:
+            return name
+        words = name.rstrip(" ,;")  # `red, `
+        return rf"\text{{ {words}}}{name[len(words) :].strip()} "
+
+    return _LOOKS.sub(plain, text)
+
+
+def _repeated(m: re.Match) -> str:
+    whole, fixed, repeated = m[1] or "0", m[2], m[3]
+    below = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    above = int(whole + fixed + repeated) - int(whole + fixed)
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _plain(text: str) -> str:
+    """An answer without what changes its looks alone."""
+    text = text.translate(SIGNS).translate(_SPOKEN).replace(r"\$", "").replace("$", "")
+    for pattern, instead in _PLACED:
+        text = pattern.sub(instead, text)
+    text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
+    text = _REPEATING.sub(_repeated, text)
+    for _ in range(3):  # they stand in one another
+        text = plain_names(text)
+    return text.strip().rstrip(".").strip()
+
+
+@lru_cache(maxsize=1024)  # the samples of a prompt share their truth, and often their answers
+def read(text: str) -> Value | None:
+    """The value of an answer; None where it cannot be read whole."""
+    if len(text) > LONGEST:
+        return None
+    text, unit = split_unit(_plain(text))
+    text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"\1", text)
+    based = _BASED.fullmatch(text)
+    base = str(_BASES.get(based[3], based[2] or based[3])) if based else None
+    text = based[1] if based else text
+    bare = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+", " ", text)
+    words = frozenset(re.findall(r"(?<![A-Za-z])[a-z]{4,}", bare.lower())) - {"infinity", "percent", "sqrt"}
+    if not text or _UNREADABLE.search(text) or (words and _PROSE.search(re.sub(r"\\text\{[^{}]*\}", " ", text))):
+        return None
+    expression = _expression(text)
+    if expression is None:
+        return None
+    return Value(expression, unit, base, words)
+
+
+def _expression(text: str) -> Any:
+    """The whole of a text as sympy's expression; None where the grammar refuses it."""
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from math_verify.grader import should_treat_as_complex
+    from sympy import Basic, MatrixBase
+
+    try:
+        latex = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
+        found = latex2sympy(latex, is_real=not should_treat_as_complex(latex), normalization_config=None)
+    except Exception:  # of the grammar and of sympy, RecursionError too
+        return None
+    return found if isinstance(found, Basic | MatrixBase) else None
+
+
+@lru_cache(maxsize=1024)
+def mentioned(text: str, numbers: bool, alone: bool) -> str:
+    """The answer in prose: its last formula between LaTeX's marks, else its last number; empty where it has none.
+
+    numbers: a number without marks counts. alone: prose with several formulas or numbers gives none.
+    """
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import parse
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+    text = text.translate(SIGNS)
+    marked = _MARKED.findall(text)
+    if alone and len(marked or _NUMBERS.findall(text)) != 1:
+        return ""
+    as_it_is = NormalizationConfig(basic_latex=False, boxed="none")
+    ways = [LatexExtractionConfig(normalization_config=as_it_is), ExprExtractionConfig()][: 1 + numbers]
+    found = parse(text, ways, extraction_mode="first_match", parsing_timeout=0)
+    written = found[-1] if found and isinstance(found[-1], str) else ""
+    if not marked and re.search(rf"{re.escape(written)}\s?[\\_^]", text):
+        return ""  # a part of what stands there without marks, as of `12_7`
+    return written + "%" if len(found) == 2 and "%" not in written and _per_cent(found[0]) != found[0] else written
+
+
+def same(truth: Value | None, answer: Value | None) -> bool:
+    """Tells whether two answers have one value."""
+    from math_verify import verify
+    from sympy import Expr
+
+    if truth is None or answer is None:
+        return False
+    if any(a and b and a != b for a, b in _kinds(truth, answer)):
+        return False
+    a, b = truth.expression, answer.expression
+    try:
+        if _apart(a, b):  # quicker than to simplify their difference
+            return False
+        if isinstance(a, Expr) and isinstance(b, Expr) and a.doit() == b.doit():
+            return True
+        return bool(verify(a, b, timeout_seconds=None)) or _near(a, b)
+    except Exception:  # sympy on an odd answer may raise anything (RecursionError too): then it is not equal
+        return False
+
+
+def _near(a: Any, b: Any) -> bool:
+    """Tells whether two values written as decimals are equal but for rounding: 15 digits are kept of a decimal."""
+    from sympy import Expr, Float
+
+    if not (isinstance(a, Expr) and isinstance(b, Expr) and (a.has(Float) or b.has(Float))):
+        return False
+    if a.free_symbols or b.free_symbols or not (a.is_number and b.is_number):
+        return False
+    x, y = complex(a.doit().evalf(30)), complex(b.doit().evalf(30))
+    return abs(x - y) <= 1e-12 * max(abs(x), abs(y))
+
+
+def _kinds(a: Value, b: Value) -> list[tuple[object, object]]:
+    return [(a.unit, b.unit), (a.base, b.base), (a.words, b.words)]
+
+
+def _numbers(expression: Any) -> list[complex] | None:
+    """Values of an expression's entries where its names have odd values; None for a relation other than `x = ...`."""
+    from sympy import Eq, Float, Interval, MatrixBase, Set, Symbol, Tuple
+
+    if isinstance(expression, Eq):
+        return _numbers(expression.rhs) if isinstance(expression.lhs, Symbol) else None
+    if isinstance(expression, Interval):
+        entries = [expression.start, expression.end]
+    elif isinstance(expression, MatrixBase):
+        entries = list(expression.flat())
+    elif isinstance(expression, Tuple) or (isinstance(expression, Set) and getattr(expression, "is_FiniteSet", False)):
+        entries = list(expression.args)
+    else:
+        names = sorted(expression.free_symbols, key=str)
+        at = [(name, Float(f"0.{731 + 58 * i % 269}", 30)) for i, name in enumerate(names)]
+        value: Any = expression.subs(at)
+        return [complex(value.evalf(30))]
+    inside = [_numbers(entry) for entry in entries]
+    return None if None in inside else [x for each in inside if each for x in each]
+
+
+def _apart(a: Any, b: Any) -> bool:
+    """Tells whether two expressions of the same names differ in value, relative to its size."""
+    if a.free_symbols != b.free_symbols:  # they may be alike none the less: sympy reads words as products of letters
+        return False
+    ways = product([a, _per_cent(a)], [b, _per_cent(b)])
+    return all(_apart_as_they_are(x, y) for x, y in ways)
+
+
+def _per_cent(expression: Any) -> Any:
+    """An expression whose per cents are whole numbers: 50% is 0.5, and 50 too."""
+    from sympy import Basic, Integer, Rational, UnevaluatedExpr
+
+    if not isinstance(expression, Basic):
+        return expression
+    return expression.xreplace({UnevaluatedExpr(Rational(1, 100)): Integer(1)})
+
+
+def _apart_as_they_are(a: Any, b: Any) -> bool:
+    from sympy import Float
+
+    try:
+        mine, theirs = _numbers(a), _numbers(b)
+    except (TypeError, ValueError, AttributeError, OverflowError):  # no number comes out
+        return False
+    if mine is None or theirs is None or len(mine) != len(theirs):
+        return False
+    near = DECIMAL if a.has(Float) or b.has(Float) else EXACT
+    for x in mine:
+        match = next((i for i, y in enumerate(theirs) if x == y or abs(x - y) <= _allowed(x, y, near)), None)
+        if match is None:
+            return True
+        theirs.pop(match)
+    return False
+
+
+def _allowed(x: complex, y: complex, near: float) -> float:
+    return near * max(abs(x), abs(y)) if x and y else NOTHING

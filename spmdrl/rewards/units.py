@@ -1,0 +1,89 @@
+r"""Units behind the number of an answer, as `540 \text{ cm}`, `5\,\mathrm{m}/\mathrm{s}^2` or `12 square feet`.
+
+An answer without a unit is compared by its number alone. Two answers with units that are known here and differ, as
+`5\text{ cm}` and `5\text{ km}`, are two answers. Nothing is converted.
+"""
+
+import re
+
+_NAMES = (
+    "m meter metre|cm centimeter centimetre|mm millimeter millimetre|km kilometer kilometre|nm nanometer nanometre"
+    "|in inch|ft foot feet|yd yard|mi mile|s sec second|ms millisecond|min minute|h hr hour|day|week|month|yr year"
+    "|g gm gram|kg kilogram|mg milligram|lb pound|oz ounce|ton tonne|l liter litre|ml milliliter millilitre|gal gallon"
+    "|acre|hectare|mph|kph kmph kmh|hz hertz|khz|mhz|n newton|j joule|kj kilojoule|w watt|kw kilowatt|v volt|amp ampere"
+    "|ohm|pa pascal|k kelvin|degree deg|rad radian|mol mole|dollar|cent|euro"
+)
+_UNITS = {name: names.split()[0] for names in _NAMES.split("|") for name in names.split()}
+"""Name of a unit in lower case, in the singular -> the name by which it is compared."""
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
+_TOKEN = re.compile(r"[a-z\u00b0]+|/|\^\{?-?\d\}?|\d+")
+_WORDED = r"\\text\{[^{}]*\}\s*(?:\^(?:\{-?\d\}|-?\d))?"
+_TEXT_RUN = re.compile(rf"(?:(?:\s|\\[,;:! ]|~|\\cdot|[/*.])*{_WORDED})+[\s.]*$")
+_PLAIN_RUN = re.compile(
+    r"(?<=[\d})!])(\s*)([A-Za-z]+(?:\^\{?\d\}?)?(?:(?:\s+|\s*[/*]\s*)[A-Za-z]+(?:\^\{?\d\}?)?){0,5})[\s.]*$"
+)
+_DEGREES = re.compile(r"(?<=[\d})])\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\u00b0|\\degree\b)\s*$")
+_NO_OPERATOR = re.compile(r"[\w})\]!'%]\s*(?:\\[,;:! ]\s*)*$")
+_LISTED = re.compile(r"\s*[,;]\s+(?![^()\[\]]*[)\]])")
+"""A comma between the entries of a list, outside of brackets."""
+_LONE = frozenset("mgshL")
+_NO_UNITS = {"infinity", "percent", "percentage", "sqrt"}
+
+
+def unit_of(words: str) -> str | None:
+    """Normal form of a unit such as `square meters`, `m^2` or `miles per hour`; None where a word is no known unit."""
+    parts: dict[str, int] = {}
+    sign, power, last = 1, 1, ""
+    for token in _TOKEN.findall(words.lower().replace("~", " ")):
+        if token in ("/", "per"):
+            sign = -1
+        elif token in _POWERS and token not in ("squared", "cubed"):
+            power = _POWERS[token]
+        elif token in _POWERS or token[0] == "^" or token.isdigit():
+            if not last:
+                return None
+            times = _POWERS.get(token) or int(token.strip("^{}"))
+            parts[last] *= times
+        else:
+            token = "degree" if token == "\u00b0" else token
+            name = _UNITS.get(token) or _UNITS.get(token.removesuffix("s")) or _UNITS.get(token.removesuffix("es"))
+            if name is None:
+                return None
+            last = name
+            parts[last] = parts.get(last, 0) + sign * power
+            power = 1
+    return " ".join(f"{name}{exponent}" for name, exponent in sorted(parts.items())) or None
+
+
+def split_unit(text: str) -> tuple[str, str | None]:
+    r"""An answer without the unit at its end, and the unit's normal form, None where it has none or an unknown one.
+
+    Words in `\text{...}` at the end are a unit whatever they say, and so are plain words of four letters and more
+    behind a number and a space. Shorter plain words are letters of algebra, as in `2ab`, unless they are a known unit;
+    and so are single letters, but for m, g, s, h and L behind a space. The words of a list, as in
+    `5\text{ red}, 4\text{ blue}`, are a unit only where its entries have the same, or the last one alone has any.
+    """
+    entries = _LISTED.split(text)
+    found = [_split(entry) for entry in entries]
+    units = {words.strip() for _, words in found}
+    if len(found) > 1 and len(units) > 1 and any(words for _, words in found[:-1]):
+        return text, None
+    return ", ".join(rest for rest, _ in found), unit_of(found[-1][1])
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The same with the unit's words, for an entry of a list."""
+    if m := _DEGREES.search(text):
+        return text[: m.start()], "degree"
+    m = _TEXT_RUN.search(text)
+    if m and _NO_OPERATOR.search(text[: m.start()]):
+        return text[: m.start()].rstrip(), re.sub(r"\\text|\\cdot|\\.", " ", m.group())
+    m = _PLAIN_RUN.search(text)
+    if m:
+        words = re.findall(r"[A-Za-z]+", m[2])
+        lone = len(words) == 1 and len(words[0]) == 1
+        known = unit_of(m[2]) is not None and (not lone or (m[1] != "" and words[0] in _LONE))
+        counted = m[1] != "" and all(len(w) > 3 and w.lower() not in _NO_UNITS for w in words)
+        if known or counted:
+            return text[: m.start()].rstrip(), m[2]
+    return text, ""

@@ -1,0 +1,224 @@
+"""Graders give 1 to right answers however they are written, and 0 to wrong ones that look like them."""
+
+import logging
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from spmdrl.rewards.base import RewardInput
+from spmdrl.rewards.math import load
+from spmdrl.rewards.quick import QUICK
+from spmdrl.rewards.units import split_unit, unit_of
+from spmdrl.rewards.worker import POOLED
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
+MARKS = (r"so it is \boxed{%s}.", "work\nAnswer: %s", "Answer: $%s$", "so it is $%s$.")
+
+
+@pytest.fixture(scope="module")
+def score():
+    level = logging.getLogger("math_verify").level
+    functions = {**QUICK, "math": load("math", {})}
+    yield lambda name, solution, truth: functions[name](RewardInput("", solution, truth)).score
+    logging.getLogger("math_verify").setLevel(level)
+
+
+def near_misses() -> list[tuple[str, str, list[str], list[str]]]:
+    """Reward, truth, right answers and wrong answers of each row of the page."""
+    found = re.search(r"<!-- table: near -->\n(.*?)<!-- end -->", PAGE, re.DOTALL)
+    assert found
+    rows = [[re.findall(r"`([^`]*)`", cell) for cell in line.split(" | ")] for line in found[1].splitlines()[2:]]
+    return [(reward[0], truth[0], right, wrong) for reward, truth, right, wrong in rows]
+
+
+@pytest.mark.parametrize("row", near_misses(), ids=lambda row: f"{row[0]} {row[1]}")
+def test_the_pages_answers_score_as_it_says(row, score):
+    reward, truth, right, wrong = row
+    assert right and wrong
+    for marks in MARKS if reward == "math" else ("%s",):
+        assert {a: score(reward, marks % a, truth) > 0 for a in right} == dict.fromkeys(right, True), marks
+        assert {a: score(reward, marks % a, truth) > 0 for a in wrong} == dict.fromkeys(wrong, False), marks
+
+
+MATH = {
+    r"2^{10}": ([r"1024", r"2^{5}\cdot 32"], ["10^2", "20"]),
+    r"\log_2 3": ([r"\log_{2}(3)", r"\frac{\ln 3}{\ln 2}"], [r"\log_3 2", r"\log 3"]),
+    r"\infty": ([r"+\infty", "infinity"], [r"-\infty", "1"]),
+    r"25\text{ and }36": (["25, 36", "36 and 25"], ["25", "25, 35"]),
+    r"\text{Evelyn}": (["Evelyn", "evelyn", r"\textbf{Evelyn}"], ["Angela", "Levyne"]),
+    r"864 \mbox{ inches}^2": (["864", r"864\text{ in}^2", "864 square inches"], ["865", "864 cubic inches"]),
+    r"12\text{ m/s}": (["12", r"12\,\mathrm{m}\,\mathrm{s}^{-1}", "12 meters per second"], ["12 km/h", "12 m/s^2"]),
+    r"1 \pm \sqrt{19}": ([r"1+\sqrt{19}, 1-\sqrt{19}"], [r"1+\sqrt{19}", r"1 \pm \sqrt{18}"]),
+    r"\begin{pmatrix}1\\2\end{pmatrix}": ([r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"], ["1", "1, 2, 3"]),
+    r"10\%": (["10", "0.1", r"10 \%"], ["1", r"1\%"]),
+    r"x^2+y^2=25": (["y^2+x^2=5^2"], ["x^2+y^2=24", "25"]),
+    r"x \text{ if } y": ([r"x \text{ if } y"], [r"y \text{ if } x", "xy"]),
+    r"\frac{1}{2}gt^2": ([r"\frac{1}{2} g t^2", r"\frac{gt^2}{2}"], [r"\frac{1}{2}t^2", r"\frac{1}{2}g"]),
+}
+"""truth -> right answers, wrong answers"""
+
+
+@pytest.mark.parametrize("truth", MATH)
+def test_math_reads_an_answer_whole(truth, score):
+    right, wrong = MATH[truth]
+    for marks in MARKS[::2]:
+        assert [score("math", marks % a, truth) for a in right] == [1.0] * len(right), (marks, right)
+        assert [score("math", marks % a, truth) for a in wrong] == [0.0] * len(wrong), (marks, wrong)
+
+
+def test_math_takes_no_part_of_prose_for_the_answer(score):
+    assert score("math", "so it is 12_7", "12") == score("math", "so it is 12_7", "12_8") == 0.0
+    assert score("math", "There are 12 of 30, so it is 12.", "12") == 1.0
+    assert score("math", "Answer: 12 of 30", "12") == 0.0, "which number is meant is not said"
+    assert score("math", "Answer: about 12 of them", "12") == 1.0
+
+
+# -- made-up variations -----------------------------------------------------------------------------------------------
+
+NAMES = (r"\mathrm{%s}", r"\mathbf{%s}", r"\mathit{%s}", r"\text{%s}", r"\operatorname{%s}", "%s")
+SUMS = 20
+
+
+def test_math_tells_signs_letters_and_units_of_made_up_sums_apart(score):
+    """A sum of terms scores 1 in any order and with any dress of its names, and 0 with one part changed."""
+    draw = random.Random(1)
+    for _ in range(SUMS):
+        names = draw.sample("abcuvwxyz", 3)
+        terms = [(draw.choice("+-"), draw.randint(2, 9), name, draw.randint(1, 3)) for name in names]
+        unit = draw.choice(["", r"\text{ cm}", r"\,\mathrm{kg}"])
+
+        def written(terms: list, unit: str = unit) -> str:
+            parts = []
+            for sign, factor, name, power in terms:
+                dressed = draw.choice(NAMES) % name
+                parts.append(f"{sign}{factor}{dressed}" + ("" if power == 1 else f"^{{{power}}}"))
+            return "".join(parts).removeprefix("+").replace("-", draw.choice("-\u2212\u2013")) + unit
+
+        truth = written(terms)
+        assert score("math", rf"\boxed{{{written(draw.sample(terms, 3))}}}", truth) == 1.0, truth
+        sign, factor, name, power = terms[0]
+        wrong = [
+            [("-" if sign == "+" else "+", factor, name, power), *terms[1:]],
+            [(sign, factor + 1, name, power), *terms[1:]],
+            [(sign, factor, "t", power), *terms[1:]],
+            [(sign, factor, name, power + 1), *terms[1:]],
+            terms[1:],
+        ]
+        for changed in draw.sample(wrong, 2):
+            assert score("math", rf"\boxed{{{written(changed)}}}", truth) == 0.0, (truth, changed)
+        if unit:
+            for other, expected in (("", 1.0), (r" \text{ m}", 0.0)):
+                assert score("math", rf"\boxed{{{written(terms, other)}}}", truth) == expected, (truth, other)
+
+
+def test_math_compares_made_up_magnitudes_relatively(score):
+    draw = random.Random(2)
+    for _ in range(30):
+        head, power = draw.randint(11, 98), draw.choice([-34, -31, -19, -9, 9, 23])
+        truth = rf"{head / 10}\times10^{{{power}}}"
+        assert score("math", rf"\boxed{{{head}\cdot10^{{{power - 1}}}}}", truth) == 1.0, truth
+        for other in (rf"{(head + 1) / 10}\times10^{{{power}}}", rf"{head / 10}\times10^{{{power - 1}}}", "0"):
+            assert score("math", rf"\boxed{{{other}}}", truth) == 0.0, (truth, other)
+
+
+FORMS = (
+    *("{}", "({})", "Answer: {}", "**Answer: {}**", r"\boxed{{{}}}", "The answer is {}.", "The answer is ({}) {noun}"),
+    *("The answer is {} because it is {noun}", "The answer is {}, which is {noun}", "Answer: {}: Vitamin {o}"),
+    *("Answer: {}) {noun}", "Answer: {}. Hepatitis {o}", "Answer: {}: Vitamins {o}, {p} and Z", "Answer: {} - {noun}"),
+    *("The answer is {} because {o} is wrong.", "The answer is {} since {o} and {p} are {noun}", "Answer: {}, not {o}"),
+    *("Answer: {} or {o}", "Answer: {}, {o}", "Answer: {} {o}", "Answer: {}/{o}", "Answer: {} {noun}"),
+    *(
+        "Answer: ({})({o})",
+        "The answer is {} {noun}",
+        "Answer: {}) {noun} or {o}) {noun}",
+        "Answer: {} and {o} are {noun}",
+        "{} is {noun}",
+    ),
+)
+NO_CHOICE = 10
+"""Forms at the end of FORMS that name no choice, or several."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_choice_grades_every_letter_alike(form, score):
+    letters = "ABCDEFGHIJ"
+    for noun in ("warm", "cat", "true"):
+        for i, letter in enumerate(letters):
+            for by in (1, 4, 8):
+                o, p = letters[(i + by) % 10], letters[(i + by + 1) % 10]
+                solution = form.format(letter, noun=noun, o=o, p=p)
+                right = float(FORMS.index(form) < len(FORMS) - NO_CHOICE)
+                assert [score("choice", solution, each) for each in (letter, o, p)] == [right, 0, 0], solution
+
+
+# -- units and truths -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "unit"),
+    [
+        (r"540\,\text{ cm}^2", "540", "cm2"),
+        ("540 square cm", "540", "cm2"),
+        ("5 miles per hour", "5", "h-1 mi1"),
+        (r"90^\circ", "90", "degree1"),
+        ("90\u00b0", "90", "degree1"),
+        ("3 people", "3", None),
+        (r"3\text{ ab}", "3", None),
+        ("2ab", "2ab", None),
+        ("5m", "5m", None),
+        ("5 m", "5", "m1"),
+        ("5 infinity", "5 infinity", None),
+        ("x+y", "x+y", None),
+        (r"\text{ cm}", r"\text{ cm}", None),
+        (r"5+\text{ cm}", r"5+\text{ cm}", None),
+    ],
+)
+def test_units(text, rest, unit):
+    assert split_unit(text) == (rest, unit)
+
+
+def test_units_have_one_name():
+    assert len({unit_of(u) for u in ("m/s^2", "meters per second squared", "m s^{-2}")}) == 1
+    assert unit_of("cm") != unit_of("km") and unit_of("m^2") != unit_of("m^3") and unit_of("apples") is None
+
+
+TEXT_GRADERS = sorted(set(QUICK) - {"none", "environment"} | {"math"})
+
+
+@pytest.mark.parametrize("function", TEXT_GRADERS)
+@pytest.mark.parametrize("truth", [None, math.nan, math.inf, [], ["3", "4"], {"a": 1}], ids=str)
+def test_a_truth_that_is_none_is_refused_by_every_grader(function, truth, score):
+    if function == "exact_match_qa" and truth == ["3", "4"]:
+        return
+    for solution in (r"\boxed{None}", r"\boxed{nan}", "Answer: None", "nan", "<answer>None</answer>"):
+        with pytest.raises(ValueError, match="the truth is .*--data.answer-column"):
+            score(function, solution, truth)
+
+
+RIGHT = {
+    "boxed": r"\boxed{3}",
+    "choice": "",
+    "exact_match": "3",
+    "exact_match_qa": "<answer>3</answer>",
+    "gsm8k": "#### 3",
+    "math": r"\boxed{3}",
+    "math_dapo": "Answer: 3",
+    "math_dapo_boxed": r"\boxed{3}",
+}
+
+
+@pytest.mark.parametrize("function", [f for f in TEXT_GRADERS if f != "choice"])
+def test_a_column_of_floats_holds_whole_numbers(function, score):
+    solution = RIGHT.get(function, "3")
+    assert score(function, solution, 3.0) == score(function, solution, 3) == score(function, solution, "3") == 1.0
+    assert score(function, solution.replace("3", "4"), 3.0) <= 0.0
+    if function != "first_integer":
+        assert score(function, solution.replace("3", "0.0000001"), 1e-7) == 1.0
+
+
+def test_every_grader_of_text_is_tried():
+    others = {"none", "environment", "code", "code_partial", "auto", "reasoning_gym"}
+    assert set(TEXT_GRADERS) | others == {*QUICK, *POOLED}
