@@ -5,7 +5,8 @@
 Files of a training run are read too; what they say of training alone is passed over. All prompts of `--data.eval`,
 unless a flag or a file written by hand sets `--eval.prompts`. The last line on stdout is one JSON object: model, data,
 how many prompts and samples, and the numbers, of which those of no graded sample are null. Its log goes to a folder of
-its own, `<run folder>-eval`; with `--env` some of its conversations stand there in `samples.jsonl`.
+its own, `<run folder>-eval`; with `--env` some of its conversations stand there in `samples.jsonl`. After Ctrl-C,
+SIGTERM or SIGUSR1 the line tells what was measured until then, and `stopped` why.
 """
 
 import dataclasses
@@ -32,8 +33,11 @@ def main(argv: list[str] | None = None) -> None:
     cfg = as_run(asked.config, prompts)
     prepare()
     postpone_collections()
+    from spmdrl.health.failure import request
+    from spmdrl.health.status import rank_status
     from spmdrl.plan.dry import sandbox_lines
     from spmdrl.rl.build import build_run
+    from spmdrl.rl.evaluation import MEASURED
     from spmdrl.session.open import open_run, show
     from spmdrl.tracking.trackers import plain
 
@@ -43,6 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         return show(settings, lines + sandbox_lines(cfg))
     with open_run(Loaded(cfg), build_run, evaluation_lines, keeps=False) as run:
         assert run is not None
+        rank_status.keeps = run.evaluation.keeps_graded = True
         with run.memory.rollout_phase():
             run.evaluate(0)
         with run.memory.training_phase():
@@ -53,6 +58,10 @@ def main(argv: list[str] | None = None) -> None:
             prompts = len(run.evaluation.prompts)
             what: dict[str, Any] = {"model": cfg.model.path, "data": cfg.data.eval}
             what |= {"prompts": prompts, "samples": prompts * cfg.eval.samples}
+            measured = int(run.evaluation.numbers.pop(MEASURED))
+            if measured < what["samples"]:
+                # Prompts count with all of their samples or not at all.
+                what |= {"prompts": measured // cfg.eval.samples, "samples": measured, "stopped": request()}
             numbers = {name: plain(value) for name, value in run.evaluation.numbers.items()}
             print(json.dumps(what | numbers), flush=True)
 

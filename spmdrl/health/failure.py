@@ -104,7 +104,7 @@ def _leave(
 
 
 def _signalled(number: int, before_exit: Callable[[], None]) -> None:
-    """Handles SIGTERM or SIGUSR1 in a thread: ends at once if a rank was lost, else takes it as a request to leave.
+    """Handles a signal in a thread: ends at once if a rank was lost, else takes it as a request to leave.
 
     torchrun sends SIGTERM to all who are left when a rank is lost, and when it gets one itself.
     """
@@ -123,18 +123,22 @@ def _signalled(number: int, before_exit: Callable[[], None]) -> None:
     elif again:
         message = last_line(f"was ended by a second signal, {name}, in phase {rank_status.name}. {resume()}")
         code = 128 + number
-    elif heart is None or not rank_status.step:
-        message = last_line(
-            f"was ended by {name} in phase {rank_status.name}: another rank is lost (torchrun names it below), or the "
-            f"job was cancelled. {resume()}"
-        )
+    elif heart is None or not (rank_status.step or rank_status.keeps):
+        why = "another rank is lost (torchrun names it below), or the job was cancelled"
+        if number == signal.SIGINT:
+            why = "Ctrl-C before the first step, when there is nothing to save"
+        message = last_line(f"was ended by {name} in phase {rank_status.name}: {why}. {resume()}")
         code = 128 + number
     else:
         request = preemption.asked(number)
         heart.ask_all(request)
         preemption.heed(request)
-        what = f"{name}: this step is finished or abandoned within {request.grace:.0f} s, and saved"
+        does = "what is measured so far is reported" if rank_status.keeps else "this step is finished or abandoned"
+        what = f"{name}: {does} within {request.grace:.0f} s{'' if rank_status.keeps else ', and saved'}"
         briefly(lambda: log.info(what), None, 1.0)
+        if number == signal.SIGINT and not again and briefly(lambda: first_to_fail("interrupted"), True):
+            # Whoever pressed Ctrl-C waits for an answer.
+            briefly(lambda: print(f"{what}; Ctrl-C again ends the job at once", file=sys.stderr, flush=True), None)
         return
     _note(logging.ERROR, message)
     _leave(message, code, before_exit)
@@ -150,7 +154,7 @@ def _too_late(before_exit: Callable[[], None]) -> None:
         f"(--run.grace), so {lost_steps()}. {resume()}"
     )
     _note(logging.WARNING, message)
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and not rank_status.keeps:
         briefly(lambda: mark(request, rank_status.saved()), None)
     _leave(message, 0, before_exit, "late")
 
@@ -223,7 +227,7 @@ def named_exit(phase: Callable[[], str], before_exit: Callable[[], None] = lambd
     """Turns any exception into the end of the whole job, with rank, host, phase, cause and advice in one last line.
 
     The process leaves without cleaning up: destructors of a broken group may wait for ranks that are gone. torchrun
-    then ends the other ranks. Exit code 1, 130 for Ctrl-C, 143 for SIGTERM because of a lost rank.
+    then ends the other ranks. Exit code 1, 130 where Ctrl-C ended it, 143 for SIGTERM because of a lost rank.
     """
     rank_status.phase = phase
     in_main = threading.current_thread() is threading.main_thread()

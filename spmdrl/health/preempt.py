@@ -1,7 +1,7 @@
 """Preemption: a signal asks the run to end well. The step is finished, or abandoned while it samples, and saved.
 
-SIGUSR1 to any one rank is a request to all, and so is a SIGTERM that was not sent because of a lost rank. By law 1 a
-request that one rank has heard decides nothing by itself; `Agreement` and the sampling ask all ranks.
+SIGUSR1 or SIGINT (Ctrl-C) to any one rank is a request to all, and so is a SIGTERM that was not sent because of a lost
+rank. By law 1 a request that one rank has heard decides nothing by itself; `Agreement` and the sampling ask all ranks.
 """
 
 import os
@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 AGENT_WAITS = 25.0
-"""Seconds after a SIGTERM under torchrun, which sends SIGKILL after 30."""
+"""Seconds after a SIGTERM or SIGINT under torchrun, which sends SIGKILL after 30."""
+FROM_AGENT = (signal.SIGTERM, signal.SIGINT)
+"""Signals that torchrun passes on unless it is told otherwise."""
 SAMPLING = 0.5
 """Share of the grace that a step may go on to sample; the rest is for the save."""
 ECHO = 3.0
@@ -69,9 +71,9 @@ class Preemption:
     def again(self, number: int) -> bool:
         """Notes a signal to this process; returns True if it is one too many, which ends the job at once.
 
-        Under torchrun two SIGTERM within `ECHO` are one: a signal to all processes of a job (the time limit of SLURM,
-        systemd) reaches a rank directly and by way of torchrun. So are two SIGUSR1 where torchrun passes those on
-        (`torchrun --signals-to-handle`).
+        Under torchrun two SIGTERM or two SIGINT within `ECHO` are one: a signal to all processes of a job (the time
+        limit of SLURM, systemd, Ctrl-C in a terminal) reaches a rank directly and by way of torchrun. So are two
+        SIGUSR1 where torchrun passes those on (`torchrun --signals-to-handle`).
         """
         self.own.append((number, time.monotonic()))
         echo = (
@@ -84,7 +86,7 @@ class Preemption:
 
     def asked(self, number: int) -> Request:
         """Makes a request from a signal to this process."""
-        under_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
+        under_agent = number in FROM_AGENT and "TORCHELASTIC_RUN_ID" in os.environ
         grace = min(self.grace, AGENT_WAITS) if under_agent else self.grace
         return Request(signal.Signals(number).name, int(os.environ.get("RANK", "0")), time.time(), grace)
 
@@ -113,10 +115,10 @@ preemption = Preemption()
 
 
 def passed_on(number: int) -> bool:
-    """True under a torchrun that sends its ranks a signal that it gets; it always does so with SIGTERM."""
+    """True under a torchrun that sends its ranks a signal that it gets, as it does with those of `FROM_AGENT`."""
     name = signal.Signals(number).name
     told = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
-    return "TORCHELASTIC_RUN_ID" in os.environ and (number == signal.SIGTERM or name in told)
+    return "TORCHELASTIC_RUN_ID" in os.environ and (number in FROM_AGENT or name in told)
 
 
 def agreed(mine: bool, group: dist.ProcessGroup) -> bool:
@@ -127,12 +129,15 @@ def agreed(mine: bool, group: dist.ProcessGroup) -> bool:
 
 
 def listen(told: Callable[[int], None]) -> Callable[[], None]:
-    """Calls `told(number)` in a thread for SIGTERM and SIGUSR1. Returns a function that ends that.
+    """Calls `told(number)` in a thread for SIGTERM, SIGUSR1 and SIGINT. Returns a function that ends that.
 
+    SIGINT stays ignored where it was, as in a background job of a script.
     It takes a thread, as the main one may wait in a collective, where Python runs no handler. Call it in the main
     thread only; forked processes get back the handlers that were there before.
     """
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    numbers = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
     read, write = os.pipe()
     os.set_blocking(write, False)
     handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}

@@ -30,6 +30,8 @@ class RankStatus:
     phase: Callable[[], str] = lambda: ""
     step: int = 0
     """The step in progress, counted from 1; 0 before the first."""
+    keeps: bool = False
+    """True where a request to leave is heeded before any step, as an evaluation keeps what it has measured."""
     done: int = 0
     """Finished steps, which are in the weights."""
     count: int = 0

@@ -9,6 +9,7 @@ from spmdrl.data.batch import from_episodes
 from spmdrl.data.dealing import balance
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, PromptSet
+from spmdrl.health.preempt import preemption
 from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
 from spmdrl.rl.describe import rows_of_first
@@ -22,6 +23,9 @@ from spmdrl.tracking.metrics import Timer
 
 EVALUATION = 0x45564C
 """Key of evaluation draws: the same at every step, so that two evaluations are comparable."""
+
+
+MEASURED = "eval/measured"
 
 
 def is_evaluated(cfg: Config) -> bool:
@@ -41,6 +45,9 @@ class Evaluation:
         """Some of its conversations, for samples.jsonl, until they are written; on the first rank."""
         self.to_judge: list[Episode] | None = None
         """Episodes of this rank that the reward model has not seen."""
+        self.keeps_graded = False
+        """True where an evaluation that is asked to leave tells what it has measured, in place of an error; how many
+        samples that is stands in the number `MEASURED`."""
 
     def is_due(self, step: int, force: bool = False) -> bool:
         """Tells whether to evaluate before a step, counted from 0. force: once more, whatever the step."""
@@ -59,7 +66,10 @@ class Evaluation:
             return []
         assert self.prompts is not None
         plan = evaluation_plan(self.cfg, self.prompts.prompts, version, name)
-        self.numbers, episodes = evaluate(plan, self.sampler)
+        if self.keeps_graded:
+            plan.keeps_graded, plan.may_end = True, lambda: preemption.wanted
+        self.numbers, episodes, measured = evaluate(plan, self.sampler)
+        self.numbers |= {MEASURED: float(measured)} if self.keeps_graded else {}
         return episodes
 
     def judge(self) -> None:
@@ -103,10 +113,10 @@ def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str)
     )
 
 
-def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode]]:
+def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode], int]:
     """`eval/accuracy` (share of samples with score >= 1), `eval/score`, pass@k, and `eval/turns` with an environment.
 
-    Beside them this rank's episodes. Collective over samplers.
+    Beside them this rank's episodes, and how many samples all ranks measured. Collective over samplers.
 
     Raises:
         AbandonedError: on every rank that samples.
@@ -114,14 +124,14 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     world, s = sampler.world, sampler
     # Its time is the evaluation's.
     result = collect(plan, s.engine, s.grader, s.tokenizer, world, Timer(), s.environment, s.judges)
-    done = raise_if_abandoned(result, world).episodes
+    done = (result if plan.keeps_graded else raise_if_abandoned(result, world)).episodes
     # A sample without a score (--filter.bad-sample skip) is not right; one that could not be graded says nothing.
     scores = [[e.position, 0.0 if math.isnan(e.reward) else e.reward, float(e.ungraded), e.turns] for e in done]
     scores_n4 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 4)
     rows = torch.cat(all_gather_rows(scores_n4, world.rollout_group))
     ungraded = rows[:, 2] > 0
     check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples)
-    rows = rows[~ungraded]
+    measured, rows = len(rows), rows[~ungraded]
     right = (rows[:, 1] >= 1.0).double()
     position, prompts = rows[:, 0].long(), len(plan.prompts)
     right_P = torch.zeros(prompts, dtype=torch.float64).index_add_(0, position, right).tolist()
@@ -134,7 +144,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
         known = [pass_at_k(n, int(c), k) for n, c in zip(graded_P, right_P, strict=True) if n >= k]
         out[f"eval/pass@{k}"] = sum(known) / len(known) if known else math.nan
         k *= 2
-    return out, done
+    return out, done, measured
 
 
 def model_scores(episodes: list[Episode], prompts: PromptSet, models: Models, world: World) -> dict[str, float]:

@@ -98,5 +98,9 @@ class Grading:
                 episode.segments = [replace(s, reward=0.0) for s in episode.segments]
         return not any(grader.pending for grader in self.graders)
 
+    def has(self, group: PromptGroup) -> bool:
+        """Tell whether all episodes of a group are graded."""
+        return all((e.position, e.sample) in self.rewards for e in group.episodes)
+
     def _take(self, graded: list[tuple[object, Reward]]) -> None:
         self.rewards |= {(key[2], key[1]): reward for key, reward in graded if isinstance(key, tuple)}

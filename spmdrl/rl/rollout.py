@@ -97,14 +97,17 @@ class Rollout:
             self.cut_short(plan.keeps_cut and not self.abandoned)
         unfinished = [g for g in self.groups.values() if not g.done]
         done = sorted((g for g in self.groups.values() if g.done), key=lambda g: g.position)
-        if self.abandoned or not self.grading.finish(done, plan, timer):
+        if (self.abandoned and not plan.keeps_graded) or not self.grading.finish(done, plan, timer):
             # Of a grading that was abandoned the engine's other ranks hear in `raise_if_abandoned`.
-            return RolloutResult([], [], self.begun, True)
+            self.abandoned = True
+        if self.abandoned:
+            done = [group for group in done if plan.keeps_graded and self.grading.has(group)]
         episodes = [e for group in done for e in finished(plan, group, self.grading.rewards)] if self.leads else []
         counts = self.environment.take_counts()
         if counts:
             counts["idle"] = self.idle
-        return RolloutResult(episodes, unfinished + self.waiting, self.begun, counts=counts)
+        cut = [] if self.abandoned else unfinished + self.waiting
+        return RolloutResult(episodes, cut, self.begun, self.abandoned, counts)
 
     def leaves(self) -> bool:
         """Tell whether the rollout is to be left as it is. Collective over the ranks of an engine."""

@@ -74,6 +74,8 @@ class RolloutPlan:
     """Groups born in this step or before are always awaited, whatever `enough` is."""
     may_end: Callable[[], bool] | None = None
     """Function asked between two steps of the engine, and of the grading: True abandons the rollout."""
+    keeps_graded: bool = False
+    """True where groups that are graded count although the rollout was abandoned."""
 
     @property
     def requests_per_prompt(self) -> int:

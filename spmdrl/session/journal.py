@@ -2,12 +2,13 @@
 
 import json
 import logging
+from pathlib import Path
 
 from spmdrl.config.dump import to_dict
 from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_gather_text
 from spmdrl.spmd.world import World
-from spmdrl.tracking.trackers import cut_lines, open_trackers
+from spmdrl.tracking.trackers import cut_lines, open_trackers, set_aside
 
 log = logging.getLogger("spmdrl")
 
@@ -20,9 +21,11 @@ class Journal:
         self.first = session.world.is_first
         if self.first:
             cfg, folder = session.cfg, session.folder
+            samples = folder / "samples.jsonl"
+            if not start_step:
+                begin_anew(session, [folder / "metrics.jsonl", samples])
             names, project = cfg.tracking.trackers, cfg.tracking.project
             self.trackers = open_trackers(names, folder, project, cfg.run.name, to_dict(cfg), start_step + 1)
-            samples = folder / "samples.jsonl"
             if samples.exists() and samples.stat().st_size:
                 cut_lines(samples, start_step + 1)
             self.samples = open(samples, "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
@@ -54,6 +57,15 @@ class Journal:
             tracker.close()
         if self.samples:
             self.samples.close()
+
+
+def begin_anew(session: Session, files: list[Path]) -> None:
+    """Set aside what an earlier run wrote into this folder and left no checkpoint of, and say so. On the first rank."""
+    steps = f"{session.folder} holds the numbers of a run without a checkpoint to go on from"
+    metrics = files[0].exists() and files[0].stat().st_size
+    held = [path for path in files if metrics and path.exists() and path.stat().st_size]
+    if held:
+        session.note(f"{steps}: this run begins at step 1, and they are now {', '.join(map(set_aside, held))}")
 
 
 def merge_roles(values: dict[str, float], world: World) -> dict[str, float]:

@@ -36,7 +36,7 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
         except (ValueError, KeyError, TypeError):
             continue  # a line cut short by a kill
     if not kept:
-        os.replace(path, _free_name(path))
+        set_aside(path)
         return kept
     # Beside it and then over it: a kill in between leaves the old file, not half of it.
     part = Path(f"{path}.part")
@@ -45,12 +45,13 @@ def cut_lines(path: Path, resume_step: int) -> list[str]:
     return kept
 
 
-def _free_name(path: Path) -> str:
-    """A free name to set a file aside under; files that were set aside before keep theirs."""
-    taken, name = 0, f"{path}.old"
-    while os.path.lexists(name):
+def set_aside(path: Path) -> str:
+    """Rename a file to `<name>.old`, or `.old-1`, ... where that is taken; returns its new name without the folder."""
+    taken, name = 0, f"{path.name}.old"
+    while os.path.lexists(path.with_name(name)):
         taken += 1
-        name = f"{path}.old-{taken}"
+        name = f"{path.name}.old-{taken}"
+    os.replace(path, path.with_name(name))
     return name
 
 

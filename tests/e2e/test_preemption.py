@@ -1,6 +1,7 @@
 """A request to leave: the step is finished or abandoned, saved, marked, and the same command goes on from there."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -47,10 +48,11 @@ def said(ended) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "target"), [(signal.SIGUSR1, "everyone"), (signal.SIGTERM, "everyone"), (signal.SIGTERM, "torchrun")]
+    ("number", "target"), [(signal.SIGUSR1, "everyone"), (signal.SIGTERM, "everyone"), (signal.SIGINT, "terminal")]
 )
 def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path):
-    """The signal goes to all processes, also torchrun's and graders', or to torchrun alone, which passes SIGTERM on."""
+    """The signal goes to all processes, also torchrun's and graders', or as Ctrl-C to the group of the terminal, which
+    torchrun passes on once more."""
     reward, folder = tmp_path / "reward.py", tmp_path / "run"
     reward.write_text(SLOW.format(stamp=str(tmp_path / "stamp"), seconds=0.1))
     flags = [*FLAGS, "--reward.function", reward, "--run.dir", folder]
@@ -61,7 +63,9 @@ def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path
     try:
         job.wait_for(lambda: len(metrics(folder)) >= 1, 120, "step 1")
         told = time.time()
-        for process in job.family() if target == "everyone" else [job.process]:
+        if target == "terminal":
+            os.killpg(job.process.pid, number)
+        for process in job.family() if target == "everyone" else []:
             process.send_signal(number)
         ended = job.wait(90)
     finally:
@@ -77,6 +81,9 @@ def test_preemption_finishes_the_step_saves_and_resumes(number, target, tmp_path
         line
     )
     assert ended.messages == [], ended.show()
+    told = [line for line in ended.err if line.startswith("SIGINT: ")]
+    said_once = ["SIGINT: this step is finished or abandoned within 25 s, and saved; Ctrl-C again ends the job at once"]
+    assert told == (said_once if number == signal.SIGINT else []), ended.show()
     if number == signal.SIGUSR1:
         assert "Traceback" not in ended.ours, ended.show()
     if target == "everyone":
@@ -148,16 +155,17 @@ def test_preemption_second_signal_ends_the_job_at_once(tmp_path):
     job = Job([*FLAGS, *LONG, "--reward.function", reward, "--run.dir", folder])
     try:
         job.wait_for(stamp.exists, 120, "a first grading")
-        job.process.send_signal(signal.SIGUSR1)
+        job.process.send_signal(signal.SIGINT)
         time.sleep(1.5)
         assert job.process.poll() is None, "the step goes on"
         told = time.time()
-        job.process.send_signal(signal.SIGUSR1)
+        job.process.send_signal(signal.SIGINT)
         ended = job.wait(30)
     finally:
         job.kill()
-    assert not ended.timed_out and not ended.left and ended.rc == 128 + signal.SIGUSR1, ended.show()
+    assert not ended.timed_out and not ended.left and ended.rc == 128 + signal.SIGINT, ended.show()
     assert ended.ended - told < 5, ended.show()
     (message,) = ended.messages
-    assert "was ended by a second signal, SIGUSR1, in phase rollout" in message
+    assert "was ended by a second signal, SIGINT, in phase rollout" in message
+    assert any(line.startswith("SIGINT: this step is finished or abandoned within") for line in ended.err)
     assert not (folder / "PREEMPTED").exists()

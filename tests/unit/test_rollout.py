@@ -155,3 +155,23 @@ def test_a_rollout_that_waits_for_environments_may_be_abandoned(in_order):
     began = time.monotonic()
     done = rollout(Slow(), in_order=in_order, may_end=lambda: time.monotonic() - began > 0.5)
     assert done.abandoned and time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(("polls", "whole"), [(0, 0), (1, 2), (2, 4), (99, 6)])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_evaluation_that_is_cut_short_keeps_the_prompts_that_are_graded(polls, whole, keeps):
+    """Two prompts of four samples fill the engine and end at each poll."""
+    asked = []
+
+    def may_end() -> bool:
+        asked.append(1)
+        return len(asked) > polls
+
+    done = rollout(AtOnce(SingleTurn()), may_end=may_end, keeps_graded=keeps)
+    assert done.abandoned is (polls < 6 and len(asked) > polls) and done.cut == []
+    ended = {e.prompt for e in done.episodes}
+    assert len(done.episodes) == 4 * len(ended) and all(e.reward == 1 for e in done.episodes)
+    if keeps:
+        assert len(ended) >= whole
+    elif done.abandoned:
+        assert not done.episodes

@@ -11,10 +11,13 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from spmdrl.config.schema import Config, TrackingConfig
+from spmdrl.session.journal import Journal
 from spmdrl.tracking.console import Console, clean, number, phase_times, plain_line, sparkline
 from spmdrl.tracking.logs import setup_logging
 from spmdrl.tracking.metrics import MOST_MAXIMA, Metrics, Timer
@@ -470,3 +473,29 @@ def test_python_warnings_reach_the_file(tmp_path):
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("", "")
     assert (tmp_path / "logs" / "rank_1.log").read_text().count("deprecated thing") == 1
+
+
+# ── a folder with numbers and no checkpoint ─────────────────────────────────
+
+
+@pytest.mark.parametrize(("start", "rows"), [(0, 2), (0, 0), (2, 3)])
+def test_what_a_run_without_a_checkpoint_left_is_set_aside_and_told(start, rows, tmp_path):
+    line, said = '{"step": %d}\n', []
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("".join(line % (i + 1) for i in range(rows)))
+    cfg = Config(tracking=TrackingConfig(trackers=("jsonl",)))
+    session = SimpleNamespace(
+        console=None, world=SimpleNamespace(is_first=True), cfg=cfg, folder=tmp_path, note=said.append
+    )
+    Journal(session, start).close()  # type: ignore[arg-type]
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(line % (i + 1) for i in range(start))
+    assert said == (
+        [
+            f"{tmp_path} holds the numbers of a run without a checkpoint to go on from: this run begins at step 1, and "
+            "they are now metrics.jsonl.old, samples.jsonl.old"
+        ]
+        if rows and not start
+        else []
+    )
+    if said:
+        assert (tmp_path / "samples.jsonl.old").read_text() == '{"step": 1}\n{"step": 2}\n'
