@@ -69,7 +69,7 @@ def empty_model(
     folder: Path,
     dtype: str | torch.dtype,
     trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = "sdpa",
     head: str = "lm",
     labels: int = 1,
 ) -> Any:

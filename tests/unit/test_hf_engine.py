@@ -210,6 +210,71 @@ def test_layout_a_sample_does_not_depend_on_its_neighbours(tiny):
     assert run(tiny, again) != together  # another seed, another sample
 
 
+MAMBA = dict(mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1)
+STATEFUL = {
+    "Lfm2": (dict(layer_types=["conv", "full_attention"], conv_dim=64), "reorder_cache"),
+    "FalconH1": (MAMBA | dict(mamba_d_ssm=128), "reorder_cache"),
+    "MiniMax": (
+        dict(layer_types=["linear_attention", "full_attention"], num_local_experts=2, num_experts_per_tok=1),
+        None,
+    ),
+    "Bamba": (MAMBA | dict(attn_layer_indices=[1]), None),
+    "RecurrentGemma": (dict(lru_width=64, attention_window_size=8, block_types=["recurrent", "attention"]), None),
+    "GptOss": (dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4), "batch_select_indices"),
+}
+"""Families with states that pass from token to token, and one without torch's fused attention; how their caches keep
+rows, None: transformers decodes them wrongly, so the engine computes each token from its whole sequence."""
+
+
+def stateful(folder, family: str):
+    """Makes a random model of a family: all weights are drawn, also those that begin at 0 or 1."""
+    import transformers
+
+    sizes = dict(vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, head_dim=32) | STATEFUL[family][0]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_parity_of_families_with_states_whose_rows_end_apart(family, tmp_path, caplog):
+    model = stateful(tmp_path, family)
+    with caplog.at_level("WARNING", "spmdrl"):
+        engine = make(str(tmp_path), stop=())
+    assert engine.decoder.way == STATEFUL[family][1]
+    said = [r.message for r in caplog.records if "cannot decode with the cache of transformers (" in r.message]
+    assert len(said) == (engine.decoder.way is None), caplog.text
+    requests = [ask(i, PROMPTS[i % 3], 2 + 3 * (i % 4)) for i in range(9)]
+    done = run(engine, requests)
+    assert engine.bytes_by_owner()["KV cache"] == 0
+    engine.submit(ask(20, PROMPTS[0]))
+    engine.poll()
+    assert (engine.bytes_by_owner()["KV cache"] > 0) == (engine.decoder.way is not None)
+    assert engine.abort([(20, 0)])[0].tokens
+    for request in requests:
+        tokens, logp = done[request.key].tokens, done[request.key].logp
+        with torch.no_grad():
+            whole = model(input_ids=torch.tensor([request.prompt + tokens]), use_cache=False).logits[0].log_softmax(-1)
+        own = whole[len(request.prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logp), own, atol=2e-5, rtol=0)
+
+
+def test_a_model_that_is_not_causal_is_refused_by_name(tmp_path):
+    """MiniMax keeps the mask of its linear attention in the checkpoint: ones in it let every token see later ones."""
+    stateful(tmp_path, "MiniMax")
+    tensors = load_file(tmp_path / "model.safetensors")
+    masks = {name: torch.ones_like(x) for name, x in tensors.items() if "diagonal_decay" in name}
+    save_file(tensors | masks, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="MiniMaxForCausalLM of transformers gives a token other probabilities when"):
+        make(str(tmp_path))
+
+
 def test_abort_gives_back_what_there_is(tiny):
     requests = [ask(i, PROMPTS[0], 9, 1.5) for i in range(4)] + [ask(4, PROMPTS[2], 9, 1.5)]
     whole = run(make("tiny", stop=()), requests)

@@ -1,4 +1,4 @@
-"""The HF engine: a plain transformers forward with a KV cache, for tests, small models and machines without vLLM.
+"""The HF engine: a plain transformers forward with a cache, for tests, small models and machines without vLLM.
 
 Rows of equal prompt length run as one left-aligned group without padding. A token is drawn by inverse transform from
 one uniform number keyed by the request's seed and its position, so a sample does not depend on its neighbours.
@@ -7,7 +7,6 @@ The engine starts without values: no weight is read from the folder, and the fir
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from spmdrl.rollout.engine import (
     check_version,
     longest_sequence,
 )
+from spmdrl.rollout.hf.decode import Decoder, Group, cached_tensors
 from spmdrl.rollout.hf.start import start
 from spmdrl.rollout.needs import Needs
 from spmdrl.spmd.checksum import word_sum
@@ -44,24 +44,6 @@ READ_ROWS = 256
 """Places of a sequence whose log-probabilities over the vocabulary exist at a time."""
 
 
-class Group:
-    """Rows of equal length that decode together in one KV cache."""
-
-    def __init__(self, requests: list[Request], device: torch.device):
-        self.requests = requests
-        self.live = list(range(len(requests)))
-        """Rows still sampling, as indices into requests; row i of the cache belongs to live[i]."""
-        self.tokens: list[list[int]] = [[] for _ in requests]
-        self.logp: list[list[float]] = [[] for _ in requests]
-        self.inputs = torch.tensor([r.prompt for r in requests], device=device)
-        self.seeds = torch.tensor([r.seed for r in requests], device=device)
-        self.temperature = torch.tensor([r.temperature for r in requests], device=device)
-        self.top_p = torch.tensor([r.top_p for r in requests], device=device)
-        self.cache: Any = None
-        self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
-        """For each request, int16 [tokens, W] of every step, if routing is recorded."""
-
-
 class HFEngine:
     """The Engine contract (`engine.py`) on transformers."""
 
@@ -73,6 +55,7 @@ class HFEngine:
         self.dtype = DTYPES[cfg.model.dtype]
         started = start(cfg, world)
         self.model, self.group = started.model, started.group
+        self.decoder = Decoder(self.model, self.group)
         self.boxes, self.quantized = started.boxes, started.quantized
         self.routers = Routers(self.model, recording=True) if cfg.rollout.routing_replay else None
         self.parked: Parked | None = None
@@ -122,17 +105,14 @@ class HFEngine:
         self.groups.append(Group(alike, self.world.device))
 
     def _step(self, group: Group) -> list[Completion]:
-        from transformers import DynamicCache
-
-        if group.cache is None:
-            group.cache = DynamicCache(config=self.model.config)
-        out = self.model(input_ids=group.inputs, past_key_values=group.cache, use_cache=True, logits_to_keep=1)
+        logits = self.decoder.logits(group)
         if self.routers:
             taken = self.routers.take().flatten(1)
             for row, experts in zip(group.live, taken.split(group.inputs.shape[1]), strict=True):
-                group.experts[row].append(experts)
+                # Without a cache the tokens before the last one were read by earlier steps, too.
+                group.experts[row].append(experts[-1:] if group.began else experts)
         position = torch.full_like(group.seeds, len(group.tokens[group.live[0]]))
-        tokens, logp = sample(out.logits[:, -1].to(self.upcast), group, position)
+        tokens, logp = sample(logits.to(self.upcast), group, position)
         if self.group is not None:
             # The first rank decides, so that differently rounded logits cannot make the ranks disagree.
             both = torch.stack([tokens.double(), logp.double()])
@@ -149,21 +129,10 @@ class HFEngine:
                 done.append(self._completion(group, row, "stop" if stopped[i] else "length"))
             else:
                 keep.append(i)
-        self._keep(group, keep, tokens)
+        self.decoder.extend(group, tokens)
+        if len(keep) < len(group.live):
+            self.decoder.keep(group, keep)
         return done
-
-    @staticmethod
-    def _keep(group: Group, keep: list[int], tokens: torch.Tensor) -> None:
-        if len(keep) == len(group.live):
-            group.inputs = tokens[:, None]
-            return
-        group.live = [group.live[i] for i in keep]
-        if not keep:
-            return
-        index = torch.tensor(keep, device=tokens.device)
-        group.inputs = tokens[index][:, None]
-        group.seeds, group.temperature, group.top_p = group.seeds[index], group.temperature[index], group.top_p[index]
-        group.cache.batch_select_indices(index)
 
     def _completion(self, group: Group, row: int, finish: Finish) -> Completion:
         experts = torch.cat(group.experts[row]) if group.experts[row] else None
@@ -180,12 +149,12 @@ class HFEngine:
                 continue
             out += [self._completion(group, group.live[i], "abort") for i in cut]
             keep = [i for i in range(len(group.live)) if i not in cut]
-            if group.cache is None:
+            if not group.began:
                 rest = [group.requests[group.live[i]] for i in keep]
                 self.waiting = rest + self.waiting
                 self.groups.remove(group)
                 continue
-            self._keep(group, keep, group.inputs[:, 0])
+            self.decoder.keep(group, keep)
             if not group.live:
                 self.groups.remove(group)
         return out
@@ -248,6 +217,7 @@ class HFEngine:
                 "--policy.backend or another engine"
             )
         self.version = version
+        self.decoder.check(self.model.config.get_text_config().vocab_size, self.world.device, self.dtype)
 
     def sleep(self, level: int) -> None:
         """See the contract. A KV cache exists only while its group samples."""
@@ -270,8 +240,7 @@ class HFEngine:
     def bytes_by_owner(self) -> dict[str, int]:
         """See the contract."""
         device = self.world.device.type
-        layers = [layer for g in self.groups if g.cache is not None for layer in g.cache.layers]
-        cached = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
+        cached = [x for group in self.groups if group.cache is not None for x in cached_tensors(group.cache)]
         return {
             "engine weights": storage_bytes(self.model.parameters(), device),
             "KV cache": storage_bytes(cached, device),

@@ -1,0 +1,161 @@
+"""Decoding of rows of equal length: with the cache of transformers if the model decodes rightly with it, or without.
+
+Some families of transformers compute other probabilities with their cache than without, and the caches of others cannot
+drop rows that ended. `check` finds out by the model's own numbers when the first weights have arrived.
+
+B rows; V tokens of the vocabulary.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.rollout.engine import Request
+
+log = logging.getLogger("spmdrl")
+
+WAYS = ("batch_select_indices", "reorder_cache")
+"""Methods of transformers' caches that keep some of the rows; those of recurrent states have the second alone."""
+CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Largest mean |dlogp| between decoding with the cache and without it, by type of the weights."""
+ROUNDED = 0.1
+"""The same for other types, whose rounding may choose another expert at a token or two."""
+LENGTHS, MORE = (3, 12), 4
+"""Tokens of the prompts that `check` takes, and tokens that it decodes after them."""
+
+
+class Group:
+    """Rows of equal length that decode together."""
+
+    def __init__(self, requests: list[Request], device: torch.device):
+        self.requests = requests
+        self.live = list(range(len(requests)))
+        """Rows still sampling, as indices into requests; row i of the cache belongs to live[i]."""
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.logp: list[list[float]] = [[] for _ in requests]
+        self.inputs = torch.tensor([r.prompt for r in requests], device=device)
+        """Tokens of the live rows that the model has not read: all of them where nothing is cached."""
+        self.seeds = torch.tensor([r.seed for r in requests], device=device)
+        self.temperature = torch.tensor([r.temperature for r in requests], device=device)
+        self.top_p = torch.tensor([r.top_p for r in requests], device=device)
+        self.cache: Any = None
+        self.experts: list[list[torch.Tensor]] = [[] for _ in requests]
+        """For each request, int16 [tokens, W] of every step, if routing is recorded."""
+
+    @property
+    def began(self) -> bool:
+        """True once a token has been sampled."""
+        return bool(self.tokens[0])
+
+
+class Decoder:
+    """Runs a model over the rows of a group, one token further with each call."""
+
+    def __init__(self, model: Any, ranks: dist.ProcessGroup | None):
+        self.model, self.ranks = model, ranks
+        self.way: str | None = WAYS[0]
+        """Method of the cache that keeps rows; None: no cache, every token is computed from its whole sequence."""
+        self.checked = False
+
+    def logits(self, group: Group) -> torch.Tensor:
+        """Read the group's inputs and return the logits of the next token, [B, V]."""
+        out, group.cache = self._forward(group.inputs, group.cache)
+        return out
+
+    def extend(self, group: Group, tokens_B: torch.Tensor) -> None:
+        """Make these the tokens to be read next; one for each row that the last call read."""
+        column = tokens_B[:, None]
+        group.inputs = column if self.way else torch.cat([group.inputs, column], 1)
+
+    def keep(self, group: Group, rows: list[int]) -> None:
+        """Keep these of the live rows; call it after `extend`."""
+        index = torch.tensor(rows, dtype=torch.int64, device=group.inputs.device)
+        group.live = [group.live[i] for i in rows]
+        group.inputs = group.inputs[index]
+        group.seeds, group.temperature, group.top_p = group.seeds[index], group.temperature[index], group.top_p[index]
+        if rows and self.way and group.cache is not None:
+            getattr(group.cache, self.way)(index)
+
+    def _forward(self, inputs: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        if not self.way:
+            return self.model(input_ids=inputs, use_cache=False, logits_to_keep=1).logits[:, -1], None
+        # The model makes the kind of cache that it needs.
+        out = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1], out.past_key_values
+
+    @torch.inference_mode()
+    def check(self, vocabulary: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Choose `way` by the model's numbers, once. Collective over the ranks that share the model.
+
+        Two rows are decoded, of which one ends early, and compared with a forward over the whole row without a cache.
+
+        Raises:
+            ValueError: a token's probabilities depend on the tokens after it, so that no way of sampling is right.
+        """
+        if self.checked:
+            return
+        rows = [
+            torch.tensor([[(5 + 7 * i + 31 * row) % vocabulary for i in range(n + MORE)] for row in (1, 2)])
+            for n in LENGTHS
+        ]
+        rows = [row.to(device) for row in rows]
+        plain = [self.model(input_ids=row[1:], use_cache=False).logits[0].double().log_softmax(-1) for row in rows]
+        reasons = []
+        for self.way in (*WAYS, None):
+            try:
+                apart = max(self._apart(row, logp) for row, logp in zip(rows, plain, strict=True))
+                reasons.append(f"its tokens then differ by {apart:.1g} in logp on average")
+            except Exception as error:  # of any kind, from the model's own code
+                apart = float("inf")
+                reasons.append(f"{type(error).__name__}: {error}")
+            if self._largest(apart, device) <= CLOSE.get(dtype, ROUNDED):
+                break
+        else:
+            raise ValueError(
+                f"--rollout.engine hf: {type(self.model).__name__} of transformers gives a token other probabilities "
+                f"when more tokens follow ({reasons[-1]}), so samples of it cannot be scored: take a model of another "
+                "family"
+            )
+        self.checked = True
+        if not self.way:
+            log.warning(
+                f"--rollout.engine hf: {type(self.model).__name__} cannot decode with the cache of transformers "
+                f"({reasons[-2]}), so every token is computed from its whole sequence. That is exact and slower; "
+                "--rollout.engine vllm may know the family"
+            )
+
+    def _apart(self, rows: torch.Tensor, logp_nV: torch.Tensor) -> float:
+        """Return the mean |dlogp| of the second row's tokens, weighed by their probability. logp_nV: of that row."""
+        length, differences, cache = rows.shape[1] - MORE, [], None
+        inputs = rows[:, :length]
+        for at in range(length, rows.shape[1]):
+            logits, cache = self._forward(inputs, cache)
+            inputs = rows[:, at : at + 1] if self.way else rows[:, : at + 1]
+            if at == length:
+                if self.way:
+                    getattr(cache, self.way)(torch.tensor([1], device=rows.device))
+                rows, inputs = rows[1:], inputs[1:]
+            want = logp_nV[at - 1]
+            # Without a number in the plain forward nothing can be told; the first step will say more.
+            got = logits[-1].double().log_softmax(-1)
+            differences.append((want.exp() * (got - want).abs().nan_to_num(0.0)).sum().item())
+        return sum(differences) / len(differences)
+
+    def _largest(self, apart: float, device: torch.device) -> float:
+        """Return the largest of the ranks' numbers, so that all of them decide alike."""
+        if self.ranks is None:
+            return apart
+        value = torch.tensor(min(apart, 1e30), device=device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.ranks)
+        return value.item()
+
+
+def cached_tensors(cache: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a cache of transformers: keys, values and states."""
+    for held in [cache, *getattr(cache, "layers", [])]:
+        for value in vars(held).values():
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            yield from (x for x in values if isinstance(x, torch.Tensor))
