@@ -36,8 +36,8 @@ def start(cfg: Config, world: World) -> Started:
     trust, dtype = cfg.model.trust_remote_code, DTYPES[cfg.model.dtype]
     folder = resolve(cfg.model.path, trust)
     config = read_config(folder, trust).get_text_config()
-    # torch's fused attention cannot cap scores (Gemma 2), and transformers then silently omits the cap. None is the fused
-    # attention for families that have it.
+    # torch's fused attention cannot cap scores (Gemma 2), and transformers then silently omits the cap. None is
+    # the fused attention for families that have it.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     out = Started(empty_model(folder, dtype, trust, attention))
     if "adapter" in pushed_parts(cfg):
