@@ -243,7 +243,7 @@ def stateful(folder, family: str):
 
 
 @pytest.mark.parametrize("family", STATEFUL)
-def test_parity_of_families_with_states_whose_rows_end_apart(family, tmp_path, caplog):
+def test_parity_of_states_whose_rows_end_apart(family, tmp_path, caplog):
     model = stateful(tmp_path, family)
     with caplog.at_level("WARNING", "spmdrl"):
         engine = make(str(tmp_path), stop=())
