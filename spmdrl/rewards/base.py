@@ -32,9 +32,10 @@ class RewardInput:
     """The rewards that an environment gave the episode, added up; None without an environment (`--env`)."""
     given_parts: dict[str, float] = field(default_factory=dict)
     """Parts of its final reward."""
-    dialogue: str = ""
-    """With an environment: all that the policy read before this response, the last of its turns, with the marks of its
-    chat template."""
+    dialogue: list[tuple[bool, str]] = field(default_factory=list)
+    """With an environment: all that stood before this response, the last of the policy's turns, in order: whether the
+    policy wrote a piece, and its text with the marks of the chat template. The first piece is the prompt. Empty without
+    an environment."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 
@@ -63,17 +64,24 @@ class Grading:
             sum(not e.ungraded for e in group.episodes),
             episode.given,
             episode.parts,
-            "" if episode.given is None else self._dialogue(episode),
+            [] if episode.given is None else self._dialogue(episode),
         )
         # It begins with the prompt's index, which the grader's messages name.
         for grader in self.graders:
             grader.submit((prompt.index, episode.sample, group.position), item)
 
-    def _dialogue(self, episode: Episode) -> str:
-        """Return the text before the last response, as the policy read it."""
-        path = [episode.segments[i] for i in episode.path]
-        read = [s.tokens for s in path if not (s.sampled and s.turn == episode.turns - 1)]
-        return self.tokenizer.decode(torch.cat(read).tolist(), clean_up_tokenization_spaces=False)
+    def _dialogue(self, episode: Episode) -> list[tuple[bool, str]]:
+        """Return what stood before the last response: the prompt, then the policy's turns and what it read."""
+        prompt, path = list(range(episode.opening)), episode.path
+        # A branch that begins inside the prompt, or beside it, is read whole.
+        rest = path[len(prompt) :] if path[: len(prompt)] == prompt else path
+        last = episode.turns - 1
+        before = [s for s in (episode.segments[i] for i in rest) if not (s.sampled and s.turn == last)]
+        pieces = [(False, [episode.segments[i] for i in prompt])]
+        pieces += [(sampled, list(segments)) for sampled, segments in groupby(before, lambda s: s.sampled)]
+        texts = (torch.cat([s.tokens for s in each]).tolist() for _, each in pieces)
+        decoded = [self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in texts]
+        return [(sampled, text) for (sampled, _), text in zip(pieces, decoded, strict=True)]
 
     def poll(self) -> None:
         """Take what is back."""
