@@ -15,7 +15,7 @@ from spmdrl.hub.routing import FREE
 from spmdrl.policy.attention.packing import plan_packing, plan_tree_packing
 from spmdrl.policy.attention.ulysses import TokenSlice
 from spmdrl.policy.contract import HeadFunction, Second, TokenLoss
-from spmdrl.policy.mixers import layers
+from spmdrl.policy.mixers import layers, rotary
 from spmdrl.policy.mixers.active import over
 from spmdrl.spmd.seeds import uniform
 from spmdrl_kernels import chunked_loss, collision_probability, linear_logprob
@@ -47,6 +47,7 @@ class Trunk:
         self.hf, self.attention, self.group = hf, attention, group
         self.form: Form = "tree" if share else "packed"
         layers.install(hf)
+        self.moving = rotary.install(hf)
 
     def __call__(
         self,
@@ -76,7 +77,7 @@ class Trunk:
             states = self._apart(tokens_T.to(device), lengths_B.tolist(), noise, runs)
             inside = (rows - int(before)).to(device)
             return rows.to(device), states.index_select(0, inside), TokenSlice(len(tokens_T))
-        shares = self.form == "tree"
+        shares = self.form == "tree" and rotary.alike(self.moving, lengths_B.tolist())
         tree = plan_tree(tokens_T, lengths_B, mask_T, begins_B, experts_TLK) if shares else None
         if tree is None:
             packing = plan_packing(lengths_B, device, self.attention, self.group)

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 from spmdrl.policy.attention import packed as attention
 from spmdrl.policy.attention.packing import Packing
 from spmdrl.policy.attention.ulysses import TokenSlice
+from spmdrl.policy.attention.varlen import KERNELS, Needs, pick
 from spmdrl.policy.fsdp.sharding import recompute
 from spmdrl.policy.heads import PackedLM
 from spmdrl.policy.mixers.layers import CARRIERS, OTHERS
 from spmdrl.policy.mixers.rows import rows_of
 from tests.unit.test_packed_forward import gradient, plainly, scalar
+from tests.unit.varlen_kernels import calls, stand_in
 
 SMALL = dict(
     vocab_size=61,
@@ -115,6 +117,36 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
 }
+GPT_OSS = {
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+LONG = 16
+"""Tokens up to which longrope takes its short factors."""
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 5.0, 9.0, 14.0],
+    "original_max_position_embeddings": LONG,
+}
+ATTENDING: dict[str, tuple[str, dict]] = {
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
+    "phi3 longrope": (
+        "Phi3Config",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": LONG, "max_position_embeddings": 64},
+    ),
+    "llama dynamic": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": LONG,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
+}
 TEMPERATURE = 0.7
 
 
@@ -139,7 +171,7 @@ def in_float64(model):
 
 def pair(family: str, dtype=torch.float64):
     """Makes the same weights as plain transformers and as our packed model, its attention registered."""
-    name, changes = FAMILIES[family]
+    name, changes = (FAMILIES | ATTENDING)[family]
     if (config_class := getattr(transformers, name, None)) is None:
         pytest.skip(f"this transformers has no {name}")
     config = SMALL | changes
@@ -176,11 +208,11 @@ GROUPS = (9, (5, 22, 1)), (1, (3, 7)), (12, (2, 9)), (6, (4,))
 """A prompt of one token and a reply of one among them."""
 
 
-def assert_alone(plain, packed, tokens, lengths, mask, share: bool, limit: float, tight: float) -> None:
+def assert_alone(plain, packed, model, tokens, lengths, mask, limit: float, tight: float) -> None:
     """Compares a pack with each of its sequences alone: logp, entropy and gradient."""
     want = plainly(plain, tokens, lengths, mask)
     want_gradient = gradient(plain, scalar(*want))
-    got = PackedLM(packed, share=share)(tokens, torch.tensor(lengths), mask, TEMPERATURE)
+    got = model(tokens, torch.tensor(lengths), mask, TEMPERATURE)
     for a, b in zip(want, got, strict=True):
         assert (a - b).abs().max() < limit, (a - b).abs().max()
     got_gradient = gradient(packed, scalar(*got))
@@ -198,7 +230,60 @@ def test_layout_packs_and_trees_are_each_sequence_alone(family):
     tight = 1e-6 if family == "recurrent_gemma" else 1e-9
     with in_float64(plain):
         for share in (False, True):
-            assert_alone(plain, packed, *samples(*GROUPS), share, 1e-9, tight)
+            assert_alone(plain, packed, PackedLM(packed, share=share), *samples(*GROUPS), 1e-9, tight)
+
+
+@pytest.mark.parametrize("kind", ["auto", "eager", *KERNELS])
+def test_layout_attention_sinks_are_those_of_each_sequence_alone(kind, monkeypatch):
+    """Layers without a window take the kernels, by stand-ins; those with one are padded rows."""
+    plain, packed = pair("gpt_oss")
+    if kind in KERNELS:
+        stand_in(monkeypatch)
+        monkeypatch.setattr(attention, "installed", lambda: frozenset({kind}))
+    with in_float64(plain):
+        for share in (False, True):
+            model = PackedLM(packed, "eager" if kind == "eager" else "auto", share=share)
+            assert_alone(plain, packed, model, *samples(*GROUPS), 1e-9, 1e-9)
+            assert calls == ([kind] * 2 if kind in KERNELS else [])
+            calls.clear()
+
+
+def test_a_window_would_hide_a_sink_from_kernels():
+    needs = Needs(9, torch.bfloat16, 72, sink_and_window=True)
+    assert pick("auto", needs, frozenset(KERNELS)) == "padded"
+    with pytest.raises(ValueError, match="flash: its window would hide the attention sink"):
+        pick("flash", needs, frozenset(KERNELS))
+
+
+def forget(rotary, _):
+    """Undoes what transformers keeps from one forward to the next: frequencies that grew."""
+    rotary.max_seq_len_cached, rotary.inv_freq = rotary.original_max_seq_len, rotary.original_inv_freq
+
+
+@pytest.mark.parametrize("family", ["phi3 longrope", "llama dynamic"])
+def test_layout_rotary_frequencies_are_those_of_each_sequence_alone(family):
+    """Sequences on both sides of the original length, in one pack, twice and in both orders: nothing is kept."""
+    plain, packed = pair(family)
+    for module in plain.modules():
+        if hasattr(module, "max_seq_len_cached"):
+            module.register_forward_pre_hook(forget)
+    groups = [(5, (3, 4)), (9, (5, 22)), (4, (12, 12)), (12, (25, 30))]
+    with in_float64(plain):
+        for order in (groups, groups[::-1], groups[:1], groups[2:3]):
+            for share in (False, True):
+                assert_alone(plain, packed, PackedLM(packed, share=share), *samples(*order), 1e-9, 1e-9)
+
+
+def test_sequences_share_tokens_where_all_have_the_same_frequencies(monkeypatch):
+    rows = []
+    _, packed = pair("phi3 longrope", torch.float32)
+    packed.base_model.register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for replies, shared in (((2, 3), True), ((2, 30), False), ((28, 30), True)):
+        tokens, lengths, mask = samples((9, replies))
+        PackedLM(packed, share=True)(tokens, torch.tensor(lengths), mask, 1.0)
+        assert rows.pop() == len(tokens) - 9 * shared
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])

@@ -207,5 +207,5 @@ def test_causality_of_branches_is_said_while_a_dispatch_mode_looks_on(monkeypatc
     group = LengthClass(none, none, none, 1, 3, 2)
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=FP32)
     with Looks():
-        bias = attention._visible(group, on_gpu)
+        bias = attention._visible(group, on_gpu, None, 0)
     assert torch.equal(bias._materialize(), ~attention._hidden(group, None, torch.device("cpu"))[0, 0])

@@ -7,6 +7,8 @@ attention. Padding stands to the right, so causality alone keeps it out of every
 and the result is exact.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -37,14 +39,30 @@ def _hidden(group: LengthClass, window: int | None, device: torch.device) -> tor
     return hidden
 
 
-def _visible(group: LengthClass, q: torch.Tensor) -> torch.Tensor:
-    """The attention mask of branches for SDPA: on a GPU (float32 included) the mask that is causal from the end."""
+def _visible(group: LengthClass, q: torch.Tensor, window: int | None, sink: int) -> torch.Tensor:
+    """The attention mask of branches for SDPA: on a GPU (float32 included) the mask that is causal from the end.
+
+    sink: 1 if a key that every query sees stands before the others, else 0.
+    """
     # SDPA's kernels know that mask; for other types it would warn and build it in full.
-    if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None:
+    if q.device.type == "cuda" and q.dtype != torch.float64 and group.trunks is None and not window:
         # torch cannot make this subclass of Tensor while a mode looks on, as `--run.lockstep-debug` does.
         with _disable_current_modes():
-            return causal_lower_right(group.longest, group.trunk + group.longest)
-    return ~_hidden(group, None, q.device)
+            return causal_lower_right(group.longest, sink + group.trunk + group.longest)
+    return F.pad(~_hidden(group, window, q.device), (sink, 0), value=True)
+
+
+def _with_sink(q, k, v, sinks_H: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Append a key whose score is each head's sink and whose value is 0: keys and values [T, ...] -> [T + 1, ...].
+
+    The score stands in a channel of the queries that all other keys have no part in, so any kernel can compute it.
+    """
+    # The fused kernels of a GPU want a multiple of 8 channels.
+    d, more = k.shape[2], 8 - k.shape[2] % 8
+    score = (sinks_H / scale).to(q.dtype)[:, None].expand(*q.shape[:2], 1)
+    q = F.pad(torch.cat([q, score], -1), (0, more - 1))
+    key = F.pad(k.new_ones(1, k.shape[1], 1), (d, more - 1))
+    return q, torch.cat([F.pad(k, (0, more)), key]), torch.cat([v, v.new_zeros(1, *v.shape[1:])])
 
 
 def _plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
@@ -57,28 +75,38 @@ def _plain_attention(q, k, v, hidden: torch.Tensor, scale: float, softcap: float
     return scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=upcast).to(q.dtype) @ v
 
 
-def _padded_class(q, k, v, group: LengthClass, kind: str, scale: float, window: int | None, softcap: float | None):
-    """Compute attention for the tokens of one length class: [T, H, d] -> [tokens of the class, H, d]."""
+def _padded_class(
+    q, k, v, group: LengthClass, kind: str, scale: float, window: int | None, softcap: float | None, sink: int
+):
+    """Compute attention for the tokens of one length class: [T, H, d] -> [tokens of the class, H, d].
+
+    sink: 1 if the key behind all tokens is one that every query sees, else 0.
+    """
 
     def lay_out(x, rows):
         return x.index_select(0, rows).view(group.sequences, -1, *x.shape[1:]).transpose(1, 2)
 
     keys = group.gather if group.keys is None else group.keys
+    if sink:
+        keys = F.pad(keys.view(group.sequences, -1), (1, 0), value=len(k) - 1).flatten()
     q, k, v = lay_out(q, group.gather), lay_out(k, keys), lay_out(v, keys)
     if window is not None and window >= group.trunk + group.longest:
         window = None
     # torch's fused backward in bfloat16 on a CPU takes 3 to 6 times as long as the plain form (40 to 256 tokens).
     on_cpu = kind_of(q.device) == "cpu"
-    plain = kind == "eager" or softcap or window or (on_cpu and q.dtype == torch.bfloat16 and group.longest <= 512)
+    masked = softcap or (window and not sink)
+    plain = kind == "eager" or masked or (on_cpu and q.dtype == torch.bfloat16 and group.longest <= 512)
     # torch's fused attention on a CPU takes grouped heads, in a fifth less time than repeated ones.
     repeat = q.shape[1] // k.shape[1]
     grouped = repeat > 1 and on_cpu and not plain
     if repeat > 1 and not grouped:
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     if plain:
-        out = _plain_attention(q, k, v, _hidden(group, window, q.device), scale, softcap)
-    elif group.trunk:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_visible(group, q), scale=scale, enable_gqa=grouped)
+        hidden = F.pad(_hidden(group, window, q.device), (sink, 0), value=False)
+        out = _plain_attention(q, k, v, hidden, scale, softcap)
+    elif group.trunk or sink:
+        seen = _visible(group, q, window, sink)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, group.scatter)
@@ -100,11 +128,12 @@ def packed_attention(
 ):
     """HF attention interface over one packed row. query [1, H, S, d], key and value [1, H_kv, S, d].
 
-    S is the number of tokens in this rank's slice: T without sequence parallelism. Returns ([1, S, H, d], None).
+    S is the number of tokens in this rank's slice: T without sequence parallelism. s_aux: the score of each head's
+    sink, [H], which takes a share of the attention and has no value (gpt-oss). Returns ([1, S, H, d], None).
 
     Raises:
-        ValueError: a model that does not hand keyword arguments to its attention, or one with dropout, attention sinks
-            or a bidirectional layer.
+        ValueError: a model that does not hand keyword arguments to its attention, or one with dropout or a
+            bidirectional layer.
     """
     if packing is None:
         raise ValueError(
@@ -112,20 +141,25 @@ def packed_attention(
         )
     if not getattr(module, "is_causal", True) or (dropout and module.training):
         raise ValueError(f"{type(module).__name__}: packed attention is causal and without dropout")
-    if s_aux is not None:
-        raise ValueError(f"{type(module).__name__}: packed attention has no attention sinks")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = packing.part.to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)))
-    out = _attend(q, k, v, packing, scale, sliding_window, softcap)
+    sinks = None if s_aux is None else packing.part.my_heads(s_aux)
+    out = _attend(q, k, v, packing, scale, sliding_window, softcap, sinks)
     return packing.part.to_tokens(out)[None], None
 
 
-def _attend(q, k, v, packing: Packing, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
-    """Compute attention inside each sequence: [T, H, e]."""
-    kind = pick(packing.kind, needs_of(q, v, softcap), installed())
+def _attend(
+    q, k, v, packing: Packing, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute attention inside each sequence: [T, H, e]. sinks: [H] or None, as in `packed_attention`."""
+    sink = int(sinks is not None)
+    if sinks is not None:
+        q, k, v = _with_sink(q, k, v, sinks, scale)
+    needs = replace(needs_of(q, v, softcap), sink_and_window=bool(sink and window))
+    kind = pick(packing.kind, needs, installed())
     if kind in KERNELS:
-        return attend(kind, q, k, v, packing.runs, scale, window, softcap)
-    parts = [_padded_class(q, k, v, c, kind, scale, window, softcap) for c in packing.classes]
+        return attend(kind, q, k, v, packing.runs_with_sink if sink else packing.runs, scale, window, softcap)
+    parts = [_padded_class(q, k, v, c, kind, scale, window, softcap, sink) for c in packing.classes]
     return torch.cat(parts).index_select(0, packing.order)
 
 

@@ -70,6 +70,12 @@ class Packing:
         return make_runs(self.lengths, self.device, self.spans)
 
     @cached_property
+    def runs_with_sink(self) -> Runs:
+        """`runs` with one more key in front of each node's, which stands behind all tokens."""
+        tokens = sum(self.lengths)
+        return make_runs(self.lengths, self.device, [[(tokens, 1), *spans] for spans in self.spans])
+
+    @cached_property
     def classes(self) -> list[LengthClass]:
         """The layout for attention over padded rows, of similar lengths (`alike`)."""
         classes = _whole_classes(self.lengths[: self.roots], self.device)

@@ -101,6 +101,11 @@ class TokenSlice:
         whole = mixed.flatten(0, 1)[: self.tokens].split([x.shape[2] for x in parts], 1)
         return [x.unflatten(1, (-1, y.shape[2])) for x, y in zip(whole, (q_SHd, k_SKd, v_SKd), strict=True)]
 
+    def my_heads(self, x_H: torch.Tensor) -> torch.Tensor:
+        """Return the part [H / R, ...] for the query heads that `to_heads` gives to this rank."""
+        heads = len(x_H) // self.ranks
+        return x_H.narrow(0, self.start // self.size * heads, heads)
+
     def to_tokens(self, out_THd: torch.Tensor) -> torch.Tensor:
         """Return all heads of this rank's tokens: [T, H / R, d] -> [S, H, d]. Collective."""
         if self.group is None:

@@ -35,6 +35,8 @@ class Needs:
     width: int
     """Channels of a head: the wider of keys and values."""
     softcap: bool = False
+    sink_and_window: bool = False
+    """True if queries see a key before all others, and a window of the others."""
 
 
 @dataclass
@@ -122,6 +124,8 @@ def lacking(kernel: str, needs: Needs, there: frozenset[str]) -> str:
         return f"it takes heads of up to {WIDEST} channels, not {needs.width}"
     if needs.softcap and kernel == "varlen":
         return "it cannot cap scores, as this model does"
+    if needs.sink_and_window:
+        return "its window would hide the attention sink, which this model has"
     return ""
 
 

@@ -1,0 +1,90 @@
+"""Rotary embeddings whose frequencies depend on the length of a sequence, over packs.
+
+transformers chooses frequencies once a forward, by the longest position in it: `longrope` takes one set of factors up
+to the original length and another beyond it; `dynamic` grows with the length. In a pack each sequence gets those that
+it has alone. Tokens that sequences of unlike frequencies begin with are not the same, so these share nothing.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmdrl.policy.attention.packing import Packing
+from spmdrl.policy.mixers.active import active
+
+
+@dataclass(frozen=True)
+class Moving:
+    """How the frequencies of a rotary embedding depend on the length of a sequence."""
+
+    limit: int
+    """Tokens up to which frequencies are the original ones."""
+    grows: bool
+    """True if each length beyond has frequencies of its own, False if all of them have the same."""
+
+    def mark(self, length: int) -> int:
+        """Return a number that is the same for lengths of the same frequencies."""
+        return 0 if length <= self.limit else length if self.grows else 1
+
+
+def install(hf: nn.Module) -> list[Moving]:
+    """Let the rotary embeddings of a HF model run over packs, where one is `active`; return those that move."""
+    out = []
+    for module in hf.modules():
+        if not (moving := _moving(module)):
+            continue
+        out += moving.values()
+        if getattr(module.forward, "func", None) is not _forward:
+            module.forward = partial(_forward, module, module.forward, moving)
+    return out
+
+
+def alike(moving: list[Moving], lengths: list[int]) -> bool:
+    """Tell whether sequences of these lengths have the same frequencies."""
+    return all(len({rope.mark(length) for length in lengths}) == 1 for rope in moving)
+
+
+def _moving(module: Any) -> dict[str | None, Moving]:
+    """The rotary embeddings that move, by the type of layer; None for one of all layers."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds if isinstance(kinds, dict) else {None: kinds}
+    out = {}
+    for layer, kind in kinds.items():
+        if kind == "longrope":
+            settings = module.config.rope_parameters
+            settings = settings if layer is None else settings[layer]
+            out[layer] = Moving(settings["original_max_position_embeddings"], False)
+        elif isinstance(kind, str) and "dynamic" in kind:
+            out[layer] = Moving(module.original_max_seq_len, True)
+    return out
+
+
+def _forward(module: Any, forward: Any, moving: dict[str | None, Moving], x, position_ids, layer_type=None) -> Any:
+    rope, packing = moving.get(layer_type), active()
+    more = {} if layer_type is None else {"layer_type": layer_type}
+    if rope is None or packing is None:
+        return forward(x, position_ids, **more)
+    groups = _groups(rope, packing)
+    parts = []
+    for tokens in groups:
+        if rope.grows:
+            # transformers keeps the frequencies of the longest sequence so far; one token puts the original ones back.
+            forward(x, position_ids[..., :1] * 0, **more)
+        parts.append(forward(x, position_ids if len(groups) == 1 else position_ids[..., tokens], **more))
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.argsort(torch.cat(groups))
+    return tuple(torch.cat(pair, -2).index_select(-2, order) for pair in zip(*parts, strict=True))
+
+
+def _groups(rope: Moving, packing: Packing) -> list[torch.Tensor]:
+    """Group the tokens of a pack, int64 [n] each, by the frequencies of their sequences."""
+    if packing.roots < len(packing.lengths):
+        # A tree has one kind (`alike`).
+        return [torch.arange(sum(packing.lengths), device=packing.device)]
+    lengths = torch.tensor(packing.lengths, device=packing.device)
+    marks = torch.tensor([rope.mark(n) for n in packing.lengths], device=packing.device).repeat_interleave(lengths)
+    return [torch.nonzero(marks == mark).flatten() for mark in marks.unique()]
