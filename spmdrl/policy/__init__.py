@@ -7,6 +7,8 @@ learner.py      updates of a model, the same for every backend
 grad_guard.py   skips optimizer steps that are not finite, notices gradients that spike
 optimizer.py    AdamW, its schedule, the global gradient norm
 heads.py        logp and entropy, or a value, for every token of a pack
+self_check.py   the form in which a model is right: packed, or one sequence a forward
+probe.py        how far a form is from plain transformers
 likelihood.py   the loss of supervised fine-tuning
 pairs.py        the loss of pairs of responses
 distillation.py what a teacher leaves in a batch, the divergence that a student learns by

@@ -211,6 +211,8 @@ class PackedLM(Probed):
         rows, states, part = self.trunk(tokens_T, lengths_B, mask_T, True, experts_TLK, noise, begins_B, runs)
         targets = tokens_T.to(rows.device)[rows]
         weight, divisor = self.hf.get_output_embeddings().weight, temperature * self.logit_divisor
+        # Mamba keeps the sums of its layers in float32.
+        states = states.to(weight.dtype)
         if callable(token_loss):
             loss, told = token_loss(states, weight, rows, divisor, self.softcap)
             # One by one: they differ in type and width.
@@ -238,7 +240,9 @@ class PackedLM(Probed):
         """See `Probed`: of the logp of each token but the first, shares of the logits' standard deviation."""
         theirs_nV, targets = logits_mV[:-1].double(), ids_n[1:]
         weight = self.hf.get_output_embeddings().weight
-        ours = linear_logprob(states_nD[:-1], weight, targets, self.logit_divisor, softcap=self.softcap)[0]
+        ours = linear_logprob(
+            states_nD[:-1].to(weight.dtype), weight, targets, self.logit_divisor, softcap=self.softcap
+        )[0]
         theirs = theirs_nV.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         return (ours - theirs).abs() / theirs_nV.std(-1)
 

@@ -1,267 +1,21 @@
-"""Finds, before anything is learnt, in which forms a model runs right (`heads.Form`): any model is right or refused.
+"""Checks, before anything is learnt or sampled, that a model gives right numbers here: it is right or refused.
 
-Three short sequences run through the model in each form, and each one alone through plain transformers. Compared are
-the states of all tokens, a gradient, and the head's numbers. Rounding in 16 bits hides small mistakes from such a
-comparison, so that two questions without noise are asked as well: does a sequence's gradient reach tokens of other
-sequences, and do its states change when those do?
-
-A model whose packed sequences meet runs each one in a forward of its own; one that is wrong there too is refused.
-T tokens of the three sequences, D the width.
+`probe.py` holds each form in which a model can run packs against plain transformers. A model runs in the fastest form
+that is right: with shared tokens once (a tree), packed, or one sequence a forward, which is exact and slower. One that
+is wrong there too is refused.
 """
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from spmdrl.data.batch import Batch
-from spmdrl.data.tree import plan_tree
-from spmdrl.health.oom import out_of_memory
 from spmdrl.hub.build import DTYPES
-from spmdrl.policy.attention.own import own_attention, with_attention
+from spmdrl.policy.attention.own import own_attention
 from spmdrl.policy.heads import Form
+from spmdrl.policy.probe import FORWARD, NOT_FINITE, Found, Sequences, difference, plain, probe, sequences
 from spmdrl.spmd.exchange import all_reduce
-
-log = logging.getLogger("spmdrl")
-
-LENGTHS = (5, 9, 14)
-PREFIX = 4
-"""Tokens that the second and the third sequence begin with alike."""
-FORWARD = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest difference of states from plain transformers, as a share of their size. In 16 bits the median token's counts:
-where experts are chosen, rounding alone sends some tokens elsewhere. Families take parts of float64 models in float32.
-"""
-BACKWARD = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""The same of a gradient with respect to embeddings."""
-LEAK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
-"""Largest change of a token's states when other sequences change, and share of the gradient that reaches these."""
-ROUTED = 0.3
-"""The same for states in 16 bits where experts are chosen."""
-
-
-@dataclass
-class Found:
-    """The differences that one form of a model shows, each as a share of what it may be at most."""
-
-    ratio: float = 0.0
-    """The largest of them: above 1 the form is wrong."""
-    reason: str = ""
-    """It in words; for a form that raised an error, the error."""
-    states: float = 0.0
-    """The difference of the states from plain transformers."""
-
-    @property
-    def right(self) -> bool:
-        """True if no difference is larger than rounding."""
-        return self.ratio <= 1
-
-    def add(self, what: str, value: float, most: float) -> None:
-        """Take a difference, which may be `most`; nan counts as too large."""
-        ratio = value / most if value == value else float("inf")
-        if ratio >= self.ratio:
-            self.ratio, self.reason = ratio, f"{what} {value:.2g}"
-
-
-@dataclass
-class Sequences:
-    """The three sequences, and the plain model's answers to each alone."""
-
-    tokens: list[torch.Tensor]
-    states: list[torch.Tensor] = field(default_factory=list)
-    gradient: torch.Tensor | None = None
-    """Of the last sequence's states with respect to its embeddings [n, D]."""
-
-
-def draw(hf_config: Any) -> list[int]:
-    """List tokens to draw from: those of the vocabulary that have no meaning of their own to the model."""
-    config = hf_config.get_text_config()
-    rows = config.vocab_size
-    special: set[int] = set()
-    for each in (hf_config, config):
-        for name, value in vars(each).items():
-            if name.endswith(("token_id", "token_index")):
-                special |= {x for x in (value if isinstance(value, list) else [value]) if isinstance(x, int)}
-    ordinary = [i for i in range(rows) if i not in special]
-    return ordinary if len(ordinary) > 2 else list(range(rows))
-
-
-def sequences(hf_config: Any, device: torch.device, turn: int = 0) -> list[torch.Tensor]:
-    """Draw the sequences, the same on every rank. turn: other numbers give other tokens at every place."""
-    ordinary = torch.tensor(draw(hf_config))
-    drawn = torch.randint(len(ordinary), (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
-    first, second, third = ordinary[(drawn + turn) % len(ordinary)].split(LENGTHS)
-    return [x.to(device) for x in (first, second, torch.cat([second[:PREFIX], third[PREFIX:]]))]
-
-
-class _Embedded:
-    """Captures the embeddings of the first forward inside this context, as the leaves of a gradient."""
-
-    def __init__(self, hf: Any):
-        self.module, self.taken = hf.get_input_embeddings(), None
-
-    def __enter__(self) -> "_Embedded":
-        self.hook = self.module.register_forward_hook(self._take)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.hook.remove()
-
-    def _take(self, module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
-        if self.taken is None:
-            self.taken = out.detach().requires_grad_()
-        return self.taken
-
-    def gradient(self, number: torch.Tensor) -> torch.Tensor:
-        """Return d number / d embeddings [S, D]."""
-        assert self.taken is not None
-        return torch.autograd.grad(number, self.taken)[0].flatten(0, -2)
-
-
-def plain(policy: Any) -> tuple[Sequences, Found]:
-    """Run each sequence alone through plain transformers, and compare our head with the model's own. Collective.
-
-    Errors of the model become the reason.
-    """
-    hf, dtype, found = policy.model.hf, policy.compute, Found()
-    told = Sequences(sequences(policy.hf_config, policy.world.device))
-    try:
-        # Other implementations leave out what only some families have, such as a cap on scores.
-        with with_attention(hf, "eager"):
-            *most, last = told.tokens
-            with torch.no_grad():
-                told.states += [policy.model.plain(ids)[0] for ids in most]
-            with _Embedded(hf) as embedded:
-                states = policy.model.plain(last)[0]
-                told.gradient = embedded.gradient(_read(states))
-            told.states.append(states.detach())
-            with torch.no_grad():
-                off = policy.model.off(last)
-        found.add(
-            "the head's numbers differ by", float(off.median() if dtype.itemsize == 2 else off.max()), FORWARD[dtype]
-        )
-        second, third = (states[:PREFIX] for states in told.states[1:])
-        found.add("later tokens change the states of earlier ones by", difference(third, second, dtype), FORWARD[dtype])
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        found = Found(float("inf"), f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    finally:
-        policy._reshard()
-    return told, found
-
-
-def probe(policy: Any, form: Form, told: Sequences) -> Found:
-    """Run one form of a model on packs of the sequences. Collective.
-
-    told: the plain model's answers. Errors of the model become the reason.
-    """
-    before, found = policy.form, Found()
-    policy.model.trunk.form = form
-    try:
-        if form == "apart":
-            _compare_apart(policy, told, found)
-        else:
-            _compare(policy, form, told, found)
-    except Exception as error:
-        if out_of_memory(error) or "--policy." in str(error):
-            raise
-        found = Found(float("inf"), f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    finally:
-        policy.model.trunk.form = before
-        policy._reshard()
-    return found
-
-
-def _compare_apart(policy: Any, told: Sequences, found: Found) -> None:
-    pack, lengths, dtype = torch.cat(told.tokens), torch.tensor(LENGTHS), policy.compute
-    with torch.no_grad():
-        states = policy.model.states(pack, lengths, torch.ones_like(pack, dtype=torch.bool))
-    found.states = difference(states, torch.cat(told.states), dtype)
-    found.add("states differ by", found.states, FORWARD[dtype])
-
-
-def _compare(policy: Any, form: Form, told: Sequences, found: Found) -> None:
-    dtype, pack = policy.compute, torch.cat(told.tokens)
-    lengths, ends = torch.tensor(LENGTHS), torch.tensor(LENGTHS).cumsum(0).tolist()
-    mask = torch.ones(len(pack), dtype=torch.bool)
-    if form == "tree":
-        # Samples of a prompt share it.
-        mask[ends[0] : ends[0] + PREFIX] = mask[ends[1] : ends[1] + PREFIX] = False
-    device = pack.device
-    third = slice(ends[1], ends[2])
-    with _Embedded(policy.model.hf) as embedded:
-        states = policy.model.states(pack, lengths, mask.to(device))
-        gradient = embedded.gradient(_read(states[third]))
-    states = states.detach()
-    shown = mask.to(device)
-    found.states = difference(states[shown], torch.cat(told.states)[shown], dtype)
-    found.add("states differ by", found.states, FORWARD[dtype])
-    own, others = _by_sequence(policy, form, told, gradient, third)
-    assert told.gradient is not None
-    found.add("a gradient differs by", difference(own, told.gradient, dtype), BACKWARD[dtype])
-    found.add("sequences reach each other in a gradient by", others, LEAK[dtype])
-    changes = []
-    for turn in (1, 2):
-        # Where an expert is chosen by rounding, another turn chooses otherwise; what leaks does so in both.
-        first, second, _ = sequences(policy.hf_config, device, turn)
-        other = torch.cat([first, told.tokens[1][:PREFIX], second[PREFIX:], told.tokens[2]])
-        with torch.no_grad():
-            changed = policy.model.states(other, lengths, mask.to(device))
-        changes.append(_off(changed[third], states[third])[mask[third]])
-    rounds = dtype.itemsize == 2 and _chooses_experts(policy.model.hf)
-    most = ROUTED if rounds else LEAK[dtype]
-    found.add("sequences reach each other by", float(torch.stack(changes).amin(0).max()), most)
-
-
-def _read(states: torch.Tensor) -> torch.Tensor:
-    """Sum a sequence's states [n, D] behind the shared tokens with unlike weights, to take the gradient of."""
-    states = states[PREFIX:]
-    weight = torch.linspace(-1, 1, states.numel(), dtype=torch.float64, device=states.device).view_as(states)
-    return (states * torch.cos(17 * weight).to(states.dtype)).sum()
-
-
-def _off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Distance of each row [n, D] as a share of the rows' mean size."""
-    a, b = a.double(), b.double()
-    return (a - b).norm(dim=-1) / (b.norm(dim=-1).mean() + 1e-30)
-
-
-def difference(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> float:
-    """Compare rows [n, D] of a form with the plain model's: the largest difference, in 16 bits the median one."""
-    off = _off(a, b)
-    return float(off.median() if dtype.itemsize == 2 and bool(off.isfinite().all()) else off.max())
-
-
-def _by_sequence(
-    policy: Any, form: Form, told: Sequences, gradient: torch.Tensor, third: slice
-) -> tuple[torch.Tensor, float]:
-    """Return the gradient [n, D] at the third sequence's tokens, and the share of it that others' got."""
-    group, tokens = policy.world.sp_group, torch.cat(told.tokens).cpu()
-    place = torch.arange(len(tokens))
-    if form == "tree":
-        mask = torch.ones(len(tokens), dtype=torch.bool)
-        for begin in (LENGTHS[0], LENGTHS[0] + LENGTHS[1]):
-            mask[begin : begin + PREFIX] = False
-        tree = plan_tree(tokens, torch.tensor(LENGTHS), mask)
-        assert tree is not None
-        place = tree.place
-    if group is not None:
-        parts = gradient.new_zeros(group.size(), *gradient.shape)
-        parts[group.rank()] = gradient
-        gradient = all_reduce(parts, "sum", group).flatten(0, 1)
-    mine = place[third].to(gradient.device)
-    others = gradient.double().index_fill(0, mine, 0)
-    own = gradient[mine]
-    return own, float(others.norm() / (own.double().norm() + 1e-30))
-
-
-def _chooses_experts(hf: Any) -> bool:
-    return any("expert" in name for name, _ in hf.named_modules())
-
-
-# ── the verdict ──────────────────────────────────────────────────────────────
 
 
 def agreed(policy: Any, found: Found) -> Found:
@@ -280,51 +34,55 @@ def settle(policy: Any, role: str, name: str, say: Callable[[str], None]) -> Non
     Raises:
         ValueError: the model is right in no form, or not as the settings ask for it; the message names the flag.
     """
-    family = policy.hf_config.model_type
+    family, kind, sp = policy.hf_config.model_type, policy.cfg.model.dtype, policy.world.sp_size
     if not policy.cfg.model.self_check:
         say(f"no self-check of the {role}: --model.no-self-check")
         return
-    kind = policy.cfg.model.dtype
     heading = f"self-check of the {role} ({name}, {family}, {kind})"
     if not hasattr(policy, "run_as"):
         say(f"{heading}: packed: numbers differ by {settle_backend(policy, name):.1g} at most")
         return
     told, alone = plain(policy)
-    if not (alone := agreed(policy, alone)).right:
-        raise ValueError(f"{name}: {family} cannot be trained here: {alone.reason}; take a model of another family")
+    alone = agreed(policy, alone)
+    if alone.reason == NOT_FINITE:
+        raise ValueError(f"{name}: {family} gives {NOT_FINITE} {kind}")
+    if not alone.right:
+        raise ValueError(f"{name}: {family} is not right here: {alone.reason}; take a model of another family")
     tried = {form: agreed(policy, probe(policy, form, told)) for form in forms_of(policy)}
     right = [form for form, found in tried.items() if found.right]
-    form, sp = right[0] if right else "apart", policy.world.sp_size
-    if form == "apart":
-        packed = tried.get("packed", Found(reason="the family computes attention by itself"))
-        if sp > 1:
-            raise ValueError(
-                f"--parallel.sp {sp}: {name} ({family}) is wrong where its tokens are divided over ranks: "
-                f"{packed.reason}; set --parallel.sp 1"
-            )
-        found = Found(float("inf"))
-        for attention in dict.fromkeys((own_attention(policy.model.hf), "eager")):
-            if not found.right:
-                policy.run_as("apart", attention)
-                found = agreed(policy, probe(policy, "apart", told))
-        if not found.right:
-            raise ValueError(
-                f"{name}: {family} cannot be trained here: {found.reason} (packed: {packed.reason}); take a model of "
-                "another family"
-            )
-        if policy.routers:
-            raise ValueError(
-                f"--rollout.routing-replay: {name} ({family}) runs one sequence a forward, where experts cannot be "
-                f"prescribed, because its packed sequences are wrong: {packed.reason}; leave it off"
-            )
-        say(f"{heading}: packed, {packed.reason}: runs one sequence a forward, slower")
+    if not right:
+        packed = tried["packed"].reason if tried else "the family computes attention by itself"
+        run_apart(policy, f"{name}: {family}", told, packed)
+        say(f"{heading}: packed, {packed}: runs one sequence a forward, slower")
         return
-    policy.run_as(form)
-    shown = ", ".join(each for each in ("packed", "tree") if each in right) + (f", sp {sp}" if sp > 1 else "")
-    most = max(tried[each].states for each in right)
-    line = f"{heading}: {shown}: states differ by {most:.1g} at most"
-    wrong = [f"; {each}, {found.reason}: prompts are not shared" for each, found in tried.items() if not found.right]
-    say(line + "".join(wrong))
+    policy.run_as(right[0])
+    shown = ", ".join(right[::-1]) + (f", sp {sp}" if sp > 1 else "")
+    most = max(tried[form].states for form in right)
+    wrong = [f"; {form}, {found.reason}: prompts are not shared" for form, found in tried.items() if not found.right]
+    say(f"{heading}: {shown}: states differ by {most:.1g} at most" + "".join(wrong))
+
+
+def run_apart(policy: Any, name: str, told: Sequences, packed: str) -> None:
+    """Have a model run one sequence a forward, by the fastest of transformers' attentions that is right. Collective.
+
+    name: begins messages. packed: the reason why its packed sequences are wrong.
+
+    Raises:
+        ValueError: it is wrong so, too, or settings need packed sequences.
+    """
+    if (sp := policy.world.sp_size) > 1:
+        raise ValueError(f"--parallel.sp {sp}: {name} is wrong over divided tokens: {packed}; set --parallel.sp 1")
+    if policy.routers:
+        raise ValueError(
+            f"--rollout.routing-replay: {name} runs one sequence a forward, where experts cannot be prescribed: packed "
+            f"ones are wrong, {packed}; leave it off"
+        )
+    for attention in dict.fromkeys((own_attention(policy.model.hf), "eager")):
+        policy.run_as("apart", attention)
+        found = agreed(policy, probe(policy, "apart", told))
+        if found.right:
+            return
+    raise ValueError(f"{name} is not right here: {found.reason}, and packed, {packed}; take a model of another family")
 
 
 def forms_of(policy: Any) -> list[Form]:
@@ -358,7 +116,7 @@ def settle_backend(policy: Any, name: str) -> float:
     found = agreed(policy, found)
     if not found.right:
         raise ValueError(
-            f"{name}: {config.model_type} cannot be trained by --policy.backend {policy.cfg.policy.backend}: "
+            f"{name}: {config.model_type} is not right under --policy.backend {policy.cfg.policy.backend}: "
             f"{found.reason}; take --policy.backend fsdp"
         )
     return found.states

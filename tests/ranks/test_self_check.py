@@ -4,8 +4,10 @@ import pytest
 import torch
 import transformers
 
+from spmdrl.data.batch import Batch
 from spmdrl.policy.fsdp import sharding
 from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.mixers import layers
 from spmdrl.policy.self_check import settle
 from tests.ranks.cases import build_policy, config, full_weights, relative, small_model, synthetic_batch, update_once
@@ -62,7 +64,7 @@ def checked(world, path: str, dtype: str = "float32", **policy) -> tuple[FsdpPol
 
 
 def forms(world, paths: dict[str, str], hybrids: bool = True):
-    """Settles every family, and holds its log p and gradient against plain transformers.
+    """Settles every family, and holds its log p, gradient and the loss of SFT against plain transformers.
 
     hybrids: False takes the support of layers without attention away.
     """
@@ -90,22 +92,26 @@ def forms(world, paths: dict[str, str], hybrids: bool = True):
         mine = {n.removeprefix("hf."): p.grad.full_tensor() for n, p in built.model.named_parameters()}
         scale = max(float(p.grad.abs().max()) for p in theirs.values())
         off = max(float((g - theirs[n].grad).abs().max()) for n, g in mine.items()) / scale
-        out[name] = (built.form, line, float((got[mask] - torch.cat(want)).abs().max()), off)
+        built.zero_grad()
+        batch = Batch(torch.tensor(lengths), {"tokens": tokens, "mask": mask}, {"update": torch.zeros(3).long()})
+        told = built.update(batch, SftObjective("nll", world.data_peers)).dump()
+        nll = abs(next(total for key, _, total, _ in told if key == "loss") + float(torch.cat(want).mean()))
+        out[name] = (built.form, line, float((got[mask] - torch.cat(want)).abs().max()), off, nll)
     return out
 
 
 def test_each_family_runs_in_a_form_that_is_right(folders):
     paths = {name: folders[name] for name in FAMILIES}
-    for name, (form, line, logp, gradient) in run_ranks(forms, 1, paths)[0].items():
+    for name, (form, line, logp, gradient, loss) in run_ranks(forms, 1, paths)[0].items():
         assert form == FAMILIES[name][0], (name, line)
-        assert logp < 1e-5 and gradient < 1e-4, (name, logp, gradient)
+        assert logp < 1e-5 and gradient < 1e-4 and loss < 1e-5, (name, logp, gradient, loss)
         assert f", {name}, float32): packed" in line
         assert ("one sequence a forward" in line) == (form == "apart"), line
 
 
 def test_a_hybrid_without_support_runs_one_sequence_a_forward(folders):
-    ((form, line, logp, gradient),) = run_ranks(forms, 1, {"lfm2": folders["lfm2"]}, False)[0].values()
-    assert form == "apart" and "sequences reach each other" in line and logp < 1e-5 and gradient < 1e-4
+    ((form, line, logp, gradient, loss),) = run_ranks(forms, 1, {"lfm2": folders["lfm2"]}, False)[0].values()
+    assert form == "apart" and "sequences reach each other" in line and logp < 1e-5 and gradient < 1e-4 and loss < 1e-5
 
 
 def step(world, path: str, form: str, budget: int):
@@ -129,11 +135,12 @@ def test_layout_one_sequence_a_forward_is_the_same_step(folders):
 
 
 def on_two(world, paths: dict[str, str]):
-    """Settles families on ranks that shard or divide tokens; returns form and line, or the refusal."""
+    """Settles families on ranks that shard each layer or divide tokens; returns form and line, or the refusal."""
     out = {}
+    sharding.GATHERED_WHOLE = {"cpu": 0}
     for name, path in paths.items():
         try:
-            built, line = checked(world, path)
+            built, line = checked(world, path, activation_checkpointing="full")
             out[name] = built.form, line
         except ValueError as error:
             out[name] = "refused", str(error)
@@ -189,5 +196,5 @@ def broken(world, path: str):
 def test_what_is_right_in_no_form_is_refused_by_name(folders):
     said = run_ranks(broken, 1, folders["llama"])[0]
     for name, why in {"head": "the head's numbers", "later": "later tokens", "raises": "no such kernel"}.items():
-        assert said[name].startswith("--reference.path mine: llama cannot be trained here: ") and why in said[name]
+        assert said[name].startswith("--reference.path mine: llama is not right here: ") and why in said[name]
     assert said["off"] == "no self-check of the policy: --model.no-self-check"
