@@ -1,16 +1,32 @@
-"""Every preset learns the demo task, and a wrong sign does not: held-out accuracy from 0.35 to 0.85 in 30 steps.
+"""Presets learn the demo task, one for each way through the code, and a wrong sign does not: 0.35 to 0.85 in 30 steps.
 
 So do distillation (recipes/opd) and a user's own functions (recipes/own). One seed here, and a run ends as soon as it
-is there; tests/long/test_learning.py has three seeds and goes on to 0.95.
+is there. tests/long/test_learning.py runs every preset on three seeds, on to 0.95; here its record of each is read.
 """
 
 import pytest
 
 from spmdrl.config.presets import PRESETS
-from tests.e2e.learning import DISTILLED, Run, has_learned, learning, wrong_sign
+from tests.e2e.learning import DISTILLED, ROOT, Run, has_learned, learning, read, wrong_sign
 
 pytestmark = pytest.mark.timeout(600)
-NAMES = [*PRESETS, DISTILLED, "own", "wrong sign"]
+WAYS = {
+    "dapo": "advantages of groups, sampled until enough are mixed",
+    "reinforce": "one update a step, and no group",
+    "gspo": "a loss of whole sequences",
+    "kl_cov": "tokens selected over all of an optimizer step",
+    "remax": "a greedy sample beside the others",
+    "gdpo": "parts of the reward",
+    "vapo": "a critic that trains alone at first",
+    "pf_ppo": "samples drawn again by reward",
+    "prime": "a process reward that trains",
+    "safe_rlhf": "a critic of the cost, and a multiplier",
+    "distill": "a teacher as the reference",
+    DISTILLED: "`spmdrl.distill`",
+    "own": "a user's own functions",
+}
+"""Preset or recipe -> the way through the code that it stands for."""
+NAMES = [*WAYS, "wrong sign"]
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +53,12 @@ def test_learning_fails_with_a_wrong_sign(curve, name):
     with pytest.raises(AssertionError, match="not 0.85 in"):
         has_learned(curve(name))
     assert curve(name).accuracy[-1] < 0.1 < curve(name).accuracy[0], "it unlearns what it knew"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_learning_of_every_preset_is_on_record(preset):
+    """The curves in docs are of the long form; a preset that is not run above must have learned there on every seed."""
+    curves = [c for c in read(ROOT / "docs" / "results" / "learning" / "curves.json") if c.preset == preset]
+    assert sorted(curve.seed for curve in curves) == [0, 1, 2], "run tests/long/test_learning.py -k " + preset
+    for curve in curves:
+        has_learned(curve)

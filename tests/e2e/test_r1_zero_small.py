@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -12,6 +10,7 @@ from safetensors.torch import load_file
 
 from spmdrl.data.builtin import builtin_rows
 from tests.e2e.runner import ROOT, metrics
+from tests.e2e.warm import recipe
 
 RECIPE = ROOT / "recipes" / "r1_zero_small"
 
@@ -27,20 +26,7 @@ def load(name: str):
 @pytest.mark.timeout(180)
 def test_script_trains_on_from_the_weights_of_sft_and_prints_accuracies(tmp_path):
     """An update moves a weight by about the learning rate at most, so that two steps of RL stay near their start."""
-    command = [
-        sys.executable,
-        RECIPE / "run.py",
-        "--out",
-        tmp_path,
-        "--ranks",
-        "1",
-        "--sft-steps",
-        "12",
-        "--rl-steps",
-        "2",
-    ]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=170)
-    assert ended.returncode == 0, ended.stderr
+    printed = recipe(RECIPE / "run.py", "--out", tmp_path, "--ranks", 1, "--sft-steps", 12, "--rl-steps", 2)
     out = tmp_path / "seed_0"
 
     def weights(run: str) -> dict:
@@ -60,7 +46,7 @@ def test_script_trains_on_from_the_weights_of_sft_and_prints_accuracies(tmp_path
     seen = {
         run: [row["eval/accuracy"] for row in metrics(out / run) if "eval/accuracy" in row] for run in ("rl", "zero")
     }
-    (line,) = re.findall(r"^\| 0 \|.*$", ended.stdout, re.MULTILINE)
+    (line,) = re.findall(r"^\| 0 \|.*$", printed, re.MULTILINE)
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
     first, *later = seen["rl"]
     assert later and cells == [

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import multiprocessing
 import os
 import runpy
@@ -20,10 +21,12 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch.distributed as dist
 
+from recipes import stages
 from tests.e2e import runner
 from tests.e2e.runner import ROOT, Ended, Job, environment
 from tests.ranks.harness import PRELOAD
@@ -161,3 +164,16 @@ def run(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
 def succeed(args: Sequence[str], limit: float = 120, **kwargs) -> Ended:
     """Runs a job that must end well and leave nothing behind."""
     return runner.succeed(args, limit, _kind(kwargs), **kwargs)
+
+
+def recipe(file: Path, *args: object) -> str:
+    """Runs a recipe's script in this process, each of its stages as a job; returns what it printed."""
+
+    def stage(job: str, ranks: int, *flags: object) -> None:
+        succeed([str(flag) for flag in flags], 170, ranks=ranks if ranks > 1 else 0, module=f"spmdrl.{job}")
+
+    printed, words = io.StringIO(), [str(file), *map(str, args)]
+    patched = mock.patch.object(stages, "start", stage), mock.patch.object(sys, "argv", words)
+    with patched[0], patched[1], contextlib.redirect_stdout(printed):
+        runpy.run_path(str(file), run_name="__main__")
+    return printed.getvalue()
