@@ -78,7 +78,9 @@ def _parts(marks: re.Pattern[str], message: dict) -> Iterator[tuple[str, list[st
             except ValueError:
                 arguments = {}
         for value in (str(function.get("name")), *_leaves(arguments)):
-            if forms := _forms(value):
+            # Control tokens were cut out of the turn, and a name may hold one or be one.
+            forms = [marks.sub("\0", form) for form in _forms(value)]
+            if all(form.strip("\0") for form in forms) and forms:
                 yield "tool calls", forms
 
 

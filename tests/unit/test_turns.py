@@ -1,6 +1,8 @@
 """Turns of an assistant in rendered dialogues: found in every template, proved, tokenized exactly; or refused."""
 
+import re
 from collections import Counter
+from contextlib import nullcontext
 from os.path import commonprefix
 
 import pytest
@@ -10,6 +12,7 @@ from spmdrl.data.marked_turns import marked_sequences
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.template_ends import end_of_turn_tokens
 from spmdrl.data.tokens import masked
+from spmdrl.data.turn_shown import check_turn_shown
 from spmdrl.data.turns import sequences_of
 from tests.unit.dialogues import TOOLS, dialogue, templates, tokenizer_for
 
@@ -243,3 +246,11 @@ def test_a_template_that_ends_no_turns_names_no_token():
     assert end_of_turn_tokens(tokenizer, "") == ()
     assert end_of_turn_tokens(tokenizer, "{{ raise_exception('no') }}") == ()
     assert end_of_turn_tokens(tokenizer, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}") == ()
+
+
+@pytest.mark.parametrize(("turn", "shown"), [(">calculate|12*34|", True), (">calculate|12*35|", False)])
+def test_the_name_of_a_tool_may_be_a_token_of_its_own(turn, shown):
+    """recipes/retool gives `calculate` a token, and tokens beside the vocabulary are cut out before a turn is searched."""
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "calculate", "arguments": {"|": "12*34"}}}]}
+    with nullcontext() if shown else pytest.raises(TemplateError, match="does not show its tool calls whole"):
+        check_turn_shown(re.compile(r"calculate|\|"), message, turn)
