@@ -3,20 +3,21 @@
 #
 #   ./launch/test.sh [--quick | --long] [arguments of pytest]
 #
-# Without paths it runs three pytests, which get the same arguments: tests/contract, tests/plans and tests/unit, a file of
-# tests to a core; then most of the rest with fewer workers, because its tests start ranks and engines of their own; and
-# one by one those that go by the clock or by the memory of the machine. Paths of tests, and options that ask for one
-# report or one order of all tests (--junitxml, --lf, --pdb and the like, see below), make it one plain pytest.
+# Without paths it runs three pytests, which get the same arguments: one by one the tests that go by the clock or by the
+# memory of the machine; beside them tests/contract and tests/unit, at the lowest priority on the core that they leave,
+# with their output when they are done; then all others, which start ranks, engines and jobs of their own, two cores to
+# a worker. Paths of tests, and options that ask for one report or one order of all tests (--junitxml, --lf, --pdb and
+# the like, see below), make it one plain pytest.
 # --quick runs unit tests but the slow ones, and a run of two ranks, a file of tests to a core; it installs nothing
 # where .venv is there.
-# --long adds tests/long (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is
+# --long adds tests/long at the end (the long forms, each with its last record in docs). Without a GPU, tests/gpu says why it is
 # skipped; with one, tests/gpu alone sees it (tests/conftest.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Files in the order of the command line, so that the few long ones of tests/contract do not come last.
+# Files in the order of the command line.
 by_file=(--dist loadfile --no-loadscope-reorder)
 spread=(-n auto --maxprocesses 8 "${by_file[@]}")
-first=(tests/contract tests/plans tests/unit)
+beside=(tests/contract tests/unit)
 workers=$(($(nproc) < 4 ? 2 : $(nproc) < 16 ? $(nproc) / 2 : 8))
 # Jobs that have to end within seconds of a fault, programs with limits of time and memory, measured times.
 alone=(
@@ -24,11 +25,11 @@ alone=(
     tests/e2e/test_{engine_faults,faults,job_kills,kills,preemption,slurm}.py
 )
 which=(--ignore=tests/long)
-quick= one= stop= value=
+quick= long= one= stop= value=
 arguments=()
 for arg in "$@"; do
     case $arg in
-        --long) which=() alone+=(tests/long) ;;
+        --long) which=() long=1 ;;
         --quick) quick=1 ;;
         *) arguments+=("$arg") ;;
     esac
@@ -70,17 +71,31 @@ fi
 NO_TESTS=5 # pytest's exit code where nothing was chosen, as by -k
 suite=$NO_TESTS
 
-part() { # part PATH_OR_OPTION...: one pytest, whose code joins that of the suite
-    local code=0
-    .venv/bin/python -m pytest "$@" "${arguments[@]}" || code=$?
-    echo "[test] exit code $code after $SECONDS s"
+join() { # join CODE NAME: the exit code of a pytest joins that of the suite
+    echo "[test] $2: exit code $1 after $SECONDS s"
     # 2 is Ctrl-C, 3 and 4 are mistakes that the next part would repeat.
-    if [[ $code -ge 2 && $code -le 4 || $code == 1 && $stop ]]; then exit "$code"; fi
+    if [[ $1 -ge 2 && $1 -le 4 || $1 == 1 && $stop ]]; then exit "$1"; fi
     # A part without tests is a failure only where no other has any.
-    if [[ $suite != 1 && $code != "$NO_TESTS" ]]; then suite=$code; fi
+    if [[ $suite != 1 && $1 != "$NO_TESTS" ]]; then suite=$1; fi
 }
 
-part "${spread[@]}" "${first[@]}"
-part -n "$workers" "${by_file[@]}" --ignore=tests/long "${first[@]/#/--ignore=}" "${alone[@]/#/--ignore=}"
-part "${alone[@]}"
+part() { # part NAME PATH_OR_OPTION...: one pytest
+    local code=0
+    .venv/bin/python -m pytest "${@:2}" "${arguments[@]}" || code=$?
+    join "$code" "$1"
+}
+
+log=$(mktemp)
+# A test that waits for a core has more time than elsewhere.
+nice -n 19 .venv/bin/python -m pytest --timeout 1200 "${beside[@]}" "${arguments[@]}" >"$log" 2>&1 &
+low=$!
+# Ctrl-C does not reach a background process.
+trap 'if kill "$low" 2>/dev/null; then cat "$log"; fi; rm -f "$log"' EXIT
+part "tests by the clock" "${alone[@]}"
+code=0
+wait "$low" || code=$?
+cat "$log"
+join "$code" "${beside[*]}"
+part "all others" -n "$workers" "${by_file[@]}" --ignore=tests/long "${beside[@]/#/--ignore=}" "${alone[@]/#/--ignore=}"
+if [[ $long ]]; then part tests/long tests/long; fi
 exit "$suite"

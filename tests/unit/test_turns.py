@@ -250,7 +250,7 @@ def test_a_template_that_ends_no_turns_names_no_token():
 
 @pytest.mark.parametrize(("turn", "shown"), [(">calculate|12*34|", True), (">calculate|12*35|", False)])
 def test_the_name_of_a_tool_may_be_a_token_of_its_own(turn, shown):
-    """recipes/retool gives `calculate` a token, and tokens beside the vocabulary are cut out before a turn is searched."""
+    """recipes/retool gives `calculate` a token; tokens beside the vocabulary are cut out before a turn is searched."""
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "calculate", "arguments": {"|": "12*34"}}}]}
     with nullcontext() if shown else pytest.raises(TemplateError, match="does not show its tool calls whole"):
         check_turn_shown(re.compile(r"calculate|\|"), message, turn)
