@@ -43,11 +43,13 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_or_exit(argv, "python -m spmdrl.distill", DistillationConfig, check_distillation, check_use)
     prepare()
     postpone_collections()
+    from spmdrl.plan.dry_data import with_data
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
     from spmdrl.tracking.console import DISTILLED
 
-    with open_run(loaded, build_run, distillation_lines, columns=DISTILLED) as run:
+    lines = with_data(distillation_lines) if loaded.dry_run else distillation_lines
+    with open_run(loaded, build_run, lines, columns=DISTILLED) as run:
         if run is not None:
             train(run)
 

@@ -42,11 +42,13 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_or_exit(argv, prog, OnlinePreferenceConfig, check_online_preference, check_use)
     prepare()
     postpone_collections()
+    from spmdrl.plan.dry_data import with_data
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
     from spmdrl.tracking.console import COMPARED
 
-    with open_run(loaded, build_run, online_lines, columns=COMPARED) as run:
+    lines = with_data(online_lines) if loaded.dry_run else online_lines
+    with open_run(loaded, build_run, lines, columns=COMPARED) as run:
         if run is not None:
             train(run)
 

@@ -47,10 +47,11 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     postpone_collections()
     from spmdrl.plan.dry import dry_lines
+    from spmdrl.plan.dry_data import with_data
     from spmdrl.rl.build import build_run
     from spmdrl.session.open import open_run
 
-    with open_run(loaded, build_run, dry_lines if loaded.dry_run else plan_lines) as run:
+    with open_run(loaded, build_run, with_data(dry_lines) if loaded.dry_run else plan_lines) as run:
         if run is not None:
             train(run)
 

@@ -20,6 +20,7 @@ classifier.py  settings of a reward model that a file describes
 user_code.py   imports files of the user's and puts their errors on one line
 yaml_file.py   reads the files of judges and reward models
 environment.py  environments that `--env` names, with their limits
+template.py    variables of the chat template for a whole run
 rewards.py     rewards that settings name, and the sandbox of those that run programs
 named.py       settings that name a function, built-in or in a user's file
 methods.py     settings of a method: advantage, loss, correction, filters, critic

@@ -16,6 +16,7 @@ from spmdrl.config.placement import placement_problems, role_problems, samplers,
 from spmdrl.config.rewards import reward_problems
 from spmdrl.config.rules import RULES, rule_problems
 from spmdrl.config.schema import Config
+from spmdrl.config.template import template_problems
 
 TRACKERS = ("jsonl", "tensorboard", "wandb")
 
@@ -75,6 +76,7 @@ def _other_problems(config: Config) -> list[str]:
         )
     if config.data.chat == "off" and config.data.chat_template:
         problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
+    problems += template_problems(config.data)
     if "eval/" in config.checkpoint.best and not config.eval.every:
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured with --eval.every 0")
     if config.eval.every > 0 and not config.data.eval:

@@ -12,6 +12,8 @@ from spmdrl.config.dump import RESOLVED
 COMMAND_LINE = "command line"
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
+METHOD, POWER = "filter.resample", "filter.resample_power"
+"""A setting, and a name of files of other versions that belongs to it."""
 MOST_NODES, MOST_LEVELS = 10_000, 8
 """Most entries and levels of a file of settings, aliases followed."""
 CONTROLLER, TARGET, AIM = "algo.kl_controller", "algo.kl_target", "0.1"
@@ -75,7 +77,24 @@ def read_yaml(path: str, problems: list[str]) -> Entries:
     if controller in (["fixed"], ["adaptive"]):
         where = next(given.origin for name, given in found if name == CONTROLLER)
         found = list(with_target(dict(found), controller == ["adaptive"], Given([AIM], where)).items())
-    return found
+    return _one_resampling(found)
+
+
+def _one_resampling(found: Entries) -> Entries:
+    """Entries of a file that names the power of resampling apart, in terms of `filter.resample` alone."""
+    told = {name: given for name, given in found if name in (METHOD, POWER)}
+    if POWER not in told:
+        return found
+    method, power = told.get(METHOD), told[POWER].values or ["2"]
+    rest = [(name, given) for name, given in found if name not in told]
+    if method and method.values:
+        rest.append((METHOD, Given([with_power(method.values[0], power[0])], method.origin)))
+    return rest
+
+
+def with_power(method: str, power: object) -> str:
+    """Return the method of resampling with the power that files of other versions name apart."""
+    return f"pow={power}" if method == "pow" and str(power) not in ("2", "2.0") else method
 
 
 def with_target(entries: dict[str, E], adaptive: bool, default: E) -> dict[str, E]:

@@ -4,8 +4,12 @@
 stand here and in `schema.py` under the same names.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+RESAMPLE = ("none", "pow", "max_min", "max_random", "best_random", "best_worst")
+"""Methods of `--filter.resample`."""
 
 
 @dataclass
@@ -139,15 +143,32 @@ class FilterConfig:
     """Highest group mean that accuracy_range keeps."""
     max_rounds: int = 10
     """Rounds of prompts_per_step prompts that one step may take to fill up; then the run stops."""
-    resample: Literal["none", "pow", "max_min", "max_random", "best_random", "best_worst"] = "none"
-    """PF-PPO: draw the sequences to learn from by their reward, with replacement; the last two rank within a group."""
-    resample_power: float = 2.0
-    """Exponent of `pow`."""
+    resample: str = "none"
+    """PF-PPO: draw the sequences to learn from by their reward, with replacement: `pow` (|reward| to the power 2, or to
+    p by `pow=p`), `max_min`, `max_random`, or within each group `best_random`, `best_worst`."""
     replay_steps: int = 0
     """Draw from so many steps before this one, too (off-policy: old_logp is the engine's)."""
     bad_sample: Literal["stop", "skip"] = "stop"
     """A reward or engine logp that is not a number ends the job naming the sample, or the sample is left out and
     counted."""
+
+
+def resampling(text: str) -> tuple[str, float]:
+    """Return the method of `--filter.resample`, and the power of `pow`.
+
+    Raises:
+        ValueError: there is no such method, or the power is no number from 0 on.
+    """
+    method, sign, power = text.partition("=")
+    if method not in RESAMPLE or (sign and method != "pow"):
+        raise ValueError(f"--filter.resample {text!r}: choose one of {', '.join(RESAMPLE)}, or pow=p with a power p")
+    try:
+        value = float(power) if sign else 2.0
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ValueError(f"--filter.resample {text!r}: the power must be 0 or more")
+    return method, value
 
 
 @dataclass

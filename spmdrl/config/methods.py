@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from spmdrl.config.fields import flag, get
+from spmdrl.config.learning import resampling
 from spmdrl.config.named import name_problems
 from spmdrl.config.schema import Config
 
@@ -136,6 +137,10 @@ def _reward_problems(config: Config, selections: Collection[str]) -> list[str]:
     algo, problems = config.algo, []
     if config.reward.model and algo.advantage == "remax":
         problems.append(f"--reward.model {config.reward.model}: remax's greedy baseline has no score of a model in it")
+    try:
+        resampling(config.filter.resample)
+    except ValueError as e:
+        problems.append(str(e))
     if config.reward.model and (config.filter.resample != "none" or config.filter.keep):
         which = "filter.resample" if config.filter.resample != "none" else "filter.keep"
         problems.append(

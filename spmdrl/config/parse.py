@@ -10,7 +10,11 @@ import tyro
 from spmdrl.config.fields import ConfigError, flag, is_optional, is_tuple, nearest
 from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Given
 
-MERGED = {"policy.recompute": "policy.activation_checkpointing", "algo.kl_controller": "algo.kl_target"}
+MERGED = {
+    "policy.recompute": "policy.activation_checkpointing",
+    "algo.kl_controller": "algo.kl_target",
+    "filter.resample_power": "filter.resample",
+}
 """Name in files and commands of other versions -> the setting that says the same."""
 
 

@@ -17,7 +17,7 @@ from spmdrl.config.dump import to_dict
 from spmdrl.config.engines import engine_name
 from spmdrl.config.environment import acts_by
 from spmdrl.config.fields import flag, leaves, shown
-from spmdrl.config.given import AIM, CONTROLLER, with_target
+from spmdrl.config.given import AIM, CONTROLLER, METHOD, POWER, with_power, with_target
 from spmdrl.config.judge import graded_by
 from spmdrl.config.presets import with_preset
 from spmdrl.config.rewards import weighted
@@ -63,9 +63,9 @@ FIXED = (
     # From the same seed and logits another engine draws another token.
     "rollout.engine",
     *("algo.*", "correction.*", "shaping.*", "critic.*", "process_reward.*", "safety.*"),
-    *("filter.keep", "filter.metric", "filter.low", "filter.high", "filter.resample", "filter.resample_power"),
+    *("filter.keep", "filter.metric", "filter.low", "filter.high", "filter.resample"),
     *("filter.replay_steps", "data.train", "data.prompt_column", "data.answer_column", "data.template", "data.system"),
-    *("data.prefill", "data.chat", "data.chat_template", "data.limit", "data.shuffle"),
+    *("data.prefill", "data.chat", "data.chat_template", "data.template_kwargs", "data.limit", "data.shuffle"),
     *("env", "reward.function", "reward.more", "reward.gate", "reward.kwargs"),
     *("reward.model", "reward.model_coef"),
     *("data.messages_column", "data.completion_column", "data.text_column", "data.tools_column"),
@@ -182,6 +182,8 @@ def differences(path: Path, cfg: TrainingConfig) -> Differences:
         there = flat(nested)
         if there.get(CONTROLLER) in ("fixed", "adaptive"):
             there = with_target(there, there[CONTROLLER] == "adaptive", float(AIM))
+        if (power := there.pop(POWER, None)) is not None and METHOD in there:
+            there[METHOD] = with_power(there[METHOD], power)
         wrote = entry_point(nested)
         out.other = wrote if wrote != entry_point(each.name for each in fields(cfg)) else ""
         unknown = sorted(set(there) - set(leaves(type(cfg))))

@@ -107,7 +107,6 @@ RULES: dict[str, _Rule] = {
     "filter.low": _finite,
     "filter.high": _finite,
     "filter.max_rounds": _at_least_1,
-    "filter.resample_power": _at_least_0,
     "filter.replay_steps": _at_least_0,
     "critic.lr": _at_least_0,
     "critic.clip": _maybe(*_positive),

@@ -308,6 +308,8 @@ class DataConfig:
     chat_template: str = ""
     """Chat template instead of the tokenizer's: `chatml` (adds no system message of its own), a `.jinja` file, or the
     text."""
+    template_kwargs: str = ""
+    """JSON object of variables of the chat template, such as {"enable_thinking": false}; those of a row go first."""
     limit: int = 0
     """Read at most so many training prompts; 0: all."""
     shuffle: bool = True

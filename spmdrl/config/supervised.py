@@ -20,6 +20,7 @@ from spmdrl.config.schema import (
     RunConfig,
     TrainingConfig,
 )
+from spmdrl.config.template import template_problems
 
 
 @dataclass
@@ -77,6 +78,8 @@ class SupervisedDataConfig:
     the completion follows the prompt. Messages are always rendered."""
     chat_template: str = ""
     """Chat template instead of the tokenizer's: `chatml`, a `.jinja` file, or the text."""
+    template_kwargs: str = ""
+    """JSON object of variables of the chat template, such as {"enable_thinking": false}; those of a row go first."""
     limit: int = 0
     """Take at most so many rows of each source; 0: all."""
     shuffle: bool = True
@@ -208,6 +211,7 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
         )
     if data.chat == "off" and data.chat_template:
         problems.append("--data.chat off: nothing reads --data.chat-template then; leave one of the two out")
+    problems += template_problems(data)
     optimizer = config.optimizer
     if optimizer.decay_share < 1 and optimizer.schedule == "constant":
         problems.append(f"--optimizer.decay-share {optimizer.decay_share}: needs --optimizer.schedule linear or cosine")

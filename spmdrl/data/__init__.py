@@ -8,6 +8,7 @@ dialogues.py   reads rows of supervised data as dialogues or text
 preferences.py reads rows of preference data as pairs or labelled responses
 step_rows.py   reads rows of responses whose steps have labels
 steps.py       where the steps of a response end
+row_columns.py reads columns beside the dialogue, and names those that nothing reads
 rendering.py   renders dialogues by a chat template
 turns.py       finds the text that an assistant generates in a rendered dialogue, and proves it
 turn_end.py    finds what ends a turn

@@ -1,6 +1,11 @@
 """Turns a prompt (text or chat messages) into the tokens that a policy continues."""
 
+from collections.abc import Callable
+from datetime import date, datetime
 from pathlib import Path
+from typing import Any
+
+from spmdrl.config.template import DATE
 
 CHATML = (
     "{% for message in messages %}"
@@ -27,6 +32,47 @@ def template_text(value: str) -> str:
         raise ValueError(f"--data.chat-template: cannot read {value!r} ({e.strerror})") from e
 
 
+def chosen_template(tokenizer: Any, given: str = "", tools: bool = False) -> str:
+    """Return the jinja text that renders, as transformers chooses it among several named ones; empty if there is none.
+
+    given: text or name of `--data.chat-template`. tools: the dialogue has tools.
+
+    Raises:
+        ValueError: there are named templates, and none of them is the default.
+    """
+    held = getattr(tokenizer, "chat_template", None)
+    if not isinstance(held, dict):
+        return given or held or ""
+    if given:
+        return held.get(given, given)
+    name = "tool_use" if tools and "tool_use" in held else "default"
+    if name not in held:
+        raise ValueError(
+            f"the tokenizer has the chat templates {', '.join(sorted(held))} and none named default: name one of them "
+            "with --data.chat-template"
+        )
+    return held[name]
+
+
+class Today:
+    """The date that templates show: that of the run's first start, so that a resume renders the same tokens."""
+
+    kept: date | None = None
+    """None: the day of the rendering."""
+
+
+def variables(more: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a template, with the function by which it asks for the date."""
+    given = more.get(DATE)
+    day = date.fromisoformat(given) if isinstance(given, str) else Today.kept
+    return more | ({DATE: _clock(day)} if day else {})
+
+
+def _clock(day: date) -> Callable[[str], str]:
+    moment = datetime(day.year, day.month, day.day)
+    return lambda form: moment.strftime(form)
+
+
 def encode(
     tokenizer,
     prompt: str | list[dict],
@@ -35,12 +81,15 @@ def encode(
     prefill: str = "",
     chat: str = "auto",
     chat_template: str = "",
+    tools: list | None = None,
+    more: dict[str, Any] | None = None,
 ) -> tuple[list[int], str]:
     """Return the tokens of a prompt, and the text that they encode.
 
     prompt: text, or messages `{"role": ..., "content": ...}` that end with the one to answer. system: message put first
     when not empty. prefill: start of the reply, appended as text. chat: `on`, `off` or `auto` (on when there is a
-    template). chat_template: a jinja text (`template_text`) that replaces the tokenizer's template.
+    template). chat_template: a jinja text (`template_text`) that replaces the tokenizer's template. tools: JSON schemas
+    that it shows. more: variables of it.
 
     Through a template, the rendered text holds every special token and is tokenised without adding any. Without one,
     the tokenizer adds its own at the front; an end token that it would append is left off: the policy goes on there.
@@ -54,10 +103,13 @@ def encode(
     if isinstance(prompt, list):
         _check_messages(prompt)
     if chat != "off" and has_template:
-        text = _render(tokenizer, prompt, system, chat_template) + prefill
+        text = _render(tokenizer, prompt, system, chat_template, tools, more or {}) + prefill
         return list(tokenizer(text, add_special_tokens=False).input_ids), text
 
     why = "--data.chat is off" if chat == "off" else "the tokenizer has no chat template"
+    if tools or more:
+        what = "a row's tools are" if tools else "variables of the template are"
+        raise ValueError(f"{what} given, which only a chat template reads, and {why}: set --data.chat-template")
     if system:
         raise ValueError(
             f"--data.system needs a chat template, and {why}: set --data.chat-template, or clear --data.system"
@@ -88,7 +140,9 @@ def _check_messages(messages: list[dict]) -> None:
         raise ValueError("the prompt ends with an assistant message: give the start of the reply with --data.prefill")
 
 
-def _render(tokenizer, prompt: str | list[dict], system: str, chat_template: str) -> str:
+def _render(
+    tokenizer, prompt: str | list[dict], system: str, chat_template: str, tools: list | None, more: dict[str, Any]
+) -> str:
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if system:
         if messages[0]["role"] == "system":
@@ -96,7 +150,12 @@ def _render(tokenizer, prompt: str | list[dict], system: str, chat_template: str
         messages = [{"role": "system", "content": system}, *messages]
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, chat_template=chat_template or None
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            chat_template=chosen_template(tokenizer, chat_template, bool(tools)),
+            tools=tools,
+            **variables(more),
         )
     except Exception as e:  # jinja raises its own errors, and templates raise any
         named = "--data.chat-template" if chat_template else "the tokenizer's chat template"

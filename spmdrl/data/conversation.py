@@ -10,6 +10,7 @@ changes what is before it.
 Control tokens come from the template and the policy alone, never from the text of a message (`controls.py`).
 """
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -68,12 +69,22 @@ class Conversation:
         self._tools_shown: set[tuple] = set()
         self._closings: dict[tuple[str, str], list[int]] = {}
         self._calls_proved = False
+        self._others: dict[str, Conversation] = {}
         try:
-            self.render = Renderer(tokenizer, template)
+            self.render = Renderer(tokenizer, template, self.more)
         except TemplateError as e:
             raise self._refused("hold a conversation", e) from e
-        self.controls = Controls(tokenizer, self.render.template)
+        self.controls = Controls(tokenizer, self.render.template + self.render.tool_template)
         self.next([ASKED], SAID, None, [], False, [ASKED])
+
+    def of(self, more: dict[str, Any]) -> "Conversation":
+        """Return the conversation with the variables of the template that a row gives. Raises ValueError."""
+        if not more:
+            return self
+        key = json.dumps(more, sort_keys=True, default=str)
+        if key not in self._others:
+            self._others[key] = Conversation(self.tokenizer, self.template, self.history, self.more | more)
+        return self._others[key]
 
     @cached_property
     def rewrites(self) -> bool:

@@ -4,13 +4,25 @@
 - A prompt and a completion, each text or messages (TRL, verl's single-turn parquet, Alpaca's `instruction`, `input`,
   `output`).
 - One column of text.
+
+Columns beside these (`row_columns.py`) give a message of the system, earlier exchanges, tools, and variables of the
+chat template.
 """
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.data.rendering import THOUGHT_KEYS, Dialogue
+from spmdrl.data.row_columns import (
+    Row,
+    RowError,
+    check_text,
+    history_of,
+    json_of,
+    tools_of,
+    variables_of,
+    with_system,
+)
 
 MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 PROMPTS = ("prompt", "instruction", "question", "query")
@@ -49,15 +61,16 @@ class Example:
     dialogue: Dialogue | None = None
     trained: list[bool | None] = field(default_factory=list)
     """For each message: what the row says about training it; None: nothing."""
+    before: list[dict] = field(default_factory=list)
+    """Messages before the prompt, of the system and of earlier exchanges, for a template."""
+    tools: list | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """Of a pair of texts, for a template: tools, and variables of it."""
     prompt: str = ""
     text: str = ""
     """Plain text; the prompt is not part of it."""
     plain: bool = False
     """The text is a transcript as it stands, which no template renders unless that is asked for."""
-
-
-class RowError(ValueError):
-    """A row cannot be used; the message says why."""
 
 
 def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Example:  # noqa: B008 (frozen)
@@ -68,10 +81,11 @@ def example_of(row: dict, columns: Columns = Columns(), system: str = "") -> Exa
     Raises:
         RowError: the row has none of the forms, or a part of it is not what it should be.
     """
-    row = {k: v for k, v in row.items() if v is not None}
+    row = Row(row)
+    check_text(row)
     messages = column_of(row, columns.messages, MESSAGES)
     if messages is not None and not isinstance(messages, str):
-        return dialogue_of(row, messages_of(messages), columns, system)
+        return dialogue_of(row, [*earlier(row), *messages_of(messages)], columns, system)
     prompt, completion = column_of(row, columns.prompt, PROMPTS), column_of(row, columns.completion, COMPLETIONS)
     if prompt is not None and completion is not None:
         return pair_of(row, prompt, completion, columns, system)
@@ -121,7 +135,7 @@ def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: s
     if isinstance(prompt, list) or isinstance(completion, list):
         first = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         last = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        before, after = messages_of(first), messages_of(last)
+        before, after = [*earlier(row), *messages_of(first)], messages_of(last)
         example = dialogue_of(row, [*before, *after], columns, system)
         # The prompt may hold turns of an assistant; the completion is what is trained.
         added = len(example.trained) - len(before) - len(after)
@@ -129,18 +143,20 @@ def pair_of(row: dict, prompt: Any, completion: Any, columns: Columns, system: s
         return example
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise RowError(f"its prompt is {kind_of(prompt)} and its completion {kind_of(completion)}: both must be text")
-    if row.get("input") and "instruction" in row:
+    if "instruction" in row and row.get("input"):
         prompt = f"{prompt}\n\n{row['input']}"
     if not completion.strip():
         raise RowError("its completion is empty")
-    return Example(prompt=prompt, text=completion)
+    before = with_system(row, earlier(row))
+    tools, more = tools_of(row, columns.tools), variables_of(row)
+    return Example(before=before, tools=tools, more=more, prompt=prompt, text=completion)
 
 
 def as_dialogue(example: Example, system: str = "") -> Example:
-    """Return a prompt and its completion as a dialogue of two messages, for a template."""
-    messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
-    messages = [{"role": "system", "content": system}, *messages] if system else messages
-    return Example(Dialogue(messages), [None] * len(messages))
+    """Return a prompt and its completion as a dialogue, for a template; earlier answers are trained too."""
+    messages = with_system({}, example.before, system)
+    messages = [*messages, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
+    return Example(Dialogue(messages, example.tools, example.more), [None] * len(messages))
 
 
 def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) -> Example:
@@ -149,23 +165,20 @@ def dialogue_of(row: dict, messages: list[dict], columns: Columns, system: str) 
     Raises:
         RowError: an empty turn, or tools that are not a list of JSON schemas.
     """
-    if system and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": system}, *messages]
-    tools = row.get(columns.tools)
-    if isinstance(tools, str):
-        tools = _json("tools", tools)
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RowError(f"its tools are {kind_of(tools)}, not a list of JSON schemas")
-    more = row.get("chat_template_kwargs", {})
-    if not isinstance(more, dict):
-        raise RowError(f"its chat_template_kwargs are {kind_of(more)}, not an object")
-    more = more | {k: row[k] for k in ("enable_thinking", "documents") if k in row}
+    messages = with_system(row, messages, system)
+    tools, more = tools_of(row, columns.tools), variables_of(row)
     trained = [_trained(i, message) for i, message in enumerate(messages, 1)]
     for i, message in enumerate(messages, 1):
         if message["role"] == "assistant" and not message.get("tool_calls") and not _said(message["content"]):
             raise RowError(f"message {i} (assistant) is empty")
     plain = [{k: v for k, v in message.items() if k not in TRAINED} for message in messages]
-    return Example(Dialogue(plain, tools or None, more), trained)
+    return Example(Dialogue(plain, tools, more), trained)
+
+
+def earlier(row: dict) -> list[dict]:
+    """Return the messages of the column `history`. Raises RowError."""
+    found = history_of(row)
+    return messages_of(found) if found else []
 
 
 def _said(content: Any) -> bool:
@@ -192,16 +205,21 @@ def _message(i: int, message: Any) -> dict:
     role = ROLES[given.lower()]
     out = {"role": role} | {k: message[k] for k in (*KEPT, *TRAINED) if k in message}
     if given.lower() == "function_call":
-        call = _json(f"message {i}", content)
+        call = json_of(f"message {i}", content)
         out["tool_calls"] = [
             {"type": "function", "function": each} for each in (call if isinstance(call, list) else [call])
         ]
         content = ""
+    if isinstance(calls := out.get("tool_calls"), str):
+        out["tool_calls"] = calls = json_of(f"the tool_calls of message {i}", calls) if calls.strip() else []
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RowError(f"the tool_calls of message {i} are {kind_of(calls)}, not a list of calls")
     if not isinstance(content, str | list):
         raise RowError(f"the content of message {i} is {kind_of(content)}, not text")
     if isinstance(content, list) and not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         raise RowError(f"message {i} has parts that are not text, which no model here reads")
-    if role != "assistant" and not _said(content):
+    # A tool may answer nothing.
+    if role not in ("assistant", "tool") and not _said(content):
         raise RowError(f"message {i} ({role}) is empty")
     return out | {"content": content}
 
@@ -216,13 +234,6 @@ def _trained(i: int, message: dict) -> bool | None:
     if len(set(map(bool, said.values()))) > 1:
         raise RowError(f"message {i} has {said}, which disagree")
     return bool(next(iter(said.values()))) if said else None
-
-
-def _json(what: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise RowError(f"{what}: not JSON: {text[:80]!r}") from e
 
 
 def kind_of(value: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from spmdrl.data.dialogues import RowError
 from spmdrl.data.rendering import Dialogue, Renderer, TemplateError
 from spmdrl.data.turn_shown import check_turn_shown
-from spmdrl.data.turns import Sequence, Turn, check_message_shown
+from spmdrl.data.turns import Sequence, Turn, check_message_shown, unasked
 
 
 def marked_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[int]) -> list[Sequence]:
@@ -26,7 +26,10 @@ def marked_sequences(render: Renderer, dialogue: Dialogue, trained: Collection[i
     messages = dialogue.messages
     if not any(message["role"] == "assistant" for message in messages):
         raise TemplateError("no message is an assistant's")
-    whole = _sequence(render, dialogue)
+    try:
+        whole = _sequence(render, dialogue)
+    except TemplateError as e:
+        raise TemplateError(f"{e}{unasked(dialogue)}") from e
     alone: dict[int, Sequence] = {}
     for i, message in enumerate(messages):
         try:

@@ -23,6 +23,7 @@ from spmdrl.data.dialogues import (
     messages_of,
     pair_of,
 )
+from spmdrl.data.row_columns import Row, check_text, history_of
 
 CHOSEN, REJECTED = 0, 1
 """Numbers of the sides of a pair among its samples; a labelled response has that of the side it would be on."""
@@ -58,7 +59,8 @@ def preference_of(row: dict, columns: PreferenceColumns, system: str = "") -> Pr
         RowError: the row has none of the forms, its sides are equal or answer other prompts, or a part of it is not
             what it should be.
     """
-    row = {k: v for k, v in row.items() if v is not None}
+    row = Row(row)
+    check_text(row)
     if columns.chosen in row and columns.rejected in row:
         return Preference(_pair(row, columns, system), _margin(row, columns.margin))
     prompt, completion = column_of(row, columns.prompt, PROMPTS), column_of(row, columns.completion, COMPLETIONS)
@@ -90,6 +92,8 @@ def _margin(row: dict, column: str) -> float | None:
 def _pair(row: dict, columns: PreferenceColumns, system: str) -> dict[int, Example]:
     given = [listed(row[name]) for name in (columns.chosen, columns.rejected)]
     prompt = listed(column_of(row, columns.prompt, PROMPTS))
+    if prompt is None and history_of(row):
+        raise RowError("its history stands before a prompt, and it has no column of one (--data.prompt-column)")
     if isinstance(given[0], list) != isinstance(given[1], list):
         raise RowError(f"its chosen side is {kind_of(given[0])} and its rejected side {kind_of(given[1])}")
     if not isinstance(given[0], list | str):

@@ -2,18 +2,23 @@
 
 Two layouts of rows are supported. Plain: a prompt column and an answer column, by name. verl's: `data_source, prompt
 (chat messages), ability, reward_model {ground_truth, style}, extra_info`, recognized by its columns in any container.
+Columns beside these (`row_columns.py`) give a message of the system, earlier exchanges, tools, and variables of the
+chat template; what is left goes to reward functions.
 """
 
 import hashlib
 import json
 import re
 import string
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from spmdrl.config.environment import COLUMN
 from spmdrl.config.schema import DataConfig
+from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import encode, template_text
+from spmdrl.data.dialogues import earlier, listed
+from spmdrl.data.row_columns import Row, check_text, tools_of, variables_of, with_system
 from spmdrl.data.sources import Source, read_source
 
 
@@ -37,6 +42,10 @@ class Prompt:
     """The start of the reply, with which the prompt ends (`--data.prefill`)."""
     chat: bool = False
     """True if a chat template rendered it."""
+    tools: list | None = None
+    """JSON schemas that its row gives."""
+    more: dict = field(default_factory=dict)
+    """Variables of the chat template: those of its row over those of the run."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,10 @@ class PromptSet:
     dropped: int
     """Rows left out because their prompt is longer than `--rollout.max-prompt-tokens`."""
     source: str
+    beside: tuple[str, ...] = ()
+    """Columns that only reward functions and environments can read."""
+    unread: tuple[str, ...] = ()
+    """Columns that nothing can read."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -92,12 +105,13 @@ def load_prompts(
         chat_template=template_text(data.chat_template),
     )
     verl = {"prompt", "reward_model"} <= source.rows[0].keys()
-    prompts, shortest = [], 0
+    prompts, shortest, left = [], 0, dict[str, None]()
     for index, row in enumerate(source.rows):
         try:
-            prompt = _from_row(index, row, data, tokenizer, source, verl, begun)
+            prompt, over = _from_row(index, row, data, tokenizer, source, verl, begun)
         except ValueError as e:
             raise ValueError(f"{source.where(index)}: {e}") from e
+        left |= dict.fromkeys(over)
         n = len(prompt.tokens)
         shortest = min(shortest or n, n)
         if n <= max_prompt_tokens:
@@ -107,41 +121,46 @@ def load_prompts(
             f"{spec!r}: every one of {len(source.rows)} prompts is longer than {max_prompt_tokens} tokens (the "
             f"shortest has {shortest}): raise --rollout.max-prompt-tokens"
         )
-    return PromptSet(prompts, dropped=len(source.rows) - len(prompts), source=spec)
+    made = spec.partition(":")[0] in ("builtin", "reasoning-gym")
+    beside, unread = ((), tuple(left)) if verl else (tuple(left), ())
+    return PromptSet(prompts, len(source.rows) - len(prompts), spec, () if made else beside, () if made else unread)
 
 
-def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool) -> Prompt:
+def _from_row(
+    index: int, row: dict, data: DataConfig, tokenizer, source: Source, verl: bool, begun: bool
+) -> tuple[Prompt, list[str]]:
+    """Return the prompt of a row, and the names of the columns that it was made without."""
+    check_text(row)
+    told, read = Row(row), {data.prompt_column, data.answer_column, "data_source"}
     if verl:
         prompt, truth, extra = _verl_columns(row)
+        read |= {"prompt", "reward_model", "extra_info"}
         if begun and row.get(COLUMN) is not None:
             extra = {**extra, COLUMN: row[COLUMN]}
     else:
         prompt = _column(row, data.prompt_column, "--data.prompt-column")
         truth = _column(row, data.answer_column, "--data.answer-column") if data.answer_column else None
         extra = {k: v for k, v in row.items() if k not in (data.prompt_column, data.answer_column, "data_source")}
-    if isinstance(prompt, list):
-        if not all(isinstance(m, dict) for m in prompt):
-            raise ValueError(f"the prompt is a list, but not of chat messages: {str(prompt)[:80]}")
-        # a table fills keys that a message lacks with None
-        prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
-    elif not isinstance(prompt, str):
-        raise ValueError(f"the prompt is {type(prompt).__name__}, not text or messages: change --data.prompt-column")
+    prompt = _asked(prompt)
     if data.template:
         prompt = _apply_template(prompt, row, data.template)
     prefill = _format("--data.prefill", data.prefill, {**row, "prompt": prompt}) if data.prefill else ""
+    more, tools = variables_of(told), None
     if begun:
         tokens, text = [], prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
     else:
-        tokens, text = encode(
-            tokenizer, prompt, system=data.system, prefill=prefill, chat=data.chat, chat_template=data.chat_template
-        )
+        prompt, tools = _with_columns(prompt, told), tools_of(told)
+        how = {"prefill": prefill, "chat": data.chat, "chat_template": data.chat_template}
+        own = template_kwargs(data) | more
+        tokens, text = encode(tokenizer, prompt, system=data.system, tools=tools, more=own, **how)
     if not tokens and not begun:
         raise ValueError("the prompt is empty: an engine needs at least one token")
     try:
         json.dumps(truth := json_able(truth))
     except TypeError as e:
         raise ValueError(f"the ground truth cannot be written as JSON ({e}): change --data.answer-column") from e
-    return Prompt(
+    read |= told.read | set(_names(data.template)) | set(_names(data.prefill))
+    made = Prompt(
         index=index,
         tokens=tokens,
         ground_truth=truth,
@@ -151,7 +170,30 @@ def _from_row(index: int, row: dict, data: DataConfig, tokenizer, source: Source
         asked=prompt if _is_json(prompt) else "",
         reply=prefill,
         chat=data.chat != "off" and bool(data.chat_template or getattr(tokenizer, "chat_template", None)),
+        tools=tools,
+        more=more,
     )
+    return made, [str(name) for name, value in told.items() if name not in read and value not in ("", [], {})]
+
+
+def _asked(prompt: object) -> str | list:
+    """Return the prompt of a row: text, or messages without the keys that a table fills with None."""
+    prompt = listed(prompt)
+    if isinstance(prompt, list):
+        if not all(isinstance(m, dict) for m in prompt):
+            raise ValueError(f"the prompt is a list, but not of chat messages: {str(prompt)[:80]}")
+        return [{k: v for k, v in m.items() if v is not None} for m in prompt]
+    if not isinstance(prompt, str):
+        raise ValueError(f"the prompt is {type(prompt).__name__}, not text or messages: change --data.prompt-column")
+    return prompt
+
+
+def _with_columns(prompt: str | list, row: Row) -> str | list:
+    """Return a prompt with the messages that other columns of its row put before it."""
+    before = earlier(row)
+    messages = [*before, *(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
+    whole = with_system(row, messages)
+    return whole if isinstance(prompt, list) or len(whole) > 1 else prompt
 
 
 def _verl_columns(row: dict) -> tuple[object, object, dict]:
@@ -178,12 +220,20 @@ def _apply_template(prompt: str | list, row: dict, template: str) -> str | list:
     raise ValueError("--data.template goes around the user's message, and the prompt has none")
 
 
+def _names(text: str) -> list[str]:
+    """Return the columns that `_format` puts into a text."""
+    return [_base(name) for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+
+
+def _base(name: str) -> str:
+    return name.split("[")[0].split(".")[0]
+
+
 def _format(flag: str, text: str, row: dict) -> str:
     """Apply str.format with the columns: `{name}` and `{name[key]}` only; other braces are written `{{` and `}}`."""
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
-        for name in names:
-            base = name.split("[")[0].split(".")[0]
+        for name in (name for _, name, _, _ in string.Formatter().parse(text) if name is not None):
+            base = _base(name)
             if "." in re.sub(r"\[[^\]]*\]", "", name):
                 raise ValueError(
                     f"{name!r} reaches into a value, which has no columns; write {{name}} or {{name[key]}}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from spmdrl.data.chat import CHATML
+from spmdrl.data.chat import CHATML, chosen_template, variables
 
 PROBE = "Zq7probe"
 """Text that no template holds."""
@@ -43,14 +43,19 @@ class Dialogue:
 class Renderer:
     """Renders dialogues by a tokenizer's chat template, or by another one."""
 
-    def __init__(self, tokenizer: Any, template: str = ""):
-        """template: jinja text instead of the tokenizer's own; without either ChatML is taken.
+    def __init__(self, tokenizer: Any, template: str = "", more: dict[str, Any] | None = None):
+        """Look at a template by probes.
+
+        template: jinja text instead of the tokenizer's own, or the name of one of them; without either ChatML is taken.
+        more: variables of the template that hold where a dialogue does not give its own.
 
         Raises:
             TemplateError: the template cannot render a single message of the user.
         """
         self.tokenizer = tokenizer
-        self.template: str = template or getattr(tokenizer, "chat_template", None) or CHATML
+        self.template: str = chosen_template(tokenizer, template) or CHATML
+        self.tool_template: str = chosen_template(tokenizer, template, tools=True) or CHATML
+        self.more = more or {}
         self.parts, self.json_arguments = False, False
         if not self._shows([{"role": "user", "content": PROBE}]):
             self.parts = True
@@ -77,7 +82,7 @@ class Renderer:
     @cached_property
     def marked(self) -> bool:
         """True if the template marks what an assistant generates (`{% generation %}`)."""
-        return bool(MARKS.search(self.template))
+        return bool(MARKS.search(self.template) and MARKS.search(self.tool_template))
 
     @cached_property
     def controls(self) -> re.Pattern[str]:
@@ -130,8 +135,8 @@ class Renderer:
             found: Any = render_jinja_template(
                 [[self.shaped(m) for m in dialogue.messages]],
                 tools=dialogue.tools or None,
-                chat_template=self.template,
-                **(self.tokenizer.special_tokens_map | dialogue.more | asked),
+                chat_template=self.tool_template if dialogue.tools else self.template,
+                **(self.tokenizer.special_tokens_map | variables(self.more | dialogue.more) | asked),
             )
         except Exception as e:  # jinja raises its own errors, and templates raise any
             raise TemplateError(f"the chat template refuses it ({type(e).__name__}: {' '.join(str(e).split())})") from e

@@ -9,6 +9,7 @@ import gzip
 import json
 import zlib
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -215,7 +216,7 @@ def without_gaps(value: Any) -> Any:
 def json_row(line: bytes) -> dict:
     """Return the row of a line. Raises ValueError."""
     try:
-        row = json.loads(line)
+        row = json.loads(line.removeprefix(BOM_UTF8))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON ({e})") from None
     if not isinstance(row, dict):

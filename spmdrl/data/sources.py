@@ -86,7 +86,7 @@ def _jsonl(path: Path, stop: int | None) -> tuple[list[int], list[dict]]:
     numbers, rows = [], []
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as f:
+        with opener(path, "rt", encoding="utf-8-sig") as f:
             full = ((n, line) for n, line in enumerate(f, 1) if line.strip())
             for number, line in itertools.islice(full, stop):
                 try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.data.dialogues import PROMPTS, Columns, Example, RowError, column_of, kind_of, listed, pair_of
+from spmdrl.data.row_columns import Row, check_text
 from spmdrl.data.steps import step_ends
 
 
@@ -45,7 +46,8 @@ def steps_of(row: dict, columns: StepColumns, separator: str, system: str = "") 
     Raises:
         RowError: the row has another form, or a part of it is not what it should be.
     """
-    row = {k: v for k, v in row.items() if v is not None}
+    row = Row(row)
+    check_text(row)
     prompt = column_of(row, columns.prompt, PROMPTS)
     if prompt is None or not has_steps(row, columns):
         raise RowError(

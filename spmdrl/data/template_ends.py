@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.config.supervised import SupervisedDataConfig
-from spmdrl.data.chat import CHATML, template_text
+from spmdrl.data.chat import CHATML, chosen_template, template_text
 from spmdrl.data.marked_turns import marked_sequences
 from spmdrl.data.rendering import PROBE, THOUGHT_KEYS, Dialogue, Renderer, TemplateError
 from spmdrl.data.turns import sequences_of
@@ -24,7 +24,7 @@ def job_template(cfg: TrainingConfig, tokenizer: Any) -> str:
     Raises:
         ValueError: `--data.chat-template` names a file that cannot be read.
     """
-    found = template_text(cfg.data.chat_template) or getattr(tokenizer, "chat_template", None) or ""
+    found = chosen_template(tokenizer, template_text(cfg.data.chat_template))
     if getattr(cfg, "env", ""):
         return found or CHATML
     # Given rows of messages are rendered whatever --data.chat says.

@@ -85,13 +85,21 @@ def sequences_of(render: Renderer, dialogue: Dialogue, trained: Collection[int] 
                 shown, before = text[turn.start : turn.end], text[: turn.start]
                 check_turn_shown(render.controls, dialogue.messages[i], shown, before)
         except TemplateError as e:
-            raise TemplateError(f"message {i + 1} ({dialogue.messages[i]['role']}): {e}") from e
+            raise TemplateError(f"message {i + 1} ({dialogue.messages[i]['role']}): {e}{unasked(dialogue)}") from e
         home = next((s for s in out if s.text.startswith(text)), None)
         if home:
             home.turns.insert(0, turn)
         else:
             out.append(Sequence(text, [turn]))
     return out[::-1]
+
+
+def unasked(dialogue: Dialogue) -> str:
+    """Return what helps where a template refuses a dialogue that begins with an assistant's turn; else nothing."""
+    roles = [m["role"] for m in dialogue.messages if m["role"] not in ("system", "developer")]
+    if roles[:1] != ["assistant"]:
+        return ""
+    return "; the dialogue begins with an assistant's turn: begin it with a user's message, or leave that turn out"
 
 
 def _turn(render: Renderer, dialogue: Dialogue, i: int, upto) -> tuple[str, Turn]:

@@ -21,6 +21,7 @@ scaled.py         from few micro-batches to all of a step's
 times.py          least times by a roofline
 run.py            plans a job: one rank of each kind, side by side
 dry.py            the plan that --dry-run of a training prints
+dry_data.py       the first rows of the data, as --dry-run shows them
 report.py         the plan in words and as JSON
 changes.py        changes of the settings that a plan may try
 sweep.py          the nearest settings that fit, and others ranked

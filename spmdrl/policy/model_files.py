@@ -41,7 +41,7 @@ def fixed_files(source: Path, config: Any, dtype: torch.dtype, cfg: TrainingConf
     vars(config).pop("transformers_weights", None)
     tokenizer = load_tokenizer(source if has_tokenizer(source) else resolve(cfg.model.path, trust), trust)
     template = job_template(cfg, tokenizer)
-    if template:
+    if template and (cfg.data.chat_template or not tokenizer.chat_template):
         tokenizer.chat_template = template
     with TemporaryDirectory() as name:
         away = Path(name)

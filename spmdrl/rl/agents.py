@@ -84,7 +84,7 @@ class Agents:
         except ValueError as error:
             self._fail(place, str(error))
             return
-        talk = self.talks[place] = Talk(opening, time.monotonic())
+        talk = self.talks[place] = Talk(opening, time.monotonic(), prompt.more)
         kept = episode.talk
         if kept is None:
             self.pool.open(place, opening)
@@ -216,7 +216,7 @@ class Agents:
             self._too_long(place, f"{size} characters")
             return
         try:
-            tokens = talk.prompt(self.conversation, self.hidden)
+            tokens = talk.prompt(self.conversation.of(talk.more), self.hidden)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return
@@ -246,7 +246,7 @@ class Agents:
             self._score(place, talk, "length")
             return
         try:
-            tokens, anew = talk.follows(self.conversation, self.hidden, before, reply)
+            tokens, anew = talk.follows(self.conversation.of(talk.more), self.hidden, before, reply)
         except ValueError as error:
             self._fail(place, f"{talk.opening.name}: {error}")
             return

@@ -10,6 +10,7 @@ import torch
 
 from spmdrl.config.distillation import DistillationConfig
 from spmdrl.data.batch import Batch
+from spmdrl.data.chat import chosen_template
 from spmdrl.data.template_ends import job_template
 from spmdrl.data.tree import prompt_lengths
 from spmdrl.health.status import tick
@@ -48,7 +49,7 @@ class Alignment:
                 f"{cfg.distill.align} reads the student's text; copy it into the folder, or take --distill.align off"
             )
         tokenizer = load_tokenizer(folder, trust)
-        template, theirs = job_template(cfg, run.tokenizer), getattr(tokenizer, "chat_template", None) or ""
+        template, theirs = job_template(cfg, run.tokenizer), chosen_template(tokenizer)
         ends = stop_tokens(own, run.tokenizer, template), stop_tokens(folder, tokenizer, theirs)
         self.pair = Pair(run.tokenizer, tokenizer, *ends, template)
         # A template of the user's own (--data.chat-template) is made for the student's tokenizer.

@@ -6,9 +6,11 @@ from spmdrl.config.judge import judges as judge_files
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.rewards import runs_programs
 from spmdrl.config.schema import Config
+from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import template_text
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.data.row_columns import unread_line
 from spmdrl.data.template_ends import job_template
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.routing import experts_of
@@ -135,7 +137,8 @@ def open_environment(session: Session[Config], tokenizer, ends: set[int], room: 
     cfg, world = session.cfg, session.world
     own, found = None, read_environment(cfg.env)
     if world.engine_tp_rank == 0:
-        talk = Conversation(tokenizer, template_text(cfg.data.chat_template), found.history)
+        template, more = template_text(cfg.data.chat_template), template_kwargs(cfg.data)
+        talk = Conversation(tokenizer, template, found.history, more)
         own = Agents(found, talk, ends, room, cfg.data.answer_column, weight_of(cfg.reward))
         session.note(f"environment {cfg.env}: {own.hello}; calls in the form {own.format}")
         if talk.rewrites:
@@ -162,6 +165,10 @@ def same_prompts(session: Session, tokenizer, spec: str, room: int, limit: int, 
     if len(set(seen)) > 1:
         odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
         raise ValueError(f"{spec}: ranks {shown(odd)} read other prompts than rank 0; give every node the same files")
+    if prompts.unread:
+        session.warn(f"{spec}: {unread_line(prompts.unread)}")
+    if prompts.beside:
+        session.note(f"{spec}: only rewards and environments get the columns {', '.join(prompts.beside)}")
     dropped = f", {prompts.dropped} longer than {room} tokens dropped" if prompts.dropped else ""
     bounded = limit and len(prompts) + prompts.dropped == limit
     only = f", no more than the first {limit} being asked for ({flag} {limit})" if bounded else ""

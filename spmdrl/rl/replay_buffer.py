@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from spmdrl.algos.resample import Buffer, draw, weights
-from spmdrl.config.learning import FilterConfig
+from spmdrl.config.learning import FilterConfig, resampling
 from spmdrl.data.batch import Batch, concatenate
 from spmdrl.data.dealing import gather_rows
 from spmdrl.spmd.peers import Peers
@@ -55,12 +55,8 @@ class ReplayBuffer:
         rows, mine = gather_rows(pool, pool.firsts, columns, peers)
         reward_N, position_N = rows[:, 0], rows[:, 1].long()
         count = int((position_N < self.prompts).sum())
-        method = self.cfg.resample
-        weight_N = (
-            torch.ones_like(reward_N)
-            if method == "none"
-            else weights(reward_N, method, self.cfg.resample_power if method == "pow" else 1.0, position_N)
-        )
+        method, power = resampling(self.cfg.resample)
+        weight_N = torch.ones_like(reward_N) if method == "none" else weights(reward_N, method, power, position_N)
         seeds = torch.full((count,), seed_for(seed, step, RESAMPLE), dtype=torch.int64)
         times_N = torch.bincount(draw(weight_N, uniform(seeds, torch.arange(count))), minlength=len(reward_N))
         return copies(pool, times_N[mine])

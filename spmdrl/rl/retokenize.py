@@ -7,6 +7,7 @@ begin others. They are broken up.
 from bisect import bisect_left
 from typing import Any
 
+from spmdrl.data.chat import variables
 from spmdrl.data.prompts import Prompt
 from spmdrl.data.steps import tokens_of_ends
 from spmdrl.hub.tokenizer import BROKEN, control_words
@@ -69,7 +70,11 @@ class Rewriter:
         messages = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
         try:
             return self.tokenizer.apply_chat_template(
-                [*messages, {"role": "assistant", "content": reply}], tokenize=False, add_generation_prompt=False
+                [*messages, {"role": "assistant", "content": reply}],
+                tokenize=False,
+                add_generation_prompt=False,
+                tools=prompt.tools,
+                **variables(prompt.more),
             )
         except Exception as error:  # jinja raises its own errors, and templates raise any
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.data.chat import chosen_template
 from spmdrl.data.steps import MARK, progress
 from spmdrl.data.template_ends import end_of_turn_tokens
 
@@ -78,7 +79,7 @@ def end_of_turn(tokenizer: Any, ends: set[int], template: str = "") -> int:
     ends: all that may. template: instead of the tokenizer's own. Without one, or where it ends an answer by none of
     them, it is the tokenizer's end token.
     """
-    proved = end_of_turn_tokens(tokenizer, template or getattr(tokenizer, "chat_template", None) or "")
+    proved = end_of_turn_tokens(tokenizer, chosen_template(tokenizer, template))
     return next((token for token in proved if token in ends), tokenizer.eos_token_id)
 
 

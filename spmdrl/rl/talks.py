@@ -22,6 +22,8 @@ class Talk:
     opening: Opening
     begun: float
     """Time at which the episode began (time.monotonic()), as if it had never been cut short."""
+    more: dict = field(default_factory=dict)
+    """Variables of the chat template that its row gives."""
     messages: list[dict] = field(default_factory=list)
     """All messages up to the last observation, from the last ones on that took the place of all before."""
     tools: list[dict] = field(default_factory=list)

@@ -11,6 +11,7 @@ from typing import Any
 
 from spmdrl.config.environment import read_environment
 from spmdrl.config.schema import Config
+from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import template_text
 from spmdrl.data.conversation import Conversation
 from spmdrl.data.episode import Episode
@@ -68,7 +69,8 @@ def call_reader(cfg: Config, tokenizer: Any) -> CallReader | None:
     if not cfg.env:
         return None
     found = read_environment(cfg.env)
-    conversation = Conversation(tokenizer, template_text(cfg.data.chat_template), found.history)
+    template, more = template_text(cfg.data.chat_template), template_kwargs(cfg.data)
+    conversation = Conversation(tokenizer, template, found.history, more)
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     ends = stop_tokens(folder, tokenizer, job_template(cfg, tokenizer))
     return CallReader(conversation, form_of(found, conversation), ends, found.turn_tokens)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from spmdrl.config.supervised import SupervisedDataConfig
+from spmdrl.config.template import template_kwargs
 from spmdrl.data.chat import encode, template_text
 from spmdrl.data.dialogues import Columns, Example, RowError, as_dialogue, example_of
 from spmdrl.data.marked_turns import marked_sequences
@@ -38,7 +39,7 @@ class Encoder:
         self.data, self.tokenizer, self.longest, self.train_on = data, tokenizer, longest, train_on
         template = template_text(data.chat_template)
         self.has_template = bool(template or getattr(tokenizer, "chat_template", None))
-        self.renderer = Renderer(tokenizer, template)
+        self.renderer = Renderer(tokenizer, template, template_kwargs(data))
         self.columns = Columns(
             data.messages_column, data.prompt_column, data.completion_column, data.text_column, data.tools_column
         )
@@ -69,6 +70,11 @@ class Encoder:
         wanted = data.chat == "on" or (data.chat == "auto" and self.has_template and not example.plain)
         if not example.dialogue and example.prompt and wanted:
             example = as_dialogue(example, data.system)
+        if not example.dialogue and example.before:
+            raise RowError(
+                f"its {example.before[0]['role']} message needs a chat template, and this row is rendered without one: "
+                "set --data.chat-template (for example chatml), or leave the column out"
+            )
         if not example.dialogue:
             return self._plain(example)
         if not self.has_template:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.data.mixture import Mixture
+from spmdrl.data.row_columns import Row, unread_line
 from spmdrl.data.tokens import Masked
 from spmdrl.tracking.console import clean
 
@@ -29,26 +30,30 @@ def preview(begun: "Start", mixture: Mixture, colour: bool | None = None) -> lis
     Raises:
         ValueError: every row is refused.
     """
-    notes, refused = Counter(), []
+    notes, refused, unread = Counter(), [], dict[str, None]()
     sequences: list[Masked] = []
     example, pieces = "", list[Masked]()
     for drawn in mixture.draw(min(ROWS, mixture.rows or ROWS)):
         try:
-            found = begun.encode(drawn.read())
+            row = Row(drawn.read())
+            found = begun.encode(row)
         except ValueError as error:
             refused.append(f"{drawn.where}: {error}")
             continue
         notes += found.notes
+        unread |= dict.fromkeys(row.unread)
         sequences += found.sequences
         if found.sequences and not pieces:
             example, pieces = drawn.where, found.sequences[:SHOWN]
     if not sequences:
-        raise ValueError("none of the first rows can be trained, such as:\n  " + "\n  ".join(refused[:5]))
+        dropped = f"; {notes['dropped']} are longer than --data.max-tokens" if notes["dropped"] else ""
+        raise ValueError("\n  ".join([f"none of the first rows can be trained{dropped}", *refused[:5]]))
     tokens, trained = sum(map(len, sequences)), sum(int(s.mask.sum()) for s in sequences)
     told = "".join(f"; {count} {name}" for name, count in notes.items() if count)
     lines = [
         f"rows     the first ones give {len(sequences)} sequences of {tokens / len(sequences):,.0f} tokens on average, "
         f"{max(map(len, sequences)):,} at most; {trained / tokens:.0%} of the tokens are trained{told}",
+        *([f"columns  {unread_line(unread)}"] if unread else []),
         *(f"refused  {line}" for line in refused[:3]),
         *([f"refused  {len(refused) - 3} more"] if len(refused) > 3 else []),
     ]

@@ -11,6 +11,7 @@ import torch
 from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data.batch import Batch
 from spmdrl.data.mixture import Blocks, Drawn, Mixture, Permuted
+from spmdrl.data.row_columns import Row, unread_line
 from spmdrl.data.rowfiles import Table, open_rows
 from spmdrl.data.tokens import Masked
 from spmdrl.spmd.exchange import all_gather_text, all_reduce
@@ -98,6 +99,10 @@ class Step:
     sequences: list[tuple[int, int, Masked]] = field(default_factory=list)
     """(place of the row in the step, place of the sequence in the row, tokens)."""
     counts: Counter = field(default_factory=Counter)
+    kept: int = 0
+    """Rows of which something is trained."""
+    unread: dict[str, None] = field(default_factory=dict)
+    """Columns that nothing has read, in order."""
     refused: list[str] = field(default_factory=list)
     """One line for each refused row: its place, and why."""
     shortened: list[str] = field(default_factory=list)
@@ -141,11 +146,15 @@ class Rows:
         if not last:
             self._begin(step + 1)
         mine.name_rows()
-        counts = torch.tensor([mine.counts[name] for name in COUNTED], dtype=torch.int64)
-        counts = Counter(dict(zip(COUNTED, all_reduce(counts, "sum", self.world.host_group).tolist(), strict=True)))
-        self.totals += Counter({name: counts[name] for name in ("rows", "refused")})
+        if not self.totals and self.world.is_first and (said := unread_line(mine.unread)):
+            log.warning("%s (--data.train)", said)
+        held = torch.tensor([*(mine.counts[name] for name in COUNTED), mine.kept], dtype=torch.int64)
+        *numbers, kept = all_reduce(held, "sum", self.world.host_group).tolist()
+        counts = Counter(dict(zip(COUNTED, numbers, strict=True)))
+        self.totals += Counter({"rows": counts["rows"], "refused": counts["refused"], "kept": kept})
         if counts["refused"]:
             self._check_refused(mine)
+        self._check_kept(last)
         return mine, counts
 
     def _check_refused(self, mine: Step) -> None:
@@ -165,6 +174,16 @@ class Rows:
             f"{allowed:g} of them (logs/rank_*.log name all):\n  {shown}"
         )
 
+    def _check_kept(self, last: bool) -> None:
+        """Raise ValueError where no row so far could be trained, which would save the model as it was."""
+        rows = self.totals["rows"]
+        if not self.totals["kept"] and (last or rows >= min(self.mixture.rows or FEW, FEW)):
+            raise ValueError(
+                f"none of {rows} rows of --data.train could be trained: all are refused, or longer than "
+                f"--data.max-tokens {self.cfg.data.max_tokens} with --data.too-long {self.cfg.data.too_long} "
+                "(logs/rank_*.log name them)"
+            )
+
     def _begin(self, step: int) -> None:
         """Draw a step's rows, and encode those of this rank in the thread."""
         drawn = self.mixture.draw(self.cfg.data.rows_per_step)
@@ -179,6 +198,8 @@ class Rows:
         """Go on where `state` was taken."""
         self.mixture.restore(state["mixture"])
         self.held, self.totals = state["mixture"], Counter(state["totals"])
+        # Checkpoints of other versions do not count them.
+        self.totals.setdefault("kept", self.totals["rows"] - self.totals["refused"])
 
 
 def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precomputed | None = None) -> Step:
@@ -188,7 +209,8 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
         each = drawn[place]
         out.counts["rows"] += 1
         try:
-            found = encode(each.read(), _read(drawn[place - 1]) if encode.beside and len(drawn) > 1 else None)
+            row = Row(each.read())
+            found = encode(row, _read(drawn[place - 1]) if encode.beside and len(drawn) > 1 else None)
             samples = found.samples or list(range(len(found.sequences)))
             if known:
                 known.attach(each.key, samples, found.sequences)
@@ -196,6 +218,8 @@ def encoded(drawn: list[Drawn], places: range, encode: Encode, known: Precompute
             out.counts["refused"] += 1
             out.refused.append(f"{each.where}: {e}")
             continue
+        out.unread |= dict.fromkeys(row.unread)
+        out.kept += bool(found.sequences)
         out.counts += found.notes
         if part := [name for name in NAMED if found.notes[name]]:
             out.shortened.append(f"{each.where}: {', '.join(part)}")

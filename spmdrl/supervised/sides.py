@@ -1,6 +1,7 @@
 """From a row of preference data to the sequences of its sides, or to the reason why not."""
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def answered(asked: Example, said: Example, system: str = "") -> Example:
         RowError: one of them has no response.
     """
     if not asked.dialogue and not said.dialogue:
-        return Example(prompt=asked.prompt, text=said.text)
+        return replace(asked, text=said.text, plain=False)
     asked, said = (each if each.dialogue else as_dialogue(each, system) for each in (asked, said))
     assert asked.dialogue and said.dialogue
     turn, other = (_response(each) for each in (asked, said))

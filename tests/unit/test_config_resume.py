@@ -14,6 +14,7 @@ from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.dump import to_yaml
 from spmdrl.config.engines import engine_name
 from spmdrl.config.fields import leaves
+from spmdrl.config.learning import resampling
 from spmdrl.config.load import from_command_line
 from spmdrl.config.online_preference import OnlinePreferenceConfig
 from spmdrl.config.preference import PreferenceConfig
@@ -84,6 +85,22 @@ def test_resume_with_another_engine_is_a_change_also_where_auto_takes_it(folder,
     (folder / "config.yaml").write_text(text.replace("engine: vllm", "engine: auto"))
     assert lines(folder) == lines(folder, "--rollout.engine", "hf") == []
     assert lines(folder, "--rollout.engine", "vllm") == ["--rollout.engine: hf there, vllm here"]
+
+
+def test_resume_and_files_read_the_power_of_resampling_that_stood_apart(folder, tmp_path):
+    checkpoint.write_config(folder, load("--filter.resample", "pow=3"))
+    text = (folder / "config.yaml").read_text()
+    assert "resample: pow=3" in text
+    (folder / "config.yaml").write_text(text.replace("resample: pow=3", "resample: pow\n  resample_power: 3.0"))
+    assert lines(folder, "--filter.resample", "pow=3.0") == [] and lines(folder, "--filter.resample", "pow") != []
+    (tmp_path / "old.yaml").write_text("filter:\n  resample: pow\n  resample_power: 3.0\n")
+    assert load("--config", str(tmp_path / "old.yaml")).filter.resample == "pow=3.0"
+    (tmp_path / "old.yaml").write_text("filter: {resample: max_min, resample_power: 2.0}\n")
+    assert load("--config", str(tmp_path / "old.yaml")).filter.resample == "max_min"
+    assert resampling("pow=3.0") == ("pow", 3.0) and resampling("pow") == ("pow", 2.0)
+    for wrong in ("pow=-1", "pow=x", "max_min=2", "other"):
+        with pytest.raises(ValueError, match="--filter.resample"):
+            resampling(wrong)
 
 
 def test_resume_files_of_the_users_own_are_known_by_their_content(tmp_path):

@@ -59,7 +59,6 @@ def test_an_estimator_that_needs_what_samples_do_not_have_is_refused(needs, tmp_
         ("--filter.metric x", "--filter.metric x", "--filter.keep mixed"),
         ("--filter.max-rounds 3", "--filter.max-rounds 3", "--filter.keep mixed"),
         ("--filter.keep mixed --filter.low 0.1", "--filter.low 0.1", "--filter.keep accuracy_range"),
-        ("--filter.resample max_min --filter.resample-power 3", "--filter.resample-power 3.0", "--filter.resample pow"),
         ("--critic.lr 1e-4", "--critic.lr 0.0001", "--algo.advantage gae"),
         ("--critic.clip 0.3", "--critic.clip 0.3", "--algo.advantage gae"),
         ("--critic.path other", "--critic.path other", "--algo.advantage gae"),

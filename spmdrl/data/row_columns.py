@@ -1,0 +1,158 @@
+"""Columns that rows of every job may have beside their prompt or dialogue, and the columns that a reader has asked for.
+
+- `system`, `system_prompt`, `developer`: a message before the dialogue (OpenOrca, ShareGPT).
+- `history`: exchanges before the prompt, as messages or as pairs of a question and its answer (Alpaca).
+- `tools`: JSON schemas. `chat_template_kwargs`, `enable_thinking`, `documents`: variables of the chat template.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+SYSTEMS = ("system", "system_prompt")
+VARIABLES = ("enable_thinking", "documents")
+KWARGS = "chat_template_kwargs"
+HISTORY = "history"
+DEVELOPER = "developer"
+TOOLS = "tools"
+
+
+class RowError(ValueError):
+    """A row cannot be used; the message says why."""
+
+
+class Row(dict):
+    """The columns of a row that hold something, and the names of those that were read."""
+
+    def __init__(self, row: dict):
+        super().__init__({k: v for k, v in row.items() if v is not None})
+        self.read: set = getattr(row, "read", set())
+
+    def __getitem__(self, key: Any) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a column, or the default."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    @property
+    def unread(self) -> list[str]:
+        """Names of columns that hold something and that nothing has read."""
+        return [str(key) for key, value in self.items() if key not in self.read and value not in ("", [], {})]
+
+
+def unread_line(names: Iterable[str]) -> str:
+    """Return a sentence about columns that nothing reads; empty where there are none."""
+    names = list(dict.fromkeys(names))
+    return f"nothing reads these columns: {', '.join(names)}" if names else ""
+
+
+def system_of(row: dict) -> list[dict]:
+    """Return the messages of the system and of the developer that columns of a row give.
+
+    Raises:
+        RowError: one of them is not text, or two columns give other messages of the system.
+    """
+    found = {name: row.get(name) for name in SYSTEMS if row.get(name)}
+    if len({str(text).strip() for text in found.values()}) > 1:
+        raise RowError(f"its columns {' and '.join(found)} differ: a dialogue has one message of the system")
+    said = [("system", text) for text in list(found.values())[:1]] + [("developer", row.get(DEVELOPER))]
+    for role, text in said:
+        if text and not isinstance(text, str):
+            raise RowError(f"its {role} message is {type(text).__name__} ({str(text)[:40]!r}), not text")
+    return [{"role": role, "content": text} for role, text in said if text and str(text).strip()]
+
+
+def with_system(row: dict, messages: list[dict], system: str = "") -> list[dict]:
+    """Return messages with the system's in front: those of the row's columns, else `--data.system`.
+
+    Raises:
+        RowError: a column gives one, and the messages begin with another one.
+    """
+    own = [m for m in messages[:2] if m["role"] in ("system", "developer")]
+    given = system_of(row)
+    if own:
+        if odd := [m for m in given if m not in own]:
+            raise RowError(
+                f"its column of the {odd[0]['role']}'s message and its messages differ: leave one of the two out"
+            )
+        return messages
+    return [*(given or ([{"role": "system", "content": system}] if system else [])), *messages]
+
+
+def history_of(row: dict) -> list:
+    """Return the messages of the column `history`, in the form in which the row has them; empty where there are none.
+
+    Raises:
+        RowError: it is neither messages nor pairs of texts.
+    """
+    found = _listed(row.get(HISTORY))
+    if not found:
+        return []
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        return found
+    pairs = [list(each) if isinstance(each, list | tuple) else [] for each in found if isinstance(found, list)]
+    if not pairs or not all(len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs):
+        raise RowError("its history must be messages, or pairs of a question and its answer")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def tools_of(row: dict, column: str = TOOLS) -> list | None:
+    """Return the tools of a row. Raises RowError where they are not a list of JSON schemas."""
+    tools = row.get(column)
+    if isinstance(tools, str):
+        tools = json_of("tools", tools) if tools.strip() else None
+    tools = _listed(tools)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RowError(f"its tools are {type(tools).__name__} ({str(tools)[:40]!r}), not a list of JSON schemas")
+    return tools or None
+
+
+def variables_of(row: dict) -> dict[str, Any]:
+    """Return the variables of the chat template that a row gives. Raises RowError where they are no object."""
+    more = row.get(KWARGS, {}) or {}
+    if isinstance(more, str):
+        more = json_of(KWARGS, more)
+    if not isinstance(more, dict):
+        raise RowError(f"its chat_template_kwargs are {type(more).__name__} ({str(more)[:40]!r}), not an object")
+    return more | {name: row[name] for name in VARIABLES if name in row and row[name] is not None}
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def json_of(what: str, text: str) -> Any:
+    """Return what JSON text says. Raises RowError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise RowError(f"{what}: not JSON: {text[:80]!r}") from e
+
+
+def check_text(value: Any) -> None:
+    """Raise RowError if a text in a row holds half of a surrogate pair, which no tokenizer takes.
+
+    JSON writes such a half as an escape; it comes from a character that was cut in two.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as e:
+            raise RowError(
+                f"the text {value[max(0, e.start - 20) : e.start]!r} is followed by half of a surrogate pair "
+                f"(\\u{ord(value[e.start]):04x}), which is no character: mend or leave out the row"
+            ) from None
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            check_text(key)
+            check_text(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            check_text(inner)

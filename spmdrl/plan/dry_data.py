@@ -1,0 +1,82 @@
+"""`--dry-run` of jobs that sample: the first rows of their data are read, formatted and counted as at a start."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config.schema import Config
+from spmdrl.data.prompts import PromptSet, load_prompts
+from spmdrl.data.row_columns import unread_line
+from spmdrl.hub.resolve import MODELSCOPE, is_hub_name, resolve
+from spmdrl.hub.tokenizer import load_tokenizer
+from spmdrl.tracking.console import clean
+
+ROWS = 1000
+"""Rows of a source that are read."""
+SHOWN = 300
+"""Characters of the example."""
+
+
+def with_data(lines: Callable[[Any, int], list[str]]) -> Callable[[Any, int], list[str]]:
+    """Return the lines of a job's plan with those on its data."""
+    return lambda cfg, world: [*lines(cfg, world), *data_lines(cfg)]
+
+
+def data_lines(cfg: Config, train: bool = True) -> list[str]:
+    """Return what the first rows of `--data.train` and `--data.eval` give, or why they cannot be used; on rank 0.
+
+    train: False for an evaluation, which reads no training prompts. Nothing is downloaded: of a model or a data set of
+    a hub that is not on this machine a line says so.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return []
+    folder = _here(cfg.model.path)
+    if folder is None:
+        return [f"data     not opened: the tokenizer of {cfg.model.path} is not on this machine"]
+    specs = ([cfg.data.train] if train else []) + ([cfg.data.eval] if cfg.eval.every or not train else [])
+    out = []
+    for spec in dict.fromkeys(filter(None, specs)):
+        kind, _, rest = spec.partition(":")
+        if kind in ("hf", "ms") and not Path(rest.split(":")[0]).expanduser().is_dir():
+            out.append(f"data     {spec} is not opened: it may have to be downloaded")
+            continue
+        try:
+            tokenizer = load_tokenizer(resolve(str(folder), cfg.model.trust_remote_code), cfg.model.trust_remote_code)
+            room, begun = cfg.rollout.max_prompt_tokens, bool(cfg.env)
+            out += _told(load_prompts(spec, cfg.data, tokenizer, room, _limit(cfg), begun), room)
+        except (ValueError, OSError) as error:
+            out.append(f"data     cannot be used: {' '.join(str(error).split())}")
+    return out
+
+
+def _limit(cfg: Config) -> int:
+    return min(cfg.data.limit or ROWS, ROWS)
+
+
+def _told(prompts: PromptSet, room: int) -> list[str]:
+    count, lengths = len(prompts), [len(prompt.tokens) for prompt in prompts.prompts]
+    size = f", of {max(lengths)} tokens at most" if any(lengths) else ""
+    long = f"; {prompts.dropped} longer than {room} tokens are dropped" if prompts.dropped else ""
+    out = [f"data     {prompts.source}: the first rows give {count} prompts{size}{long}"]
+    if prompts.unread:
+        out.append(f"columns  {unread_line(prompts.unread)}")
+    if prompts.beside:
+        out.append(f"columns  only rewards and environments get {', '.join(prompts.beside)}")
+    text = prompts.prompts[0].text
+    shown = "\n         ".join(clean(line, SHOWN) for line in text[:SHOWN].split("\n"))
+    return [*out, f"example  {shown}{' ...' if len(text) > SHOWN else ''}"] if text else out
+
+
+def _here(path: str) -> Path | str | None:
+    """Return a model's folder, or its name where it needs no hub; None where it is not on this machine."""
+    if path.startswith(MODELSCOPE):
+        return None
+    if not is_hub_name(path):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception:  # of the hub client: it is not in the cache
+        return None
