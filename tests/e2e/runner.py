@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.documented import check_documented
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "SPMDRL_TEST_JOB"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -257,4 +259,4 @@ def succeed(args: Sequence[str], limit: float = 120, kind: type[Job] = Job, **kw
 def metrics(folder: Path) -> list[dict]:
     """The lines of metrics.jsonl."""
     path = Path(folder) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return check_documented([json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [])

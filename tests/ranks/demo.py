@@ -11,6 +11,7 @@ from spmdrl.rl.run import Run
 from spmdrl.session.session import Session
 from spmdrl.tracking.metrics import Timer
 from spmdrl.train import train
+from tests.documented import check_documented
 from tests.ranks.cases import config
 
 STEPS = 5
@@ -77,7 +78,7 @@ def train_demo(world, folder: str, sections: dict, stop_after: int = 0) -> tuple
 
 def metrics(folder) -> list[dict]:
     """Returns the lines of metrics.jsonl, one dict a step."""
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return check_documented([json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()])
 
 
 def untimed(rows: list[dict]) -> list[dict]:
