@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.checkpoint import disk_space, manifest, published, store
-from spmdrl.checkpoint.keep import Keep, measured, value_of
+from spmdrl.checkpoint.keep import Keep, best_of, measured
 from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status, tick
 from spmdrl.policy.models import Models
@@ -30,7 +30,8 @@ class Saver:
         self.cfg, self.root, self.world = cfg, root, world
         self.keep = Keep(cfg.checkpoint.keep, cfg.checkpoint.keep_every, cfg.checkpoint.best)
         self.twin = twin(world, timedelta(seconds=cfg.run.timeout)) if cfg.checkpoint.background else None
-        self.known: dict[str, float] = {}
+        self.seen = False
+        """The metric of `--checkpoint.best` was logged."""
         self.saved = 0
         """Step of the last checkpoint that was begun."""
         self.wanted = 0
@@ -61,16 +62,14 @@ class Saver:
         metric = self.keep.metric
         if not metric or metric not in values:
             return  # nothing asked for, or not a step that measured it
-        self.known = {metric: float(values[metric])}
+        self.seen = True
         if self.world.is_first and done > 1 and (self.saved == done - 1 or (self.root / f"step_{done - 1}").is_dir()):
             self.root.mkdir(parents=True, exist_ok=True)
-            measured(self.root, done - 1, self.known)
+            measured(self.root, done - 1, {metric: float(values[metric])})
 
-    def resumed(self, step: int) -> None:
-        """Takes up the known value of `--checkpoint.best` when the run goes on from the checkpoint of `step`."""
-        metric = self.keep.metric
-        if metric and (value := value_of(self.root, step, metric)) is not None:
-            self.known = {metric: value}
+    def resumed(self) -> None:
+        """Takes up whether the metric of `--checkpoint.best` is known where a run goes on from a checkpoint."""
+        self.seen = best_of(self.root, published.steps_saved(self.root), self.keep.best) is not None
 
     def save(self, step: int, state: dict | None, mine: Any, models: Models) -> None:
         """Saves the state after `step` steps, or begins to, once the checkpoint before is written. Collective.
@@ -83,8 +82,8 @@ class Saver:
         self.finish()
         began, self.saved = time.perf_counter(), step
         content = store.content_of(step, models, state, mine, self.twin is not None, self.cfg)
-        content.facts, content.wanted = {"metrics": dict(self.known), "best": self.keep.best}, self.wanted
-        if self.keep.metric and not self.known and self.world.is_first:
+        content.facts, content.wanted = {"best": self.keep.best}, self.wanted
+        if self.keep.metric and not self.seen and self.world.is_first:
             log.warning("--checkpoint.best %s: no step has logged it so far; see metrics.jsonl", self.keep.best)
         if self.twin is None:
             store.write(self.root, content, self.world, self.keep)

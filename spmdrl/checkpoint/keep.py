@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdrl.checkpoint.files import write_text
-from spmdrl.checkpoint.manifest import MANIFEST
 from spmdrl.checkpoint.published import steps_saved
 from spmdrl.health.status import tick
 
@@ -31,11 +30,9 @@ class Keep:
 
 
 def value_of(root: Path, step: int, metric: str) -> float | None:
-    """Value of a metric for a checkpoint: the one measured of its weights, else the one known when it was saved."""
+    """Value of a metric that was measured of a checkpoint's own weights; None where it never was."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return float(json.loads((root / "measured.json").read_text())[str(step)][metric])
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return float(json.loads((root / f"step_{step}" / MANIFEST).read_text())["metrics"][metric])
     return None
 
 
@@ -49,10 +46,10 @@ def measured(root: Path, step: int, values: Mapping[str, float]) -> None:
 
 
 def best_of(root: Path, steps: list[int], best: str) -> int | None:
-    """The step whose checkpoint has the best value, the newest of equal ones; None where no value is known."""
+    """The step whose checkpoint has the best value, the first that had it; None where none was measured."""
     sign = -1.0 if best.startswith("-") else 1.0
-    known = [(sign * v, s) for s in steps if (v := value_of(root, s, best.removeprefix("-"))) is not None and v == v]
-    return max(known)[1] if known else None
+    known = [(sign * v, -s) for s in steps if (v := value_of(root, s, best.removeprefix("-"))) is not None and v == v]
+    return -max(known)[1] if known else None
 
 
 def prune(root: Path, step: int, keep: Keep) -> list[int]:

@@ -14,7 +14,7 @@ from spmdrl.config.methods import method_problems
 from spmdrl.config.named import name_problems
 from spmdrl.config.placement import placement_problems, role_problems, samplers, trainers
 from spmdrl.config.rewards import reward_problems
-from spmdrl.config.rules import RULES, rule_problems
+from spmdrl.config.rules import RULES, never_measured, rule_problems
 from spmdrl.config.schema import Config
 from spmdrl.config.template import template_problems
 
@@ -79,6 +79,7 @@ def _other_problems(config: Config) -> list[str]:
     problems += template_problems(config.data)
     if "eval/" in config.checkpoint.best and not config.eval.every:
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured with --eval.every 0")
+    problems += never_measured(config.checkpoint, config.eval.every, config.run.steps)
     if config.eval.every > 0 and not config.data.eval:
         problems.append(f"--eval.every {config.eval.every}: needs --data.eval, or 0 for no evaluation")
     return problems

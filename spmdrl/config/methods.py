@@ -141,6 +141,14 @@ def _reward_problems(config: Config, selections: Collection[str]) -> list[str]:
         resampling(config.filter.resample)
     except ValueError as e:
         problems.append(str(e))
+    copied = [name for name in ("resample", "replay_steps") if getattr(config.filter, name) not in ("none", 0)]
+    if copied and algo.advantage in GROUP_BASELINES:
+        name = f"filter.{copied[0]}"
+        problems.append(
+            f"{flag(name)} {get(config, name)}: a sample that is drawn twice would stand in the baseline of its copy, "
+            f"as {algo.advantage} compares the samples of a prompt; take an advantage that does not, such as gae "
+            "(--algo.preset pf_ppo)"
+        )
     if config.reward.model and (config.filter.resample != "none" or config.filter.keep):
         which = "filter.resample" if config.filter.resample != "none" else "filter.keep"
         problems.append(

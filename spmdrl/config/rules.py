@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.config.fields import flag, get, shown
+from spmdrl.config.schema import CheckpointConfig
 
 _Rule = tuple[Callable[[Any], bool], str]
 # Written so that NaN fails.
@@ -150,4 +151,19 @@ def rule_problems(config: Any, rules: dict[str, _Rule]) -> list[str]:
         f"{flag(name)} {shown(get(config, name))}: {message}"
         for name, (valid, message) in rules.items()
         if not valid(get(config, name))
+    ]
+
+
+def never_measured(checkpoint: CheckpointConfig, every: int, steps: int) -> list[str]:
+    """Return a line where no evaluation before the end of a run measures weights that `--checkpoint.best` may keep.
+
+    every: as `--eval.every`. steps: of the run; 0: not known yet.
+    """
+    both = math.lcm(checkpoint.every, every)
+    if "eval/" not in checkpoint.best or not steps or not both or both < steps or checkpoint.every >= steps:
+        return []
+    return [
+        f"--checkpoint.best {checkpoint.best}: --checkpoint.every {checkpoint.every} and --eval.every {every} never "
+        f"save and measure the same weights before the last of {steps} steps; take a multiple of --eval.every for "
+        "--checkpoint.every"
     ]

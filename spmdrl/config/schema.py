@@ -394,7 +394,7 @@ class CheckpointConfig:
     """Checkpoints of steps that are a multiple of this stay too. 0: none."""
     best: str = ""
     """Metric whose best checkpoint stays too, such as `eval/accuracy`: the highest value, or the lowest with a `-`
-    before the name. A value measured of its weights counts, else the one last known when it was saved. Empty: none."""
+    before the name. Only values that were measured of a checkpoint's own weights count. Empty: none."""
     background: bool = False
     """FSDP: copy what is saved to host memory and write it while training goes on, one checkpoint at a time."""
     at_end: bool = True

@@ -9,7 +9,7 @@ from tyro.conf import Suppress
 from spmdrl.config.backends import backend_problems
 from spmdrl.config.fields import leaves, shown
 from spmdrl.config.plan import count, ranks
-from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule, rule_problems
+from spmdrl.config.rules import RULES, _at_least_0, _at_least_1, _positive, _Rule, never_measured, rule_problems
 from spmdrl.config.schema import (
     Config,
     EvalConfig,
@@ -217,6 +217,7 @@ def _together(config: SupervisedConfig, longest: int) -> list[str]:
         problems.append(f"--optimizer.decay-share {optimizer.decay_share}: needs --optimizer.schedule linear or cosine")
     if "eval/" in config.checkpoint.best and not (config.eval.every and data.eval):
         problems.append(f"--checkpoint.best {config.checkpoint.best}: is not measured without --data.eval")
+    problems += never_measured(config.checkpoint, config.eval.every, config.run.steps)
     return problems
 
 

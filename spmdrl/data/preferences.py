@@ -159,12 +159,16 @@ def _dialogues(row: dict, prompt: Any, given: list, columns: PreferenceColumns, 
 
 
 def _split(given: list[str]) -> tuple[str, list[str]]:
-    """Return the text before the place where two texts part, and the rest of both; the cut is before a word."""
+    """Return the text before the place where two texts part, and the rest of both.
+
+    The cut is before a word with its blank, which most tokenizers hold in one token.
+    """
     common = 0
     while common < min(map(len, given)) and given[0][common] == given[1][common]:
         common += 1
     while common and not given[0][common - 1].isspace():
         common -= 1
-    if not common:
+    common -= given[0][:common].endswith(" ")
+    if not given[0][:common].strip():
         raise RowError("it has no prompt: there is no column of it, and its sides have no beginning in common")
     return given[0][:common], [text[common:] for text in given]

@@ -1,7 +1,8 @@
 """A model's folder with tokens added to its tokenizer, made once and kept in the cache.
 
-Tables of embeddings that are too short get rows for them: the mean of the rows that there are, so that a new token is
-neither likelier nor unlikelier than others at the start. All other files of weights are links to those of the model.
+The row of a new token in a table of embeddings is the mean of the tokenizer's other ones, so that it is neither
+likelier nor unlikelier than others at the start. It may be one that pads the table already, or the table gets longer.
+All other files of weights are links to those of the model.
 """
 
 import hashlib
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "lm_head.weight")
 TABLES += ("embed_out.weight", "output_layer.weight")
 """Endings of the names of tables with a row for each token."""
+FORM = 2
+"""Number of the rule by which rows are made: folders of another one are not taken."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -39,7 +42,7 @@ def with_tokens(folder: Path, tokens: tuple[str, ...], trust_remote_code: bool =
     if not fresh:
         return folder
     stat = (folder / "config.json").stat()
-    key = json.dumps([str(folder.resolve()), stat.st_mtime_ns, fresh])
+    key = json.dumps([FORM, str(folder.resolve()), stat.st_mtime_ns, fresh])
     place = cache() / "models" / f"{folder.name}-grown-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if place.is_dir():
         return place
@@ -60,10 +63,12 @@ def _grow(folder: Path, place: Path, tokenizer, fresh: list[str]) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
+    old = sorted(set(tokenizer.get_vocab().values()))
     tokenizer.add_tokens(fresh, special_tokens=True)
+    new = tokenizer.convert_tokens_to_ids(fresh)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config if "vocab_size" in config else config.get("text_config", {})
-    before, size = int(text["vocab_size"]), max(int(text["vocab_size"]), len(tokenizer))
+    before, size = int(text["vocab_size"]), max(int(text["vocab_size"]), len(tokenizer), *(i + 1 for i in new))
     text["vocab_size"] = size
     log.info("adding %d tokens to %s: %d rows of embeddings become %d", len(fresh), folder, before, size)
     tokenizer.save_pretrained(place)
@@ -78,23 +83,27 @@ def _grow(folder: Path, place: Path, tokenizer, fresh: list[str]) -> None:
             continue
         with safe_open(file, "pt") as weights:
             tables = [name for name in weights.keys() if name.endswith(TABLES)]  # noqa: SIM118 (not a dict)
-        if size == before or not tables:
+        if not tables:
             os.symlink(file.resolve(), place / file.name)
             continue
         found = load_file(file)
         for name in tables:
-            found[name] = _longer(found[name], before, size)
+            found[name] = _with_rows(found[name], before, size, old, new)
             grown += 1
         save_file(found, place / file.name, {"format": "pt"})
-    if size > before and not grown:
-        raise ValueError(
-            f"{folder}: no table of embeddings is found among its weights, so that none can be made longer"
-        )
+    if not grown:
+        raise ValueError(f"{folder}: no table of embeddings is found among its weights, so that none can get new rows")
     if (folder / INDEX).is_file():
         shutil.copy(folder / INDEX, place / INDEX)
 
 
-def _longer(table_VD: torch.Tensor, before: int, size: int) -> torch.Tensor:
-    """Add rows that are the mean of the first `before` ones."""
-    mean_D = table_VD[:before].double().mean(0).to(table_VD.dtype)
-    return torch.cat([table_VD[:before], mean_D.expand(size - before, -1)]).contiguous()
+def _with_rows(table_VD: torch.Tensor, before: int, size: int, old: list[int], new: list[int]) -> torch.Tensor:
+    """Return a table of `size` rows in which those of `new` tokens are the mean of those of `old` ones.
+
+    before: rows of the table that the model reads.
+    """
+    table_VD = table_VD[:before]
+    mean_D = table_VD[[i for i in old if i < before]].double().mean(0).to(table_VD.dtype)
+    out_VD = torch.cat([table_VD, mean_D.expand(size - before, -1)])
+    out_VD[new] = mean_D
+    return out_VD.contiguous()

@@ -73,7 +73,7 @@ class Checkpoints:
             model.updates_due = state.get("due", {}).get(name, model.updates_done)
         self.kept.restore(state)
         self.rank_files = checkpoint.rank_files(found)
-        self.saver.resumed(state["step"])
+        self.saver.resumed()
         if session.world.is_first and state.get("wandb") and not wandb_id(session.folder):
             # A checkpoint that was moved to another folder.
             keep_wandb_id(session.folder, state["wandb"])

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spmdrl.config.rules import never_measured
 from spmdrl.config.supervised import SupervisedConfig, split_weight
 from spmdrl.data import treefile
 from spmdrl.data.batch import Batch
@@ -62,6 +63,8 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
     if mixture.rows is None:
         raise ValueError("--run.steps 0: a stream does not tell how many rows it has; give the number of steps")
     steps = math.ceil(cfg.data.epochs * mixture.rows / cfg.data.rows_per_step)
+    if problems := never_measured(cfg.checkpoint, cfg.eval.every, steps):
+        raise ValueError(problems[0])
     return replace(cfg, run=replace(cfg.run, steps=steps))
 
 

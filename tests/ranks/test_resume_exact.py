@@ -375,20 +375,3 @@ def test_resume_with_other_settings_takes_those_and_other_prompts_or_files_are_r
     assert told["other reward"].startswith(said) and "--run.allow-changes" in told["other reward"]
     assert told["allowed reward"] == 2
     assert "allow_changes: true" not in settings
-
-
-def best_known(world, folder):
-    sections = {
-        "checkpoint": {"every": 1, "keep": 3, "best": "eval/accuracy"},
-        "run": {"steps": 2},
-        "eval": {"every": 9, "prompts": 8},
-    }
-    train_demo(world, folder, sections, stop_after=1)
-    run = open_demo(world, folder, sections)
-    known = run.checkpoints.saver.known
-    run.close()
-    return known
-
-
-def test_resume_knows_the_value_of_the_best_checkpoint(tmp_path):
-    assert run_ranks(best_known, 1, str(tmp_path / "run"))[0].keys() == {"eval/accuracy"}

@@ -22,6 +22,8 @@ from spmdrl.checkpoint import disk_space as room
 from spmdrl.checkpoint import files, published, store
 from spmdrl.checkpoint.__main__ import main
 from spmdrl.checkpoint.keep import Keep, best_of, measured, value_of
+from spmdrl.config.rules import never_measured
+from spmdrl.config.schema import CheckpointConfig
 from spmdrl.policy.models import Models
 
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, host_group=None)
@@ -179,32 +181,47 @@ def test_resume_the_manifest_says_what_it_is_of(save, tmp_path):
 def test_keep_the_newest_every_nth_and_the_best(save, tmp_path):
     accuracy = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.2, 6: 0.3, 7: 0.4, 8: 0.1}
     for step, value in accuracy.items():
-        save(step, 2, metrics={"eval/accuracy": value}, every=3, best="eval/accuracy")
-    # The two newest, multiples of 3, and of the two best the newer one.
-    assert checkpoint.steps_saved(tmp_path) == [8, 7, 6, 4, 3]
-    assert best_of(tmp_path, [8, 7, 6, 4, 3], "eval/accuracy") == 4
-    assert best_of(tmp_path, [8, 7, 6, 4, 3], "-eval/accuracy") == 8
+        save(step, 2, every=3, best="eval/accuracy")
+        measured(tmp_path, step, {"eval/accuracy": value})
+    # The two newest, multiples of 3, and of the two best the one that came first.
+    assert checkpoint.steps_saved(tmp_path) == [8, 7, 6, 3, 2]
+    assert best_of(tmp_path, [8, 7, 6, 3, 2], "eval/accuracy") == 2
+    assert best_of(tmp_path, [8, 7, 6, 3, 2], "-eval/accuracy") == 8
     assert best_of(tmp_path, [8, 7], "loss") is None
 
 
-def test_keep_what_was_measured_of_the_weights_themselves_counts_before_what_was_known_at_the_time(save, tmp_path):
+def test_keep_only_what_was_measured_of_the_weights_themselves_counts(save, tmp_path):
     """The evaluation of a checkpoint's weights comes after it was saved, at the beginning of the next step."""
     rules = dict(keep=1, best="acc")
-    save(1, metrics={"acc": 0.9}, **rules)
-    measured(tmp_path, 1, {"acc": 0.2})
-    save(2, metrics={"acc": 0.2}, **rules)
-    measured(tmp_path, 2, {"acc": 0.6})
-    save(3, metrics={"acc": 0.6}, **rules)
-    measured(tmp_path, 3, {"acc": 0.3})
-    save(4, metrics={"acc": 0.3}, **rules)
-    assert checkpoint.steps_saved(tmp_path) == [4, 2], "3 was told 0.6 when it was saved, and had 0.3"
-    assert best_of(tmp_path, [4, 2], "acc") == 2
-    measured(tmp_path, 4, {"acc": 0.7})
-    assert best_of(tmp_path, [4, 2], "acc") == 4
+    for step, value in ((1, 0.2), (2, 0.6), (3, None), (4, 0.3), (5, 0.6)):
+        save(step, **rules)
+        if value is not None:
+            measured(tmp_path, step, {"acc": value})
+    assert checkpoint.steps_saved(tmp_path) == [5, 2], "3 was never measured; 5 is no better than 2"
+    assert best_of(tmp_path, [5, 2], "acc") == 2
+    measured(tmp_path, 5, {"acc": 0.7})
+    assert best_of(tmp_path, [5, 2], "acc") == 5
     measured(tmp_path, 2, {"acc": 0.1})  # the run fell back to 2: what stands there of later steps is void
-    assert value_of(tmp_path, 2, "acc") == 0.1 and value_of(tmp_path, 4, "acc") == 0.3
+    assert value_of(tmp_path, 2, "acc") == 0.1 and value_of(tmp_path, 5, "acc") is None
     (tmp_path / "measured.json").write_text("{")
-    assert value_of(tmp_path, 2, "acc") == 0.2, "a damaged file of measurements is none"
+    assert value_of(tmp_path, 2, "acc") is None, "a damaged file of measurements is none"
+
+
+@pytest.mark.parametrize(
+    ("every", "evaluated", "steps", "refused"),
+    [
+        (10, 20, 50, False),
+        (30, 20, 50, True),
+        (30, 20, 61, False),
+        (0, 20, 50, False),
+        (50, 7, 50, False),
+        (9, 7, 0, False),
+    ],
+)
+def test_keep_refuses_a_best_checkpoint_that_no_evaluation_measures(every, evaluated, steps, refused):
+    problems = never_measured(CheckpointConfig(every=every, best="eval/accuracy"), evaluated, steps)
+    assert bool(problems) == refused and all(f"--checkpoint.every {every} and --eval.every 20" in x for x in problems)
+    assert not never_measured(CheckpointConfig(every=every, best="-loss"), evaluated, steps), "each step measures it"
 
 
 def test_keep_a_checkpoint_that_reads_back_wrong_takes_nothing_away(save, tmp_path, monkeypatch):

@@ -411,6 +411,8 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (1, "--correction.kind tis_token --algo.old-logp rollout", ["--correction.kind tis_token", "old-logp policy"]),
         (1, "--filter.replay-steps 2 --algo.old-logp policy", ["--filter.replay-steps 2", "rollout or auto"]),
         (1, "--filter.replay-steps 2 --algo.preset kl_cov", ["--filter.replay-steps 2", "kl_cov"]),
+        (1, "--filter.replay-steps 2", ["--filter.replay-steps 2", "baseline of its copy", "grpo", "gae"]),
+        (1, "--filter.resample pow --algo.preset rloo", ["--filter.resample pow", "baseline of its copy", "rloo"]),
         (1, "--filter.keep accuracy_range --filter.low 0.9", ["--filter.low 0.9", "--filter.high 0.8"]),
         (1, "--reward.function exact_mach", ["--reward.function exact_mach: unknown; did you mean exact_match?"]),
         (1, "--reward.function xyzzy", ["xyzzy: unknown. Valid: auto", "file.py:function, or a judge.yaml"]),

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from spmdrl.config.schema import Config, DataConfig, ModelConfig
 from spmdrl.data.chat import CHATML
@@ -17,6 +18,7 @@ from spmdrl.hub.build import build_model
 from spmdrl.hub.ends import generation_config
 from spmdrl.hub.folder import TINY, check_folder, read_config
 from spmdrl.hub.gguf import find_package_gguf
+from spmdrl.hub.grown import with_tokens
 from spmdrl.hub.resolve import resolve
 from spmdrl.hub.tokenizer import load_tokenizer
 from spmdrl.policy.model_files import fixed_files
@@ -102,6 +104,26 @@ def test_stop_tokens_are_the_tokenizers_and_those_that_one_of_the_configs_names(
     for wrong in ("</s>", [2, None, "x"], 2.0, True):
         with pytest.raises(ValueError, match="its config.json names .* as end tokens, which are numbers"):
             stops(own | {"eos_token_id": wrong}, None)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 5])
+def test_new_tokens_begin_at_the_mean_of_the_words_that_there_are(padding, tmp_path, monkeypatch):
+    """Rows that pad a table are no words: none of them is in the mean, and a new token may take one."""
+    monkeypatch.setenv("SPMDRL_CACHE", str(tmp_path / "cache"))
+    folder = copy_tiny(tmp_path / "model")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    words = tensors[name][: len(load_tokenizer(folder))]
+    tensors[name] = torch.cat([words, torch.zeros(padding, words.shape[1])])
+    config["vocab_size"] = len(tensors[name])
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    place = with_tokens(folder, ("<a>", "<b>"))
+    table = load_file(place / "model.safetensors")[name]
+    assert len(table) == json.loads((place / "config.json").read_text())["vocab_size"] == len(words) + max(2, padding)
+    assert torch.equal(table[: len(words)], words)
+    torch.testing.assert_close(table[len(words) :][:2], words.double().mean(0).float().expand(2, -1))
+    assert not table[len(words) + 2 :].any()
 
 
 def test_fixed_files_of_a_checkpoint(tmp_path):

@@ -86,7 +86,7 @@ def test_texts_without_a_prompt_part_before_a_word_and_stay_as_they_are():
     row = {"chosen": "Human: one Assistant: right it is", "rejected": "Human: one Assistant: rather not"}
     sides = told(encoder(), row)
     assert sides == told(encoder(chat="off"), row)
-    assert sides[CHOSEN].startswith("Human: one Assistant: [[right it is")
+    assert sides[CHOSEN].startswith("Human: one Assistant:[[ right it is")
     assert sides[REJECTED].startswith("Human: one Assistant: [[rather not")
 
 
@@ -263,3 +263,15 @@ def test_dry_run_shows_both_sides_of_a_pair(tmp_path):
     lines = preview(begun, open_mixture(cfg), colour=False)
     asked = [f"  {line}" for line in chatml(*ASKED, said="right").split("\n")]
     assert lines[-2 * len(asked) - 1 :] == [*asked, "  ---", *asked[:-1], asked[-1].replace("right", "wrong")]
+
+
+def test_a_text_pair_without_a_prompt_is_cut_before_the_blank_of_a_word():
+    """So that the first word of a response is the token that a model says after the prompt."""
+    row = {"chosen": "Human: why? Assistant: It is so", "rejected": "Human: why? Assistant: It was"}
+    sides = preference_of(row, PreferenceColumns()).sides
+    assert {i: (side.prompt, side.text) for i, side in sides.items()} == {
+        CHOSEN: ("Human: why? Assistant: It", " is so"),
+        REJECTED: ("Human: why? Assistant: It", " was"),
+    }
+    with pytest.raises(RowError, match="it has no prompt"):
+        preference_of({"chosen": " a b", "rejected": " c d"}, PreferenceColumns())
