@@ -87,7 +87,7 @@ def test_texts_without_a_prompt_part_before_a_word_and_stay_as_they_are():
     sides = told(encoder(), row)
     assert sides == told(encoder(chat="off"), row)
     assert sides[CHOSEN].startswith("Human: one Assistant:[[ right it is")
-    assert sides[REJECTED].startswith("Human: one Assistant: [[rather not")
+    assert sides[REJECTED].startswith("Human: one Assistant:[[ rather not")
 
 
 def test_labelled_responses_and_responses_to_other_prompts():
