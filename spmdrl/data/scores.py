@@ -2,6 +2,18 @@
 
 import math
 import numbers
+from typing import Any
+
+RIGHT = 1.0 - 1e-6
+"""Least score of a right answer: a sum of parts, such as 0.6 + 0.3 + 0.1, may fall short of 1 by rounding."""
+
+
+def is_right(score: Any) -> Any:
+    """Tell whether a score is that of a right answer, as all that counts them does: 1 or more, but for rounding.
+
+    score: a number, or a tensor of them, whose answer is a tensor of bool. nan is not right.
+    """
+    return score >= RIGHT
 
 
 def as_score(value: object) -> tuple[float, dict[str, float]]:

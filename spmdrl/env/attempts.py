@@ -6,6 +6,7 @@ from typing import Any
 from spmdrl.config.user_code import said
 from spmdrl.data.builtin import nearest
 from spmdrl.data.reasoning import answer_of, graded, score
+from spmdrl.data.scores import is_right
 from spmdrl.env.opening import opening, seed_of
 
 ASK = "Put your final answer between <answer> and </answer>."
@@ -74,7 +75,7 @@ class Attempts:
         self._scores.append(self._score(answer))
         self._tagged += tagged
         left = self._attempts - len(self._scores)
-        if self._scores[-1] >= 1.0 or left <= 0:
+        if is_right(self._scores[-1]) or left <= 0:
             return None, None, True
         again = f"You have {left} attempts left." if left > 1 else "You have one attempt left."
         return f"Your answer is not right. {again}", None, False

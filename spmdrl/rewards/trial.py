@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.scores import is_right
 from spmdrl.rewards.base import Grader, Reward, RewardError, RewardInput, UngradedError
 from spmdrl.rewards.code_tests import read_tests
 
@@ -64,8 +65,8 @@ class Row:
 
     @property
     def right(self) -> float:
-        """Share of the graded answers with a score of at least 1; nan where there are none."""
-        return sum(x >= 1.0 for x in self.scores) / len(self.scores) if self.scores else math.nan
+        """Share of the graded answers that count as right; nan where there are none."""
+        return sum(is_right(x) for x in self.scores) / len(self.scores) if self.scores else math.nan
 
 
 @dataclass

@@ -4,6 +4,7 @@ import json
 import math
 
 from spmdrl.config.user_code import printable
+from spmdrl.data.scores import is_right
 from spmdrl.rewards.trial import OTHER, Row, Trial
 
 ENOUGH = 0.95
@@ -59,7 +60,7 @@ def _undeserving(found: Trial) -> list[str]:
 
     def as_much(i: int, score: float) -> bool:
         # Where right answers get the least that there is, `_not_best` tells of it.
-        return score >= best.get(i, 1.0) and (score >= 1.0 or score > least[i])
+        return score >= best.get(i, 1.0) and (is_right(score) or score > least[i])
 
     for row in found.of("garbage"):
         scores = row.by_prompt
@@ -76,10 +77,10 @@ def notes(found: Trial) -> list[str]:
         out.append(
             f"{len(found.sources) - len(best)} of {len(found.sources)} rows have no right answer that was graded"
         )
-    if best and (full := sum(x >= 1.0 for x in best.values()) / len(best)) < ENOUGH:
+    if best and (full := sum(is_right(x) for x in best.values()) / len(best)) < ENOUGH:
         out.append(f"right answers get 1 or more in {full:.1%} of the rows, and eval/accuracy counts such scores alone")
     most = found.undeserved()
-    if count := sum(1.0 <= x < best.get(i, x) for i, x in most.items()):
+    if count := sum(is_right(x) and x < best.get(i, x) for i, x in most.items()):
         out.append(
             f"answers that deserve nothing get 1 or more in {count / len(most):.1%} of the rows, if less than right"
             " ones, and eval/accuracy counts them as right"

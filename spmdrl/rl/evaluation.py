@@ -9,6 +9,7 @@ from spmdrl.data.batch import from_episodes
 from spmdrl.data.dealing import balance
 from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt, PromptSet
+from spmdrl.data.scores import is_right
 from spmdrl.health.preempt import preemption
 from spmdrl.policy.models import Models
 from spmdrl.rewards.load import check_ungraded
@@ -114,7 +115,7 @@ def evaluation_plan(cfg: Config, prompts: list[Prompt], version: int, name: str)
 
 
 def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], list[Episode], int]:
-    """`eval/accuracy` (share of samples with score >= 1), `eval/score`, pass@k, and `eval/turns` with an environment.
+    """`eval/accuracy` (share of samples that are right), `eval/score`, pass@k, and `eval/turns` with an environment.
 
     Beside them this rank's episodes, and how many samples all ranks measured. Collective over samplers.
 
@@ -132,7 +133,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     ungraded = rows[:, 2] > 0
     check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples)
     measured, rows = len(rows), rows[~ungraded]
-    right = (rows[:, 1] >= 1.0).double()
+    right = is_right(rows[:, 1]).double()
     position, prompts = rows[:, 0].long(), len(plan.prompts)
     right_P = torch.zeros(prompts, dtype=torch.float64).index_add_(0, position, right).tolist()
     graded_P = torch.bincount(position, minlength=prompts).tolist()

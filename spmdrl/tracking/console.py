@@ -34,6 +34,7 @@ REINFORCED: Columns = [
     ("|dlogp|", "logp_diff/mean"),
     ("tok/s", "tokens/s"),
     ("eval", "eval/accuracy"),
+    ("score", "eval/score"),
 ]
 SUPERVISED: Columns = [
     ("loss", "loss"),
@@ -69,6 +70,7 @@ COMPARED: Columns = [
     ("|dlogp|", "logp_diff/mean"),
     ("tok/s", "tokens/s"),
     ("eval", "eval/accuracy"),
+    ("score", "eval/score"),
 ]
 DISTILLED: Columns = [
     ("divergence", "divergence/mean"),
@@ -76,6 +78,7 @@ DISTILLED: Columns = [
     ("reward", "reward/mean"),
     ("tok/s", "tokens/s"),
     ("eval", "eval/accuracy"),
+    ("score", "eval/score"),
 ]
 PHASES = ["rollout", "rows", "reward", "exchange", "logp", "update", "push"]
 SAMPLES_EVERY = 10

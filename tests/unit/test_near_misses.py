@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from spmdrl.rewards.base import RewardInput
+from spmdrl.data.scores import is_right
+from spmdrl.rewards.base import Reward, RewardInput
 from spmdrl.rewards.math import load
 from spmdrl.rewards.quick import QUICK
+from spmdrl.rewards.trial import Row
 from spmdrl.rewards.units import split_unit, unit_of
 from spmdrl.rewards.worker import POOLED
 
@@ -222,3 +225,14 @@ def test_a_column_of_floats_holds_whole_numbers(function, score):
 def test_every_grader_of_text_is_tried():
     others = {"none", "environment", "code", "code_partial", "auto", "reasoning_gym"}
     assert set(TEXT_GRADERS) | others == {*QUICK, *POOLED}
+
+
+# -- what counts as right ---------------------------------------------------------------------------------------------
+
+
+def test_a_sum_of_parts_that_rounding_leaves_below_1_counts_as_right():
+    whole = 0.6 + 0.3 + 0.1
+    assert whole < 1.0 and is_right(whole) and is_right(1.0) and is_right(3.0)
+    assert not is_right(0.9999) and not is_right(math.nan)
+    assert is_right(torch.tensor([whole, 0.9999, 2.0], dtype=torch.float64)).tolist() == [True, False, True]
+    assert Row("gold", {0: Reward(whole), 1: Reward(0.5)}).right == 0.5

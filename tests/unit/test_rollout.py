@@ -8,8 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from spmdrl.config.schema import Config
+from spmdrl.data.episode import Episode
 from spmdrl.data.prompts import Prompt
+from spmdrl.data.segment import prompt_segment
 from spmdrl.rewards.base import Reward
+from spmdrl.rl import evaluation
 from spmdrl.rl.environment import AtOnce, Observation, SingleTurn, place_of
 from spmdrl.rl.grading import Grading
 from spmdrl.rl.rollout import Rollout
@@ -175,3 +179,16 @@ def test_an_evaluation_that_is_cut_short_keeps_the_prompts_that_are_graded(polls
         assert len(ended) >= whole
     elif done.abandoned:
         assert not done.episodes
+
+
+def test_an_evaluation_counts_a_sum_of_parts_that_rounding_leaves_below_1(monkeypatch):
+    scores = [0.6 + 0.3 + 0.1, 0.5, 1.0, 0.0]
+    assert scores[0] < 1.0
+    done = [Episode(i, 0, i, [prompt_segment([1])], "stop", score) for i, score in enumerate(scores)]
+    monkeypatch.setattr(evaluation, "collect", lambda *_: RolloutResult(done, [], 4))
+    monkeypatch.setattr(evaluation, "raise_if_abandoned", lambda result, _: result)
+    plan = RolloutPlan("eval", [Prompt(i, [1], "b", "", {}, "a") for i in range(4)], 1, (0,), 0, 8, 1.0)
+    fields = dict.fromkeys(("engine", "grader", "tokenizer", "environment", "judges"))
+    alone = SimpleNamespace(rollout_group=None)
+    numbers, *_ = evaluation.evaluate(plan, SimpleNamespace(**fields, cfg=Config(), world=alone))
+    assert numbers["eval/accuracy"] == 0.5 and numbers["eval/score"] == pytest.approx(0.625)

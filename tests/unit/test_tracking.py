@@ -350,7 +350,7 @@ def test_plain_lines_are_aligned_and_complete():
         m.start() for m in re.finditer("kl|entropy|tok/s|time", line)
     ]
     assert "reward - " in plain_line(1, 5, {})
-    assert "eval 0.5" in plain_line(1, 5, {"eval/accuracy": 0.5})
+    assert "eval 0.5     score 0.52" in plain_line(1, 5, {"eval/accuracy": 0.5, "eval/score": 0.52})
 
 
 def test_plain_console_shows_samples_now_and_then():
