@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face folders."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,37 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float):
         raise ValueError(f"{folder}: its tokenizer_config.json has model_max_length {longest!r}: write a number")
+    _check_rows(folder, tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_rows(folder: Path, tokenizer: Any) -> None:
+    """Check that the folder's model, if it holds one, has an embedding for every token of its tokenizer.
+
+    A padding token may lie beyond: nothing is padded here.
+
+    Raises:
+        ValueError: it has not. The forward would fail at the first such token.
+    """
+    if not (folder / "config.json").exists():
+        return
+    with plain_errors(folder):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if not isinstance(rows, int):
+        return
+    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows}
+    if tokenizer.pad_token != tokenizer.eos_token:
+        beyond.pop(tokenizer.pad_token, None)
+    if beyond:
+        first = min(beyond, key=lambda token: beyond[token])
+        raise ValueError(
+            f"the tokenizer in {folder} has {len(beyond)} tokens that the model cannot embed: its config.json names "
+            f"vocab_size {rows}, and {first!r} is token {beyond[first]}; copy the tokenizer that belongs to the model, "
+            "or resize the model's embedding and save it again (transformers: resize_token_embeddings)"
+        )
 
 
 def control_words(tokenizer: Any) -> re.Pattern[str]:

@@ -50,6 +50,14 @@ def touched(x: torch.Tensor, whole: torch.Tensor) -> Box:
     return tuple(box)
 
 
+def turned(x: torch.Tensor, into: torch.Tensor) -> bool:
+    """Tell whether a copy puts elements that lie side by side in one of the tensors apart in the other."""
+    if x.itemsize == 8:
+        return False
+    sides = [dim for dim in range(x.dim()) if x.shape[dim] > 1]
+    return any(t.stride(dim) == 1 for t in (x, into) for dim in sides[:-1])
+
+
 def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield tensors, omitting those whose memory belongs to another: part of its rows, or the same by another name."""
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -59,6 +67,10 @@ def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         if not any(a <= start and start + x.nbytes <= b for a, b in held):
             held.append((start, start + x.nbytes))
             yield x
+
+
+FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
+"""Operations by which loaders clear the padding beside what they copied."""
 
 
 class Watch(TorchDispatchMode):
@@ -81,8 +93,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "is_view", False):
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            self.written |= set(written_by(func, args, kwargs))
+        places = set(written_by(func, args, kwargs)) if func._schema.is_mutable else set()
+        self.written |= places
         tensors = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)]
         read = [x for x in tensors if x.untyped_storage().data_ptr() in self.watched]
         if func is torch.ops.aten.copy_.default and len(read) == 1 and read[0] is args[1]:
@@ -90,6 +102,9 @@ class Watch(TorchDispatchMode):
             return args[0]
         for x in read:
             self._record(x, None)
+        if func not in FILLS:
+            # What was copied is computed on in place (the decay of Mamba's states), so that other words are held.
+            self.odd |= places & set(self.into)
         return func(*args, **kwargs)
 
     def _record(self, x: torch.Tensor, into: torch.Tensor | None) -> None:
@@ -100,8 +115,9 @@ class Watch(TorchDispatchMode):
         self.into.append(into.untyped_storage().data_ptr() if into is not None else 0)
         if into is None:
             self.needs.exact = False
-        # Sums are over 8-byte words: a part that does not begin and end at a word boundary has no sum.
-        elif into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype:
+        # Sums are over 8-byte words: a part that does not begin and end at a word boundary has no sum, nor does one
+        # whose neighbours lie apart in the model (GPT-2's weights are transposed).
+        elif into.nbytes % 8 or into.storage_offset() * into.itemsize % 8 or into.dtype != x.dtype or turned(x, into):
             self.odd.add(self.into[-1])
 
     def done(self) -> Needs:

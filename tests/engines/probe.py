@@ -541,6 +541,60 @@ def experts(cfg: Config, facts: dict) -> None:
     facts["shaken"] = p.agree(p.prompts(8))
 
 
+def family(name: str, cfg: Config, facts: dict, **changes) -> None:
+    """Runs a random model of a family: its class before and after an engine was built, an update, a large change."""
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(cfg.run.dir)
+    model = random_model(folder / "model", name, head_dim=32, **changes)
+
+    def computed() -> list:
+        """Returns a loss of transformers' class, its squared gradient, and the class's own names and bases."""
+        torch.manual_seed(0)
+        hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        ids = torch.arange(3, 30)[None]
+        loss = hf(input_ids=ids, labels=ids).loss
+        loss.backward()
+        squares = sum(p.grad.square().sum().item() for p in hf.parameters())
+        cls = type(hf.base_model)
+        names = sorted(name for name in vars(cls) if not name.endswith("cached_value"))
+        return [loss.item(), squares, names, [base.__name__ for base in cls.__bases__]]
+
+    before = computed()
+    p = Probe(
+        replaced(
+            cfg,
+            model={"path": str(model)},
+            run={"steps": 2},
+            optimizer={"lr": 1e-3},
+            reward={"function": str(counting_reward(folder / "reward.py"))},
+            rollout=rollout(max_new_tokens=16),
+        ),
+        facts,
+    )
+    p.train(p.prompts(8))
+    p.shake(0.3)
+    p.awake()
+    facts["shaken"] = p.agree(p.prompts(8))
+    facts["class"] = [before, computed()]
+
+
+def olmo2(cfg: Config, facts: dict) -> None:
+    """Runs a family that vLLM builds from transformers' own modules."""
+    family("Olmo2", cfg, facts)
+
+
+def smollm3(cfg: Config, facts: dict) -> None:
+    """Runs another one."""
+    family("SmolLM3", cfg, facts)
+
+
+def falcon_h1(cfg: Config, facts: dict) -> None:
+    """Runs a family with states beside its keys and values."""
+    mamba = dict(d_ssm=128, d_state=16, d_conv=4, expand=2, n_heads=4, d_head=32, n_groups=1)
+    family("FalconH1", cfg, facts, **{f"mamba_{name}": value for name, value in mamba.items()})
+
+
 def lora(cfg: Config, facts: dict, push: str = "adapter") -> None:
     """Runs adapters of a rank that vLLM has to pad, on some of the layers that it fuses, pushed by themselves."""
     folder = Path(cfg.run.dir)
@@ -658,6 +712,9 @@ SCENARIOS = {
     "untied": untied,
     "bf16": bf16,
     "experts": experts,
+    "olmo2": olmo2,
+    "smollm3": smollm3,
+    "falcon_h1": falcon_h1,
     "lora": lora,
     "lora_merged": lora_merged,
 }

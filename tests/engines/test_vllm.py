@@ -19,7 +19,8 @@ FP32 = 1e-4
 """Largest |dlogp| in float32: engine, transformers and trainer (FIELD-NOTES: 1e-5 seen)."""
 MODELS = ["tied", "untied"]
 LORA = ["lora", "lora_merged"] if find_spec("peft") else []
-SCENARIOS = [*MODELS, "bf16", "experts", *LORA]
+FAMILIES = ["olmo2", "smollm3", "falcon_h1"]
+SCENARIOS = [*MODELS, "bf16", "experts", *FAMILIES, *LORA]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,19 @@ def test_parity_of_a_mixture_of_experts(measured):
         assert row["tokens"] >= 40 and row["spread"] > 0.1, row
         for pair in ("engine_hf", "engine_trainer", "trainer_hf"):
             assert row[pair] < FP32, row
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_of_families_that_vllm_treats_apart(measured, family):
+    """Olmo2 and SmolLM3 run in transformers' own modules, whose class the trainer has too; Falcon-H1 keeps states."""
+    facts = measured[family]
+    assert [row["version"] for row in facts["agreement"]] == [0, 1] and facts["moved"] > 1e-3
+    for row in [*facts["agreement"], facts["shaken"]]:
+        assert row["tokens"] >= 40 and row["spread"] > 0.1, row
+        for pair in ("engine_hf", "engine_trainer", "trainer_hf"):
+            assert row[pair] < FP32, row
+    before, after = facts["class"]
+    assert after == before, "vLLM's changes to the class stay with its own model"
 
 
 @pytest.mark.skipif(not LORA, reason="PEFT is not installed")

@@ -271,6 +271,28 @@ def test_folder_without_tokenizer(tmp_path):
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("place", ["config", "text_config"])
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path, place):
+    folder = copy_tiny(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    rows = config.pop("vocab_size")
+    sized = {"vocab_size": rows - 2}
+    (folder / "config.json").write_text(json.dumps(config | (sized if place == "config" else {place: sized})))
+    with pytest.raises(ValueError, match=rf"has 2 tokens that the model cannot embed: .*vocab_size {rows - 2}, and .*"):
+        load_tokenizer(folder)
+    sized["vocab_size"] = rows
+    (folder / "config.json").write_text(json.dumps(config | (sized if place == "config" else {place: sized})))
+    load_tokenizer(folder)
+
+
+def test_a_padding_token_beyond_the_embedding_is_never_read(tmp_path):
+    folder = copy_tiny(tmp_path / "m")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    assert load_tokenizer(folder).pad_token_id >= json.loads((folder / "config.json").read_text())["vocab_size"]
+
+
 def test_hub_name_offline_says_so(monkeypatch, tmp_path):
     import huggingface_hub.constants
 

@@ -79,6 +79,24 @@ def test_boxes_of_a_loader(view, box):
     assert watched_load(load, [("x", (4, 4), torch.float32)]).boxes == [(0, box)]
 
 
+@pytest.mark.parametrize(
+    ("load", "counted"),
+    [
+        (lambda held, x: held.copy_(x.t()), False),  # GPT-2's layers lie transposed in its checkpoints
+        (lambda held, x: held.copy_(x.unsqueeze(1).transpose(0, 1)[0]), True),
+        (lambda held, x: held.narrow(0, 0, 4).copy_(x.narrow(0, 0, 4)), True),
+        (lambda held, x: held.copy_(x).exp_(), False),  # the decay of Mamba's states
+        (lambda held, x: held.copy_(-held.copy_(x).exp()), False),
+        (lambda held, x: held.copy_(x).narrow(0, 6, 2).fill_(0), True),  # the padding of a vocabulary
+    ],
+)
+def test_words_are_counted_only_where_the_model_holds_them_as_they_were_pushed(load, counted):
+    """Sums are over words of eight bytes, of which two float32 make one."""
+    held = torch.zeros(8, 8)
+    needs = watched_load(lambda named: [load(held, x) for _, x in named], [("x", (8, 8), torch.float32)])
+    assert needs.counted[:1] == [counted] and bool(needs.uncounted) is not counted
+
+
 def test_nothing_is_needed_of_an_empty_part():
     def load(named):
         for _, x in named:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import Config
 from spmdrl.hub.resolve import resolve
 from spmdrl.rollout.engine import longest_sequence, without_quantization
-from spmdrl.rollout.vllm.cpu import CPU_BLOCK, cpu_kv_bytes
+from spmdrl.rollout.vllm.cpu import CPU_BLOCK, CPU_KV_BYTES, cpu_kv_bytes
 from spmdrl.rollout.vllm.lora import lora_options
 
 GPU_BLOCK = 16
@@ -104,6 +105,23 @@ def start_with_zeros() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
+def has_states(folder: Path, cfg: Config, longest: int) -> bool:
+    """Tell by vLLM's own knowledge of a family whether its layers keep states beside keys and values (Mamba, Lfm2)."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(folder),
+        dtype=cfg.model.dtype,  # pyright: ignore[reportArgumentType]
+        skip_tokenizer_init=True,
+        max_model_len=longest,
+        trust_remote_code=cfg.model.trust_remote_code,
+    )
+    try:
+        return arguments.create_model_config().has_inner_state
+    except Exception:  # `build_llm` asks vLLM again and reports what it says
+        return False
+
+
 def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     """Build vLLM's LLM for the ranks of one TP group. Collective over them.
 
@@ -119,9 +137,11 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
     folder = resolve(cfg.model.path, cfg.model.trust_remote_code)
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.model.trust_remote_code)
     config = whole.get_text_config()
-    kv_bytes = int(cfg.rollout.kv_cache_gib * 2**30)
+    kv_bytes, stateful = int(cfg.rollout.kv_cache_gib * 2**30), on_cpu and has_states(folder, cfg, longest)
     if not kv_bytes and on_cpu:
-        kv_bytes = cpu_kv_bytes(config, capacity, longest, cfg.model.dtype, cfg.rollout.tp)
+        # A state has the size of many tokens' keys and values.
+        sizes = config, capacity, longest, cfg.model.dtype, cfg.rollout.tp
+        kv_bytes = CPU_KV_BYTES if stateful else cpu_kv_bytes(*sizes)
     options: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes} if kv_bytes else {}
     if on_cpu:
         # Latent attention has blocks of its own. On CPUs with AMX vLLM would take a kernel that packs weights once at
@@ -130,6 +150,9 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
         options |= {"attention_backend": "CPU_MLA"} if latent else {"block_size": CPU_BLOCK}
         # After a part of a prompt vLLM turns back the request's random generator, which a CPU's does not do.
         options["enable_chunked_prefill"] = False
+        if stateful:
+            # vLLM caches prefixes of states only where it may divide prompts.
+            options["enable_prefix_caching"] = False
     else:
         options |= {
             "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
@@ -170,4 +193,6 @@ def build_llm(cfg: Config, on_cpu: bool, routed: bool) -> Any:
             **options,
         )
     except Exception as error:
-        raise RuntimeError(f"vLLM could not start for {cfg.model.path}: {error}. {advice(error)}") from error
+        raise RuntimeError(
+            f"vLLM could not start for {cfg.model.path}: {str(error).rstrip('.')}. {advice(error)}"
+        ) from error

@@ -8,12 +8,47 @@ from typing import Any
 import torch
 
 from spmdrl.config.schema import Config
+from spmdrl.rollout.vllm.classes import foreign_classes_kept
 from spmdrl.rollout.vllm.copies import numbered_within
 from spmdrl.rollout.vllm.cpu import Packed, name_shared_memory
 from spmdrl.rollout.vllm.options import build_llm, set_environment
 from spmdrl.rollout.vllm.world import world_of
 from spmdrl.spmd.exchange import broadcast_text
 from spmdrl.spmd.world import World
+
+PROMPTS = (3, 20)
+"""Tokens of the prompts that a new engine answers for a trial."""
+
+
+def model_of(llm: Any) -> Any:
+    """Return the model object inside vLLM's LLM."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def rehearse(llm: Any, cfg: Config) -> None:
+    """Sample two tokens after short prompts, with whatever weights there are. Collective over the engine.
+
+    Raises:
+        RuntimeError: vLLM fails. Some kernels refuse a model or a type only when they run.
+    """
+    from vllm import SamplingParams
+
+    if cfg.rollout.dp > 1:
+        return
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=2, ignore_eos=True, logprobs=0, detokenize=False)
+    longest = engine.model_config.max_model_len - 2
+    try:
+        for length in sorted({min(n, longest) for n in PROMPTS if longest > 0}):
+            engine.add_request(f"trial {length}", {"prompt_token_ids": [0] * length}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        llm.reset_prefix_cache()
+    except Exception as error:
+        raise RuntimeError(
+            f"--rollout.engine vllm: vLLM cannot run {cfg.model.path} in {cfg.model.dtype} on this device: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Take --rollout.engine hf, or another --model.dtype"
+        ) from error
 
 
 def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | None]:
@@ -32,7 +67,10 @@ def start_llm(cfg: Config, world: World, routed: bool) -> tuple[Any, Packed | No
         shared = name_shared_memory(broadcast_text(secrets.token_hex(8), world.rollout_group))
     with world_of(world.roles.samplers), numbered_within(cfg, world):
         packed = Packed() if on_cpu else None
-        llm = build_llm(cfg, on_cpu, routed)
+        with foreign_classes_kept() as own_classes:
+            llm = build_llm(cfg, on_cpu, routed)
+            own_classes(model_of(llm))
+        rehearse(llm, cfg)
     for name in set(shared):
         # All ranks of the group have mapped it: without a name it is freed with the last, however that one ends.
         Path(f"/dev/shm/{name}_{world.engine_tp_rank % cfg.rollout.tp}").unlink(missing_ok=True)
