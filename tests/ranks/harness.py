@@ -36,6 +36,11 @@ PRELOAD = [
     "spmdrl.policy.fsdp.policy",
     "spmdrl.rollout.hf.engine",
     "spmdrl.tracking.console",
+    "spmdrl.checkpoint.background",
+    "spmdrl.rl.agents",
+    "spmdrl.env.pool",
+    "peft",
+    "tests.ranks.warmup",
 ]
 _PR_SET_PDEATHSIG = 1
 
