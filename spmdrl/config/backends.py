@@ -90,6 +90,8 @@ def _megatron_problems(config: Config, world_size: int) -> list[str]:
         problems.append(f"--lora.rank {config.lora.rank}: adapters are of the fsdp backend; take 0")
     if config.model.dtype == "float64":
         problems.append("--model.dtype float64: Megatron's optimizer has none; take float32")
+    if config.model.dtype == "float16":
+        problems.append("--model.dtype float16: its loss scale is of the fsdp backend; take bfloat16")
     rest = axes.pp * axes.etp * axes.ep
     if world_size and world_size % rest:
         stage = world_size // axes.pp

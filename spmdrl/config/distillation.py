@@ -144,7 +144,7 @@ def check_distillation(config: DistillationConfig, world_size: int) -> None:
 
 def _problems(config: DistillationConfig) -> list[str]:
     distill = config.distill
-    problems = divergence_problems(distill, "distill", config.policy.backend)
+    problems = divergence_problems(distill, "distill", config.policy.backend, config.model.dtype)
     try:
         further_teachers(config)
     except ValueError as error:

@@ -18,9 +18,13 @@ class DivergenceConfig:
     the distributions over the K tokens."""
 
 
-def divergence_problems(told: DivergenceConfig, section: str, backend: str) -> list[str]:
-    """Problems of one section, a line each. backend: `policy.backend`."""
+def divergence_problems(told: DivergenceConfig, section: str, backend: str, dtype: str) -> list[str]:
+    """Problems of one section, a line each. backend: `policy.backend`; dtype: `model.dtype`."""
     problems = []
+    if dtype == "float16":
+        problems.append(
+            "--model.dtype float16: a divergence from a teacher has no loss scale; take bfloat16 or float32"
+        )
     if not 0 <= told.beta <= 1:
         problems.append(f"--{section}.beta {told.beta}: must lie in [0, 1]")
     if told.top_k < 0:

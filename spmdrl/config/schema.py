@@ -58,8 +58,9 @@ class ModelConfig:
     path: str = "tiny"
     """HF folder, hub name, `ms:<name>` (ModelScope), a `.gguf` file, `package:<name>` (GGUF in an installed package),
     or `tiny` (ships here)."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (or float64)."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Type of forward and backward, and of the engine. Master weights and optimizer are float32 (or float64). float16
+    has a dynamic loss scale (docs/policy.md)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: models that need it are refused."""
     self_check: bool = True

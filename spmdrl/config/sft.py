@@ -88,7 +88,7 @@ def _teaching(config: SFTConfig) -> list[str]:
         plain = SFTTeacher()
         given = [each.name for each in fields(teacher) if getattr(teacher, each.name) != getattr(plain, each.name)]
         return [f"--teacher.{name.replace('_', '-')}: is read with --teacher.path or --teacher.read" for name in given]
-    problems = divergence_problems(teacher, "teacher", config.policy.backend)
+    problems = divergence_problems(teacher, "teacher", config.policy.backend, config.model.dtype)
     if config.sft.loss != "nll":
         problems.append(f"--sft.loss {config.sft.loss}: the loss is the divergence from --teacher.path; leave one out")
     if config.sft.add_tokens:

@@ -10,7 +10,12 @@ import torch
 from spmdrl.hub.folder import plain_errors
 from spmdrl.hub.quantized import drop_quantization
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 """`--model.dtype` in torch's terms."""
 
 SCORERS = ("ForSequenceClassification", "ForTokenClassification")

@@ -5,6 +5,7 @@ backends.py     the backends by name
 models.py       the models that an algorithm needs, and their ranks
 learner.py      updates of a model, the same for every backend
 grad_guard.py   skips optimizer steps that are not finite, notices gradients that spike
+loss_scale.py   the scale of a loss whose backward runs in float16
 optimizer.py    AdamW, its schedule, the global gradient norm
 heads.py        logp and entropy, or a value, for every token of a pack
 self_check.py   the form in which a model is right: packed, or one sequence a forward

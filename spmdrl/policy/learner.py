@@ -15,6 +15,7 @@ from spmdrl.hub.build import DTYPES
 from spmdrl.policy.attention.ulysses import check_same
 from spmdrl.policy.contract import Head, HeadFunction, LossResult, Objective, Second, Shared, TokenLoss, Write
 from spmdrl.policy.grad_guard import AnomalousStep, Guard
+from spmdrl.policy.loss_scale import LossScale
 from spmdrl.policy.model_files import fixed_files
 from spmdrl.policy.optimizer import learning_rate
 from spmdrl.spmd.exchange import all_reduce
@@ -71,6 +72,8 @@ class Learner:
         self.master = torch.float32
         """Type of the tensors that `logprobs` returns."""
         self.guard = Guard(self.settings.bad_steps, cfg.run.spike_factor)
+        self.loss_scale = LossScale() if self.stored == torch.float16 else None
+        """Scale of the loss in `gradient`, whose result is free of it."""
 
     def microbatches(self, batch: Batch) -> list[Batch]:
         """Split a batch into micro-batches, the same number on every rank; some may be empty. Collective."""
@@ -114,7 +117,8 @@ class Learner:
         """See the contract.
 
         A step whose loss or gradient is not finite is skipped and counted (`updates_nonfinite`): of its statistics only
-        loss, grad_norm and lr are logged, the first two unchanged.
+        loss, grad_norm and lr are logged, the first two unchanged. In float16 a gradient that the loss scale may have
+        made infinite is skipped and counted apart (`updates_overflowed`), and the scale is lowered.
 
         Raises:
             NonFiniteError: `--optimizer.bad-steps` of them in a row; on every rank alike.
@@ -148,8 +152,9 @@ class Learner:
         bad = bool(all_reduce(bad, "max", self.world.training_group))
         median = self.guard.median
         step = AnomalousStep(share, index, self.updates_done, self.version, norm, not bad, median, on_policy)
-        finite = self.guard.passes(step)
-        if finite and norm > 0:
+        overflowed = self._overflows(norm) if not bad else False
+        finite = overflowed or self.guard.passes(step)
+        if finite and not overflowed and norm > 0:
             # A step without signal leaves weights and moments as they are.
             self.step(lr, norm)
             self.updates_done += 1
@@ -157,9 +162,20 @@ class Learner:
         metrics.add_sum("updates_skipped", (finite and norm == 0) / self.world.data_size)
         metrics.add_sum("updates_nonfinite", (not finite) / self.world.data_size)
         self.zero_grad()
+        if self.loss_scale is not None:
+            metrics.add_sum("updates_overflowed", overflowed / self.world.data_size)
+            metrics.add("loss_scale", self.loss_scale.scale)
         metrics.add("grad_norm", norm)
         metrics.add("lr", lr)
         return finite
+
+    def _overflows(self, norm: float) -> bool:
+        """Judge the loss scale by a step's gradient; True where the step is skipped because a lower scale may do."""
+        if self.loss_scale is None:
+            return False
+        overflowed = not math.isfinite(norm) and self.loss_scale.can_shrink
+        self.loss_scale.judge(math.isfinite(norm))
+        return overflowed
 
     # ── checkpoints ──────────────────────────────────────────────────────────
 

@@ -141,7 +141,7 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
     reasons = {
         f"--rollout.quantization {rollout.quantization}": rollout.quantization != "none",
         f"--rollout.staleness {rollout.staleness}": rollout.staleness,
-        f"--model.dtype {cfg.model.dtype}": cfg.model.dtype == "bfloat16",
+        f"--model.dtype {cfg.model.dtype}": cfg.model.dtype in ("bfloat16", "float16"),
     }
     why = ", ".join(reason for reason, given in reasons.items() if given)
     why = f"what sets them apart by intent here is {why}" if why else "no setting of this run sets them apart"

@@ -71,6 +71,8 @@ class Checkpoints:
         for name, model in models.learning().items():
             # A checkpoint that does not tell is of a run whose schedule went by the steps taken.
             model.updates_due = state.get("due", {}).get(name, model.updates_done)
+            if model.loss_scale is not None and (held := state.get("loss_scales", {}).get(name)):
+                model.loss_scale.restore(held)
         self.kept.restore(state)
         self.rank_files = checkpoint.rank_files(found)
         self.saver.resumed()
@@ -162,6 +164,7 @@ class Checkpoints:
                 "updates_done": policy.updates_done,
                 "trained": {name: model.updates_done for name, model in self.models.trained().items()},
                 "due": {name: model.updates_due for name, model in self.models.learning().items()},
+                "loss_scales": {n: m.loss_scale.state() for n, m in self.models.learning().items() if m.loss_scale},
                 **self.kept.state(),
                 **self.made_with,
                 "seed": self.session.cfg.run.seed,

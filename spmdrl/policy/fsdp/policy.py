@@ -36,6 +36,7 @@ from spmdrl.policy.fsdp.loading import fill_model
 from spmdrl.policy.fsdp.sharding import recompute, sharded
 from spmdrl.policy.heads import Form
 from spmdrl.policy.learner import Learner
+from spmdrl.policy.loss_scale import scaled
 from spmdrl.policy.optimizer import make_optimizer
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.storage import Parked, moves, storage_bytes
@@ -221,18 +222,25 @@ class FsdpPolicy(Learner):
         Copies of a sharded model (HSDP) sum theirs after the last one either way.
         """
         metrics, each = Metrics(), self.cfg.policy.reduce_gradients == "each"
+        scale = self.loss_scale.scale if self.loss_scale else 1.0
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
             self.model.set_requires_gradient_sync(each or last)
             self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(each or last)
             token_loss = objective.token_loss(micro, shared, self.world.device) if len(micro) else None
+            token_loss = scaled(token_loss, scale)
             first_T, second_T, *chunked = self._forward(micro, objective.temperature, objective.second, token_loss)
             # A chunked loss already has its gradient; the loss over whole tensors is then computed for the log only.
             with torch.set_grad_enabled(not chunked):
                 result = objective.loss(micro, first_T, second_T, shared)
-            (chunked or [result.loss])[0].backward()
+            (chunked[0] if chunked else result.loss * scale).backward()
             metrics.merge(result.stats)
+        if scale != 1:
+            # In the type of the masters, where nothing is too small.
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(1 / scale)
         return metrics
 
     def gradient_norm(self) -> float:
