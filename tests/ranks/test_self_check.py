@@ -10,11 +10,20 @@ from spmdrl.policy.fsdp.policy import FsdpPolicy
 from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.mixers import layers
 from spmdrl.policy.self_check import settle
-from tests.ranks.cases import build_policy, config, full_weights, relative, small_model, synthetic_batch, update_once
+from tests.ranks.cases import (
+    VOCAB,
+    build_policy,
+    config,
+    full_weights,
+    relative,
+    small_model,
+    synthetic_batch,
+    update_once,
+)
 from tests.ranks.harness import run_ranks
 
 SMALL = {
-    "vocab_size": 47,
+    "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -23,9 +32,19 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+DELTA = {
+    "num_key_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 16,
+}
 FAMILIES = {
     "llama": ("tree", {}),
     "lfm2": ("tree", {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}),
+    "qwen3_5_text": ("tree", DELTA),
     # Neither calls the attention that is registered: their keys have no borders.
     "bloom": ("apart", {}),
     "xglm": ("apart", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
@@ -78,7 +97,7 @@ def forms(world, paths: dict[str, str], hybrids: bool = True):
         assert all(p.grad is None for p in built.model.parameters())
         plain = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
         lengths = [7, 3, 12]
-        tokens = torch.randint(3, 47, (22,), generator=torch.Generator().manual_seed(2))
+        tokens = torch.randint(3, VOCAB, (22,), generator=torch.Generator().manual_seed(2))
         mask = torch.tensor([i not in (0, 7, 10) for i in range(22)])
         want = []
         for ids in tokens.split(lengths):
@@ -132,6 +151,13 @@ def test_layout_one_sequence_a_forward_is_the_same_step(folders):
     for n, budget, copies in ((1, 64, 1), (2, 128, 1), (2, 64, 2)):
         for got in run_ranks(step, n, folders["policy"], "apart", budget, dp_replicate=copies):
             assert relative(got, want) < 1e-10, (n, budget)
+
+
+def test_layout_states_from_trunk_to_branch_are_the_same_step_on_two_ranks(folders):
+    want = run_ranks(step, 1, folders["qwen3_5_text"], "apart", 64)[0]
+    for got in run_ranks(step, 2, folders["qwen3_5_text"], "tree", 128):
+        # transformers computes delta rules in float32.
+        assert relative(got, want) < 1e-4
 
 
 def on_two(world, paths: dict[str, str]):
