@@ -6,6 +6,8 @@ handed over by what transformers passes as a cache.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from spmdrl.policy.attention.packing import Packing
 from spmdrl.policy.mixers.active import active
 from spmdrl.policy.mixers.rows import RowClass, rows_of
+from spmdrl.spmd.devices import kind_of
 
 CARRIERS = (
     *("GatedDeltaNet", "DeltaAttention"),
@@ -97,13 +100,15 @@ def _is_mixer(module: nn.Module) -> bool:
 
 def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
     packing = active()
-    if packing is None or len(packing.lengths) == 1:
+    if packing is None:
         return forward(*args, **kwargs)
     if packing.part.ranks > 1:
         raise ValueError(
             f"--parallel.sp {packing.part.ranks}: {type(module).__name__} carries a state from token to token and "
             "needs whole sequences; set --parallel.sp 1"
         )
+    if len(packing.lengths) == 1:
+        return forward(*args, **kwargs)
     given = inspect.signature(forward).bind(*args, **kwargs).arguments
     given = {**given, **given.pop("kwargs", {})}
     cache = next((name for name in ("cache_params", "past_key_values") if name in given), None)
@@ -118,13 +123,31 @@ def _forward(module: Any, forward: Any, *args, **kwargs) -> Any:
         state = State(_start(states, row_class))
         if row_class.hands or row_class.starts is not None:
             call[cache] = state
-        out = forward(**call)
+        with _chunks_that_fit(module, len(row_class.gather) // row_class.sequences, packing.device):
+            out = forward(**call)
         out, *other = out if isinstance(out, tuple) else (out,)
         outputs.append(out.flatten(0, 1).index_select(0, row_class.read))
         if row_class.hands:
             states.append(state.last)
     whole = torch.cat(outputs).index_select(0, rows.order)[None]
     return (whole, *(None for _ in other)) if other else whole
+
+
+@contextmanager
+def _chunks_that_fit(module: Any, longest: int, device: torch.device) -> Iterator[None]:
+    """Let Mamba-2 cut rows of so many tokens into chunks that are not much longer; chunks change rounding alone.
+
+    In plain torch a chunk costs the square of its size, padding included. Kernels of a GPU keep their size.
+    """
+    size = getattr(module, "chunk_size", None)
+    if size is None or kind_of(device) != "cpu":
+        yield
+        return
+    module.chunk_size = min(size, 1 << max(longest - 1, 15).bit_length())
+    try:
+        yield
+    finally:
+        module.chunk_size = size
 
 
 def _lay_out(value: Any, rows: RowClass, packing: Packing) -> Any:
