@@ -7,6 +7,7 @@ import transformers
 from spmdrl.data.batch import Batch
 from spmdrl.policy.fsdp import sharding
 from spmdrl.policy.fsdp.policy import FsdpPolicy
+from spmdrl.policy.heads import Form
 from spmdrl.policy.likelihood import SftObjective
 from spmdrl.policy.mixers import layers
 from spmdrl.policy.self_check import settle
@@ -133,7 +134,7 @@ def test_a_hybrid_without_support_runs_one_sequence_a_forward(folders):
     assert form == "apart" and "sequences reach each other" in line and logp < 1e-5 and gradient < 1e-4 and loss < 1e-5
 
 
-def step(world, path: str, form: str, budget: int):
+def step(world, path: str, form: Form, budget: int):
     """Takes an update in one form, with weights that are gathered by layer."""
     sharding.GATHERED_WHOLE = {"cpu": 0}
     cfg = config(
