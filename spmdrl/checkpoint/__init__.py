@@ -30,7 +30,14 @@ from spmdrl.checkpoint.published import newest_valid, steps_saved
 
 if TYPE_CHECKING:
     from spmdrl.checkpoint.background import Saver
-    from spmdrl.checkpoint.folder import check_evaluation, check_settings, take_folder, write_config
+    from spmdrl.checkpoint.folder import (
+        check_evaluation,
+        check_settings,
+        first_day,
+        take_folder,
+        write_config,
+        write_first_day,
+    )
     from spmdrl.checkpoint.store import find_resume, load, save
 
 __all__ = [
@@ -38,6 +45,7 @@ __all__ = [
     "check_evaluation",
     "check_settings",
     "find_resume",
+    "first_day",
     "load",
     "newest_valid",
     "problems",
@@ -46,6 +54,7 @@ __all__ = [
     "steps_saved",
     "take_folder",
     "write_config",
+    "write_first_day",
 ]
 
 

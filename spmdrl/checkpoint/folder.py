@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import date
 from pathlib import Path
 
 from spmdrl.checkpoint import lock
@@ -13,6 +14,9 @@ from spmdrl.config.schema import TrainingConfig
 from spmdrl.health.status import rank_status
 from spmdrl.spmd.exchange import broadcast_text, gather_names
 from spmdrl.spmd.world import World
+
+FIRST_DAY = "first_day"
+"""File in the run folder: the day of the run's first start."""
 
 
 def take_folder(folder: Path, fresh: bool, world: World, timeout: float = 600.0) -> list[str]:
@@ -147,3 +151,22 @@ def check_settings(folder: Path, cfg: TrainingConfig, world: World) -> list[str]
 def write_config(folder: Path, cfg: TrainingConfig) -> None:
     """Writes `config.yaml`, whole or not at all."""
     write_text(folder / "config.yaml", to_yaml(lasting(cfg)))
+
+
+def first_day(folder: Path, world: World) -> date:
+    """Returns the day on which the run of a folder began first, or today where it begins now. Collective.
+
+    Templates that show the date show this one, so that a run which goes on after midnight renders the same tokens.
+    """
+    told = ""
+    if world.is_first:
+        try:
+            told = date.fromisoformat((folder / FIRST_DAY).read_text(encoding="utf-8").strip()).isoformat()
+        except (OSError, ValueError):
+            told = date.today().isoformat()
+    return date.fromisoformat(broadcast_text(told, world.host_group))
+
+
+def write_first_day(folder: Path, day: date) -> None:
+    """Writes the day for later starts."""
+    write_text(folder / FIRST_DAY, f"{day.isoformat()}\n")

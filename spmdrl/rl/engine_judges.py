@@ -13,6 +13,7 @@ import torch
 from spmdrl.config.judge import POLICY, JudgeConfig
 from spmdrl.config.judging import engine_judges
 from spmdrl.config.schema import Config
+from spmdrl.data.chat import variables
 from spmdrl.health.status import tick
 from spmdrl.hub.folder import plain_errors, read_config
 from spmdrl.hub.quantized import fp8_blocks
@@ -92,7 +93,7 @@ class Voice:
             messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
         # Templates that let a model think first are told not to: only a verdict alone counts.
         text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            messages, tokenize=False, add_generation_prompt=True, **variables({"enable_thinking": False})
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import date
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from spmdrl.config.load import Loaded
 from spmdrl.config.paths import check_run_folder, run_folder
 from spmdrl.config.placement import engine_ranks
 from spmdrl.config.schema import TrainingConfig
+from spmdrl.data.chat import Today
 from spmdrl.health.failure import named_exit, watch
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.health.status import rank_status
@@ -99,6 +101,9 @@ def open_run(
         watch(world.store, rank, size, cfg.run.timeout, cfg.run.grace, folder, newest, give_terminal_back)
         if keeps:
             notes += checkpoint.check_settings(folder, cfg, world)
+        Today.kept = checkpoint.first_day(folder, world)
+        if Today.kept != date.today():
+            notes.append(f"chat templates that show the date show {Today.kept}, on which this run began first")
         notes.append(settle_on(world.device.type, cfg))
         disable_progress_bar()
         if world.is_first:
@@ -111,6 +116,7 @@ def open_run(
             if keeps and world.is_first:
                 # Only once everything could be built: a start that fails leaves an existing run folder as it was.
                 checkpoint.write_config(folder, cfg)
+                checkpoint.write_first_day(folder, Today.kept)
                 (folder / "PREEMPTED").unlink(missing_ok=True)
             keep_what_started()
             try:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from spmdrl.config.dump import to_dict
 from spmdrl.config.fields import flag
 from spmdrl.config.resume import flat
 from spmdrl.config.sft import SFTConfig
+from spmdrl.config.template import DATE, template_kwargs
 from spmdrl.data.batch import Batch
-from spmdrl.data.chat import template_text
+from spmdrl.data.chat import Today, template_text
 from spmdrl.health.preempt import PreemptedError
 from spmdrl.hub.resolve import named, resolve
 from spmdrl.policy.distillation import reader_of
@@ -97,6 +99,9 @@ def identity(cfg: SFTConfig, begun: Start) -> dict[str, Any]:
     values = {name: value for name, value in flat(to_dict(cfg)).items() if name.startswith("data.")}
     values = {flag(name): value for name, value in values.items() if name not in NOT_OF_ROWS}
     values |= {flag("sft.train_on"): cfg.sft.train_on, flag("data.chat_template"): _hash(template)}
+    if DATE in str(template):
+        day = template_kwargs(cfg.data).get(DATE) or (Today.kept or date.today()).isoformat()
+        values[f"the date in the chat template ({flag('data.template_kwargs')} {DATE})"] = day
     return {
         "tokenizer": _hash(sorted(begun.tokenizer.get_vocab().items())),
         # Those beside the numbers of tokens: how text becomes tokens, and where rows are cut.

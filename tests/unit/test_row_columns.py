@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from spmdrl import checkpoint
 from spmdrl.config.fields import ConfigError
 from spmdrl.config.load import from_command_line
 from spmdrl.config.preference import PreferenceConfig
@@ -270,3 +271,12 @@ def test_a_job_whose_rows_are_all_dropped_fails_instead_of_saving(tmp_path, rows
     data.take(0, last=False)
     with pytest.raises(ValueError, match="none of 4 rows of --data.train could be trained: all are refused, or longer"):
         data.take(1, last=True)
+
+
+def test_resume_the_day_of_the_first_start_is_kept_in_the_run_folder(tmp_path):
+    from datetime import date
+
+    world = SimpleNamespace(is_first=True, host_group=None)
+    assert checkpoint.first_day(tmp_path, world) == date.today()  # type: ignore[arg-type]
+    checkpoint.write_first_day(tmp_path, date(2026, 1, 31))
+    assert checkpoint.first_day(tmp_path, world) == date(2026, 1, 31)  # type: ignore[arg-type]
