@@ -12,6 +12,7 @@ code.py        programs graded by tests in the sandbox; code_tests.py reads the 
 trial.py       tries a reward on right and wrong answers, and trial_report.py says what that shows; __main__.py is the
                command
 route.py       the reward `auto`: which one grades rows of a data_source
+prefilled.py   where a reply that the prompt begins opens the mark of an answer
 quick.py       built-in rewards that are called in the process itself
 judge.py       a language model as a judge, and judge_pairs.py as one of pairs; judge_verdict.py is what is asked and
                what is read from the answer, judge_asker.py how both ask; judge_server.py asks a server and counts,

@@ -21,11 +21,14 @@ class RewardInput:
 
     data_source: str
     solution: str
-    """The response's text, without the prompt and without a prefill."""
+    """The response's text, without the prompt, which built-in rewards grade. It begins with the mark of an answer that
+    `--data.prefill` leaves open."""
     ground_truth: object
     extra: dict = field(default_factory=dict)
     prompt: str | list = ""
     """The prompt as its row has it: text, or chat messages."""
+    prefill: str = ""
+    """The start of the reply in front of `solution`, which the prompt gave (`--data.prefill`)."""
     group: int = 1
     """Responses to this prompt that are graded together, where the grader wants whole groups."""
     given: float | None = None
@@ -36,6 +39,11 @@ class RewardInput:
     """With an environment: all that stood before this response, the last of the policy's turns, in order: whether the
     policy wrote a piece, and its text with the marks of the chat template. The first piece is the prompt. Empty without
     an environment."""
+
+    @property
+    def reply(self) -> str:
+        """The whole reply, as functions in files and judges read it: the prefill and the response."""
+        return self.prefill + self.solution
 
 
 @dataclass

@@ -87,7 +87,7 @@ def _verl(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Ca
     _check(function, name, VERL, kwargs)
 
     def call(item: RewardInput) -> Any:
-        values = (item.data_source, item.solution, item.ground_truth, item.extra)
+        values = (item.data_source, item.reply, item.ground_truth, item.extra)
         return function(**dict(zip(VERL, values, strict=True)), **kwargs)
 
     return call
@@ -97,7 +97,7 @@ def _batch(function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> C
     _check(function, name, BATCH, kwargs)
 
     def call(item: RewardInput) -> Any:
-        values = ([item.data_source], [item.solution], [item.ground_truth], [item.extra])
+        values = ([item.data_source], [item.reply], [item.ground_truth], [item.extra])
         return function(**dict(zip(BATCH, values, strict=True)), **kwargs)
 
     return call
@@ -123,7 +123,7 @@ def _trl(
     def call(item: RewardInput) -> Any:
         # A conversation is answered by a message, a text by a text.
         chat = isinstance(item.prompt, list)
-        reply: Any = [{"role": "assistant", "content": item.solution}] if chat else item.solution
+        reply: Any = [{"role": "assistant", "content": item.reply}] if chat else item.reply
         columns = dict.fromkeys(TRUTHS, item.ground_truth) | item.extra | {"data_source": item.data_source}
         if both := sorted(kwargs.keys() & columns.keys()):
             raise ValueError(f"--reward.kwargs {both[0]}: the row has a column of this name; give it another one")

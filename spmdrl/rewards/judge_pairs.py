@@ -133,7 +133,7 @@ class Pairs:
     def _ask(self, group: Group) -> None:
         cfg = self._cfg
         task = task_of(group.items[0])
-        shown = [shown_of(item.solution, cfg.max_chars) for item in group.items]
+        shown = [shown_of(item.reply, cfg.max_chars) for item in group.items]
         group.pairs = pairs_of(len(group.keys), cfg.compare)
         for i, j in group.pairs:
             if shown[i] == shown[j]:

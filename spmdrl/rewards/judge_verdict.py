@@ -124,7 +124,7 @@ def new_nonce() -> str:
 
 def question(item: RewardInput, model: str, temperature: float, rubric: str, scale: int, max_chars: int) -> Question:
     """Return the question about a response: the judge sees `max_chars` characters of it, and of each earlier turn."""
-    material = (*task_of(item), *earlier_of(item, max_chars), ("RESPONSE", shown_of(item.solution, max_chars)))
+    material = (*task_of(item), *earlier_of(item, max_chars), ("RESPONSE", shown_of(item.reply, max_chars)))
     return Question(model, temperature, rubric or RUBRIC, scale, material)
 
 

@@ -79,7 +79,7 @@ class Pool:
 
     def submit(self, key: object, item: RewardInput) -> None:
         """Take one response to grade. Raises RewardError when truth or extra cannot be written as JSON."""
-        values = [item.data_source, item.solution, item.ground_truth, item.extra, item.prompt]
+        values = [item.data_source, item.solution, item.ground_truth, item.extra, item.prompt, item.prefill]
         try:
             line = (json.dumps({"id": self._next, "item": values}) + "\n").encode()
         except (TypeError, ValueError) as e:

@@ -3,7 +3,7 @@
 In:  {"function": f, "settings": {...}, "finite": b}
                                            first line: what to load (`builtin:math`, or `/path/file.py:name`), settings
                                            of a built-in reward or arguments of a user's, whether scores must be finite
-     {"id": n, "item": [data_source, solution, ground_truth, extra, prompt]}
+     {"id": n, "item": [data_source, solution, ground_truth, extra, prompt, prefill]}
 Out: {"ready": true, "note": text} or {"failed": text}     after loading; the note is for the log
      {"id": n, "load": t}                  before what this grading needs is loaded, which is not the grading's time
      {"id": n, "start": t, "may_take": s}  before a grading; t is time.monotonic(), one clock for all processes; s is

@@ -9,6 +9,7 @@ import torch
 from spmdrl.data.episode import Episode
 from spmdrl.rewards.base import Grader, Reward, RewardInput, left_out
 from spmdrl.rewards.load import on_engine
+from spmdrl.rewards.prefilled import divided
 from spmdrl.rl.rollout_plan import PromptGroup, RolloutPlan
 from spmdrl.tracking.metrics import Timer
 
@@ -54,13 +55,15 @@ class Grading:
             return
         prompt = group.prompt
         # Without its end token, as a reward reads it.
-        text = self.tokenizer.decode(episode.response, skip_special_tokens=True)
+        prefill, mark = divided(prompt.reply)
+        text = mark + self.tokenizer.decode(episode.response, skip_special_tokens=True)
         item = RewardInput(
             prompt.data_source,
             text,
             prompt.ground_truth,
             prompt.extra,
             prompt.asked,
+            prefill,
             sum(not e.ungraded for e in group.episodes),
             episode.given,
             episode.parts,

@@ -15,9 +15,11 @@ from spmdrl.config import judge, rewards
 from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.rewards import pool, route
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward, left_out
+from spmdrl.rewards.forms import adapted
 from spmdrl.rewards.load import check_cost, load_reward
-from spmdrl.rewards.math import last_boxed
+from spmdrl.rewards.math import last_boxed, math_reward
 from spmdrl.rewards.pool import PREFETCH, Pool
+from spmdrl.rewards.prefilled import divided
 from spmdrl.rewards.quick import QUICK
 from spmdrl.rewards.worker import POOLED
 
@@ -679,3 +681,32 @@ def test_the_benchmark_of_rewards_runs():
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.rstrip().endswith("us")]) == 5
     assert "target pool-answers-per-second" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("prefill", "said", "function", "truth", "score"),
+    [
+        (r"The answer is \boxed{", "42}", "boxed", "42", 1.0),
+        (r"The answer is \boxed{", "43}", "boxed", "42", 0.0),
+        (r"So \boxed{\frac{1}{2}} or \boxed{", "42}", "math", "42", 1.0),
+        ("So 3 and 5 make\n#### ", "8", "gsm8k", "8", 1.0),
+        ("Let us see.\nAnswer: ", "42", "math_dapo", "42", 1.0),
+        ("<answer>", "Paris</answer>", "exact_match_qa", "Paris", 1.0),
+        ("The sum of 3 and 5 is", " 8", "first_integer", "8", 1.0),
+        ("The sum of 3 and 5 is", " eight", "gsm8k_flexible", "5", 0.0),
+        (r"\boxed{42}", " it is", "boxed", "42", 0.0),
+        ("It is", " so", "exact_match", "so", 1.0),
+    ],
+)
+def test_a_start_of_the_reply_is_graded_from_the_mark_that_it_leaves_open(prefill, said, function, truth, score):
+    before, mark = divided(prefill)
+    item = RewardInput("", mark + said, truth, prefill=before)
+    assert before + mark == prefill and item.reply == prefill + said
+    assert (QUICK | {"math": math_reward})[function](item).score == score
+
+
+def test_functions_in_files_read_the_whole_reply():
+    item = RewardInput("", "7}", "7", prefill="so {")
+    verl = adapted(lambda data_source, solution_str, ground_truth, extra_info: len(solution_str), "f", {})
+    trl = adapted(lambda completions, **_: [len(completions[0])], "f", {})
+    assert verl(item) == 6 and trl(item) == 6
