@@ -132,8 +132,8 @@ def packed_attention(
     sink, [H], which takes a share of the attention and has no value (gpt-oss). Returns ([1, S, H, d], None).
 
     Raises:
-        ValueError: a model that does not hand keyword arguments to its attention, or one with dropout or a
-            bidirectional layer.
+        ValueError: a model that does not hand keyword arguments to its attention, or one with dropout, a
+            bidirectional layer, or a mask of its own.
     """
     if packing is None:
         raise ValueError(
@@ -141,6 +141,9 @@ def packed_attention(
         )
     if not getattr(module, "is_causal", True) or (dropout and module.training):
         raise ValueError(f"{type(module).__name__}: packed attention is causal and without dropout")
+    if attention_mask is not None:
+        # transformers makes none for this implementation, so it says more than causality.
+        raise ValueError(f"{type(module).__name__} brings a mask of its own, which packed attention does not read")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = packing.part.to_heads(*(x[0].transpose(0, 1) for x in (query, key, value)))
     sinks = None if s_aux is None else packing.part.my_heads(s_aux)
