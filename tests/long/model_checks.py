@@ -26,6 +26,8 @@ class Facts:
     stage: str = ""
     """Where the run stopped; empty if it ended."""
     error: str = ""
+    form: str = ""
+    """Form in which sequences run (`policy/heads.py`)."""
     trainer: float | None = None
     """Largest |logp of the trainer - logp of transformers| over versions of the weights."""
     engine: float | None = None
@@ -78,8 +80,8 @@ def reference_logp(folder: str, rows: list[dict[str, Any]]) -> list[float]:
 
 def check(record: dict[str, Any], gradient: Path) -> Facts:
     """Compare one model's record with plain transformers."""
-    facts = Facts(record["stage"], record.get("error", ""))
-    facts.lines = [line for line in record["lines"] if "self-check" in line or "one sequence" in line]
+    facts = Facts(record["stage"], record.get("error", ""), record.get("form", ""))
+    facts.lines = [line for line in record["lines"] if "self-check" in line]
     before = None
     for round in record["rounds"]:
         model = plain(round["weights"])
@@ -142,7 +144,7 @@ def main() -> None:
             if key in ("trainer", "engine", "greedy", "gradient", "moved") and value is not None
         )
         print(
-            f"{name:20} {facts.stage:9} {'WRONG ' + ','.join(facts.wrong()) if facts.wrong() else 'ok':24} {numbers} "
+            f"{name:20} {facts.stage:9} {facts.form:7} {'WRONG ' + ','.join(facts.wrong()) if facts.wrong() else 'ok':24} {numbers} "
             f"{facts.error[:160]}",
             flush=True,
         )

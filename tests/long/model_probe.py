@@ -116,9 +116,7 @@ def gradient(run: Any, file: Path) -> None:
 
     policy = run.models.policy
     policy.zero_grad()
-    micros = policy.micros_of_probe(run.batch_of_probe) if hasattr(policy, "micros_of_probe") else [run.batch_of_probe]
-    for micro in micros:
-        policy._forward(micro, 1.0)[0].sum().backward()
+    policy._forward(run.batch_of_probe, 1.0)[0].sum().backward()
     named = {n: p.grad.to_local().clone() for n, p in policy.named_weights() if p.grad is not None}
     policy.zero_grad()
     save_file(named, file)
@@ -145,7 +143,7 @@ def probe(name: str, folder: str, out: Path, changes: dict[str, Any]) -> dict[st
         world = start(cfg.parallel, cfg.rollout.tp, "cpu", 60.0)
         record["stage"] = "start"
         run = build_run(Session(cfg, world, Timer()))
-        record["stage"] = "training"
+        record["stage"], record["form"] = "training", run.models.policy.form
         run.evaluate = lambda step, force=False: measure(run, home / f"weights_{len(record['rounds'])}", record)
         train(run)
         if not cfg.lora.rank:
