@@ -5,8 +5,8 @@ Writes docs/results/models.json, and from it the table of docs/models.md, for th
     pytest tests/long/test_models.py                    all families, about an hour
     pytest tests/long/test_models.py -k "lfm2 or llama"
 
-Each family is a tiny random model (`families.py`). A run of RL on it is written down by `model_probe.py`, by the HF
-engine, by vLLM, and with adapters; `model_checks.py` compares all numbers with plain transformers, sequence by sequence.
+Each family is a tiny random model (`families.py`). A run of RL on it is written down by `family_probe.py`, by the HF
+engine, by vLLM, and with adapters; `family_checks.py` compares all numbers with plain transformers, sequence by sequence.
 """
 
 import json
@@ -24,9 +24,9 @@ import pytest
 
 from spmdrl.policy.megatron.families import FAMILIES as CONVERTED
 from tests.builds import no_vllm
-from tests.long.families import FAMILIES, make
-from tests.long.model_checks import CLOSE, Facts, checked, reference_logp
-from tests.long.model_ranks import critic_error, ulysses_error
+from tests.engines.families import FAMILIES, make
+from tests.engines.family_checks import CLOSE, Facts, checked, reference_logp
+from tests.long.family_ranks import critic_error, ulysses_error
 
 pytestmark = pytest.mark.timeout(7200)
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def probe(run: str, names: list[str], models: Path, out: Path) -> dict[str, Facts]:
     """Run the probe for some families in a process of its own, and check what it wrote."""
     words = [f"{slug(name)}={models / slug(name)}" for name in names]
-    command = [sys.executable, "-m", "tests.long.model_probe", str(out), json.dumps(RUNS[run]), *words]
+    command = [sys.executable, "-m", "tests.engines.family_probe", str(out), json.dumps(RUNS[run]), *words]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return {name: checked(out, slug(name)) for name in names}
 

@@ -1,6 +1,6 @@
 """Values of a critic, and log p with tokens divided over two ranks, of tiny models; each on ranks of its own.
 
-These run where no engine does, beside `tests/long/model_probe.py`, which writes the sequences that they read.
+These run where no engine does, beside `tests/engines/family_probe.py`, which writes the sequences that they read.
 """
 
 from pathlib import Path

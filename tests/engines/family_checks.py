@@ -1,6 +1,6 @@
-"""Checks what `tests/long/model_probe.py` wrote against plain transformers, one sequence at a time.
+"""Checks what `tests/engines/family_probe.py` wrote against plain transformers, one sequence at a time.
 
-    python -m tests.long.model_checks OUT [NAME ...]
+    python -m tests.engines.family_checks OUT [NAME ...]
 
 This process never builds an engine or a policy of ours, so nothing that they change in a class reaches the reference.
 """

@@ -1,6 +1,6 @@
 """One run of RL on one tiny model, written down so that a process that never saw the run can check it.
 
-    python -m tests.long.model_probe OUT '{"engine": "hf"}' NAME=FOLDER ...
+    python -m tests.engines.family_probe OUT '{"engine": "hf"}' NAME=FOLDER ...
 
 Each model is a process of its own, forked where torch and the engine are imported. It runs two steps of `spmdrl.train`
 and writes OUT/NAME.json: where it stopped and why, the lines of the start, and for each version of the weights the
