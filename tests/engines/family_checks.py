@@ -143,11 +143,8 @@ def main() -> None:
             for key, value in asdict(facts).items()
             if key in ("trainer", "engine", "greedy", "gradient", "moved") and value is not None
         )
-        print(
-            f"{name:20} {facts.stage:9} {facts.form:7} {'WRONG ' + ','.join(facts.wrong()) if facts.wrong() else 'ok':24} {numbers} "
-            f"{facts.error[:160]}",
-            flush=True,
-        )
+        verdict = "WRONG " + ",".join(facts.wrong()) if facts.wrong() else "ok"
+        print(f"{name:20} {facts.stage:9} {facts.form:7} {verdict:24} {numbers} {facts.error[:160]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ Writes docs/results/models.json, and from it the table of docs/models.md, for th
     pytest tests/long/test_models.py                    all families, about an hour
     pytest tests/long/test_models.py -k "lfm2 or llama"
 
-Each family is a tiny random model (`families.py`). A run of RL on it is written down by `family_probe.py`, by the HF
-engine, by vLLM, and with adapters; `family_checks.py` compares all numbers with plain transformers, sequence by sequence.
+Each family is a tiny random model (`families.py`). `family_probe.py` writes down a run of RL on it by the HF engine, by
+vLLM, and with adapters; `family_checks.py` compares all numbers with plain transformers, one sequence at a time.
 """
 
 import json
