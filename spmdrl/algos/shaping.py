@@ -23,8 +23,8 @@ def overlong_punishment(length_B: torch.Tensor, longest: int, buffer: int, facto
 
     0 up to longest - buffer tokens, from there linear down to -factor at `longest`, and -factor beyond.
 
-    length_B: sampled tokens. longest: the limit on them. buffer: how many tokens before the limit the punishment
-    begins. ValueError: buffer not in 1 .. longest, negative factor.
+    length_B: tokens that the limit counts. longest: the limit on them. buffer: how many tokens before the limit the
+    punishment begins. ValueError: buffer not in 1 .. longest, negative factor.
     """
     if not 0 < buffer <= longest:
         raise ValueError(f"the overlong buffer must be in 1 .. {longest} (the longest response), got {buffer}")
@@ -40,8 +40,8 @@ def length_penalty_linear(length_B: torch.Tensor, longest: int, coef: float) -> 
     Source: https://arxiv.org/abs/2310.03716, whose coefficient is the running std of the rewards, and whose constant is
     left out here, as a baseline takes it away
 
-    length_B: sampled tokens. longest: the limit on them, a constant of the run. A negative coef rewards length.
-    ValueError: longest not positive.
+    length_B: tokens that the limit counts. longest: the limit on them, a constant of the run. A negative coef rewards
+    length. ValueError: longest not positive.
     """
     if not longest > 0:
         raise ValueError(f"the longest response must be > 0 tokens, got {longest}")

@@ -132,6 +132,16 @@ class Batch:
         counts = self.sampled_per_seq
         return torch.zeros_like(self.firsts).index_add_(0, self.episode, counts)
 
+    @property
+    def made_per_episode(self) -> torch.Tensor:
+        """int64 [E]: number of tokens after the prompt, observed ones too, those of all branches once."""
+        return self.seq["made"][self.firsts] if "made" in self.seq else self.sampled_per_episode
+
+    @property
+    def n_distinct(self) -> int:
+        """The number of tokens, those that branches of an episode share once."""
+        return int(self.seq["distinct"][self.firsts].sum()) if "distinct" in self.seq else self.n_tokens
+
     def per_token(self, x_B: torch.Tensor) -> torch.Tensor:
         """Repeat a per-sequence value for each of its tokens: [B] -> [T]."""
         return torch.repeat_interleave(x_B, self.lengths)
@@ -188,7 +198,8 @@ def from_episodes(
         part_names: reward parts kept as `part/<name>` columns, nan where a sample has no such part.
         experts_width: columns of `Episode.experts`, kept as `token["experts"]`; 0: not kept.
         turns: keep `token["turn"]`, `token["state"]` and `token["parent"]`.
-        turn_rewards: keep `token["turn_reward"]`; otherwise rewards of turns are a part of the total alone.
+        turn_rewards: keep `token["turn_reward"]`; otherwise rewards of turns are a part of the total alone. With it
+            come `seq["made"]` and `seq["distinct"]`, since not all tokens after the prompt were sampled then.
     """
     ordered = [path for e in sorted(episodes, key=lambda e: (e.position, e.sample)) for path in paths_of(e)]
 
@@ -221,6 +232,9 @@ def from_episodes(
     names = ("prompt", "sample", "position", "version", "turns")
     seq = {name: column(getattr(p.episode, name) for p in ordered) for name in names}
     seq |= {"path": column(p.number for p in ordered), "paths": column(p.paths for p in ordered)}
+    if turn_rewards:
+        seq["made"] = column(p.episode.made for p in ordered)
+        seq["distinct"] = column(sum(map(len, p.episode.segments)) for p in ordered)
     seq["finish"] = column(FINISH_REASONS.index(p.episode.finish) for p in ordered)
     seq["reward"] = column((p.episode.reward for p in ordered), torch.float64)
     seq["baseline"] = column((p.episode.baseline for p in ordered), torch.float64)

@@ -117,7 +117,7 @@ def describe(stats: Metrics, batch: Batch, reward_model: bool = False) -> None:
     if "advantage" in batch.seq:
         nonzero = (seq["advantage"] != 0).double()
         stats.add("advantage/nonzero", nonzero.mean() if n else 0.0, n)
-    stats.add_sum("tokens", batch.n_tokens)
+    stats.add_sum("tokens", batch.n_distinct)
 
 
 def describe_age(stats: Metrics, batch: Batch, version: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from spmdrl.algos.estimators import READS
 from spmdrl.algos.filters import choose, shortage, whole_groups
 from spmdrl.config.learning import FilterConfig
 from spmdrl.config.methods import GROUP_BASELINES
@@ -56,6 +57,8 @@ class Quota:
         self.cfg, self.world, self.keep, self.step, self.carried = cfg, world, keep, step, carried
         self.wanted, self.oversampled = cfg.rollout.prompts_per_step, cfg.rollout.oversample > 1
         self.partial = cfg.rollout.partial_steps
+        self.compares = cfg.algo.advantage in GROUP_BASELINES and cfg.rollout.samples_per_prompt > 1
+        """True where a sample that is alone of its prompt is left out."""
         self.carried_by = carried_by(carried, world) if self.partial else []
         self.before = sum(self.carried_by)
         """Groups that all engines go on with."""
@@ -90,7 +93,7 @@ class Quota:
         # A rollout before this one may have begun no prompt.
         plan.name += f"/{self.rounds}"
         if self.oversampled:
-            plan.enough = self.wanted
+            plan.enough, plan.least = self.wanted, 1 + self.compares
         if self.rounds == 0:
             plan.carried, plan.carried_by = self.carried, self.carried_by
             plan.must_end = self.step - self.partial if self.partial else -1
@@ -108,9 +111,11 @@ class Quota:
             self.cut += rest if self.partial else []
             self.unbegun += 0 if self.partial else len(rest)
         self.drawn += more
-        self.counts.update(result.counts)
+        # Of the episodes that end here, as `reward/ungraded` has them: one of a group that goes on comes later.
+        failed = sum(e.finish == "abort" for e in result.episodes)
+        self.counts.update(result.counts | {"failures": failed})
         usable = [e for e in result.episodes if math.isfinite(e.reward)]
-        if self.cfg.algo.advantage in GROUP_BASELINES and self.cfg.rollout.samples_per_prompt > 1:
+        if self.compares:
             usable = with_others(usable)
         self.bad += len(result.episodes) - len(usable)
         self.rewards += [e.reward for e in result.episodes if e.ungraded or math.isfinite(e.reward)]
@@ -119,7 +124,8 @@ class Quota:
             counts = torch.tensor([sum(e.ungraded for e in result.episodes), len(result.episodes)])
             ungraded, graded = all_reduce(counts, "sum", self.world.rollout_group).tolist()
             check_ungraded(ungraded, graded, self.cfg.reward, "a rollout", self.cfg.rollout.samples_per_prompt)
-        self.kept += passing(usable, self.keep, self.cfg.filter) if self.keep else usable
+        by_turn = "turn" in READS.get(self.cfg.algo.advantage, ())
+        self.kept += passing(usable, self.keep, self.cfg.filter, by_turn) if self.keep else usable
         mine = torch.tensor(sorted({e.position for e in self.kept}), dtype=torch.int64)
         rows = all_gather_rows(mine[:, None], self.world.rollout_group)
         self.positions = torch.cat([part[:, 0].cpu() for part in rows])
@@ -179,13 +185,29 @@ def carried_by(groups: list[PromptGroup], world: World) -> list[int]:
     return [count[engine] for engine in range(world.engine_count)]
 
 
-def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig) -> list[Episode]:
-    """The episodes whose group the filter keeps; an engine's groups are whole."""
+def passing(episodes: list[Episode], keep: Callable, cfg: FilterConfig, by_turn: bool = False) -> list[Episode]:
+    """The episodes whose group the filter keeps; an engine's groups are whole.
+
+    by_turn: the advantage compares turns, so that equal totals of unlike turns are `mixed` too.
+    """
     score = [metric_of(e, cfg.metric) for e in episodes]
     group_B = torch.tensor([e.position for e in episodes], dtype=torch.int64)
     settings = {"low": cfg.low, "high": cfg.high} if cfg.keep == "accuracy_range" else {}
+    first = {e.position: e for e in reversed(episodes)}
     keep_B = whole_groups(keep(torch.tensor(score, dtype=torch.float64), group_B, **settings), group_B, cfg.keep)
+    if by_turn and cfg.keep == "mixed" and not cfg.metric:
+        unlike = {e.position for e in episodes if rewards_by_turn(e) != rewards_by_turn(first[e.position])}
+        keep_B |= torch.tensor([e.position in unlike for e in episodes], dtype=torch.bool)
     return [e for e, yes in zip(episodes, keep_B.tolist(), strict=True) if yes]
+
+
+def rewards_by_turn(episode: Episode) -> dict[int, float]:
+    """Return the rewards that fell in the turns of an episode, the final one with the last turn's; no zeros."""
+    out = {episode.turns - 1: episode.reward - episode.turn_rewards}
+    for segment in episode.segments:
+        out[segment.turn] = out.get(segment.turn, 0.0) + segment.reward
+    # What rounding leaves of a sum is no reward.
+    return {turn: value for turn, reward in out.items() if (value := round(reward, 9))}
 
 
 def metric_of(episode: Episode, metric: str) -> float:

@@ -75,7 +75,7 @@ class Rollout:
         self.asked = self.opening = 0
         """Observations that the environment owes, and those of them with which an episode begins."""
         self.ended = 0
-        """Groups that ended since the tally was told."""
+        """Groups that ended since the tally was told, but for those that failed."""
         self.idle = 0.0
         """Seconds in which the engine had nothing to do, for the environments'."""
         # No engine starts with more than its even share: what is left goes to whoever is done first.
@@ -206,7 +206,7 @@ class Rollout:
             if not episode.finish:
                 self.submit(group, episode)
                 continue
-            self.ended += group.done
+            self.ended += group.done and self.plan.counts(group)
             if seen.failure:
                 self.grading.failed(group, episode, seen.failure)
             self.grading.ended(group, episode)

@@ -60,6 +60,8 @@ class RolloutPlan:
     """Treatment of a sample with a logp or reward that is not finite: an error (`stop`), or the reward nan (`skip`)."""
     enough: int = 0
     """Number of groups over all engines after which the rest is cut short. 0: all there are."""
+    least: int = 1
+    """Samples of a group whose environment may not fail if the group is to count towards `enough`."""
     carried: list[PromptGroup] = field(default_factory=list)
     """Groups that this rank's engine goes on with; first in line."""
     carried_by: list[int] = field(default_factory=list)
@@ -87,6 +89,11 @@ class RolloutPlan:
         prompt, position = self.prompts[place], self.first_position + place
         episodes = [Episode(prompt.index, sample, position, []) for sample in range(self.requests_per_prompt)]
         return PromptGroup(position, prompt, self.key[-1], episodes)
+
+    def counts(self, group: PromptGroup) -> bool:
+        """Tells whether a group that is done can be learned from, as far as its environments tell."""
+        failed = [e.finish == "abort" for e in group.episodes]
+        return failed[: self.samples].count(False) >= self.least and not any(failed[self.samples :])
 
     def room(self, episode: Episode) -> int:
         """Tokens that an episode may still take."""

@@ -150,6 +150,8 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
     shaping, longest, first_E, unit = cfg.shaping, cfg.rollout.max_new_tokens, batch.firsts, cfg.shaping.reward_coef
     # B: episodes until the end, where every path gets what its episode has.
     reward_B, length_B = batch.seq["reward"][first_E], batch.sampled_per_episode
+    # The limit on an episode counts what its environment answered too.
+    counted_B = batch.made_per_episode
     bounds = ((shaping.clip_low, -1), (shaping.clip_high, 1))
     if shaping.clip_low is not None or shaping.clip_high is not None:
         low, high = (bound if bound is not None else wide * math.inf for bound, wide in bounds)
@@ -165,9 +167,9 @@ def shape(batch: Batch, cfg: Config, state: dict[str, float], peers: Peers) -> t
     if "turn_reward" in batch.token:
         batch.token["turn_shaped"] = unit * batch.token["turn_reward"].double()
     if shaping.overlong_buffer:
-        reward_B = reward_B + overlong_punishment(length_B, longest, shaping.overlong_buffer, shaping.overlong_factor)
+        reward_B = reward_B + overlong_punishment(counted_B, longest, shaping.overlong_buffer, shaping.overlong_factor)
     if shaping.length_penalty == "linear":
-        reward_B = reward_B + length_penalty_linear(length_B, longest, shaping.length_coef)
+        reward_B = reward_B + length_penalty_linear(counted_B, longest, shaping.length_coef)
     elif shaping.length_penalty == "group":
         # The samples of a group may be on several ranks.
         given = (batch.seq["reward"][first_E], batch.seq["position"][first_E].double())

@@ -101,6 +101,11 @@ def test_prompts_after_those_that_fail_at_once_are_begun(bad, in_order):
     assert {e.prompt for e in done.episodes if e.finish == "stop"} == set(range(6)) - bad
 
 
+def test_groups_that_failed_are_not_enough():
+    done = rollout(Fails({0, 1}), enough=3, least=2)
+    assert len({e.prompt for e in done.episodes if e.finish == "stop"}) >= 3
+
+
 class Counted(AtOnce):
     """Notes how many episodes are open at most."""
 
