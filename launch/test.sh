@@ -4,9 +4,9 @@
 #   ./launch/test.sh [--quick | --long] [arguments of pytest]
 #
 # Without paths it runs three pytests, which get the same arguments: one by one the tests that go by the clock or by the
-# memory of the machine; beside them tests/contract and tests/unit, at the lowest priority on the core that they leave,
-# with their output when they are done; then all others, which start ranks, engines and jobs of their own, two cores to
-# a worker. Paths of tests, and options that ask for one report or one order of all tests (--junitxml, --lf, --pdb and
+# memory of the machine; beside them tests/contract, tests/plans and tests/unit, at the lowest priority on the core that
+# they leave, with their output when they are done; then all others, which start ranks, engines and jobs of their own,
+# two cores to a worker. Paths of tests, and options that ask for one report or one order of all tests (--junitxml, --lf, --pdb and
 # the like, see below), make it one plain pytest.
 # --quick runs unit tests but the slow ones, and a run of two ranks, a file of tests to a core; it installs nothing
 # where .venv is there.
@@ -17,12 +17,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Files in the order of the command line.
 by_file=(--dist loadfile --no-loadscope-reorder)
 spread=(-n auto --maxprocesses 8 "${by_file[@]}")
-beside=(tests/contract tests/unit)
+beside=(tests/contract tests/plans tests/unit)
 workers=$(($(nproc) < 4 ? 2 : $(nproc) < 16 ? $(nproc) / 2 : 8))
 # Jobs that have to end within seconds of a fault, programs with limits of time and memory, measured times.
 alone=(
     tests/sandbox tests/gpu tests/ranks/test_checkpoints.py
     tests/e2e/test_{engine_faults,faults,job_kills,kills,preemption,slurm}.py
+    tests/unit/test_{code_tests,env_mcp,env_pool,env_search,judge,lock,preflight,reward_forms,rewards,rollout}.py
+    tests/unit/test_{sglang_process,signs_of_life}.py
 )
 which=(--ignore=tests/long)
 quick= long= one= stop= value=
@@ -85,9 +87,10 @@ part() { # part NAME PATH_OR_OPTION...: one pytest
     join "$code" "$1"
 }
 
+skipped=("${alone[@]/#/--ignore=}")
 log=$(mktemp)
 # A test that waits for a core has more time than elsewhere.
-nice -n 19 .venv/bin/python -m pytest --timeout 1200 "${beside[@]}" "${arguments[@]}" >"$log" 2>&1 &
+nice -n 19 .venv/bin/python -m pytest --timeout 1200 "${beside[@]}" "${skipped[@]}" "${arguments[@]}" >"$log" 2>&1 &
 low=$!
 # Ctrl-C does not reach a background process.
 trap 'if kill "$low" 2>/dev/null; then cat "$log"; fi; rm -f "$log"' EXIT
@@ -96,6 +99,6 @@ code=0
 wait "$low" || code=$?
 cat "$log"
 join "$code" "${beside[*]}"
-part "all others" -n "$workers" "${by_file[@]}" --ignore=tests/long "${beside[@]/#/--ignore=}" "${alone[@]/#/--ignore=}"
+part "all others" -n "$workers" "${by_file[@]}" --ignore=tests/long "${beside[@]/#/--ignore=}" "${skipped[@]}"
 if [[ $long ]]; then part tests/long tests/long; fi
 exit "$suite"

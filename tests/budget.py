@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-BUDGET = {"unit": 1200, "ranks": 2700, "engines": 1500, "e2e": 3000, "contract": 900, "plans": 800}
+BUDGET = {"unit": 1200, "ranks": 2700, "engines": 1500, "e2e": 3000, "contract": 900, "plans": 1200}
 """Level -> seconds: about three times the time on two idle cores with AVX-512, and twice the time with AVX2.
 
-In a whole suite tests/unit and tests/contract get what other tests leave of a core, and wait for it (launch/test.sh).
+In a whole suite, contracts, plans and unit tests get what others leave of a core, and wait for it (launch/test.sh).
 """
 
 SLOWEST = 15

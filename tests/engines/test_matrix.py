@@ -1,7 +1,7 @@
 """The matrix: the same 5 steps of GRPO on every engine, over one rank or two, beside the trainer or apart from it.
 
 At temperature 0 all give the same samples and learn the same from them (law 2 for whole runs); so do FSDP and layouts
-of Megatron under vLLM. `matrix.py` is what runs, under real torchrun, one job at a time.
+of Megatron under vLLM. `matrix.py` is what runs, one job at a time, under real torchrun with vLLM and SGLang.
 """
 
 import json
@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from benchmarks._models import REWARD, tiny_mixture
 from tests.builds import no_sglang, no_vllm
+from tests.e2e import warm
 from tests.e2e.runner import argv, metrics, succeed
 from tests.ranks.nccl_rules import counts, judge
 from tests.ranks.stub_nccl import Comm, Event, Record
@@ -90,7 +91,9 @@ def cell(tmp_path_factory):
             flags += " --rollout.sglang-push broadcast" if apart and engine == "sglang" else ""
             args = [*FLAGS, *argv(flags), "--reward.function", reward, "--run.dir", folder]
             copies = 2 if "--rollout.dp 2" in more else 1
-            succeed(args, 150, ranks=tp * copies + apart, module="tests.engines.matrix")
+            # The HF engine starts nothing of its own: its ranks are forked, which spares the imports.
+            start = warm.succeed if engine == "hf" else succeed
+            start(args, 150, ranks=tp * copies + apart, module="tests.engines.matrix")
             samples = [json.loads(line) for line in (folder / "greedy.jsonl").read_text().splitlines()]
             known[key] = samples, metrics(folder)
             at.pushed[key] = [json.loads(f.read_text()) for f in sorted(folder.glob("pushed_*.json"))]

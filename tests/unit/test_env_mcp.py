@@ -110,6 +110,7 @@ def noticed(tool: Mcp) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_server_over_stdio_and_what_it_survives(script, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("TOKEN_OF_THIS_TEST", SECRET)
@@ -183,6 +184,7 @@ def started(script: str, port: int) -> subprocess.Popen:
     raise AssertionError("the server does not start")
 
 
+@pytest.mark.slow
 def test_a_server_over_http_that_is_killed_and_comes_back(script):
     port = free_port()
     server = started(script, port)

@@ -692,6 +692,7 @@ def test_a_hung_call_is_made_once_whatever_else_the_turn_does(make, in_order):
     assert reply.counts["seconds"] > 0.8 + 0.6, "the first try counts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "within"), [("hang", 4.5), ("gil", 8.0)])
 def test_calls_that_hang_or_block_delay_no_other_episode(make, what, within):
     """One episode after another has a call that costs its process, while a call of `b` takes longer than each."""
@@ -800,6 +801,7 @@ def test_calls_that_nothing_stops(make, what, tool):
     assert room.told("a", "log") == ['["log"]']
 
 
+@pytest.mark.slow
 def test_a_step_that_stops_the_loop_fails_its_own_episode_alone(make):
     room = make()
     for key in range(6):

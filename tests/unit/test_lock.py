@@ -81,6 +81,7 @@ def test_second_job_is_refused_by_name_and_goes_on_once_the_first_was_killed(fol
     lock.take(folder, 0).release()
 
 
+@pytest.mark.slow
 def test_second_job_waits_for_one_that_ends(folder, holder):
     process, _ = holder
     began = time.monotonic()

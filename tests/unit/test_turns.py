@@ -76,7 +76,9 @@ def excused(name: str, refusal: str) -> bool:
     return any(part in refusal for part in PLAIN + LOST)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i % 6 > 0)) for i, n in enumerate(TEMPLATES)]
+)
 def test_turns_are_proved_in_the_templates_of_trl(name):
     found = Counter(check(name, seed) for seed in range(DIALOGUES))
     refused = [said for said in found if not said.startswith("accepted") and not excused(name, said)]
