@@ -46,7 +46,7 @@ class DistillSection(DivergenceConfig):
     `path@source`: it alone teaches the rows whose `data_source` is that."""
     given_per_step: int = 0
     """Prompts of a step, beside `--rollout.prompts-per-step`, whose response is the data set's and not the student's.
-    GKD's lambda, the share of the student's own, is then the one over the sum of both."""
+    GKD's lambda, the share of the student's own, is P x S / (P x S + N) with P prompts of S samples and N of these."""
     given_column: str = ""
     """Column with those responses, text. Empty: `--data.answer-column`."""
     teacher_template: str = ""

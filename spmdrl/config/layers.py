@@ -7,6 +7,8 @@ from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given
 from spmdrl.config.presets import OF_ADVANTAGE, OF_LOSS, PRESETS, settings_of_preset
 
 Entry = tuple[str, Given]
+SIMPO = {"preference.beta": "2.0", "preference.margin": "1.0"}
+"""SimPO compares means over tokens, which are small: beta 2 to 2.5, gamma half of it (https://arxiv.org/abs/2405.14734)."""
 
 
 def preset_layer(given: Entries, schema: type, problems: list[str]) -> Entries:
@@ -113,12 +115,19 @@ def _words(given: Entries, name: str) -> list[str]:
 
 
 def implied_layer(given: Entries, schema: type) -> Entries:
-    """Settings that `--run.deterministic` implies. Files and flags beat them, which `checks.py` refuses."""
-    on = False
+    """Settings that others imply: `--run.deterministic` a static assignment, which `checks.py` wants; SimPO its scale.
+
+    Files and flags beat them.
+    """
+    on, names = False, leaves(schema)
     for name, found in given:
         if name in ("run.deterministic", "run.no_deterministic"):
             yes = (found.values or ["true"])[0].lower() in TRUE
             on = yes if name == "run.deterministic" else not yes
-    if not on or "rollout.assignment" not in leaves(schema):
-        return []
-    return [("rollout.assignment", Given(["static"], flag("run.deterministic")))]
+    out: Entries = []
+    if on and "rollout.assignment" in names:
+        out.append(("rollout.assignment", Given(["static"], flag("run.deterministic"))))
+    losses = next((found.values for name, found in given[::-1] if name == "preference.loss" and found.values), None)
+    if "preference.margin" in names and (losses or _words(given, "preference.method")[-1:]) == ["simpo"]:
+        out += [(name, Given([value], "simpo")) for name, value in SIMPO.items()]
+    return out

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 import tyro
 
 from spmdrl.config import checks
+from spmdrl.config.demo import own_layer
 from spmdrl.config.dump import redact_text
 from spmdrl.config.fields import ConfigError, flag, leaves
 from spmdrl.config.given import COMMAND_LINE, FALSE, TRUE, Entries, Given, is_resolved, read_flags, read_yaml
@@ -93,7 +94,8 @@ def from_command_line(
     origins: dict[str, str] = {}
     named: set[str] = set()
     asked = [(ALIASES.get(name, name), given) for layer in layers for name, given in layer]
-    for name, given in preset_layer(asked, schema, problems) + implied_layer(asked, schema) + asked:
+    own, said = own_layer(asked, schema)
+    for name, given in own + preset_layer(asked, schema, problems) + implied_layer(asked, schema) + asked:
         positive = re.sub(r"(^|\.)no_([a-z_0-9]+)$", r"\1\2", name)
         if name not in hints and hints.get(positive) is bool and given.origin == COMMAND_LINE:
             name, given = positive, Given([NEGATED.get(word, word) for word in given.values or ["true"]], given.origin)
@@ -117,7 +119,7 @@ def from_command_line(
 
     parsed: Any = parse(command, [token for group in tokens.values() for token in group], prog, origins)
     values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    return Loaded(schema(**values), parsed.dry_run, tuple(files), frozenset(named), notes)
+    return Loaded(schema(**values), parsed.dry_run, tuple(files), frozenset(named), (*notes, *said))
 
 
 def _layers(

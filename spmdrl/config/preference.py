@@ -103,7 +103,8 @@ class PreferenceMethod:
     """Losses that are added up, each as `loss` or `loss=weight`, such as `sigmoid=0.8 bco_pair=0.2 sft=1`. Empty: those
     of the method."""
     beta: float = 0.1
-    """Strength with which the policy is held to the reference; tau of IPO; scale of the margin in SimPO and CPO."""
+    """Strength with which the policy is held to the reference; tau of IPO; scale of the margin in SimPO and CPO.
+    Where simpo is the only loss: 2."""
     label_smoothing: float = 0.0
     """Share of pairs whose label is taken to be wrong (cDPO; robust and exo_pair need it)."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
@@ -113,7 +114,7 @@ class PreferenceMethod:
     tau: float = 0.05
     """Temperature of discopop."""
     margin: float = 0.5
-    """simpo's gamma: wanted margin between beta times mean log p of the two responses."""
+    """simpo's gamma: wanted margin between beta times mean log p of the two responses. Where it is the only loss: 1."""
     tail: float = 1.0
     """Weight of log p behind the length of the shorter response (LD-DPO, https://arxiv.org/abs/2409.06411)."""
     weighted: bool = False

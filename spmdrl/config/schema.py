@@ -111,7 +111,8 @@ class OptimizerConfig:
     """AdamW and its schedule."""
 
     lr: float = 2e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW, this one for the demo. Another model on rows of your own begins with 1e-6 under
+    reinforcement learning, and with LoRA with ten times that of all weights."""
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW betas."""
     eps: float = 1e-8
@@ -234,7 +235,7 @@ class RolloutConfig:
     max_prompt_tokens: int = 512
     """Longer prompts are dropped when the prompts are read, and counted."""
     max_new_tokens: int = 8
-    """Longest response."""
+    """Longest response, as the demo needs it. Another model on rows of your own: 1024."""
     temperature: float = 1.0
     """Sampling temperature; logp is taken at the same temperature everywhere."""
     top_p: float = 1.0
@@ -293,7 +294,7 @@ class DataConfig:
     """`builtin:<task>`, a .jsonl or verl .parquet path, `hf:<dataset>[:config[:split]]`, `ms:<dataset>` (ModelScope),
     or `reasoning-gym:<task>`."""
     eval: str = "builtin:reverse:eval"
-    """The same, for evaluation. Empty: none."""
+    """The same, for evaluation. Empty: none, as for rows of your own until they are given."""
     prompt_column: str = "prompt"
     """Column with the prompt (text or a list of chat messages)."""
     answer_column: str = "answer"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from spmdrl.session.journal import Journal
 from spmdrl.session.session import Session
 from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
-from spmdrl.supervised.rows import NAMED, Encode, Precomputed, Rows, encoded, open_mixture
+from spmdrl.supervised.rows import NAMED, Encode, Precomputed, Rows, encoded, open_mixture, rows_due, steps_of_epochs
 from spmdrl.supervised.run import SupervisedRun
 from spmdrl.supervised.template import say_template
 
@@ -62,7 +61,7 @@ def with_steps(cfg: C, mixture: Mixture) -> C:
         return cfg
     if mixture.rows is None:
         raise ValueError("--run.steps 0: a stream does not tell how many rows it has; give the number of steps")
-    steps = math.ceil(cfg.data.epochs * mixture.rows / cfg.data.rows_per_step)
+    steps = steps_of_epochs(cfg, mixture.rows)
     if problems := never_measured(cfg.checkpoint, cfg.eval.every, steps):
         raise ValueError(problems[0])
     return replace(cfg, run=replace(cfg.run, steps=steps))
@@ -160,7 +159,7 @@ def assemble(
         )
     mixture = open_mixture(cfg)
     session.note(f"{mixture.rows or 'a stream of'} rows from {', '.join(cfg.data.train)}")
-    if cfg.data.rows_per_step > (mixture.rows or cfg.data.rows_per_step):
+    if rows_due(cfg, mixture.rows, 0) > (mixture.rows or cfg.data.rows_per_step):
         session.warn(
             f"--data.rows-per-step {cfg.data.rows_per_step}: a step takes some of the {mixture.rows} rows twice"
         )

@@ -1,6 +1,7 @@
 """The rows of each step: drawn alike on all ranks, each encoded on one, what is refused counted and named."""
 
 import logging
+import math
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -67,6 +68,22 @@ def open_mixture(cfg: SupervisedConfig) -> Mixture:
         return Mixture([Permuted(joined, seed, data.shuffle)], [1.0])
     weights = [weight if weight is not None else 1.0 for _, weight in pairs]
     return Mixture(parts, weights)
+
+
+def rows_due(cfg: SupervisedConfig, rows: int | None, step: int) -> int:
+    """Return the rows of a step, counted from 0: the last step of a job that ends with its epochs takes those left.
+
+    rows: of an epoch; None: not known.
+    """
+    each = cfg.data.rows_per_step
+    if rows is None or cfg.run.steps != steps_of_epochs(cfg, rows):
+        return each
+    return min(each, math.ceil(cfg.data.epochs * rows) - step * each)
+
+
+def steps_of_epochs(cfg: SupervisedConfig, rows: int) -> int:
+    """Return the steps that the epochs take. rows: of one."""
+    return math.ceil(cfg.data.epochs * rows / cfg.data.rows_per_step)
 
 
 class Encode(Protocol):
@@ -186,7 +203,7 @@ class Rows:
 
     def _begin(self, step: int) -> None:
         """Draw a step's rows, and encode those of this rank in the thread."""
-        drawn = self.mixture.draw(self.cfg.data.rows_per_step)
+        drawn = self.mixture.draw(rows_due(self.cfg, self.mixture.rows, step))
         mine = range(self.world.rank, len(drawn), self.world.size)
         self.ahead = (step, self.thread.submit(encoded, drawn, mine, self.encoder, self.known), self.mixture.state())
 

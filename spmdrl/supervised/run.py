@@ -22,7 +22,7 @@ from spmdrl.session.session import Session
 from spmdrl.spmd.exchange import all_reduce
 from spmdrl.spmd.world import World
 from spmdrl.supervised.generations import Generations
-from spmdrl.supervised.rows import Rows
+from spmdrl.supervised.rows import Rows, rows_due
 from spmdrl.tracking.metrics import Metrics, Timer
 
 
@@ -155,7 +155,8 @@ class SupervisedRun:
             values["tokens/s"] = values["tokens/all"] / values["time/step"]
             values |= {f"data/{name}": float(count) for name, count in self.counts.items()}
             if rows := self.data.mixture.rows:
-                values["data/epoch"] = (step + 1) * self.cfg.data.rows_per_step / rows
+                done = step * self.cfg.data.rows_per_step + rows_due(self.cfg, rows, step)
+                values["data/epoch"] = done / rows
             values |= self.checkpoints.saver.poll() | (self.numbers or {})
             self.numbers = None
             self.checkpoints.saver.know(step + 1, values)

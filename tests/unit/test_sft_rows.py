@@ -19,7 +19,7 @@ from spmdrl.data.rendering import TemplateError
 from spmdrl.supervised.build import evaluation_rows
 from spmdrl.supervised.encoder import Encoder
 from spmdrl.supervised.preview import shown
-from spmdrl.supervised.rows import encoded, open_mixture
+from spmdrl.supervised.rows import encoded, open_mixture, rows_due
 from spmdrl.supervised.sft import begin_sft
 from spmdrl.supervised.template import with_template
 from tests.unit.dialogues import tokenizer_for
@@ -226,3 +226,22 @@ def test_a_template_that_the_tokenizer_lacks_is_a_setting_of_the_job(rows, want,
             RowError, match="no chat template that would render them: give one with --data.chat-template"
         ):
             begin_sft(cfg).encode({"messages": TALK})
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps", "want"),
+    [
+        (1.0, 10, 3, [4, 4, 2]),
+        (2.0, 10, 5, [4] * 5),
+        (1.5, 10, 4, [4, 4, 4, 3]),
+        (1.0, 3, 1, [3]),
+        (1.0, 10, 4, [4] * 4),
+        (1.0, None, 3, [4] * 3),
+    ],
+)
+def test_the_last_step_of_a_job_of_epochs_takes_the_rows_that_are_left(epochs, rows, steps, want):
+    """Where the number of steps is the user's own, or a stream is read, all steps are alike."""
+    cfg = SFTConfig()
+    data = dataclasses.replace(cfg.data, epochs=epochs, rows_per_step=4)
+    cfg = dataclasses.replace(cfg, data=data, run=dataclasses.replace(cfg.run, steps=steps))
+    assert [rows_due(cfg, rows, step) for step in range(steps)] == want

@@ -1,0 +1,65 @@
+"""Defaults of the demo, which every other run replaces: its learning rate, its length of responses, its evaluation.
+
+The demo is a built-in task; the model that ships here keeps its learning rate and length on any rows. The values of
+other runs stand below those of presets, files and flags, and config.yaml records them.
+"""
+
+import json
+from pathlib import Path
+
+from spmdrl.config.fields import flag, get, leaves
+from spmdrl.config.given import Entries, Given
+from spmdrl.config.schema import OptimizerConfig
+
+ORIGIN = "a run of your own"
+DEMO_LR = OptimizerConfig.lr
+LR, LORA_FACTOR = 1e-6, 10
+"""Learning rate of all weights under reinforcement learning; adapters take about ten times that of all weights
+(https://thinkingmachines.ai/blog/lora)."""
+NEW_TOKENS = "1024"
+SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "config.json"
+SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
+
+
+def own_layer(given: Entries, schema: type) -> tuple[Entries, tuple[str, ...]]:
+    """Return the defaults of a run that is not the demo, and a line about them; nothing for the demo.
+
+    given: entries of all files and flags; what they name is left to them.
+    """
+    names, last = leaves(schema), {name: found.values or [] for name, found in given}
+    data = last.get("data.train" if "data.train" in names else "data.eval", [])
+    if not any(data) or all(spec.startswith("builtin:") for spec in data):
+        return [], ()
+    wanted: dict[str, str] = {}
+    if "rollout.max_new_tokens" in names and "data.train" in names and "data.eval" not in last:
+        wanted |= {"data.eval": ""} | ({} if "eval.every" in last else {"eval.every": "0"})
+    if not is_shipped("".join(last.get("model.path", [])[-1:])):
+        if "rollout.max_new_tokens" in names and "rollout.max_new_tokens" not in last:
+            wanted["rollout.max_new_tokens"] = NEW_TOKENS
+        if (lr := _learning_rate(last, schema)) and "optimizer.lr" not in last:
+            wanted["optimizer.lr"] = lr
+    shown = [f"{flag(name)} {value or 'none'}" for name, value in wanted.items()]
+    line = f"defaults of {ORIGIN}, of which the demo has others: {', '.join(shown)}"
+    return [(name, Given([value], ORIGIN)) for name, value in wanted.items()], ((line,) if shown else ())
+
+
+def _learning_rate(last: dict[str, list[str]], schema: type) -> str:
+    """Return the learning rate of a run that names none; empty where it is the schema's."""
+    if "optimizer.lr" not in leaves(schema):
+        return ""
+    own = float(get(schema(), "optimizer.lr"))
+    full = LR if own == DEMO_LR else own
+    adapted = "".join(last.get("lora.rank", [])[-1:]) not in ("", "0")
+    lr = full * LORA_FACTOR if adapted else full
+    return "" if lr == own else f"{lr:g}"
+
+
+def is_shipped(path: str) -> bool:
+    """Return True for the model that ships here, and for a folder with a model of its shape, as runs of it leave."""
+    if path in ("", "tiny"):
+        return True
+    try:
+        told, own = (json.loads(file.read_text(encoding="utf-8")) for file in (Path(path) / "config.json", SHIPPED))
+        return all(told.get(name) == own[name] for name in SHAPE)
+    except (OSError, ValueError, AttributeError):
+        return False
