@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import psutil
 import pytest
 
 BUDGET = {"unit": 1200, "ranks": 2700, "engines": 1500, "e2e": 3000, "contract": 900, "plans": 1200}
@@ -51,7 +50,14 @@ def over() -> list[str]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process, of its living descendants, and of those that they waited for."""
+    """CPU seconds of this process, of its living descendants, and of those that they waited for.
+
+    An environment that has no psutil, such as that of the gyms, counts without living descendants.
+    """
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return sum(os.times()[:4])
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with contextlib.suppress(psutil.Error):
