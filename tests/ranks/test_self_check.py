@@ -42,10 +42,21 @@ DELTA = {
     "linear_num_value_heads": 4,
     "head_dim": 16,
 }
+SINKS = {
+    # Sinks that differ between heads; the other weights are drawn again.
+    "initializer_range": 1.0,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 FAMILIES = {
     "llama": ("tree", {}),
     "lfm2": ("tree", {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}),
     "qwen3_5_text": ("tree", DELTA),
+    "gpt_oss": ("tree", SINKS),
     # Neither calls the attention that is registered: their keys have no borders.
     "bloom": ("apart", {}),
     "xglm": ("apart", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
@@ -178,8 +189,11 @@ def test_ranks_agree_on_the_form_and_refuse_what_cannot_be_divided(folders):
     paths = {name: folders[name] for name in ("llama", "bloom", "stablelm")}
     first, second = run_ranks(on_two, 2, paths)
     assert first == second and [form for form, _ in first.values()] == ["tree", "apart", "apart"]
-    first, second = run_ranks(on_two, 2, paths, sp=2)
-    assert first == second and first["llama"][0] == "tree" and "sp 2" in first["llama"][1]
+    # A rank has the sinks of its own heads.
+    first, second = run_ranks(on_two, 2, paths | {"gpt_oss": folders["gpt_oss"]}, sp=2)
+    assert first == second
+    for name in ("llama", "gpt_oss"):
+        assert first[name][0] == "tree" and "sp 2" in first[name][1], first[name]
     for name in ("bloom", "stablelm"):
         form, message = first[name]
         assert form == "refused" and "--parallel.sp 2" in message and "set --parallel.sp 1" in message
