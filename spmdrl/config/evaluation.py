@@ -56,7 +56,7 @@ class EvaluationRolloutConfig(RolloutConfig):
     partial_steps: Suppress[int] = RolloutConfig.partial_steps
     staleness: Suppress[int] = RolloutConfig.staleness
     routing_replay: Suppress[bool] = RolloutConfig.routing_replay
-    logp_diff_warn: Suppress[float] = RolloutConfig.logp_diff_warn
+    logp_diff_warn: Suppress[float | None] = RolloutConfig.logp_diff_warn
     logp_diff_stop: Suppress[float] = RolloutConfig.logp_diff_stop
 
 

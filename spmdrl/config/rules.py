@@ -69,7 +69,7 @@ RULES: dict[str, _Rule] = {
     "rollout.staleness": _at_least_0,
     "rollout.kv_cache_gib": _at_least_0,
     "rollout.gpu_memory_utilization": _share,
-    "rollout.logp_diff_warn": _at_least_0,
+    "rollout.logp_diff_warn": _maybe(lambda x: 0 <= x < math.inf, "must be 0 or more, or None"),
     "rollout.logp_diff_stop": _at_least_0,
     "rollout.push_bucket_mib": _at_least_1,
     "algo.updates_per_step": _at_least_1,

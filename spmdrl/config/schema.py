@@ -273,8 +273,9 @@ class RolloutConfig:
     sequence at a time in the HF engine."""
     quantization: Literal["none", "int8", "fp8"] = "none"
     """8-bit weights in the engine: `fp8` in vLLM and SGLang (GPU), either one in the HF engine."""
-    logp_diff_warn: float = 0.1
-    """Warn when the engine's logp is off the trainer's by more, in the mean of a step. 0: never."""
+    logp_diff_warn: float | None = None
+    """Warn when the engine's logp is off the trainer's by more, in the mean of a step. 0: never; None: 0.001 where no
+    setting sets them apart, as in float32 with the newest weights, and 0.1 elsewhere."""
     logp_diff_stop: float = 1.0
     """End the job when it is off by more: engine and trainer do not hold the same model. 0: never."""
     push_bucket_mib: int = 256

@@ -137,7 +137,23 @@ def _kind(config: Any, head: str) -> Any:
             "a model of another family, such as llama or qwen2"
         )
     scores = head == "steps" or (head == "score" and scores_tokens(config))
-    return AutoModelForTokenClassification if scores else AutoModelForSequenceClassification
+    kind = AutoModelForTokenClassification if scores else AutoModelForSequenceClassification
+    own = kind.__name__ in (getattr(config, "auto_map", None) or {})
+    if not own and type(config) not in kind._model_mapping:
+        raise ValueError(
+            f"transformers has no classifier for {config.model_type}, whose head a critic or a reward model needs: "
+            "--model.path must be a model of a family that has one, such as llama or qwen2"
+        )
+    return kind
+
+
+def check_head(folder: Path, head: str, trust_remote_code: bool = False) -> None:
+    """Raise ValueError if the family of a Hugging Face folder has no such head (as in `build_model`)."""
+    from transformers import AutoConfig
+
+    with plain_errors(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        _kind(config, head)
 
 
 def _check_steps_head(model: Any) -> None:

@@ -72,8 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1:]
         why = "the planner cannot run this job on paper, which says nothing about the job itself"
-        print(f"{error}\nerror: {why}", file=sys.stderr)
+        way = f"{cfg.model.path} may not take --model.dtype {cfg.model.dtype} or another setting"
+        print(f"error: {why}: {''.join(reason)}; {way}", file=sys.stderr)
         return 3
     from spmdrl.plan.report import facts_of, text_of
 

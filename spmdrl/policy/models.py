@@ -18,7 +18,8 @@ from spmdrl.config.distillation import (
     is_aligned,
 )
 from spmdrl.config.schema import Config, is_average
-from spmdrl.hub.resolve import named
+from spmdrl.hub.build import check_head
+from spmdrl.hub.resolve import named, resolve
 from spmdrl.hub.tokenizer import check_same_tokens
 from spmdrl.policy.backends import backend, shares_prompts
 from spmdrl.policy.contract import Head, Policy
@@ -174,6 +175,10 @@ def build_models(cfg: Config, world: World, needs: frozenset[str]) -> Models:
     if is_classifier(cfg.reward.model):
         labels = labels_of(cfg.reward.model, cfg.model.path, cfg.model.trust_remote_code)
     for name, each in wanted.items():
+        if each.head != "lm" and cfg.policy.backend == "fsdp":
+            with named(each.flag):
+                trust = cfg.model.trust_remote_code
+                check_head(resolve(each.path or cfg.model.path, trust), each.head, trust)
         if each.path and not (labels and name == "reward_model"):
             with named(each.flag):
                 if not (name == "reference" and is_aligned(cfg)):

@@ -126,6 +126,11 @@ def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
     stats.add("rollout/staleness", age_T.mean(), len(age_T))
 
 
+WARN_EXACT, WARN_ROUNDED = 1e-3, 0.1
+"""`--rollout.logp-diff-warn` None: engine and trainer differ by 1e-5 where they compute alike, by a hundredth and more in
+16 or 8 bits."""
+
+
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
     """Warning about a step whose engine reported other logp than the trainer's; empty where they agree.
 
@@ -141,8 +146,13 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
     reasons = {
         f"--rollout.quantization {rollout.quantization}": rollout.quantization != "none",
         f"--rollout.staleness {rollout.staleness}": rollout.staleness,
-        f"--model.dtype {cfg.model.dtype}": cfg.model.dtype in ("bfloat16", "float16"),
+        f"--rollout.partial-steps {rollout.partial_steps}": rollout.partial_steps,
+        f"--rollout.top-p {rollout.top_p:g}": rollout.top_p < 1,
+        f"--model.dtype {cfg.model.dtype}": cfg.model.dtype not in ("float32", "float64"),
     }
+    warn = rollout.logp_diff_warn
+    if warn is None:
+        warn = WARN_ROUNDED if any(reasons.values()) else WARN_EXACT
     why = ", ".join(reason for reason, given in reasons.items() if given)
     why = f"what sets them apart by intent here is {why}" if why else "no setting of this run sets them apart"
     says = f"step {step}: |logp of engine - logp of trainer| is {found:.4g} in the mean, above"
@@ -152,9 +162,9 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
             f"model; {why}. Compare with --rollout.engine hf, look at grad_norm of the steps before, or raise the "
             "threshold (0: never stop)"
         )
-    if rollout.logp_diff_warn and not found <= rollout.logp_diff_warn:
+    if warn and not found <= warn:
         return (
-            f"{says} --rollout.logp-diff-warn {rollout.logp_diff_warn:g}: {why}; look at logp_diff/max and mismatch/* "
+            f"{says} --rollout.logp-diff-warn {warn:g}: {why}; look at logp_diff/max and mismatch/* "
             "in metrics.jsonl, and at --correction.kind"
         )
     return ""

@@ -55,6 +55,22 @@ def test_a_stop_below_the_warning_stops():
         told(0.05, stop=0.01)
 
 
+@pytest.mark.parametrize(
+    ("most", "sections"),
+    [
+        (1e-3, {"model": {"dtype": "float32"}}),
+        (0.1, {"model": {"dtype": "bfloat16"}}),
+        (0.1, {"model": {"dtype": "float32"}, "rollout": {"quantization": "int8"}}),
+        (0.1, {"model": {"dtype": "float32"}, "rollout": {"top_p": 0.9}}),
+    ],
+)
+def test_the_threshold_by_default_follows_what_sets_engine_and_trainer_apart(most, sections):
+    cfg = config(**sections)
+    assert cfg.rollout.logp_diff_warn is None
+    assert check_mismatch(7, {"logp_diff/mean": most * 0.99}, cfg) == ""
+    assert f"--rollout.logp-diff-warn {most:g}: " in check_mismatch(7, {"logp_diff/mean": most * 1.01}, cfg)
+
+
 def test_a_step_without_the_number_is_passed_over():
     """No token had an advantage, so none was run."""
     assert told(None) == "" and told(None, warn=1e-9, stop=1e-9) == ""
