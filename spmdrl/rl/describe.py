@@ -127,8 +127,8 @@ def describe_age(stats: Metrics, batch: Batch, version: int) -> None:
 
 
 WARN_EXACT, WARN_ROUNDED = 1e-3, 0.1
-"""`--rollout.logp-diff-warn` None: engine and trainer differ by 1e-5 where they compute alike, by a hundredth and more in
-16 or 8 bits."""
+"""`--rollout.logp-diff-warn` None: engine and trainer differ by 1e-5 where they compute alike, by a hundredth and more
+in 16 or 8 bits."""
 
 
 def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
@@ -146,7 +146,6 @@ def check_mismatch(step: int, values: dict[str, float], cfg: Config) -> str:
     reasons = {
         f"--rollout.quantization {rollout.quantization}": rollout.quantization != "none",
         f"--rollout.staleness {rollout.staleness}": rollout.staleness,
-        f"--rollout.partial-steps {rollout.partial_steps}": rollout.partial_steps,
         f"--rollout.top-p {rollout.top_p:g}": rollout.top_p < 1,
         f"--model.dtype {cfg.model.dtype}": cfg.model.dtype not in ("float32", "float64"),
     }
