@@ -131,7 +131,7 @@ def evaluate(plan: RolloutPlan, sampler: Sampler) -> tuple[dict[str, float], lis
     scores_n4 = torch.tensor(scores, dtype=torch.float64).reshape(-1, 4)
     rows = torch.cat(all_gather_rows(scores_n4, world.rollout_group))
     ungraded = rows[:, 2] > 0
-    check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples)
+    check_ungraded(int(ungraded.sum()), len(rows), s.cfg.reward, "the evaluation", plan.samples, s.cfg.env)
     measured, rows = len(rows), rows[~ungraded]
     right = is_right(rows[:, 1]).double()
     position, prompts = rows[:, 0].long(), len(plan.prompts)

@@ -16,7 +16,7 @@ from spmdrl.config.schema import RewardConfig, SandboxConfig
 from spmdrl.rewards import pool, route
 from spmdrl.rewards.base import Reward, RewardError, RewardInput, as_reward, left_out
 from spmdrl.rewards.forms import adapted
-from spmdrl.rewards.load import check_cost, load_reward
+from spmdrl.rewards.load import check_cost, check_ungraded, load_reward
 from spmdrl.rewards.math import last_boxed, math_reward
 from spmdrl.rewards.pool import PREFETCH, Pool
 from spmdrl.rewards.prefilled import divided
@@ -710,3 +710,11 @@ def test_functions_in_files_read_the_whole_reply():
     verl = adapted(lambda data_source, solution_str, ground_truth, extra_info: len(solution_str), "f", {})
     trl = adapted(lambda completions, **_: [len(completions[0])], "f", {})
     assert verl(item) == 6 and trl(item) == 6
+
+
+def test_samples_without_a_reward_blame_the_environment_where_there_is_one():
+    cfg = RewardConfig(function="environment")
+    with pytest.raises(RewardError, match="5 of 10 samples of a step could not be graded by environment; that"):
+        check_ungraded(5, 10, cfg, "a step")
+    with pytest.raises(RewardError, match="--env e.py:E failed, its first prompt is too long.*--rollout.max-pr"):
+        check_ungraded(5, 10, cfg, "a step", env="e.py:E")
